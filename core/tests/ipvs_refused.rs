@@ -80,7 +80,8 @@ impl Rig {
 
     fn run(&mut self, plan: &Plan) {
         let refusals = &self.refusals;
-        let refused = self.kernel.apply_but(plan, |op| refusals.iter().any(|refusal| refusal.refuses(op))).unwrap();
+        let refused =
+            self.kernel.apply_rejecting(plan, |op| refusals.iter().any(|refusal| refusal.refuses(op))).unwrap();
         assert_eq!(self.ledger.record(plan.ops(), &refused), [], "somebody wants everything");
         let existing = self.kernel.existing();
         assert!(self.ledger.matches(&existing));

@@ -1,7 +1,7 @@
-//! iptables mode: chains of rules translate, masquerade, reject and drop.
+//! iptables mode: rules translate, masquerade, reject and drop packets.
 //!
-//! [`ruleset()`] gives the rules that depend on configuration alone, and renders services. The
-//! [`Ledger`](super::rules::Ledger) of rules programs them.
+//! [`ruleset()`] returns the rules that depend only on the configuration, and the function that
+//! renders the rules of a service. The [`Ledger`](super::rules::Ledger) programs both.
 
 mod ruleset;
 mod service_rules;

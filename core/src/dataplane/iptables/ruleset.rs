@@ -16,7 +16,7 @@ use crate::{
     model::Family,
 };
 
-/// The rules of iptables mode for one family.
+/// Returns the rules of iptables mode for one family.
 #[must_use]
 pub fn ruleset(config: RenderConfig) -> Ruleset {
     let mut chains = vec![mark_masq(&config)];
@@ -35,14 +35,15 @@ pub fn ruleset(config: RenderConfig) -> Ruleset {
     }
 }
 
-/// NodePorts answer on addresses of 127.0.0.0/8. This needs `route_localnet` and a guard.
+/// True if NodePorts are served on addresses in 127.0.0.0/8. This needs the sysctl `route_localnet`
+/// and the chain [`LOCALNET_GUARD`].
 #[must_use]
 pub fn has_localnet_guard(config: &RenderConfig) -> bool {
-    let may_answer = match &config.node_port_addresses {
+    let includes_loopback = match &config.node_port_addresses {
         NodePortAddresses::All => true,
         NodePortAddresses::Only(addresses) => addresses.iter().any(IpAddr::is_loopback),
     };
-    config.family == Family::V4 && config.localhost_node_ports && may_answer
+    config.family == Family::V4 && config.localhost_node_ports && includes_loopback
 }
 
 fn jumps(config: &RenderConfig) -> Vec<Jump> {
@@ -51,8 +52,8 @@ fn jumps(config: &RenderConfig) -> Vec<Jump> {
     let firewall = "kubernetes load balancer firewall";
     let (nat, filter) = (Table::Nat, Table::Filter);
     let mut jumps = Vec::new();
-    // The guard comes first: KUBE-NODEPORTS accepts health checks, and must not accept them at
-    // 127.0.0.1 from a neighbour.
+    // The guard comes first: KUBE-NODEPORTS accepts packets to health-check node ports, and it must
+    // not accept them if another host sends them to 127.0.0.1.
     if has_localnet_guard(config) {
         for from in ["INPUT", "OUTPUT"] {
             jumps.push(jump(filter, from, LOCALNET_GUARD, "block incoming localnet connections", false));
@@ -76,9 +77,12 @@ fn jumps(config: &RenderConfig) -> Vec<Jump> {
     jumps
 }
 
-/// kube-proxy has no such jump in iptables mode: there, a node's own connections to external
-/// destinations without endpoints time out. Packets to the node's own addresses, such as NodePorts,
-/// are rejected in INPUT: a rule in OUTPUT would fail the system call that sends, with EPERM.
+/// Creates the jump from OUTPUT to KUBE-EXTERNAL-SERVICES. kube-proxy has no such jump in iptables
+/// mode, so connections from the node to external addresses without endpoints time out there.
+///
+/// The jump does not match packets to the node's own addresses, such as NodePorts. INPUT rejects
+/// these packets. If OUTPUT rejected them, the sending system call would fail with EPERM instead of
+/// ECONNREFUSED.
 fn external_output_jump(comment: &str) -> Jump {
     let mut rule = String::new();
     Line::bare(&mut rule)
@@ -88,8 +92,8 @@ fn external_output_jump(comment: &str) -> Jump {
     Jump { table: Table::Filter, from: "OUTPUT", rule: rule.trim().to_owned() }
 }
 
-/// With `route_localnet` on, neighbours could reach services bound to 127.0.0.1 (CVE-2020-8558);
-/// only translated connections may.
+/// Creates the chain that protects 127.0.0.0/8. With `route_localnet`, other hosts could reach
+/// programs that listen on 127.0.0.1 (CVE-2020-8558). The chain admits only translated connections.
 fn localnet_guard() -> FixedChain {
     let mut rules = String::new();
     Line::append(&mut rules, LOCALNET_GUARD)

@@ -1,4 +1,4 @@
-//! The rules of one service.
+//! The rules of one service in iptables mode.
 
 use crate::{
     behaviours::view::ServicePortView,
@@ -25,7 +25,8 @@ pub(super) fn render(
     rules
 }
 
-/// Lets a load balancer's health checks through the host's own firewall.
+/// Renders the rule that accepts health checks of a load balancer before the host's firewall can
+/// drop them.
 fn health_check_line(service: &Service) -> DispatchLine {
     let (protocol, port) = (Protocol::Tcp, service.health_check_node_port);
     let mut rule = String::new();
@@ -40,14 +41,14 @@ fn health_check_line(service: &Service) -> DispatchLine {
 /// What happens to packets for which the policy has no endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
-    /// REJECT: there is no endpoint anywhere.
+    /// REJECT: the service port has no endpoint on any node.
     Reject,
-    /// DROP: there are endpoints, but none here, and the policy is Local.
+    /// DROP: the policy is Local, and all endpoints are on other nodes.
     Drop,
 }
 
 impl Verdict {
-    /// The verdict for a policy; `None` if it has endpoints.
+    /// Returns the verdict for a policy, or `None` if the policy has endpoints.
     fn of(view: &ServicePortView, is_local: bool) -> Option<Self> {
         match (view.has_any_endpoint, is_local && view.local_endpoints.is_empty()) {
             (false, _) => Some(Self::Reject),

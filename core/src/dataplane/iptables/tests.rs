@@ -53,7 +53,7 @@ fn full(config: RenderConfig, state: &State) -> (Ledger, String) {
     (ledger, script.to_string())
 }
 
-/// Rules of a chain, without `-A CHAIN `.
+/// Returns the rules of a chain without `-A CHAIN `.
 fn rules<'a>(script: &'a str, chain: &str) -> Vec<&'a str> {
     let start = format!("-A {chain} ");
     script.lines().filter_map(|line| line.strip_prefix(&start)).collect()
@@ -68,7 +68,7 @@ fn hashes_are_kube_proxys() {
     let services = ["KUBE-SVC-XPGD46QRK7WJZT7O", "KUBE-SEP-SXIVWICOYRO3J4NJ", "KUBE-FW-NUKIZ6OKUXPJNT4C"];
     let groups = ["KUBE-SVC-G-XPGD46QRK7WJZT7O", "KUBE-EXT-G-XPGD46QRK7WJZT7O", "KUBE-HPS-XPGD46QRK7WJZT7O"];
     for name in services.into_iter().chain(groups) {
-        assert!(name.len() <= 28, "iptables takes no longer names: {name}");
+        assert!(name.len() <= 28, "the name is too long for iptables: {name}");
         assert_eq!(ChainName::parse(name).unwrap().to_string(), name);
     }
     for foreign in
@@ -204,8 +204,8 @@ fn affinity_checks_and_records_the_client() {
 fn without_endpoints_connections_are_refused() {
     let (state, _) = state([Change::from(service("svc6", "172.30.0.46"))]);
     let (_, script) = full(config(), &state);
-    let refused = r#"-A KUBE-SERVICES -d 172.30.0.46/32 -p tcp -m comment --comment "ns6/svc6:p80 has no endpoints" -m tcp --dport 80 -j REJECT --reject-with icmp-port-unreachable"#;
-    assert!(script.contains(refused), "{script}");
+    let rejected = r#"-A KUBE-SERVICES -d 172.30.0.46/32 -p tcp -m comment --comment "ns6/svc6:p80 has no endpoints" -m tcp --dport 80 -j REJECT --reject-with icmp-port-unreachable"#;
+    assert!(script.contains(rejected), "{script}");
     assert!(!script.contains("172.30.0.46/32 -p tcp -m comment --comment \"ns6/svc6:p80 cluster IP\""));
 }
 
@@ -219,8 +219,8 @@ fn one_endpoint_touches_two_chains_and_no_dispatch() {
         std::iter::once(Change::from(service)).chain(endpoints)
     });
     let (mut state, _) = state(changes);
-    // Classic: the service's chain and the endpoint's. Compact: the service's alone, the endpoint
-    // being another node's.
+    // The classic layout writes the chains of the service and of the endpoint. The compact layout
+    // writes only the chain of the service, because the endpoint is on another node.
     for (layout, added, removed) in [(Layout::Classic, (1, 2, 0), (1, 1, 1)), (Layout::Compact, (1, 1, 0), (1, 1, 0))] {
         let (mut ledger, _) = full(RenderConfig { layout, ..config() }, &state);
         let mut dirty = Dirty::default();
@@ -238,7 +238,7 @@ fn one_endpoint_touches_two_chains_and_no_dispatch() {
 }
 
 #[test]
-fn the_older_service_holds_an_address_that_two_claim() {
+fn the_older_of_two_services_with_one_external_ip_owns_it() {
     let mut old = service("svc2", "172.30.0.42");
     old.external_ips = vec![ip("192.0.2.99")];
     old.created_unix_seconds = 100;
@@ -252,18 +252,18 @@ fn the_older_service_holds_an_address_that_two_claim() {
         Change::from(old.clone()),
         Change::Endpoint(old.key.clone(), endpoint("10.180.0.2")),
     ]);
-    let leads_to = |script: &str| -> Vec<String> {
+    let owner_in = |script: &str| -> Vec<String> {
         let lines = script.lines().filter(|line| line.contains("-d 192.0.2.99/32"));
         lines.map(|line| line.split("--comment \"").nth(1).unwrap()[..8].to_owned()).collect()
     };
-    assert_eq!(leads_to(&full(config(), &state).1), ["ns2/svc2"]);
+    assert_eq!(owner_in(&full(config(), &state).1), ["ns2/svc2"]);
     assert_eq!(state.frontends().conflicts(state.entry(&young_key).unwrap().service().unwrap()).len(), 1);
 
-    // When the holder goes, the other takes over, and is therefore dirty.
+    // When the owner is removed, the other service becomes the owner and is dirty.
     let mut dirty = Dirty::default();
     state.apply(Change::RemoveService(old.key), &mut dirty);
     assert!(dirty.services.contains(&young_key));
-    assert_eq!(leads_to(&full(config(), &state).1), ["ns1/svc1"]);
+    assert_eq!(owner_in(&full(config(), &state).1), ["ns1/svc1"]);
 }
 
 // rows of iptables: 20, 21
@@ -296,7 +296,7 @@ fn stale_chains_go_and_foreign_ones_stay() {
     let script = script.to_string();
     assert!(script.contains("-X KUBE-SVC-XPGD46QRK7WJZT7O\n"));
     assert!(!script.contains("DOCKER"));
-    assert!(!script.contains("-I PREROUTING"), "the jump is there already");
+    assert!(!script.contains("-I PREROUTING"), "the jump already exists");
     assert!(script.contains("-I OUTPUT -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES"));
     let cleanup = Ledger::cleanup(&existing).to_string();
     assert_eq!(
@@ -343,14 +343,14 @@ fn the_compact_layout_translates_in_the_services_chain() {
         ]
     );
     let (script, filter) = script.split_once("*filter\n").unwrap();
-    // Only this node's endpoint can be its own client here.
+    // Only the endpoint on this node can be its own client on this node.
     let hairpin = rules(script, "KUBE-HAIRPIN");
     assert_eq!(hairpin.len(), 1);
     let group = hairpin[0].strip_prefix("-s 10.180.0.0/24 -j ").unwrap();
     assert_eq!(rules(script, group), ["-s 10.180.0.2/32 -d 10.180.0.2/32 -j MASQUERADE --random-fully"]);
     assert_eq!(rules(script, "KUBE-POSTROUTING")[0], "-m conntrack --ctstate DNAT -j KUBE-HAIRPIN");
-    // What the host's firewall forwards is let through as what is marked: masquerading comes too
-    // late for a mark.
+    // Filter must accept hairpin connections too. They have no mark that KUBE-FORWARD could match,
+    // because nat detects them only after filter.
     assert_eq!(rules(filter, group), ["-s 10.180.0.2/32 -d 10.180.0.2/32 -j ACCEPT"]);
     assert_eq!(rules(filter, "KUBE-HAIRPIN"), hairpin);
     assert_eq!(rules(filter, "KUBE-FORWARD").last(), Some(&"-m conntrack --ctstate DNAT -j KUBE-HAIRPIN"));
@@ -372,7 +372,7 @@ fn what_a_node_sends_to_itself_is_refused_in_input_alone() {
 #[test]
 fn the_compact_layout_masquerades_by_groups_of_cluster_ips() {
     let mut svc1 = service("svc1", "172.30.0.41");
-    // With the ClusterIP's prefix; its policy keeps the client's address.
+    // The externalIP has the prefix of the ClusterIP. Its policy keeps the client's address.
     svc1.external_ips = vec![ip("172.30.0.42")];
     svc1.external_traffic_policy = TrafficPolicy::Local;
     let key = ServiceKey::new("ns1", "svc1");
@@ -380,8 +380,8 @@ fn the_compact_layout_masquerades_by_groups_of_cluster_ips() {
     let (state, _) = state([Change::from(svc1), Change::Endpoint(key, here)]);
     let groups = |config: RenderConfig| {
         let (_, script) = full(RenderConfig { layout: Layout::Compact, ..config }, &state);
-        let leads = rules(&script, "KUBE-SERVICES");
-        let names = leads.iter().filter_map(|rule| rule.split_once(" -j KUBE-SVC-G-"));
+        let jumps = rules(&script, "KUBE-SERVICES");
+        let names = jumps.iter().filter_map(|rule| rule.split_once(" -j KUBE-SVC-G-"));
         let groups: Vec<Vec<String>> = names
             .map(|(_, hash)| rules(&script, &format!("KUBE-SVC-G-{hash}")).into_iter().map(str::to_owned).collect())
             .collect();
@@ -389,7 +389,8 @@ fn the_compact_layout_masquerades_by_groups_of_cluster_ips() {
     };
     let cluster_ip = "-d 172.30.0.41/32 -p tcp -m tcp --dport 80 -j KUBE-SVC-XPGD46QRK7WJZT7O";
     let external_ip = ["-d 172.30.0.42/32 -p tcp -m tcp --dport 80 -j KUBE-EXT-XPGD46QRK7WJZT7O"];
-    // What no service of the group takes is as it was: an external IP, or a port that nobody has.
+    // The last rule removes the mark from packets that no ClusterIP of the group matches: packets
+    // to an externalIP, or to a port that no service has.
     let outside = ["! -s 10.0.0.0/8 -j KUBE-MARK-MASQ", cluster_ip, "! -s 10.0.0.0/8 -j MARK --set-xmark 0x0/0x4000"];
     assert_eq!(groups(config()), [outside.to_vec(), external_ip.to_vec()]);
 
@@ -402,17 +403,18 @@ fn the_compact_layout_masquerades_by_groups_of_cluster_ips() {
 }
 
 #[test]
-fn dispatch_groups_are_cut_anew_when_the_cluster_grows() {
+fn dispatch_groups_are_resized_when_the_cluster_grows() {
     let key = |i: u32| ServiceKey::new("ns", &format!("svc{i}"));
     let address = |i: u32| IpAddr::from((0x0a60_0000 + i * 7).to_be_bytes());
-    let numbered = |i: u32| Service { key: key(i), cluster_ips: vec![address(i)], ..service("svc1", "172.30.0.41") };
+    let service_number =
+        |i: u32| Service { key: key(i), cluster_ips: vec![address(i)], ..service("svc1", "172.30.0.41") };
     let mut kernel = FakeKernel::default();
     let mut state = State::default();
     let mut ledger = Ledger::new(ruleset(config()));
     kernel.restore(&ledger.full(&state, &node(), &ExistingTables::default()).0.to_string()).unwrap();
     for i in 0..4000 {
         let mut dirty = Dirty::default();
-        for change in [Change::from(numbered(i)), Change::Endpoint(key(i), endpoint("10.180.0.1"))] {
+        for change in [Change::from(service_number(i)), Change::Endpoint(key(i), endpoint("10.180.0.1"))] {
             state.apply(change, &mut dirty);
         }
         kernel.restore(&ledger.changed(&state, &node(), &dirty).0.to_string()).unwrap();
@@ -425,13 +427,13 @@ fn dispatch_groups_are_cut_anew_when_the_cluster_grows() {
         }
     }
     let longest = lengths.iter().filter(|(chain, _)| chain.starts_with("KUBE-SVC-G-")).map(|(_, n)| *n).max().unwrap();
-    // At best some 2·√4000 = 126 rules have to be passed; groups that were cut for a fourth of the
-    // services are at most four times too long.
+    // A packet passes at least about 2·√4000 = 126 rules. Groups that were sized for a quarter of
+    // the services are at most four times too long.
     assert!(longest + lengths["KUBE-SERVICES"] < 4 * 126, "{longest} + {}", lengths["KUBE-SERVICES"]);
 }
 
 #[test]
-fn without_a_match_for_sctp_its_ports_are_left_out_and_others_are_as_ever() {
+fn without_an_sctp_match_only_sctp_ports_lose_their_rules() {
     let port = |name: &str, protocol, node_port| ServicePort { name: name.into(), protocol, port: 80, node_port };
     let of_endpoint = |name: &str, protocol| EndpointPort::new(name, protocol, 8080);
     let without = Service {

@@ -1,4 +1,4 @@
-//! What the plan depends on besides state and node.
+//! The configuration of IPVS mode.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -7,34 +7,35 @@ use ipnet::IpNet;
 use super::Scheduler;
 use crate::{behaviours::masquerade::MasqueradeConfig, model::Family};
 
-/// Configuration of one family.
+/// The configuration of one family.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IpvsConfig {
     /// The family.
     pub family: Family,
-    /// The cluster's scheduler.
+    /// The default scheduler of the cluster.
     pub scheduler: Scheduler,
-    /// Schedulers that the kernel has. A service that asks for another one gets the cluster's, as a
-    /// [`Problem`].
+    /// Schedulers that the kernel has. A service that requests another scheduler gets the default
+    /// scheduler, and the ledger reports a [`Problem`].
     pub available_schedulers: BTreeSet<Scheduler>,
-    /// Addresses of the node that answer NodePorts: concrete ones, none on loopback or our device.
+    /// Addresses of the node on which NodePorts are served, without loopback addresses and
+    /// addresses of Headgate's device.
     pub node_port_addresses: Vec<IpAddr>,
-    /// Addresses that other devices of this node have: our device does not get them.
+    /// Addresses of other devices of this node. Headgate does not add them to its device.
     pub other_addresses: BTreeSet<IpAddr>,
-    /// Virtual servers of these addresses are others', whatever sets say.
+    /// Virtual servers with these addresses belong to other programs, even if a set contains them.
     pub exclude_cidrs: Vec<IpNet>,
-    /// A draining destination is removed after so long even if it has connections; `None`, as with
-    /// kube-proxy, for never.
+    /// Time in milliseconds after which a draining destination is removed even if it has
+    /// connections. `None` means that it is kept until it has none, as in kube-proxy.
     pub drain_limit_ms: Option<u64>,
     /// Masquerading.
     pub masquerade: MasqueradeConfig,
-    /// As
+    /// See
     /// [`RenderConfig::leaves_out_sctp`](crate::dataplane::rules::RenderConfig::leaves_out_sctp).
     pub leaves_out_sctp: bool,
 }
 
 impl IpvsConfig {
-    /// kube-proxy's defaults for a family, on a kernel that has every scheduler.
+    /// Returns the defaults of kube-proxy for a family and a kernel that has every scheduler.
     #[must_use]
     pub fn new(family: Family) -> Self {
         Self {
@@ -50,13 +51,14 @@ impl IpvsConfig {
         }
     }
 
-    /// True for addresses whose virtual servers are others'.
+    /// True if virtual servers with this address belong to other programs.
     #[must_use]
     pub fn excludes(&self, address: IpAddr) -> bool {
         self.exclude_cidrs.iter().any(|cidr| cidr.contains(&address))
     }
 
-    /// The scheduler of a service that asks for `name`, and what is wrong with the name.
+    /// Returns the scheduler of a service that requests `name`, and the problem if the service gets
+    /// the default scheduler instead.
     #[must_use]
     pub fn scheduler_for(&self, name: &str) -> (Scheduler, Option<Problem>) {
         if name.is_empty() {
@@ -71,11 +73,11 @@ impl IpvsConfig {
     }
 }
 
-/// What is wrong with the scheduler that a service asks for. It gets the cluster's.
+/// Why a service gets the default scheduler instead of the requested one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Problem {
-    /// IPVS has none of this name.
+    /// IPVS has no scheduler of this name.
     UnknownScheduler(String),
-    /// This node's kernel has not loaded it, and cannot.
+    /// The kernel of this node has not loaded the scheduler and cannot load it.
     MissingScheduler(Scheduler),
 }

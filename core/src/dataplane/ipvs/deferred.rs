@@ -1,4 +1,4 @@
-//! What the kernel rejected and services want.
+//! Objects that services want and that the kernel rejected.
 
 use std::{
     collections::BTreeMap,
@@ -12,8 +12,8 @@ use super::{
 };
 use crate::model::ServiceKey;
 
-/// Objects that count as programmed, but that the kernel lacks or has as they were before, since it
-/// rejected a step. Each with a service that wants it.
+/// Objects that the ledger counts as programmed, although the kernel rejected an operation on them:
+/// the kernel lacks them or has their old values. Each has a service that wants it.
 #[derive(Debug, Default)]
 pub(super) struct Deferred {
     pub(super) objects: BTreeMap<Object, Arc<ServiceKey>>,
@@ -52,7 +52,7 @@ impl Deferred {
         self.revision += 1;
     }
 
-    /// A server and its destinations, as far as they are deferred.
+    /// Returns those of a server and its destinations that are deferred.
     pub(super) fn of_server(&self, server: ServerKey) -> Vec<Object> {
         let least = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
         let is_of_server = |object: &&Object| matches!(object, Object::Destination(of, _) if *of == server);

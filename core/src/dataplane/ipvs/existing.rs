@@ -1,4 +1,4 @@
-//! What a kernel has.
+//! The objects in the kernel.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,43 +12,44 @@ use super::{
 };
 use crate::{dataplane::rules::ExistingTables, model::Protocol};
 
-/// A virtual server that the kernel has.
+/// A virtual server in the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExistingServer {
-    /// Settings; `None` if they are none that we ever give (a scheduler that is not known,
-    /// one-packet scheduling, another netmask).
+    /// Settings; `None` if Headgate never programs such settings (an unknown scheduler, one-packet
+    /// scheduling, another netmask).
     pub settings: Option<Settings>,
-    /// Destinations and weights. Those that are not reached by masquerading count as absent, and
-    /// have to be left out with a warning.
+    /// Destinations with their weights. The caller leaves out destinations with another forwarding
+    /// method than NAT and logs a warning.
     pub destinations: BTreeMap<SocketAddr, u32>,
 }
 
-/// What a kernel has in one family.
+/// The objects in the kernel for one family.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Existing {
-    /// Sets of our names and of the right kind, with their elements. One of another kind is to be
-    /// destroyed before.
+    /// Sets with names of Headgate and the right type, with their elements. The caller destroys
+    /// sets with such a name and another type before it reads the kernel.
     pub sets: BTreeMap<Set, BTreeSet<Element>>,
-    /// Addresses of our device.
+    /// Addresses of Headgate's device.
     pub device_addresses: BTreeSet<IpAddr>,
-    /// Virtual servers by address, whoever made them. Those by firewall mark are others' and left
-    /// out.
+    /// Virtual servers with an address, including servers of other programs. Virtual servers with a
+    /// firewall mark always belong to other programs and are left out.
     pub servers: BTreeMap<ServerKey, ExistingServer>,
-    /// iptables.
+    /// iptables rules.
     pub tables: ExistingTables,
 }
 
 impl Existing {
-    /// The element that shows a virtual server to be ours, if it is.
+    /// Returns the element that marks a virtual server as Headgate's, or `None` if the server
+    /// belongs to another program.
     #[must_use]
     pub fn mark(&self, key: &ServerKey, config: &IpvsConfig) -> Option<(Set, Element)> {
-        self.mark_besides(key, config, |_| false)
+        self.mark_preferring(key, config, |_| false)
     }
 
-    /// The same, rather an element that services do not need than one that they do: it stands there
-    /// for the server alone.
+    /// Like [`Self::mark`], but prefers an element that no service needs: such an element exists
+    /// only to mark the server.
     #[must_use]
-    pub fn mark_besides(
+    pub fn mark_preferring(
         &self,
         key: &ServerKey,
         config: &IpvsConfig,
@@ -68,14 +69,15 @@ impl Existing {
         self.is_kube_proxys_node_port(key).then_some((Set::NodePortServers, key.element()))
     }
 
-    /// kube-proxy has NodePorts without addresses, and not the set that says which servers they
-    /// have.
+    /// True if a previous kube-proxy has created the server for a NodePort. Its sets of NodePorts
+    /// contain no addresses, and it does not have [`Set::NodePortServers`].
     fn is_kube_proxys_node_port(&self, key: &ServerKey) -> bool {
         let element = match key.protocol {
             Protocol::Tcp | Protocol::Udp => Element::Port(key.port),
             Protocol::Sctp => key.element(),
         };
-        let matches = self.sets.get(&Set::node_port(key.protocol)).is_some_and(|elements| elements.contains(&element));
-        matches && !self.sets.contains_key(&Set::NodePortServers)
+        let is_node_port =
+            self.sets.get(&Set::node_port(key.protocol)).is_some_and(|elements| elements.contains(&element));
+        is_node_port && !self.sets.contains_key(&Set::NodePortServers)
     }
 }

@@ -1,7 +1,8 @@
-//! A kernel in memory with IPVS, ipset, a dummy device and iptables, as strict as the real one:
-//! what is there is not added, what is not there is not changed or removed, a scheduler has to be
-//! loaded, and a set that a rule refers to stays. Stricter in one thing: a virtual server with
-//! destinations is not removed, since connections would be cut off by it.
+//! A kernel in memory for tests, with IPVS, ipset, a dummy device and iptables. It is as strict as
+//! a real kernel: it does not add an object that exists, it does not change or remove an object
+//! that does not exist, it accepts only loaded schedulers, and it does not destroy a set that a
+//! rule refers to. In one point it is stricter: it does not remove a virtual server with
+//! destinations, because that would break connections.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,12 +22,12 @@ use crate::{
     model::Family,
 };
 
-/// One family of such a kernel.
+/// One family of the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FakeKernel {
     family: Family,
     schedulers: BTreeSet<Scheduler>,
-    /// Sets with their elements.
+    /// The sets with their elements.
     pub sets: BTreeMap<Set, BTreeSet<Element>>,
     /// Addresses of the device.
     pub device_addresses: BTreeSet<IpAddr>,
@@ -37,7 +38,7 @@ pub struct FakeKernel {
 }
 
 impl FakeKernel {
-    /// An empty kernel that has the schedulers which the configuration says.
+    /// Creates an empty kernel with the schedulers that are available in the configuration.
     #[must_use]
     pub fn new(config: &IpvsConfig) -> Self {
         Self {
@@ -53,7 +54,8 @@ impl FakeKernel {
     /// Carries out a plan.
     ///
     /// # Errors
-    /// Names the step and what is wrong with it; the steps before stay done.
+    /// Returns the operation that the kernel rejected and the reason. Earlier operations stay in
+    /// effect.
     pub fn apply(&mut self, plan: &Plan) -> Result<(), String> {
         for op in &plan.before {
             self.step(*op).map_err(|what| format!("{what}: {op:?}"))?;
@@ -72,25 +74,26 @@ impl FakeKernel {
         Ok(())
     }
 
-    /// Carries out a plan as the agent does: a step that finds the object as it wants it counts as
-    /// done, and a rejected step does not stop the others. Removals are never rejected. Returns the
-    /// rejected steps.
+    /// Carries out a plan as the agent does: an operation succeeds if the object already is as the
+    /// operation wants it, and a rejected operation does not prevent the others. The kernel rejects
+    /// the operations for which `rejects` returns true, but never removals. Returns the rejected
+    /// operations.
     ///
     /// # Errors
-    /// Names a step that nothing excuses, or the rule.
-    pub fn apply_but(&mut self, plan: &Plan, rejects: impl Fn(&Op) -> bool) -> Result<Vec<Op>, String> {
+    /// Returns an operation or a rule that fails for another reason, and that reason.
+    pub fn apply_rejecting(&mut self, plan: &Plan, rejects: impl Fn(&Op) -> bool) -> Result<Vec<Op>, String> {
         let mut rejected = Vec::new();
         for op in &plan.before {
-            rejected.extend(self.take(*op, &rejects)?);
+            rejected.extend(self.carry_out(*op, &rejects)?);
         }
         self.apply(&Plan { script: plan.script.clone(), ..Plan::default() })?;
         for op in &plan.after {
-            rejected.extend(self.take(*op, &rejects)?);
+            rejected.extend(self.carry_out(*op, &rejects)?);
         }
         Ok(rejected)
     }
 
-    fn take(&mut self, op: Op, rejects: impl Fn(&Op) -> bool) -> Result<Option<Op>, String> {
+    fn carry_out(&mut self, op: Op, rejects: impl Fn(&Op) -> bool) -> Result<Option<Op>, String> {
         let has_server = |key: &ServerKey| self.servers.contains_key(key);
         let weight = |key: &ServerKey, address: &SocketAddr| self.servers.get(key)?.1.get(address).copied();
         let has_element = |set: &Set, element: &Element| self.sets.get(set).is_some_and(|set| set.contains(element));
@@ -124,16 +127,16 @@ impl FakeKernel {
         Ok(None)
     }
 
-    /// Loads a scheduler, or takes it away.
-    pub fn set_scheduler(&mut self, scheduler: Scheduler, is_there: bool) {
-        if is_there {
+    /// Loads or unloads a scheduler.
+    pub fn set_scheduler(&mut self, scheduler: Scheduler, is_loaded: bool) {
+        if is_loaded {
             self.schedulers.insert(scheduler);
         } else {
             self.schedulers.remove(&scheduler);
         }
     }
 
-    /// What the agent would read.
+    /// Returns the objects that the agent would read from the kernel.
     #[must_use]
     pub fn existing(&self) -> Existing {
         let servers = self.servers.iter().map(|(key, (settings, destinations))| {

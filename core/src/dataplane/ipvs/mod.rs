@@ -1,48 +1,53 @@
-//! IPVS mode: virtual servers of the kernel, IP sets, addresses of a dummy device, and iptables
-//! rules.
+//! IPVS mode: virtual servers, IP sets, addresses of a dummy device, and iptables rules.
 //!
-//! A service's ports become [`service::ServicePlan`]s: virtual servers with their destinations,
-//! elements of [sets](super::ipsets), and addresses that the node must answer on. The [`Ledger`]
-//! remembers what is programmed and gives [`Plan`]s with only what differs. iptables rules do what
-//! virtual servers cannot; the ledger of [`super::rules`] programs them.
+//! A [`service::ServicePlan`] contains the kernel objects of a service: virtual servers with their
+//! destinations, elements of [sets](super::ipsets), and addresses for the dummy device. The
+//! [`Ledger`] records the programmed objects and returns [`Plan`]s with only the differences.
+//! iptables rules provide what virtual servers cannot do; the ledger of [`super::rules`] programs
+//! them.
 //!
 //! # Differences from kube-proxy's IPVS mode
 //!
-//! - *Local policies.* kube-proxy falls back to remote endpoints if there are none here. Here a
-//!   virtual server has the endpoints of its address's policy and no others. If there are none, its
-//!   port is in [`Set::NoEndpoints`] (packets are rejected) or [`Set::NoLocalEndpoints`] (packets
-//!   are dropped).
-//! - *Short ways.* Local pods and the node itself reach all endpoints of a load balancer's address
-//!   with Local policy. A virtual server does not distinguish them from other clients: a firewall
-//!   mark could, but it compares the whole mark, and others use bits of it. So iptables translates
-//!   their connections, of these services alone, before IPVS sees them.
-//! - *Source ranges* apply to pods and the node as well: table filter checks packets from
-//!   elsewhere, and mangle checks packets of the node, since IPVS translates those before filter.
+//! - *Local policies.* If a node has no endpoint for a Local policy, kube-proxy uses endpoints on
+//!   other nodes. In Headgate a virtual server has only the endpoints of its address's policy. If
+//!   there are none, its address and port are in [`Set::NoEndpoints`] (packets are rejected) or
+//!   [`Set::NoLocalEndpoints`] (packets are dropped).
+//! - *Short circuit.* With external Local policy, pods on the node and the node itself may use all
+//!   endpoints. A virtual server cannot distinguish them from other clients. IPVS could select a
+//!   virtual server by firewall mark, but it compares the complete mark, and other programs use
+//!   some of its bits. So iptables translates these connections before IPVS sees them. Only
+//!   services with external Local policy have such rules.
+//! - *Source ranges* also apply to pods and to the node itself. Table filter checks packets that
+//!   the node receives. Mangle checks packets from the node, because IPVS translates them before
+//!   filter.
 //!
 //! # Order
 //!
-//! An object is added before those that refer to it, and removed after them: first elements,
-//! addresses, virtual servers, destinations; then rules; then removals in the opposite order. A
-//! port without endpoints enters its set before its destinations are removed, and leaves it after
-//! they are added.
+//! An object is added before the objects that refer to it and removed after them. The order of a
+//! plan is: add elements, addresses, virtual servers and destinations; change rules; remove objects
+//! in the opposite order. When a port loses its last endpoint, it is added to its set before its
+//! destinations are removed. When it gets an endpoint again, it is removed from the set after the
+//! destination is added.
 //!
 //! # Draining
 //!
-//! A TCP destination that is no longer wanted gets weight 0: its connections continue, it gets no
-//! new ones, and it is removed when the kernel counts none. If it is wanted again, it gets its
-//! weight back. UDP and SCTP destinations are removed at once, as in kube-proxy, and so are those
-//! of scheduler `dh`, which chooses destinations of weight 0. A virtual server stays as long as it
-//! has a destination, and so do its address and the elements that mark it as ours: an agent that
-//! restarts finds a destination of weight 0 and continues.
+//! A TCP destination that is no longer wanted gets weight 0. Its connections continue, but it gets
+//! no new ones. It is removed when the kernel counts no connections. If it is wanted again before
+//! that, its weight is restored. UDP and SCTP destinations are removed at once, as in kube-proxy.
+//! Destinations of the scheduler `dh` are also removed at once, because `dh` selects destinations
+//! of weight 0. A virtual server exists as long as it has a destination. So do its address and the
+//! element that marks it as a server of Headgate: after a restart, the agent finds destinations of
+//! weight 0 and continues to drain them.
 //!
-//! A destination that fails health checks has weight 0 as well, but stays until its endpoint is
+//! A destination that fails health checks also has weight 0, but it is kept until its endpoint is
 //! removed.
 //!
-//! # Which virtual servers are ours
+//! # Ownership of virtual servers
 //!
-//! A virtual server is ours if its address is on our device, or its port in one of our sets. Others
-//! are never touched, and neither are those that `excludeCIDRs` names. kube-proxy uses the same
-//! names, so its servers are taken over.
+//! A virtual server belongs to Headgate if its address is on Headgate's device or if its address
+//! and port are in one of Headgate's sets. Headgate never changes other virtual servers or virtual
+//! servers that `excludeCIDRs` names. kube-proxy uses equal names for device and sets, so Headgate
+//! takes over its servers.
 
 pub mod config;
 mod deferred;
@@ -56,7 +61,7 @@ mod rules;
 pub mod scheduler;
 pub mod server;
 pub mod service;
-mod short_ways;
+mod short_circuit;
 
 #[cfg(test)]
 mod tests;
@@ -69,5 +74,5 @@ pub use objects::{Object, ServerKey, Settings};
 pub use plan::{Op, Plan};
 pub use scheduler::Scheduler;
 
-/// The dummy device that has the services' addresses.
+/// The dummy device that has the addresses of services.
 pub const DEVICE: &str = "kube-ipvs0";

@@ -1,4 +1,4 @@
-//! What IPVS mode has in a kernel.
+//! The kernel objects of IPVS mode.
 
 use std::{
     fmt,
@@ -11,7 +11,7 @@ use super::{
 };
 use crate::model::Protocol;
 
-/// Identity of a virtual server.
+/// Identifies a virtual server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ServerKey {
     /// Address.
@@ -23,7 +23,7 @@ pub struct ServerKey {
 }
 
 impl ServerKey {
-    /// As an element of a set.
+    /// Returns the element of a set that matches the address and port of this server.
     #[must_use]
     pub fn element(&self) -> Element {
         Element::IpPort(self.address, self.protocol, self.port)
@@ -36,22 +36,23 @@ impl fmt::Display for ServerKey {
     }
 }
 
-/// What a virtual server does. One-packet scheduling is never on, as with kube-proxy: it would
-/// break UDP flows of several packets.
+/// The settings of a virtual server. As in kube-proxy, one-packet scheduling is never on, because
+/// it would send packets of one UDP flow to different destinations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Settings {
     /// Scheduler.
     pub scheduler: Scheduler,
-    /// A client is kept at its destination for so long (flag `persistent`, with a host's netmask).
+    /// How long a client stays with its destination, in seconds (flag `persistent`, with the
+    /// netmask of a single host). `None` for no session affinity.
     pub persistence_seconds: Option<u32>,
 }
 
-/// Something that steps make or change. They make it in this order.
+/// An object that operations create or change, in the order of their creation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Object {
     /// An element of a set.
     Element(Set, Element),
-    /// An address of our device.
+    /// An address of Headgate's device.
     Address(IpAddr),
     /// A virtual server.
     Server(ServerKey),

@@ -1,4 +1,4 @@
-//! Steps that change a kernel.
+//! Operations that change the kernel, and plans that consist of them.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -8,38 +8,38 @@ use super::{
 };
 use crate::dataplane::rules::Script;
 
-/// One change of the kernel.
+/// One operation on the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Op {
-    /// Makes a set.
+    /// Creates a set.
     CreateSet(Set),
-    /// Adds an element that is not there.
+    /// Adds an element that is not in the set.
     AddElement(Set, Element),
-    /// Gives our device an address, /32 or /128.
+    /// Adds an address with prefix length 32 or 128 to Headgate's device.
     AddAddress(IpAddr),
     /// Adds a virtual server without destinations.
     AddServer(ServerKey, Settings),
-    /// Changes a virtual server's settings.
+    /// Changes the settings of a virtual server.
     EditServer(ServerKey, Settings),
-    /// Adds a destination with a weight, to be reached by masquerading (NAT).
+    /// Adds a destination with a weight and the forwarding method NAT (`IP_VS_CONN_F_MASQ`).
     AddDestination(ServerKey, SocketAddr, u32),
-    /// Changes a destination's weight; 0 keeps new connections off it.
+    /// Changes the weight of a destination. A destination of weight 0 gets no new connections.
     EditDestination(ServerKey, SocketAddr, u32),
     /// Removes a destination.
     DeleteDestination(ServerKey, SocketAddr),
-    /// Removes a virtual server, which has no destinations.
+    /// Removes a virtual server that has no destinations.
     DeleteServer(ServerKey),
-    /// Takes an address from our device.
+    /// Removes an address from Headgate's device.
     DeleteAddress(IpAddr),
-    /// Removes an element that is there.
+    /// Removes an element that is in the set.
     DeleteElement(Set, Element),
     /// Removes a set that no rule refers to.
     DestroySet(Set),
 }
 
 impl Op {
-    /// The object that a step makes or changes; `None` for steps that remove, and for steps of
-    /// sets.
+    /// Returns the object that the operation creates or changes. Returns `None` for removals and
+    /// for operations on whole sets.
     #[must_use]
     pub fn object(&self) -> Option<Object> {
         match *self {
@@ -59,27 +59,27 @@ impl Op {
     }
 }
 
-/// What is to be done, in order: `before`, then the script, then `after`.
+/// Changes of the kernel. The caller carries out `before`, then the script, then `after`.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Plan {
-    /// What is added and changed, referred to before what refers to it.
+    /// Additions and changes. An object comes before the objects that refer to it.
     pub before: Vec<Op>,
-    /// iptables rules.
+    /// Changes of iptables rules.
     pub script: Script,
-    /// What is removed.
+    /// Removals, and weights of 0 for destinations that drain.
     pub after: Vec<Op>,
-    /// Services whose views were computed.
+    /// Number of services whose views were computed.
     pub services_planned: u32,
 }
 
 impl Plan {
-    /// True when there is nothing to do.
+    /// True if the plan changes nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.before.is_empty() && self.script.is_empty() && self.after.is_empty()
     }
 
-    /// All steps but the script's.
+    /// Returns all operations, without the script.
     pub fn ops(&self) -> impl Iterator<Item = &Op> {
         self.before.iter().chain(&self.after)
     }

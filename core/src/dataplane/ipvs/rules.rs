@@ -1,12 +1,13 @@
-//! The iptables rules of IPVS mode: they masquerade, reject and drop. Except for the
-//! [short ways](super::short_ways) they look up [sets](crate::dataplane::ipsets), so that their
-//! number does not depend on the number of services.
+//! The iptables rules of IPVS mode, which masquerade, reject and drop packets. They match
+//! [sets](crate::dataplane::ipsets), so their number does not depend on the number of services. The
+//! [short circuit](super::short_circuit) is the exception.
 //!
-//! The rules stand where they see packets in time. IPVS takes packets from elsewhere at INPUT,
-//! behind table filter. It takes packets of the node itself at OUTPUT, between nat and filter.
-//! Filter sees those translated, so mangle drops what must not pass.
+//! The hooks of IPVS determine the tables of the rules. IPVS translates packets that the node
+//! receives at INPUT, after table filter. It translates packets from the node itself at OUTPUT,
+//! between nat and filter. Filter would see these with translated addresses, so mangle checks
+//! source ranges for them.
 
-use super::{config::IpvsConfig, short_ways};
+use super::{config::IpvsConfig, short_circuit};
 use crate::{
     dataplane::{
         ipsets::Set,
@@ -23,8 +24,8 @@ use crate::{
     model::{Family, Protocol},
 };
 
-/// The rules of IPVS mode for one family. INVALID packets are not dropped: IPVS translates by its
-/// own table.
+/// Returns the rules of IPVS mode for one family. They do not drop packets in the conntrack state
+/// INVALID, because IPVS translates addresses with its own connection table.
 #[must_use]
 pub(super) fn ruleset(config: &IpvsConfig) -> Ruleset {
     let config = RenderConfig {
@@ -46,12 +47,12 @@ pub(super) fn ruleset(config: &IpvsConfig) -> Ruleset {
         dispatch: &[DispatchChain::NatNodePorts, DispatchChain::NatServices],
         last_service_rules,
         jumps: jumps(),
-        render: short_ways::render,
+        render: short_circuit::render,
         config,
     }
 }
 
-/// Chains that look up sets. A chain comes before those that jump to it.
+/// Creates the chains that match sets. A chain comes before the chains that jump to it.
 fn set_chains(family: Family) -> Vec<FixedChain> {
     let chain = |table, name, rules| FixedChain { table, name, rules };
     let to_ranges = |name| {
@@ -89,7 +90,8 @@ fn jumps() -> Vec<Jump> {
     ]
 }
 
-/// Rules of nat KUBE-SERVICES behind those of single services, each without its chain.
+/// Renders the rules of nat KUBE-SERVICES that follow the rules of single services. They do not
+/// name their chain.
 fn service_rules(config: &RenderConfig) -> Vec<String> {
     let family = config.family;
     let rule = |build: &dyn Fn(Line<'_>)| {
@@ -103,10 +105,10 @@ fn service_rules(config: &RenderConfig) -> Vec<String> {
             .in_set(Set::ClusterIp, family, flags)
             .jump(MARK_MASQ);
     };
-    // The services' addresses are addresses of the node in this mode. Packets to them must not
-    // reach rules behind ours that translate packets to the node (host ports of a CNI plugin,
-    // published ports of Docker), nor the rules for NodePorts. An address that another device has
-    // is not on our device, but in a set with its ports.
+    // In this mode, addresses of services are addresses of the node. Packets to them must not reach
+    // the rules for NodePorts, and they must not reach foreign rules that translate packets to the
+    // node, such as host ports of a CNI plugin or published ports of Docker. An address of another
+    // device is not on Headgate's device, but it is in a set together with its ports.
     let accept = |set, flags: &str| rule(&|line| line.in_set(set, family, flags).jump("ACCEPT"));
     let masquerade = &config.masquerade;
     vec![
@@ -119,8 +121,8 @@ fn service_rules(config: &RenderConfig) -> Vec<String> {
         rule(&|line| match masquerade.detector(family) {
             _ if masquerade.all => cluster_ip(line, "dst,dst"),
             Some(detector) => cluster_ip(line.local(detector, false), "dst,dst"),
-            // The node connects to an address of its own from this same address, and no endpoint
-            // could reply.
+            // When the node connects to a ClusterIP on its own device, the source is also that
+            // ClusterIP. Without masquerading, no endpoint could reply.
             None => cluster_ip(line, "src,dst"),
         }),
         rule(&|line| {
@@ -136,7 +138,7 @@ fn service_rules(config: &RenderConfig) -> Vec<String> {
     ]
 }
 
-/// The rule of KUBE-POSTROUTING that masquerades connections of endpoints to themselves.
+/// Renders the rule of KUBE-POSTROUTING that masquerades connections of endpoints to themselves.
 fn hairpin(family: Family) -> String {
     let mut rule = String::new();
     Line::append(&mut rule, POSTROUTING)
@@ -194,8 +196,8 @@ fn source_ranges(family: Family) -> String {
     rules
 }
 
-/// Rejects packets to ports without endpoints, and drops those to ports of Local policy without one
-/// here.
+/// Renders the rules that reject packets to ports without endpoints, and that drop packets to ports
+/// with Local policy whose endpoints are all on other nodes.
 fn reject_and_drop(chain: &str, family: Family) -> String {
     let mut rules = String::new();
     Line::append(&mut rules, chain).comment("no endpoints").in_set(Set::NoEndpoints, family, "dst,dst").reject(family);
@@ -206,17 +208,18 @@ fn reject_and_drop(chain: &str, family: Family) -> String {
     rules
 }
 
-/// Packets of the node to services' addresses are rejected at once. Those to its other addresses,
-/// such as NodePorts, are rejected in INPUT: a rule in OUTPUT would fail the system call that
-/// sends, with EPERM.
+/// Renders the rules for packets from the node itself. They reject or drop packets to addresses of
+/// services. INPUT handles packets to other addresses of the node, such as NodePorts: if OUTPUT
+/// rejected them, the sending system call would fail with EPERM instead of ECONNREFUSED.
 fn out_filter(family: Family) -> String {
     let mut rules = String::new();
     Line::append(&mut rules, OUT_FILTER).not_in_set(Set::DeviceAddresses, family, "dst").jump("RETURN");
     rules + &reject_and_drop(OUT_FILTER, family)
 }
 
-/// The services' addresses are addresses of the node in this mode. Without this, programs that
-/// listen on all addresses would answer on them. The addresses answer pings.
+/// Renders the rules for packets that the node receives. In this mode, addresses of services are
+/// addresses of the node. Without these rules, programs that listen on all addresses would answer
+/// on them. Pings to these addresses are answered.
 fn in_filter(family: Family) -> String {
     let mut rules = reject_and_drop(IN_FILTER, family);
     let served = [Set::LoadBalancer, Set::ClusterIp, Set::ExternalIp, Set::ExternalIpLocal];

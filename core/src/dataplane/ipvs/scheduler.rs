@@ -2,41 +2,43 @@
 
 use std::fmt;
 
-/// A scheduler of the kernel's (`net/netfilter/ipvs/ip_vs_*.c`).
+/// A scheduler of IPVS (`net/netfilter/ipvs/ip_vs_*.c`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Scheduler {
-    /// One after the other.
+    /// Selects destinations in turn.
     #[default]
     RoundRobin,
-    /// One after the other, by weight.
+    /// Selects destinations in turn, in proportion to their weights.
     WeightedRoundRobin,
-    /// The one with the fewest connections.
+    /// Selects the destination with the fewest connections.
     LeastConnection,
-    /// The one with the fewest connections for its weight.
+    /// Selects the destination with the fewest connections in proportion to its weight.
     WeightedLeastConnection,
-    /// The same for the same destination address, unless it is overloaded.
+    /// Selects one destination for each destination address, unless that destination is overloaded.
     LocalityBasedLeastConnection,
-    /// As before, from a set of destinations for each address.
+    /// Like [`Self::LocalityBasedLeastConnection`], with a set of destinations for each destination
+    /// address.
     LocalityBasedLeastConnectionWithReplication,
-    /// By hash of the source address.
+    /// Selects by a hash of the source address.
     SourceHashing,
-    /// By hash of the destination address.
+    /// Selects by a hash of the destination address.
     DestinationHashing,
-    /// The one with the shortest expected delay.
+    /// Selects the destination with the shortest expected delay.
     ShortestExpectedDelay,
-    /// An idle one, else the one with the shortest expected delay.
+    /// Selects an idle destination, or else the one with the shortest expected delay.
     NeverQueue,
-    /// By consistent hash of source address and port (Maglev).
+    /// Selects by a consistent hash of source address and port (Maglev).
     MaglevHashing,
-    /// The first in order of address that is there.
-    WeightedFailover,
-    /// The first in order of address that has not its fill of active connections, see
+    /// Selects the destination with the highest weight: the first one in order of address, see
     /// [`Scheduler::weight`].
+    WeightedFailover,
+    /// Selects the first destination in order of address whose active connections do not exceed its
+    /// weight, see [`Scheduler::weight`].
     WeightedOverflow,
 }
 
 impl Scheduler {
-    /// All of them.
+    /// All schedulers.
     pub const ALL: [Self; 13] = [
         Self::RoundRobin,
         Self::WeightedRoundRobin,
@@ -53,11 +55,12 @@ impl Scheduler {
         Self::WeightedOverflow,
     ];
 
-    /// Active connections beyond which a destination has its fill under
-    /// [`Scheduler::WeightedOverflow`], if it is the last in order.
+    /// Number of active connections above which [`Scheduler::WeightedOverflow`] treats the last
+    /// destination as full.
     pub const OVERFLOW_CONNECTIONS: u32 = 100;
 
-    /// The name that the kernel knows it by, which is also that of its module behind `ip_vs_`.
+    /// The name in the kernel. The kernel module of the scheduler has this name after the prefix
+    /// `ip_vs_`.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -77,38 +80,37 @@ impl Scheduler {
         }
     }
 
-    /// The scheduler of that name; `None` for one that is not known.
+    /// Returns the scheduler with this name, or `None` if the name is unknown.
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|scheduler| scheduler.as_str() == name)
     }
 
-    /// Whether the kernel is to hash the source port as well. kube-proxy asks for it with `mh`
-    /// (flag `mh-port`).
+    /// True if the scheduler must also hash the source port (flag `mh-port`). kube-proxy sets this
+    /// flag too.
     #[must_use]
     pub fn hashes_source_port(self) -> bool {
         self == Self::MaglevHashing
     }
 
-    /// Whether the kernel is to look for another destination when the one that the hash gives takes
-    /// no connections, as while it drains (flags `sh-fallback`, `mh-fallback`).
+    /// True if the scheduler must select another destination when the hash selects one that accepts
+    /// no connections, for example while it drains (flags `sh-fallback`, `mh-fallback`).
     #[must_use]
     pub fn falls_back(self) -> bool {
         matches!(self, Self::SourceHashing | Self::MaglevHashing)
     }
 
-    /// Whether new connections find another destination while one drains. `dh` does not look for
-    /// another one: all connections to an address would fail as long as the one that its hash gives
-    /// has weight 0.
+    /// True if the scheduler skips destinations of weight 0. `dh` does not: if the hash of an
+    /// address selects a destination of weight 0, all connections to that address fail.
     #[must_use]
-    pub fn passes_over_weight_zero(self) -> bool {
+    pub fn skips_weight_zero(self) -> bool {
         self != Self::DestinationHashing
     }
 
-    /// Weight of the destination at `position` of `count`, in order of address. Kubernetes knows no
-    /// weights, so all are alike, but where the scheduler goes by nothing else: `fo` takes the
-    /// highest, and so does `ovf`, to which it is also the number of active connections beyond
-    /// which the next one is used.
+    /// Returns the weight of the destination at `position` of `count` destinations in order of
+    /// address. Kubernetes has no weights, so most schedulers get equal weights. `fo` and `ovf`
+    /// select by weight alone, so their weights fall with the position. For `ovf`, the weight is
+    /// also the number of active connections above which the next destination is used.
     #[must_use]
     pub fn weight(self, position: usize, count: usize) -> u32 {
         let rank = u32::try_from(count.saturating_sub(position)).unwrap_or(u32::MAX).min(0xffff);

@@ -1,4 +1,4 @@
-//! Virtual servers and their destinations, as they are programmed.
+//! The programmed virtual servers and their destinations.
 
 use std::{
     collections::BTreeMap,
@@ -13,49 +13,49 @@ use super::{
 };
 use crate::model::Protocol;
 
-/// A virtual server as a service wants it.
+/// A virtual server that a service wants.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wanted {
     /// Settings.
     pub settings: Settings,
-    /// Destinations in order, and their weights. Shared by all virtual servers of a port and
-    /// policy.
+    /// Destinations with their weights, in order of address. All virtual servers of a port and
+    /// policy share them.
     pub destinations: Arc<[(SocketAddr, u32)]>,
-    /// The element that marks it as ours.
+    /// The element that marks the server as Headgate's.
     pub mark: (Set, Element),
-    /// Its address is to be on our device.
+    /// True if Headgate's device must have the address of the server.
     pub is_on_device: bool,
 }
 
-/// What became of a destination.
+/// The state of a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Destination {
-    /// It takes connections, with this weight. With 0 it takes none, since it fails health checks,
-    /// and stays.
+    /// The destination is wanted and has this weight. The weight is 0 if it fails health checks.
     Active(u32),
-    /// It keeps those that it has, since this time.
+    /// The destination is no longer wanted and keeps only its connections, since this time in
+    /// milliseconds.
     Draining(u64),
 }
 
-/// One virtual server of the kernel's.
+/// A virtual server in the kernel.
 #[derive(Debug)]
 pub(super) struct Server {
     key: ServerKey,
     pub(super) settings: Settings,
     destinations: BTreeMap<SocketAddr, Destination>,
-    /// As in [`Wanted`], of the service that wants it or the last one that did.
+    /// As in [`Wanted`], from the service that wants the server or that was the last to want it.
     pub(super) mark: (Set, Element),
     pub(super) is_on_device: bool,
 }
 
 impl Server {
-    /// A new one, without destinations.
+    /// Creates a server without destinations.
     pub(super) fn new(key: ServerKey, settings: Settings, mark: (Set, Element), is_on_device: bool) -> Self {
         Self { key, settings, destinations: BTreeMap::new(), mark, is_on_device }
     }
 
-    /// One that the kernel has, with its destinations and their weights. What has no weight drains;
-    /// `since` says since when.
+    /// Creates the record of a server that was found in the kernel. Its destinations with weight 0
+    /// are draining; `since` returns since when.
     pub(super) fn found(
         key: ServerKey,
         settings: Settings,
@@ -80,7 +80,7 @@ impl Server {
         self.destinations.values().any(|destination| matches!(destination, Destination::Draining(_)))
     }
 
-    /// Since when a destination has been draining.
+    /// Returns since when a destination is draining, or `None` if it is not draining.
     pub(super) fn draining_since(&self, address: &SocketAddr) -> Option<u64> {
         match self.destinations.get(address)? {
             Destination::Draining(since_ms) => Some(*since_ms),
@@ -88,12 +88,12 @@ impl Server {
         }
     }
 
-    /// Its address.
+    /// The address of the server.
     pub(super) fn address(&self) -> IpAddr {
         self.key.address
     }
 
-    /// The weight of a destination that takes connections.
+    /// Returns the weight of a destination that is wanted.
     pub(super) fn active_weight(&self, address: &SocketAddr) -> Option<u32> {
         match self.destinations.get(address)? {
             Destination::Active(weight) => Some(*weight),
@@ -101,8 +101,8 @@ impl Server {
         }
     }
 
-    /// Whether the kernel has these destinations and weights. Draining destinations may be gone,
-    /// and deferred ones may differ.
+    /// True if `found`, the destinations in the kernel, match the record. Draining destinations may
+    /// be missing, and deferred destinations may differ.
     pub(super) fn matches(&self, found: &BTreeMap<SocketAddr, u32>, is_deferred: impl Fn(&SocketAddr) -> bool) -> bool {
         let is_found = |(address, destination): (&SocketAddr, &Destination)| match destination {
             Destination::Active(weight) => found.get(address) == Some(weight) || is_deferred(address),
@@ -111,8 +111,8 @@ impl Server {
         self.destinations.iter().all(is_found) && found.keys().all(|address| self.destinations.contains_key(address))
     }
 
-    /// Brings destinations to what is wanted: additions and restored weights into `before`,
-    /// removals into `after`.
+    /// Changes the destinations to the wanted ones. Additions and changed weights of wanted
+    /// destinations are appended to `before`, removals and weights of 0 for draining to `after`.
     pub(super) fn program(
         &mut self,
         wanted: &[(SocketAddr, u32)],
@@ -121,9 +121,9 @@ impl Server {
         after: &mut Vec<Op>,
     ) {
         let key = self.key;
-        // A server that nobody wants any more may drain whatever its scheduler.
+        // Without wanted destinations, all remaining ones may drain with any scheduler.
         let can_drain =
-            key.protocol == Protocol::Tcp && (wanted.is_empty() || self.settings.scheduler.passes_over_weight_zero());
+            key.protocol == Protocol::Tcp && (wanted.is_empty() || self.settings.scheduler.skips_weight_zero());
         for (address, weight) in wanted {
             match self.destinations.insert(*address, Destination::Active(*weight)) {
                 None => before.push(Op::AddDestination(key, *address, *weight)),
@@ -153,9 +153,9 @@ impl Server {
         });
     }
 
-    /// Takes note of how many connections (active and inactive) the kernel counts, and removes
-    /// draining destinations that have none, or have drained for `limit_ms`. One that the kernel
-    /// does not list is gone.
+    /// Removes draining destinations that have no connections or that have drained for `limit_ms`.
+    /// `connections` contains the number of active and inactive connections of each destination in
+    /// the kernel. A draining destination that is not in it no longer exists.
     pub(super) fn drain(
         &mut self,
         connections: &BTreeMap<SocketAddr, u64>,

@@ -1,4 +1,4 @@
-//! What one service contributes: virtual servers, elements of sets, and addresses.
+//! The kernel objects of one service: virtual servers, elements of sets, and addresses.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,10 +19,10 @@ use crate::{
     model::{Protocol, Service, TrafficPolicy},
 };
 
-/// Which of a service's addresses a virtual server has. Where two services want the same address
-/// and port by different ones, the first in this order gets it.
+/// The kind of address of a virtual server. If two services want one address and port with
+/// different kinds, the service with the first kind in this order gets the virtual server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Via {
+pub enum AddressKind {
     /// ClusterIP.
     ClusterIp,
     /// externalIP.
@@ -33,21 +33,21 @@ pub enum Via {
     NodePort,
 }
 
-/// Everything that one service contributes in one family.
+/// All kernel objects of one service in one family, except iptables rules.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct ServicePlan {
     /// Virtual servers.
-    pub servers: BTreeMap<ServerKey, (Via, Wanted)>,
+    pub servers: BTreeMap<ServerKey, (AddressKind, Wanted)>,
     /// Elements of sets.
     pub elements: BTreeSet<(Set, Element)>,
-    /// Addresses that our device must have, whether or not there are virtual servers on them.
+    /// Addresses that Headgate's device must have, also without virtual servers.
     pub device_addresses: BTreeSet<IpAddr>,
-    /// What is wrong with the service's annotations.
+    /// A problem with the annotations of the service.
     pub problem: Option<Problem>,
 }
 
-/// The plan of a service from the views of its ports, of all endpoints. Those that fail get weight
-/// 0.
+/// Computes the kernel objects of a service from the views of its ports. The views must include the
+/// endpoints that fail health checks; these endpoints get weight 0.
 #[must_use]
 pub fn plan(
     config: &IpvsConfig,
@@ -67,6 +67,7 @@ pub fn plan(
     plan
 }
 
+/// Destinations with their weights.
 type Weighted = Arc<[(SocketAddr, u32)]>;
 
 struct Port<'a> {
@@ -75,8 +76,9 @@ struct Port<'a> {
     failing: &'a FailingEndpoints,
     view: &'a ServicePortView,
     settings: Settings,
-    /// Destinations of a policy, once they were asked for.
+    /// Destinations for Cluster policy, once they are computed.
     cluster: Option<Weighted>,
+    /// Destinations for Local policy, once they are computed.
     local: Option<Weighted>,
 }
 
@@ -84,15 +86,15 @@ impl Port<'_> {
     fn plan(&mut self, plan: &mut ServicePlan) {
         let view = self.view;
         if let Some(address) = view.cluster_ip {
-            self.address(plan, Via::ClusterIp, Set::ClusterIp, address, view.internal_traffic_policy);
+            self.address(plan, AddressKind::ClusterIp, Set::ClusterIp, address, view.internal_traffic_policy);
         }
         let policy = view.external_traffic_policy;
         let set = if policy.is_local() { Set::ExternalIpLocal } else { Set::ExternalIp };
         for address in &view.external_ips {
-            self.address(plan, Via::ExternalIp, set, *address, policy);
+            self.address(plan, AddressKind::ExternalIp, set, *address, policy);
         }
         for address in &view.load_balancer_ips {
-            self.address(plan, Via::LoadBalancerIp, Set::LoadBalancer, *address, policy);
+            self.address(plan, AddressKind::LoadBalancerIp, Set::LoadBalancer, *address, policy);
             self.source_ranges(plan, *address);
         }
         if view.node_port != 0 {
@@ -105,18 +107,18 @@ impl Port<'_> {
         ServerKey { address, protocol: self.view.protocol, port: self.view.port }
     }
 
-    /// An address of the service's own.
-    fn address(&mut self, plan: &mut ServicePlan, via: Via, set: Set, address: IpAddr, policy: TrafficPolicy) {
+    /// Adds an address of the service with its virtual server.
+    fn address(&mut self, plan: &mut ServicePlan, kind: AddressKind, set: Set, address: IpAddr, policy: TrafficPolicy) {
         let key = self.key(address);
         plan.elements.insert((set, key.element()));
-        if via == Via::LoadBalancerIp && policy.is_local() {
+        if kind == AddressKind::LoadBalancerIp && policy.is_local() {
             plan.elements.insert((Set::LoadBalancerLocal, key.element()));
         }
         let is_on_device = !self.config.other_addresses.contains(&address);
         if is_on_device {
             plan.device_addresses.insert(address);
         }
-        self.server(plan, via, key, (set, key.element()), is_on_device, policy);
+        self.server(plan, kind, key, (set, key.element()), is_on_device, policy);
     }
 
     fn node_port(&mut self, plan: &mut ServicePlan) {
@@ -134,15 +136,16 @@ impl Port<'_> {
                 plan.elements.extend(sets.into_iter().flatten().map(|set| (set, key.element())));
             }
             plan.elements.insert((Set::NodePortServers, key.element()));
-            self.server(plan, Via::NodePort, key, (Set::NodePortServers, key.element()), false, policy);
+            self.server(plan, AddressKind::NodePort, key, (Set::NodePortServers, key.element()), false, policy);
         }
     }
 
-    /// A virtual server, or, without endpoints, what becomes of those who ask for it.
+    /// Adds a virtual server. Without endpoints, adds the address and port to the set whose packets
+    /// are rejected or dropped.
     fn server(
         &mut self,
         plan: &mut ServicePlan,
-        via: Via,
+        kind: AddressKind,
         key: ServerKey,
         mark: (Set, Element),
         is_on_device: bool,
@@ -150,16 +153,16 @@ impl Port<'_> {
     ) {
         let destinations = self.destinations(policy);
         if destinations.is_empty() {
-            let is_elsewhere = policy.is_local() && self.view.has_any_endpoint;
-            let set = if is_elsewhere { Set::NoLocalEndpoints } else { Set::NoEndpoints };
-            // An address may be there by two ways, with the same policy.
+            let has_remote_only = policy.is_local() && self.view.has_any_endpoint;
+            let set = if has_remote_only { Set::NoLocalEndpoints } else { Set::NoEndpoints };
+            // One address may be listed as two kinds, such as externalIP and load balancer IP.
             if !plan.servers.contains_key(&key) {
                 plan.elements.insert((set, key.element()));
             }
             return;
         }
         let wanted = Wanted { settings: self.settings, destinations, mark, is_on_device };
-        plan.servers.entry(key).or_insert((via, wanted));
+        plan.servers.entry(key).or_insert((kind, wanted));
     }
 
     fn destinations(&mut self, policy: TrafficPolicy) -> Weighted {
@@ -174,10 +177,11 @@ impl Port<'_> {
             addresses.sort_unstable();
             addresses.dedup();
             let failing = self.failing.among(self.service, view.protocol, addresses.iter().copied());
-            // A scheduler that chooses destinations of weight 0 must not see them.
-            addresses.retain(|address| scheduler.passes_over_weight_zero() || !failing.contains(address));
+            // If the scheduler does not skip destinations of weight 0, failing ones are left out.
+            addresses.retain(|address| scheduler.skips_weight_zero() || !failing.contains(address));
             let count = addresses.len();
-            // One that fails keeps its rank, so that the others keep their weights.
+            // A failing destination keeps its position, so that the weights of others do not
+            // change.
             let weigh = |(position, address): (usize, SocketAddr)| {
                 (address, if failing.contains(&address) { 0 } else { scheduler.weight(position, count) })
             };
@@ -203,7 +207,8 @@ impl Port<'_> {
         }
     }
 
-    /// Endpoints that may be sent to themselves on this node; others are by their own node.
+    /// Adds the elements that match hairpin connections, in which an endpoint is its own client.
+    /// Only the node of the endpoint needs them.
     fn loop_back(&self, plan: &mut ServicePlan) {
         let view = self.view;
         for endpoint in view.reachable_endpoints().iter().filter(|endpoint| endpoint.may_be_here) {

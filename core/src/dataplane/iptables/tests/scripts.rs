@@ -1,11 +1,11 @@
-//! What scripts make of a kernel.
+//! Scripts that run on the fake kernel.
 
 use super::*;
 use crate::dataplane::rules::script::{Piece, Writing};
 
-/// Beyond a bound, a step costs `iptables-nft-restore` the square of the chains that it names.
+/// The time of `iptables-nft-restore` for a step grows with the square of the chain names in it.
 #[test]
-fn steps_of_a_first_sync_are_bounded_and_make_the_same_rules() {
+fn steps_of_a_first_sync_are_bounded_and_produce_the_same_rules() {
     let changes = (0..3000_u32).flat_map(|i| {
         let key = ServiceKey::new("ns", &format!("svc{i}"));
         let mut service = Service { key: key.clone(), ..service("svc1", "172.30.0.41") };
@@ -56,16 +56,16 @@ fn jumps_of_an_earlier_version_get_the_order_that_is_wanted() {
     let wanted = input(&kernel);
     assert!(wanted[0].ends_with("-j KUBE-LOCALNET-GUARD") && wanted.len() == 4, "{wanted:?}");
 
-    // The guard behind the rule that accepts health checks; and a rule of somebody else's, which
-    // stays.
+    // Move the guard behind the rule that accepts health checks. Add a foreign rule, which must
+    // stay.
     let move_guard = format!("*filter\n-D INPUT {0}\n-A INPUT -j ACCEPT\n-A INPUT {0}\nCOMMIT\n", wanted[0]);
     kernel.restore(&move_guard).unwrap();
     let (ledger, _) = sync(&mut kernel.clone());
-    assert!(!ledger.matches(&saved(&kernel)), "the order is not noticed");
+    assert!(!ledger.matches(&saved(&kernel)), "verification must detect the wrong order");
     sync(&mut kernel);
     assert_eq!(input(&kernel), [&wanted[..], &["-j ACCEPT".to_owned()]].concat());
 
-    // One that is missing does not come to stand before the guard.
+    // A missing jump is not inserted before the guard.
     kernel.restore(&format!("*filter\n-D INPUT {}\nCOMMIT\n", wanted[2])).unwrap();
     sync(&mut kernel);
     assert_eq!(input(&kernel), [&wanted[..], &["-j ACCEPT".to_owned()]].concat());

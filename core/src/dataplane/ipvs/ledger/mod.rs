@@ -1,12 +1,14 @@
-//! What is programmed in one family, and the plans that change it.
+//! A record of the objects that are programmed in one family. It produces the plans that change
+//! them.
 //!
-//! The ledger assumes that plans succeed, except for the steps that [`Ledger::record`] names as
-//! rejected. After any other failure, [`Ledger::full`] brings ledger and kernel together again.
+//! The ledger assumes that plans succeed, except for the operations that the caller passes to
+//! [`Ledger::record`] as rejected. After any other failure, the caller must use [`Ledger::full`]
+//! for the next plan.
 //!
-//! A step stands for itself: if the kernel rejects it, all others are still done. What the kernel
-//! lacks then is *deferred*. The ledger plans as if it were there, and knows the steps that make
-//! it. They are part of each plan for a service that wants it, and the caller may try them at any
-//! time ([`Ledger::retries`]).
+//! Operations are independent: if the kernel rejects one, the agent still carries out the others.
+//! The object of a rejected operation becomes *deferred*. The ledger counts it as programmed and
+//! can return the operation that creates it. Each plan for a service that wants the object contains
+//! this operation again, and the caller may also try it at any time ([`Ledger::retries`]).
 
 mod outcome;
 mod verify;
@@ -30,7 +32,7 @@ use super::{
     rules::ruleset,
     scheduler::Scheduler,
     server::{Server, Wanted},
-    service::{self, ServicePlan, Via},
+    service::{self, AddressKind, ServicePlan},
 };
 use crate::{
     behaviours::view::views_of_all_endpoints,
@@ -40,21 +42,22 @@ use crate::{
     state::{Dirty, State},
 };
 
-/// One family's programmed state.
+/// The programmed objects of one family.
 #[derive(Debug)]
 pub struct Ledger {
     config: IpvsConfig,
     rules: rules::Ledger,
     programmed: HashMap<Arc<ServiceKey>, ServicePlan>,
-    /// Services that want a virtual server, in order; the first one gets it. Nearly always one.
-    candidates: HashMap<ServerKey, Vec<(Via, Arc<ServiceKey>)>>,
-    /// What the kernel has.
+    /// Services that want a virtual server, in order; the first one gets it. There is nearly always
+    /// only one.
+    candidates: HashMap<ServerKey, Vec<(AddressKind, Arc<ServiceKey>)>>,
+    /// The virtual servers in the kernel.
     servers: HashMap<ServerKey, Server>,
-    /// Of them, those that have a destination which drains.
+    /// The virtual servers that have a draining destination.
     draining: BTreeSet<ServerKey>,
     /// Elements of sets, with the services and virtual servers that need them.
     elements: RefCounts<(Set, Element)>,
-    /// Elements of each set.
+    /// Number of elements of each set.
     set_sizes: BTreeMap<Set, usize>,
     /// Addresses of the device, with the services and virtual servers that need them.
     device_addresses: RefCounts<IpAddr>,
@@ -62,12 +65,12 @@ pub struct Ledger {
     deferred: Deferred,
 }
 
-/// Changes of one round, before they are put in order. An element that is released and needed in
-/// the same round stays.
+/// The changes of one plan before they are put in order. The kernel keeps an element that one
+/// service releases and another service needs in the same round.
 #[derive(Debug, Default)]
 struct Round {
-    /// Deferred servers and destinations, to be tried again. Deferred elements and addresses are,
-    /// since the kernel does not have them.
+    /// Deferred servers and destinations to try again. Deferred elements and addresses need no
+    /// entry: `elements` and `device_addresses` record that the kernel lacks them.
     retries: BTreeSet<Object>,
     /// Changes of servers, in order.
     before: Vec<Op>,
@@ -77,7 +80,7 @@ struct Round {
 }
 
 impl Ledger {
-    /// Nothing is programmed.
+    /// Creates a ledger in which nothing is programmed.
     #[must_use]
     pub fn new(config: IpvsConfig) -> Self {
         let rules = rules::Ledger::new(ruleset(&config));
@@ -96,68 +99,69 @@ impl Ledger {
         }
     }
 
-    /// The configuration it plans for.
+    /// The configuration of the plans.
     #[must_use]
     pub fn config(&self) -> &IpvsConfig {
         &self.config
     }
 
-    /// Takes another configuration, of the same family. The kernel has the objects of the old one
-    /// until the next [`Self::full`].
+    /// Replaces the configuration by another one of the same family. The caller must use
+    /// [`Self::full`] for the next plan; until then the kernel has the objects of the old
+    /// configuration.
     pub fn set_config(&mut self, config: IpvsConfig) {
         self.rules.set_ruleset(ruleset(&config));
         self.config = config;
     }
 
-    /// The iptables rules beside the virtual servers.
+    /// The ledger of the iptables rules.
     #[must_use]
     pub fn rules(&self) -> &rules::Ledger {
         &self.rules
     }
 
-    /// As [`rules::Ledger::set_quarantined`].
+    /// See [`rules::Ledger::set_quarantined`].
     pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         self.rules.set_quarantined(services);
     }
 
-    /// As [`rules::Ledger::confirm`].
+    /// See [`rules::Ledger::confirm`].
     pub fn confirm(&mut self) {
         self.rules.confirm();
     }
 
-    /// As [`rules::Ledger::note_undeletable`].
+    /// See [`rules::Ledger::note_undeletable`].
     pub fn note_undeletable(&mut self, table: rules::Table, name: &str) -> bool {
         self.rules.note_undeletable(table, name)
     }
 
-    /// What is programmed, in numbers.
+    /// Returns counts of the programmed iptables rules.
     #[must_use]
     pub fn tally(&self) -> Tally {
         self.rules.tally()
     }
 
-    /// What services ask for and do not get.
+    /// Returns the services that do not get the requested scheduler, with the reason.
     pub fn problems(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &Problem)> {
         self.problems.iter()
     }
 
-    /// Records whether the kernel has a scheduler. Returns the services that have to be planned
-    /// again: if it has, those that use another one instead; if it has not, those whose virtual
-    /// servers it rejected. The cost depends on the services with problems and on the deferred
-    /// objects.
+    /// Records whether the kernel has a scheduler. Returns the services that the caller has to plan
+    /// again. If the scheduler is available, these are the services that use the default scheduler
+    /// instead of it. If not, these are the services with virtual servers that the kernel rejected.
+    /// The cost depends on the number of services with problems and of deferred objects.
     pub fn set_available(&mut self, scheduler: Scheduler, is_available: bool) -> BTreeSet<Arc<ServiceKey>> {
         if is_available {
             self.config.available_schedulers.insert(scheduler);
             let missing = Problem::MissingScheduler(scheduler);
-            let getting_another = self.problems.iter().filter(|(_, problem)| **problem == missing);
-            return getting_another.map(|(service, _)| Arc::clone(service)).collect();
+            let affected = self.problems.iter().filter(|(_, problem)| **problem == missing);
+            return affected.map(|(service, _)| Arc::clone(service)).collect();
         }
         self.config.available_schedulers.remove(&scheduler);
-        let asks = |object: &Object| match object {
+        let uses_it = |object: &Object| match object {
             Object::Server(key) => self.servers.get(key).is_some_and(|server| server.settings.scheduler == scheduler),
             _ => false,
         };
-        self.deferred().filter(|(object, _)| asks(object)).map(|(_, service)| Arc::clone(service)).collect()
+        self.deferred().filter(|(object, _)| uses_it(object)).map(|(_, service)| Arc::clone(service)).collect()
     }
 
     /// Number of virtual servers.
@@ -166,9 +170,9 @@ impl Ledger {
         self.servers.len()
     }
 
-    /// Plans what changed for the dirty services, at the cost of those services alone.
+    /// Plans the changes of the dirty services. The cost depends only on these services.
     ///
-    /// `now_ms` is any clock that does not go back; it is compared with itself only.
+    /// `now_ms` is the time of a monotonic clock with any start.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty, now_ms: u64) -> Plan {
         let (script, planned) = self.rules.changed(state, node, dirty);
         let mut round = Round::default();
@@ -191,9 +195,10 @@ impl Ledger {
         plan
     }
 
-    /// Plans from what the kernel has, whatever was programmed before. Objects of ours that no
-    /// service wants are removed, or drain. Objects of others stay. If the kernel has what is
-    /// wanted, the plan is empty.
+    /// Plans the changes from `existing`, the objects in the kernel, to the wanted objects. It
+    /// ignores what the ledger recorded before, except the times at which destinations started to
+    /// drain. Objects of Headgate that no service wants are removed or drained. Objects of other
+    /// programs are not touched. The plan is empty if the kernel already has the wanted objects.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &Existing, now_ms: u64) -> Plan {
         let (script, planned) = self.rules.full(state, node, &existing.tables);
         let before = std::mem::take(&mut self.servers);
@@ -216,11 +221,11 @@ impl Ledger {
             let plan = self.plan_of(state, node, key);
             self.add_service(key, plan, &mut round);
         }
-        // Servers that services want are ours, whoever made them.
+        // A server that a service wants belongs to Headgate, even if another program created it.
         let wanted: BTreeSet<ServerKey> = self.candidates.keys().copied().collect();
         for (key, found) in &existing.servers {
             let is_needed = |element: &(Set, Element)| self.elements.contains(element);
-            let found_mark = || existing.mark_besides(key, &self.config, is_needed);
+            let found_mark = || existing.mark_preferring(key, &self.config, is_needed);
             let Some(mark) = self.wanted(key).map(|wanted| wanted.mark).or_else(found_mark) else {
                 continue;
             };
@@ -233,7 +238,7 @@ impl Ledger {
                 before.get(key).and_then(|server| server.draining_since(address)).unwrap_or(now_ms)
             };
             let server = Server::found(*key, settings, mark, is_on_device, &found.destinations, since);
-            self.hold(&server, &mut round);
+            self.need_objects_of(&server, &mut round);
             self.servers.insert(*key, server);
             if found.settings.is_none()
                 && let Some(wanted) = self.wanted(key)
@@ -254,15 +259,15 @@ impl Ledger {
         plan
     }
 
-    /// Virtual servers with draining destinations. The agent asks the kernel about their
-    /// connections.
+    /// Returns the virtual servers with draining destinations. The agent asks the kernel for the
+    /// number of their connections and calls [`Self::drained`].
     pub fn draining(&self) -> impl Iterator<Item = ServerKey> {
         self.draining.iter().copied()
     }
 
-    /// Plans the removal of drained destinations of a virtual server. `connections` has the
-    /// connections, active and inactive together, that the kernel counts for each destination. The
-    /// cost depends on the destinations of this one server.
+    /// Plans the removal of drained destinations of a virtual server. `connections` contains for
+    /// each destination the number of its connections in the kernel, active and inactive. The cost
+    /// is linear in the number of destinations of this server.
     pub fn drained(&mut self, key: ServerKey, connections: &BTreeMap<SocketAddr, u64>, now_ms: u64) -> Plan {
         let mut round = Round::default();
         if let Some(server) = self.servers.get_mut(&key) {
@@ -272,8 +277,7 @@ impl Ledger {
         self.plan_of_round(round)
     }
 
-    /// Removes everything that is ours and nothing else. The device itself is the caller's to
-    /// remove.
+    /// Plans the removal of all objects of Headgate. The caller removes the device itself.
     #[must_use]
     pub fn cleanup(config: &IpvsConfig, existing: &Existing) -> Plan {
         let mut plan = Plan { script: rules::Ledger::cleanup(&existing.tables), ..Plan::default() };
@@ -294,8 +298,9 @@ impl Ledger {
         service::plan(&self.config, service, &views, &node.failing)
     }
 
-    /// The step that makes an object which counts as programmed; `None` if no service wants it.
-    pub(super) fn step_to(&self, object: Object) -> Option<Op> {
+    /// Returns the operation that creates an object which the ledger counts as programmed, or
+    /// `None` if no service wants it.
+    pub(super) fn op_for(&self, object: Object) -> Option<Op> {
         match object {
             Object::Element(set, element) => Some(Op::AddElement(set, element)),
             Object::Address(address) => Some(Op::AddAddress(address)),
@@ -307,7 +312,7 @@ impl Ledger {
         }
     }
 
-    /// The service that gets a server.
+    /// Returns the service that gets a virtual server.
     pub(super) fn owner(&self, server: &ServerKey) -> Option<&Arc<ServiceKey>> {
         self.candidates.get(server)?.first().map(|(_, service)| service)
     }
@@ -320,16 +325,17 @@ impl Ledger {
         self.programmed.iter()
     }
 
-    /// Adds a service's plan, and what it needs besides servers.
+    /// Adds the plan of a service, with its elements and addresses. [`Self::program_server`]
+    /// programs its servers.
     fn add_service(&mut self, key: &Arc<ServiceKey>, plan: ServicePlan, round: &mut Round) {
         if plan == ServicePlan::default() {
             return;
         }
         plan.elements.iter().for_each(|element| self.need_element(*element, round));
         plan.device_addresses.iter().for_each(|address| self.need_address(*address, round));
-        for (server, (via, _)) in &plan.servers {
+        for (server, (kind, _)) in &plan.servers {
             let candidates = self.candidates.entry(*server).or_default();
-            candidates.push((*via, Arc::clone(key)));
+            candidates.push((*kind, Arc::clone(key)));
             candidates.sort_unstable();
         }
         if let Some(problem) = &plan.problem {
@@ -338,7 +344,7 @@ impl Ledger {
         self.programmed.insert(Arc::clone(key), plan);
     }
 
-    /// Removes a service's plan. Returns its servers.
+    /// Removes the plan of a service. Returns its servers.
     fn remove_service(&mut self, key: &Arc<ServiceKey>, round: &mut Round) -> Vec<ServerKey> {
         let Some(old) = self.programmed.remove(key) else { return Vec::new() };
         self.problems.remove(key);
@@ -355,7 +361,7 @@ impl Ledger {
         old.servers.into_keys().collect()
     }
 
-    /// What is wanted of a server by the service that has it.
+    /// Returns what the owner of a virtual server wants for it.
     fn wanted(&self, key: &ServerKey) -> Option<&Wanted> {
         self.programmed.get(self.owner(key)?)?.servers.get(key).map(|(_, wanted)| wanted)
     }
@@ -370,16 +376,16 @@ impl Ledger {
             return;
         };
         let fresh = Server::new(key, wanted.settings, wanted.mark, wanted.is_on_device);
-        // The new mark and address are needed before the old ones are released, so that what stays
-        // the same stays.
-        self.hold(&fresh, round);
+        // The new mark and address are added before the old ones are released, so that the kernel
+        // keeps those that are equal.
+        self.need_objects_of(&fresh, round);
         let mut server = match self.servers.remove(&key) {
             None => {
                 round.before.push(Op::AddServer(key, wanted.settings));
                 fresh
             }
             Some(mut server) => {
-                self.release(&server, round);
+                self.release_objects_of(&server, round);
                 if server.settings != wanted.settings {
                     round.before.push(Op::EditServer(key, wanted.settings));
                 }
@@ -393,23 +399,24 @@ impl Ledger {
         self.remove_if_unused(key, round);
     }
 
-    /// Forgets deferred objects of a server that are not wanted any more.
+    /// Removes deferred objects of a server that are no longer wanted.
     fn forget_deferred(&mut self, key: ServerKey) {
         if self.deferred.is_empty() {
             return;
         }
         for object in self.deferred.of_server(key) {
-            let stays = match object {
+            let is_wanted = match object {
                 Object::Server(key) => self.servers.contains_key(&key),
-                object => self.step_to(object).is_some(),
+                object => self.op_for(object).is_some(),
             };
-            if !stays {
+            if !is_wanted {
                 self.deferred.remove(&object);
             }
         }
     }
 
-    /// Removes a server that no service wants and that has no destinations.
+    /// Removes a server that no service wants and that has no destinations. Updates whether the
+    /// server is draining.
     fn remove_if_unused(&mut self, key: ServerKey, round: &mut Round) {
         let is_wanted = self.candidates.contains_key(&key);
         let Some(server) = self.servers.get(&key) else { return };
@@ -423,19 +430,19 @@ impl Ledger {
             && let Some(server) = self.servers.remove(&key)
         {
             round.after.push(Op::DeleteServer(key));
-            self.release(&server, round);
+            self.release_objects_of(&server, round);
         }
         self.forget_deferred(key);
     }
 
-    fn hold(&mut self, server: &Server, round: &mut Round) {
+    fn need_objects_of(&mut self, server: &Server, round: &mut Round) {
         self.need_element(server.mark, round);
         if server.is_on_device {
             self.need_address(server.address(), round);
         }
     }
 
-    fn release(&mut self, server: &Server, round: &mut Round) {
+    fn release_objects_of(&mut self, server: &Server, round: &mut Round) {
         self.release_element(server.mark, round);
         if server.is_on_device {
             self.release_address(server.address(), round);
@@ -471,13 +478,13 @@ impl Ledger {
         self.release_element((Set::DeviceAddresses, Element::Ip(address)), round);
     }
 
-    /// The steps of a round, in order.
+    /// Puts the operations of a round in order.
     fn plan_of_round(&self, round: Round) -> Plan {
         let Round { retries, before, after, elements, device_addresses: addresses } = round;
         let mut plan = Plan::default();
         plan.before.extend(self.elements.to_add(&elements).map(|(set, element)| Op::AddElement(set, element)));
         plan.before.extend(self.device_addresses.to_add(&addresses).map(Op::AddAddress));
-        plan.before.extend(retries.into_iter().filter_map(|object| self.step_to(object)));
+        plan.before.extend(retries.into_iter().filter_map(|object| self.op_for(object)));
         plan.before.extend(before);
         plan.after.extend(after);
         plan.after.extend(self.device_addresses.to_remove(&addresses).map(Op::DeleteAddress));

@@ -1,4 +1,4 @@
-//! What became of steps: the kernel may reject some of them.
+//! Records the outcome of operations. The kernel may reject some of them.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -16,18 +16,19 @@ use super::{
 use crate::model::ServiceKey;
 
 impl Ledger {
-    /// Records what became of steps: all are done except `rejected`. The rejected ones are
-    /// deferred. Returns those of them that no service wants, such as removals: after these, only
-    /// [`Self::full`] helps.
+    /// Records that the kernel carried out all operations of `ops` except those in `rejected`. The
+    /// objects of rejected operations become deferred. Returns the rejected operations whose
+    /// objects no service wants, such as removals. If there are any, the caller must use
+    /// [`Self::full`] for the next plan.
     ///
-    /// The cost depends on the steps, if anything is rejected or was deferred, and on all services
-    /// if elements or addresses are rejected.
+    /// The cost is linear in the number of operations if any operation is rejected or any object
+    /// was deferred. It is linear in the number of services if elements or addresses are rejected.
     pub fn record<'a>(&mut self, ops: impl IntoIterator<Item = &'a Op>, rejected: &[Op]) -> Vec<Op> {
         let mut owners = self.owners(rejected);
         if !self.deferred.is_empty() {
             for object in ops.into_iter().filter_map(Op::object) {
                 if let Some(service) = self.deferred.remove(&object) {
-                    // A draining server may still need it.
+                    // A draining server may still need the object.
                     owners.entry(object).or_insert(service);
                 }
             }
@@ -42,7 +43,7 @@ impl Ledger {
         unowned
     }
 
-    /// The services that want what these steps make.
+    /// Returns the services that want the objects of these operations.
     fn owners(&self, ops: &[Op]) -> HashMap<Object, Arc<ServiceKey>> {
         let mut owners = HashMap::new();
         let mut searched = BTreeSet::new();
@@ -50,7 +51,7 @@ impl Ledger {
             match object {
                 Object::Server(server) | Object::Destination(server, _) => {
                     // No service wants a draining destination.
-                    let owner = self.owner(&server).filter(|_| self.step_to(object).is_some());
+                    let owner = self.owner(&server).filter(|_| self.op_for(object).is_some());
                     owners.extend(owner.map(|service| (object, Arc::clone(service))));
                 }
                 Object::Element(..) | Object::Address(_) => drop(searched.insert(object)),
@@ -71,8 +72,8 @@ impl Ledger {
         owners
     }
 
-    /// The deferred objects, each with a service that wants it, destinations of deferred servers
-    /// included. Objects that only draining virtual servers need are left out.
+    /// Returns the deferred objects, each with a service that wants it. They include destinations
+    /// of deferred servers, but not objects that only draining servers need.
     pub fn deferred(&self) -> impl Iterator<Item = (Object, &Arc<ServiceKey>)> {
         self.deferred.objects.iter().filter_map(|(object, service)| {
             let owner = match object {
@@ -85,21 +86,22 @@ impl Ledger {
         })
     }
 
-    /// Whether an object is deferred: the kernel rejected the step that makes it.
+    /// True if an object is deferred because the kernel rejected the operation that creates or
+    /// changes it.
     #[must_use]
     pub fn is_deferred(&self, object: &Object) -> bool {
         self.deferred.contains(object)
     }
 
-    /// A number that changes whenever [`Self::deferred`] changes.
+    /// Returns a number that changes whenever the result of [`Self::deferred`] changes.
     #[must_use]
     pub fn deferred_revision(&self) -> u64 {
         self.deferred.revision
     }
 
-    /// The steps that make these objects, as far as they are deferred, in order. A server comes
-    /// with its deferred destinations. The caller [records](Self::record) what becomes of them. The
-    /// cost depends on the number of objects.
+    /// Returns the operations that create those of `objects` that are deferred, in order. A server
+    /// includes its deferred destinations. The caller tries the operations and
+    /// [records](Self::record) their outcome. The cost is linear in the number of objects.
     #[must_use]
     pub fn retries(&self, objects: impl IntoIterator<Item = Object>) -> Vec<Op> {
         let mut all = BTreeSet::new();
@@ -109,6 +111,6 @@ impl Ledger {
                 object => all.extend(Some(object).filter(|object| self.is_deferred(object))),
             }
         }
-        all.into_iter().filter_map(|object| self.step_to(object)).collect()
+        all.into_iter().filter_map(|object| self.op_for(object)).collect()
     }
 }

@@ -1,4 +1,4 @@
-//! Comparison of what is programmed with what the kernel has.
+//! Comparison of the ledger with the kernel.
 
 use std::{collections::BTreeSet, net::IpAddr, ops::RangeInclusive};
 
@@ -13,8 +13,9 @@ use super::{
 };
 
 impl Ledger {
-    /// Whether the kernel has what the plans so far made, and no other objects of ours. Draining
-    /// destinations may be gone. A full pass, for slow verification in the background.
+    /// True if `existing`, the objects in the kernel, are the recorded objects and Headgate has no
+    /// other objects there. Draining destinations may be missing, and deferred objects may be
+    /// missing or differ. This full pass is meant for slow verification in the background.
     #[must_use]
     pub fn matches(&self, existing: &Existing) -> bool {
         let has_sets = Set::ALL.into_iter().all(|set| existing.sets.contains_key(&set));
@@ -33,7 +34,7 @@ impl Ledger {
                     && server
                         .matches(&found.destinations, |address| self.is_deferred(&Object::Destination(*key, *address)))
             }
-            // A server that no service wants may have drained.
+            // A server that no service wants may be missing because it has drained.
             None => self.is_deferred(&Object::Server(*key)) || !self.candidates.contains_key(key),
         };
         let ours = existing.servers.keys().filter(|key| existing.mark(key, &self.config).is_some());
@@ -47,22 +48,23 @@ impl Ledger {
             && self.rules.matches(&existing.tables)
     }
 
-    /// How many entries a set may have in the kernel: all that are wanted, or less those that are
-    /// deferred. The cost depends on the deferred objects.
+    /// Returns the number of elements that a set may have in the kernel. The maximum is the number
+    /// of wanted elements; the minimum excludes deferred elements. The cost is linear in the number
+    /// of deferred objects.
     #[must_use]
     pub fn set_size(&self, set: Set) -> RangeInclusive<usize> {
         let wanted = self.set_sizes.get(&set).copied().unwrap_or_default();
         wanted.saturating_sub(self.deferred.elements_of(set))..=wanted
     }
 
-    /// A virtual server that the kernel should have, if there is one. Draining servers do not
-    /// count.
+    /// Returns any virtual server that the kernel must have, for a quick check that it still has
+    /// Headgate's servers. Draining servers do not count.
     #[must_use]
     pub fn any_server(&self) -> Option<ServerKey> {
         self.candidates.keys().find(|key| !self.deferred.contains(&Object::Server(**key))).copied()
     }
 
-    /// An address that the device should have, if there is any.
+    /// Returns any address that the device must have.
     #[must_use]
     pub fn any_address(&self) -> Option<IpAddr> {
         self.device_addresses.iter().find(|address| !self.deferred.contains(&Object::Address(**address))).copied()

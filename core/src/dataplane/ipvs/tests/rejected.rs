@@ -18,7 +18,7 @@ fn what_the_kernel_rejects_is_deferred_and_tried_again() {
             rig.state.apply(change, &mut dirty);
         });
         let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty, 0);
-        let refused = rig.kernel.apply_but(&plan, refuses).unwrap();
+        let refused = rig.kernel.apply_rejecting(&plan, refuses).unwrap();
         assert_eq!(rig.ledger.record(plan.ops(), &refused), []);
         assert!(rig.ledger.matches(&rig.kernel.existing()));
         plan
@@ -46,7 +46,7 @@ fn what_the_kernel_rejects_is_deferred_and_tried_again() {
         [Op::AddServer(..), Op::AddDestination(..), Op::AddDestination(..), Op::AddDestination(..)]
     ));
     let before = rig.ledger.deferred_revision();
-    let refused = rig.kernel.apply_but(&Plan { before: again.clone(), ..Plan::default() }, |_| false).unwrap();
+    let refused = rig.kernel.apply_rejecting(&Plan { before: again.clone(), ..Plan::default() }, |_| false).unwrap();
     assert_eq!((refused.len(), rig.ledger.record(&again, &refused).len()), (0, 0));
     assert_ne!(rig.ledger.deferred_revision(), before);
     assert_eq!(rig.ledger.deferred().count(), 3);
@@ -73,7 +73,7 @@ fn a_scheduler_that_is_missing_is_replaced_and_comes_back_at_the_cost_of_who_ask
             rig.state.apply(change, &mut dirty);
         });
         let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty, 0);
-        let refused = rig.kernel.apply_but(&plan, |_| false).unwrap();
+        let refused = rig.kernel.apply_rejecting(&plan, |_| false).unwrap();
         assert_eq!(rig.ledger.record(plan.ops(), &refused), []);
         refused
     };

@@ -1,7 +1,9 @@
-//! Rules of services with Local policy, for pods of this node and for the node itself.
+//! iptables rules for services with external Local policy, which apply to traffic from pods of this
+//! node and from the node itself.
 //!
-//! A virtual server of an address with Local policy has this node's endpoints alone. Local pods and
-//! the node reach all endpoints, so iptables translates their packets before IPVS sees them.
+//! The virtual server of an address with Local policy has only endpoints on this node. Local pods
+//! and the node itself may use all endpoints, so iptables translates their packets before IPVS sees
+//! them.
 
 use crate::{
     behaviours::view::ServicePortView,
@@ -24,8 +26,8 @@ pub(super) fn render(
 
 fn render_port(port: &PortRules<'_>, rules: &mut ServiceRules) {
     let view = port.view;
-    let has_short_ways = view.external_traffic_policy.is_local() && view.is_externally_accessible();
-    if !has_short_ways || view.cluster_endpoints.is_empty() {
+    let is_external_local = view.external_traffic_policy.is_local() && view.is_externally_accessible();
+    if !is_external_local || view.cluster_endpoints.is_empty() {
         return;
     }
     port.endpoint_rules(&view.cluster_endpoints.iter().copied().collect(), rules);
