@@ -1,22 +1,22 @@
-//! HTTP/2 frames (RFC 9113, section 4 and 6): their header, and those that a server of one gRPC
-//! stream writes.
+//! HTTP/2 frames (RFC 9113, sections 4 and 6): the frame header, and writers for the frames that a
+//! server of one gRPC stream sends.
 
 use tonic::Status;
 
-/// Length of a frame's header.
+/// The length of a frame's header.
 pub(in crate::serve) const HEADER_BYTES: usize = 9;
 
-/// Largest payload that a peer may send, and that we send: what holds without
+/// The largest payload of a frame in both directions. It is the default of
 /// `SETTINGS_MAX_FRAME_SIZE` (RFC 9113, 4.2).
 pub(in crate::serve) const MAX_PAYLOAD_BYTES: u32 = 16_384;
 
-/// What a client sends first (RFC 9113, 3.4).
+/// The first bytes that a client sends (RFC 9113, 3.4).
 pub(in crate::serve) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// Window of a connection and a stream without settings (RFC 9113, 6.9.2).
+/// The default window of a connection and of a stream, in bytes (RFC 9113, 6.9.2).
 pub(super) const DEFAULT_WINDOW: u32 = 65_535;
 
-/// Largest window (RFC 9113, 6.9.1).
+/// The largest window, in bytes (RFC 9113, 6.9.1).
 pub(super) const MAX_WINDOW: u32 = (1 << 31) - 1;
 
 /// Types of frames (RFC 9113, section 6).
@@ -74,12 +74,12 @@ impl Header {
         }
     }
 
-    /// The header at the front of `bytes`, if they hold one.
+    /// Reads the header at the front of `bytes`; `None` if it is not complete.
     pub(in crate::serve) fn peek(bytes: &[u8]) -> Option<Self> {
         bytes.first_chunk().map(Self::parse)
     }
 
-    /// True when a flag is set.
+    /// Returns true if a flag is set.
     pub(in crate::serve) fn has(&self, flag: u8) -> bool {
         self.flags & flag != 0
     }
@@ -92,12 +92,12 @@ impl Header {
 }
 
 fn put(out: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
-    // Payloads here are a few bytes, a status, or cut to the peer's frame size, all far below 2^24.
+    // Payloads are at most a frame's default size, far below 2^24, so the length always fits.
     Header { length: u32::try_from(payload.len()).unwrap_or(u32::MAX), kind, flags, stream }.put(out);
     out.extend_from_slice(payload);
 }
 
-/// `SETTINGS` that change nothing: the server's part of the preface.
+/// Writes `SETTINGS` that change nothing: the server's preface.
 pub(in crate::serve) fn put_settings(out: &mut Vec<u8>) {
     put(out, kind::SETTINGS, 0, 0, &[]);
 }
@@ -130,27 +130,29 @@ pub(super) fn put_data(out: &mut Vec<u8>, stream: u32, payload: &[u8]) {
     put(out, kind::DATA, 0, stream, payload);
 }
 
-/// The response's headers, the first block that we send. It begins with the size of the dynamic
-/// table, which is 0, since we never use one: a client whose settings made the table smaller than
-/// it is at first takes any other beginning for an error (RFC 9113, 4.3.1; RFC 7541, 4.2 and 6.3).
-/// Then `:status: 200` from HPACK's static table (index 8), and the content type under that table's
-/// name (index 31), as a literal that is not to be indexed (RFC 7541, 6.1 and 6.2.2).
+/// Writes the response's headers, which are the first header block of the server.
+///
+/// The block begins with a size update of HPACK's dynamic table to 0, because the server never uses
+/// the table. The update is required for a client whose settings reduce the table's size: without
+/// it the client reports an error (RFC 9113, 4.3.1; RFC 7541, 4.2 and 6.3). Then follow `:status:
+/// 200` from the static table (index 8) and the content type. The content type is a literal that is
+/// not indexed, with its name from the static table (index 31) (RFC 7541, 6.1 and 6.2.2).
 pub(super) fn put_response_headers(out: &mut Vec<u8>, stream: u32) {
     let mut block = vec![0x20, 0x88, 0x0f, 31 - 15];
     put_string(&mut block, b"application/grpc");
     put(out, kind::HEADERS, flag::END_HEADERS, stream, &block);
 }
 
-/// The trailers that end a gRPC stream.
+/// Writes the trailers that end a gRPC stream.
 pub(super) fn put_trailers(out: &mut Vec<u8>, stream: u32, status: &Status) {
     let mut headers = http::HeaderMap::new();
     if let Err(status) = status.add_header(&mut headers) {
-        // Only metadata can fail to be a header, and there is none.
-        tracing::error!(%status, "a stream's status cannot be written");
+        // Only metadata can be invalid as a header, and these statuses have none.
+        tracing::error!(%status, "the status of a stream cannot be written");
     }
     let mut block = Vec::new();
     for (name, value) in &headers {
-        // A literal with a literal name, not to be indexed.
+        // A literal with a literal name, not indexed (RFC 7541, 6.2.2).
         block.push(0x00);
         put_string(&mut block, name.as_str().as_bytes());
         put_string(&mut block, value.as_bytes());
@@ -158,9 +160,9 @@ pub(super) fn put_trailers(out: &mut Vec<u8>, stream: u32, status: &Status) {
     put(out, kind::HEADERS, flag::END_HEADERS | flag::END_STREAM, stream, &block);
 }
 
-/// A string literal without Huffman coding (RFC 7541, 5.2).
+/// Writes a string literal without Huffman coding (RFC 7541, 5.2).
 fn put_string(out: &mut Vec<u8>, text: &[u8]) {
-    // An integer with a prefix of seven bits (RFC 7541, 5.1).
+    // The length is an integer with a prefix of seven bits (RFC 7541, 5.1).
     let mut rest = text.len();
     if rest < 127 {
         out.extend(u8::try_from(rest));

@@ -1,5 +1,5 @@
-//! The server's half of an HTTP/2 connection with one stream, without input and output: bytes in,
-//! bytes out.
+//! The server's half of an HTTP/2 connection with one stream. It does no input or output: its
+//! methods take the bytes that were read and return the bytes to write.
 
 use std::sync::Arc;
 
@@ -27,23 +27,23 @@ use crate::{
     },
 };
 
-/// Bytes of answers (to pings, settings, other streams) that wait for a peer to read; one that asks
-/// for more without reading is refused (RFC 9113, 10.5).
+/// The most bytes of unsent answers to pings, settings and other streams. A client that causes more
+/// answers without reading them is refused (RFC 9113, 10.5).
 const MAX_ANSWER_BYTES: usize = 4 << 10;
 
-/// Other streams that a client may try to open.
+/// The most other streams that a client may try to open.
 const MAX_OTHER_STREAMS: u32 = 100;
 
-/// Room in an output buffer below which no message is begun.
+/// No `DATA` frame is begun if the output buffer has less room than this.
 const MIN_ROOM_BYTES: usize = 256;
 
-/// See the module.
+/// The state of one connection.
 pub(super) struct Http2 {
     input: Input,
     stream: Stream,
 }
 
-/// Everything but the parser.
+/// The state of a connection except its parser.
 struct Stream {
     streams: Arc<Streams>,
     peer: Peer,
@@ -52,45 +52,45 @@ struct Stream {
     id: u32,
     phase: Phase,
     messages: Messages,
-    /// Answers and the like, in order.
+    /// Frames to write before further messages, such as answers to pings.
     answers: Vec<u8>,
     /// The rest of a message that has not been written.
     unsent: Bytes,
-    /// Room that the client has given to the connection, and to the stream; a change of its
-    /// settings may put the latter below zero.
+    /// The bytes that the server may send before the client enlarges the connection's window.
     connection_room: i64,
+    /// The bytes that the server may send before the client enlarges the stream's window. A change
+    /// of the client's settings can make this negative.
     stream_room: i64,
     initial_window: u32,
     connection_window: ReceiveWindow,
     stream_window: ReceiveWindow,
+    /// How many other streams the client has tried to open.
     other_streams: u32,
+    /// True after the client has ended its half of the stream.
     client_has_ended: bool,
+    /// When the client last sent or read something.
     last_heard: Instant,
+    /// When the last ping without an answer was sent.
     pinged: Option<Instant>,
 }
 
+/// The phase of the stream.
 enum Phase {
-    /// Until `Hello`.
-    Opening {
-        until: Instant,
-    },
+    /// The server waits for `Hello`.
+    Opening { until: Instant },
+    /// The session decides what is sent.
     Open(Box<Session>),
-    /// What has been begun is written, then the status.
-    Ending {
-        status: Box<Status>,
-        until: Instant,
-    },
-    /// Everything has been said; the client closes.
-    Closing {
-        until: Instant,
-    },
-    /// Nobody is there any more.
+    /// The server writes the rest of the current message, and then the status.
+    Ending { status: Box<Status>, until: Instant },
+    /// Everything is written. The server waits for the client to close the connection.
+    Closing { until: Instant },
+    /// The connection has ended.
     Over,
 }
 
 impl Http2 {
-    /// A connection on which nothing has been received yet, and the server's part of the preface
-    /// has been sent.
+    /// Returns the state of a connection on which the server's preface has been sent, and nothing
+    /// has been received yet.
     pub(super) fn new(streams: Arc<Streams>, peer: Peer, signal: Arc<Signal>) -> Self {
         let now = Instant::now();
         let stream = Stream {
@@ -115,33 +115,34 @@ impl Http2 {
         Self { input: Input::default(), stream }
     }
 
-    /// True when the connection can be dropped.
+    /// Returns true if the connection can be dropped.
     pub(super) fn is_over(&self) -> bool {
         matches!(self.stream.phase, Phase::Over)
     }
 
-    /// True when nothing more is going to be written, once what [`Http2::fill`] gives has been.
+    /// Returns true if nothing more will be written after the bytes that [`Http2::fill`] returns.
     pub(super) fn is_closing(&self) -> bool {
         matches!(self.stream.phase, Phase::Closing { .. })
     }
 
-    /// The peer has shown that it is there.
+    /// Records a sign of life of the client.
     pub(super) fn heard(&mut self, now: Instant) {
         self.stream.last_heard = now;
         self.stream.pinged = None;
     }
 
-    /// The connection broke, or the client closed it.
+    /// Ends the stream after the connection broke or the client closed it.
     pub(super) fn disconnected(&mut self, error: &std::io::Error) {
         self.stream.finish(&End::plain("disconnected", Status::cancelled(error.to_string())));
         self.stream.phase = Phase::Over;
     }
 
-    /// Takes in what has come after the preface.
+    /// Handles bytes that the client has sent after the preface.
     pub(super) fn receive(&mut self, bytes: &[u8]) {
         let Self { input, stream } = self;
         if stream.has_finished() {
-            // All has been said. What comes is read so that the client gets to see it.
+            // The bytes are read but ignored. With unread bytes the kernel would reset the
+            // connection on close, and the client might not see the status.
             return;
         }
         if let Err(violation) = input.feed(bytes, |event| stream.take(event)) {
@@ -149,18 +150,19 @@ impl Http2 {
         }
     }
 
-    /// Does what it is time for.
+    /// Enforces time limits, and sends a ping when it is time.
     pub(super) fn keep_time(&mut self, now: Instant) {
         self.stream.keep_time(now);
     }
 
-    /// True while the agent does not keep up with what is sent.
+    /// Returns true if the agent is late in answering what was sent.
     pub(super) fn is_late(&mut self, now: Instant) -> bool {
         let Phase::Open(session) = &mut self.stream.phase else { return false };
         session.is_late(now)
     }
 
-    /// Appends what there is to write, up to about `max_bytes`; nothing when there is nothing.
+    /// Appends bytes to write to `out`, up to about `max_bytes`. Appends nothing if there is
+    /// nothing to write.
     pub(super) fn fill(&mut self, out: &mut Vec<u8>, max_bytes: usize, now: Instant) {
         self.stream.fill(out, max_bytes, now);
     }
@@ -182,7 +184,7 @@ impl Stream {
             Event::EndStream => self.client_ended(),
             Event::Reset => {
                 self.finish(&End::plain("disconnected", Status::cancelled("the client reset the stream")));
-                self.say_go_away(Code::NoError, "");
+                self.send_go_away(Code::NoError, "");
                 // Nothing may be sent on a stream that was reset (RFC 9113, 5.1).
                 self.close();
             }
@@ -194,14 +196,17 @@ impl Stream {
             }
             Event::Settings => put_settings_ack(&mut self.answers),
             Event::Ping(payload) => put_ping(&mut self.answers, true, payload),
-            Event::Room { is_ours, bytes } => {
+            Event::WindowUpdate { is_ours, bytes } => {
                 let room = if is_ours { &mut self.stream_room } else { &mut self.connection_room };
                 *room += i64::from(bytes);
                 self.check_room()?;
             }
         }
         if self.answers.len() > MAX_ANSWER_BYTES {
-            return Err(Violation { code: Code::EnhanceYourCalm, text: "answers are asked for and not read" });
+            return Err(Violation {
+                code: Code::EnhanceYourCalm,
+                text: "too many frames that need an answer, and the answers are not read",
+            });
         }
         Ok(())
     }
@@ -223,20 +228,23 @@ impl Stream {
         Ok(())
     }
 
-    /// A client that has another request is sent to another connection: it opens one when told that
-    /// this one takes no more streams.
+    /// Handles a further request: the server tells the client with GOAWAY to use another
+    /// connection.
     fn other_stream(&mut self) -> Result<(), Violation> {
         self.other_streams += 1;
         if self.other_streams > MAX_OTHER_STREAMS {
             return Err(Violation { code: Code::EnhanceYourCalm, text: "this connection takes no more streams" });
         }
         if self.other_streams == 1 {
-            self.say_go_away(Code::NoError, "one stream a connection; open another for other requests");
+            self.send_go_away(
+                Code::NoError,
+                "this connection carries only one stream; open another connection for other requests",
+            );
         }
         Ok(())
     }
 
-    fn say_go_away(&mut self, code: Code, text: &str) {
+    fn send_go_away(&mut self, code: Code, text: &str) {
         put_go_away(&mut self.answers, self.id, code, text);
     }
 
@@ -272,15 +280,15 @@ impl Stream {
         self.finish(&end);
     }
 
-    /// Ends the stream, if it has not been ended: what has been begun is still written, then the
-    /// status.
+    /// Ends the stream, if it has not ended yet. The rest of the current message is still written,
+    /// and then the status.
     fn finish(&mut self, end: &End) {
         if !matches!(self.phase, Phase::Opening { .. } | Phase::Open(_)) {
             return;
         }
         let ending = Phase::Ending { status: Box::new(end.status.clone()), until: Instant::now() + LINGER };
         match std::mem::replace(&mut self.phase, ending) {
-            // Leaving, it says why.
+            // When the session is dropped, it records this end.
             Phase::Open(session) => session.agent().end(end.clone()),
             _ => end.record(&self.streams.context, self.peer.address, ""),
         }
@@ -290,10 +298,10 @@ impl Stream {
     fn violated(&mut self, violation: Violation) {
         let Violation { code, text } = violation;
         self.finish(&End::refusal("http2_violation", Status::internal(text)));
-        tracing::debug!(address = %self.peer.address, ?code, text, "HTTP/2");
-        // Answers are of no use any more.
+        tracing::debug!(address = %self.peer.address, ?code, text, "the client violated HTTP/2");
+        // Answers that have not been sent are of no use any more.
         self.answers = Vec::new();
-        self.say_go_away(code, text);
+        self.send_go_away(code, text);
         self.close();
     }
 
@@ -312,7 +320,8 @@ impl Stream {
                 }
             }
             Phase::Open(session) => {
-                // Also where there is no room to ask it for a message.
+                // Checked here too, because `fill` asks the session only if there is room for a
+                // message.
                 if let Some(end) = session.end(now) {
                     self.finish(&end);
                 }
@@ -328,7 +337,7 @@ impl Stream {
             Some(pinged) if pinged + KEEPALIVE <= now => {
                 self.finish(&End::plain(
                     "disconnected",
-                    Status::unavailable("nothing heard, not even answers to pings"),
+                    Status::unavailable("the client sent nothing and did not answer a ping"),
                 ));
                 self.phase = Phase::Over;
             }
@@ -340,7 +349,7 @@ impl Stream {
         if matches!(self.phase, Phase::Over) {
             return;
         }
-        // Taken whole, so that no memory is kept for them.
+        // `take` frees the memory of the answers.
         out.append(&mut std::mem::take(&mut self.answers));
         while self.fill_data(out, max_bytes) {
             let Phase::Open(session) = &mut self.phase else { break };
@@ -355,7 +364,7 @@ impl Stream {
         {
             put_trailers(out, self.id, status);
             if !self.client_has_ended {
-                // It need not send the rest (RFC 9113, 8.1).
+                // Tells the client that it need not send the rest of its request (RFC 9113, 8.1).
                 put_reset(out, self.id, Code::NoError);
             }
             put_go_away(out, self.id, Code::NoError, "");
@@ -363,7 +372,8 @@ impl Stream {
         }
     }
 
-    /// Writes what is left of a message. True when there is room for another.
+    /// Writes the rest of a message. Returns true if the message is complete and there is room for
+    /// another.
     fn fill_data(&mut self, out: &mut Vec<u8>, max_bytes: usize) -> bool {
         let room = max_bytes.saturating_sub(out.len() + HEADER_BYTES);
         let window = usize::try_from(self.connection_room.min(self.stream_room)).unwrap_or(0);
@@ -377,7 +387,7 @@ impl Stream {
         put_data(out, self.id, &self.unsent[..bytes]);
         self.unsent.advance(bytes);
         if self.unsent.is_empty() {
-            // Lets go of the shared bytes.
+            // Releases the message's bytes, which all streams share.
             self.unsent = Bytes::new();
         }
         self.connection_room -= i64::try_from(bytes).unwrap_or(i64::MAX);

@@ -31,7 +31,7 @@ fn hello() -> Vec<u8> {
 }
 
 impl Rig {
-    /// A connection whose request has come.
+    /// Returns a connection whose request has arrived.
     fn new(settings: Settings) -> Self {
         let metrics = Arc::new(Metrics::default());
         let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
@@ -43,6 +43,7 @@ impl Rig {
         Self { streams, http2, now: Instant::now() }
     }
 
+    /// Returns a connection whose `Hello` was accepted.
     fn following() -> Self {
         let mut rig = Self::new(Settings::default());
         rig.http2.receive(&wire(kind::DATA, 0, 1, &hello()));
@@ -59,7 +60,7 @@ impl Rig {
         self.streams.context.store.commit(Transaction { changes: vec![change], ..Transaction::default() });
     }
 
-    /// Kind, flags and payload of the frames that there are to write.
+    /// Returns kind, flags and payload of the frames to write.
     fn written(&mut self) -> Vec<(u8, u8, Vec<u8>)> {
         let mut out = Vec::new();
         self.http2.fill(&mut out, 16_384, self.now);
@@ -84,9 +85,9 @@ fn data_bytes(frames: &[(u8, u8, Vec<u8>)]) -> usize {
 }
 
 #[test]
-fn nothing_is_taken_from_the_cursor_without_room_for_it() {
+fn nothing_is_taken_from_the_cursor_while_the_window_has_no_room() {
     let mut rig = Rig::new(Settings::default());
-    // Room for ten bytes in each stream.
+    // The window of a stream has room for ten bytes.
     rig.http2.receive(&wire(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 10]));
     rig.http2.receive(&wire(kind::DATA, 0, 1, &hello()));
     assert_eq!(data_bytes(&rig.written()), 10);
@@ -94,20 +95,21 @@ fn nothing_is_taken_from_the_cursor_without_room_for_it() {
         rig.put(number);
     }
     assert_eq!(data_bytes(&rig.written()), 0);
-    // A thousand more: `Welcome`, and then one step over all the changes instead of each.
+    // With more room, the server sends the rest of `Welcome`, and then one step with all changes
+    // instead of a step for each change.
     rig.http2.receive(&wire(kind::WINDOW_UPDATE, 0, 1, &4_000_u32.to_be_bytes()));
     assert_eq!(data_bytes(&rig.written()), 4_000);
     rig.http2.receive(&wire(kind::WINDOW_UPDATE, 0, 1, &60_000_u32.to_be_bytes()));
     let rest = data_bytes(&rig.written());
     assert!((1_000..20_000).contains(&rest), "{rest}");
-    // Less room than none is made up for before anything is sent.
+    // An initial window of 0 reduces the room by ten bytes, but the rest of the room stays.
     rig.http2.receive(&wire(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 0]));
     rig.put(200);
-    assert!(data_bytes(&rig.written()) > 0, "what was given before still is");
+    assert!(data_bytes(&rig.written()) > 0, "room from window updates is kept");
 }
 
 #[test]
-fn what_is_silent_is_asked_and_then_given_up() {
+fn a_silent_client_receives_a_ping_and_is_then_disconnected() {
     let mut rig = Rig::following();
     rig.pass(KEEPALIVE);
     let ping = (kind::PING, 0, b"headgate".to_vec());
@@ -123,7 +125,7 @@ fn what_is_silent_is_asked_and_then_given_up() {
 }
 
 #[test]
-fn one_that_never_says_hello_is_ended_in_time() {
+fn a_stream_without_hello_ends_after_the_timeout() {
     let mut rig = Rig::new(Settings::default());
     rig.written();
     rig.pass(rig.streams.context.settings.hello_timeout);
@@ -133,18 +135,18 @@ fn one_that_never_says_hello_is_ended_in_time() {
     assert!(String::from_utf8_lossy(&frames[0].2).contains("no%20Hello"));
     assert!(rig.http2.is_closing() && !rig.http2.is_over());
     rig.pass(LINGER * 2);
-    assert!(rig.http2.is_over(), "a client that does not close is not waited for");
+    assert!(rig.http2.is_over(), "the server does not wait for a client that does not close the connection");
 }
 
 #[test]
-fn a_stream_that_ends_in_the_middle_of_a_message_ends_with_it() {
+fn a_stream_that_ends_in_the_middle_of_a_message_completes_the_message_first() {
     let mut rig = Rig::new(Settings::default());
     rig.http2.receive(&wire(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 10]));
     rig.http2.receive(&wire(kind::DATA, 0, 1, &hello()));
     rig.written();
     rig.streams.context.lifecycle.send_replace(Lifecycle::Ended);
     rig.pass(Duration::ZERO);
-    assert!(rig.written().is_empty(), "half a message, and then the status, would be taken for a defect");
+    assert!(rig.written().is_empty(), "the status comes only after the whole message");
     rig.http2.receive(&wire(kind::WINDOW_UPDATE, 0, 1, &4_000_u32.to_be_bytes()));
     let frames = rig.written();
     assert_eq!((frames[0].0, frames[1].0, frames[1].1), (kind::DATA, kind::HEADERS, 5));

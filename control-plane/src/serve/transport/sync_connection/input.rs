@@ -1,44 +1,45 @@
-//! What a client sends on a connection of one stream, read frame by frame wherever the bytes are
-//! cut (RFC 9113, sections 4 to 6).
+//! Parses the frames that a client sends on a connection of one stream (RFC 9113, sections 4 to 6).
+//! The bytes may arrive in pieces of any size.
 //!
-//! Holds no payload: what is taken in is handed on or skipped as it comes. The request's headers
-//! have been read by then ([`super::super::first_request`]), and header blocks that come later are
-//! skipped without being decoded: the only ones that matter are the stream's trailers, of which
-//! only the end of the stream counts. Nothing is ever looked up in the table that they would have
-//! changed.
+//! The parser stores no payload: it passes payload on or skips it as it arrives. It does not decode
+//! header blocks. [`super::super::first_request`] has already decoded the request's headers. Of
+//! later header blocks only the stream's trailers matter, and of them only that they end the
+//! stream. The parser does not maintain HPACK's dynamic table, because it never decodes a block
+//! that could refer to it.
 
 use super::frame::{Code, DEFAULT_WINDOW, HEADER_BYTES, Header, MAX_PAYLOAD_BYTES, MAX_WINDOW, flag, kind};
 
-/// Frames of one header block, and its bytes; more ask for too much (RFC 9113, 10.5.1).
+/// The most frames, and the most bytes, of one header block. Larger blocks are refused (RFC 9113,
+/// 10.5.1).
 const MAX_BLOCK: (u32, u32) = (64, 64 << 10);
 
-/// What a frame, or a part of one, means.
+/// The meaning of a frame, or of a part of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Event<'a> {
-    /// The stream's request is complete: what it is, has been read from it before.
+    /// The headers of the stream's request are complete.
     Opened { stream: u32 },
-    /// Bytes of the stream.
+    /// The client sent bytes of the stream.
     Data(&'a [u8]),
-    /// Payload of a `DATA` frame, padding and all, which counts against the connection's window
-    /// and, if `is_ours`, the stream's.
+    /// A `DATA` frame is complete. `bytes` is its payload including padding. It counts against the
+    /// window of the connection and, if `is_ours`, of the stream.
     Received { is_ours: bool, bytes: u32 },
-    /// The client has sent all of the stream.
+    /// The client has ended its half of the stream.
     EndStream,
-    /// The client has given the stream up.
+    /// The client has reset the stream.
     Reset,
     /// The client has opened another stream.
     OtherStream,
-    /// Windows of streams start with this from now on.
+    /// The client has changed the initial window of streams.
     InitialWindow(u32),
-    /// Settings are complete and want an acknowledgement.
+    /// A `SETTINGS` frame is complete and needs an acknowledgement.
     Settings,
-    /// A ping that wants an answer.
+    /// The client sent a ping that needs an answer.
     Ping([u8; 8]),
-    /// The client gives room: to the stream if `is_ours`, otherwise to the connection.
-    Room { is_ours: bool, bytes: u32 },
+    /// The client has enlarged a window: of the stream if `is_ours`, otherwise of the connection.
+    WindowUpdate { is_ours: bool, bytes: u32 },
 }
 
-/// Why the connection cannot go on.
+/// An error of the client that ends the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Violation {
     pub(super) code: Code,
@@ -49,38 +50,43 @@ fn violation<T>(code: Code, text: &'static str) -> Result<T, Violation> {
     Err(Violation { code, text })
 }
 
-/// See the module.
+/// The parser of a connection's frames.
 #[derive(Debug, Default)]
 pub(super) struct Input {
+    /// The part of a frame's header that has arrived.
     header: [u8; HEADER_BYTES],
     header_bytes: u8,
     frame: Option<Frame>,
-    /// The one stream; 0 until its headers.
+    /// The number of the stream; 0 until its headers have arrived.
     stream: u32,
-    /// The highest stream that the client has opened.
+    /// The highest number of a stream that the client has opened.
     highest: u32,
+    /// True after the client has ended its half of the stream.
     has_ended: bool,
-    /// The header block that is not complete: its stream, its frames and bytes.
+    /// The header block that is not complete: its stream, and the numbers of its frames and bytes.
     block: Option<(u32, u32, u32)>,
 }
 
-/// A frame whose payload is coming.
+/// A frame whose payload has not arrived completely.
 #[derive(Debug)]
 struct Frame {
     header: Header,
+    /// The bytes of payload that have not arrived.
     left: u32,
+    /// The bytes of padding; known once `has_padding_length`.
     padding: u32,
     has_padding_length: bool,
+    /// The last bytes of payload, for frames with fields of fixed size.
     fields: [u8; 8],
     field_bytes: u8,
 }
 
 impl Input {
-    /// Takes in bytes of the connection, after the preface.
+    /// Parses bytes of the connection that follow the preface, and passes events to `take`.
     ///
     /// # Errors
     ///
-    /// What `take` says, or [`Violation`]. Nothing may be fed after that.
+    /// The error of `take`, or [`Violation`]. `feed` must not be called again after an error.
     pub(super) fn feed<E: From<Violation>>(
         &mut self,
         mut bytes: &[u8],
@@ -133,7 +139,7 @@ impl Input {
         }
     }
 
-    /// Checks a frame by its header.
+    /// Checks the header of a frame.
     fn begin(&mut self, header: &Header) -> Result<(), Violation> {
         let Header { length, stream, .. } = *header;
         if length > MAX_PAYLOAD_BYTES {
@@ -145,9 +151,9 @@ impl Input {
         let is_on_connection = matches!(header.kind, kind::SETTINGS | kind::PING | kind::GOAWAY);
         let is_on_stream = matches!(header.kind, kind::DATA | kind::HEADERS | kind::PRIORITY | kind::RST_STREAM);
         if (is_on_connection && stream != 0) || (is_on_stream && stream == 0) {
-            return violation(Code::ProtocolError, "a frame is on a stream that it cannot be on");
+            return violation(Code::ProtocolError, "a frame of this type must not be on this stream");
         }
-        let is_of_wrong_size = match header.kind {
+        let has_wrong_size = match header.kind {
             kind::SETTINGS => length % 6 != 0 || (header.has(flag::ACK) && length > 0),
             kind::PING => length != 8,
             kind::WINDOW_UPDATE | kind::RST_STREAM => length != 4,
@@ -155,8 +161,8 @@ impl Input {
             kind::GOAWAY => length < 8,
             _ => false,
         };
-        if is_of_wrong_size {
-            return violation(Code::FrameSizeError, "a frame has a size that its type cannot have");
+        if has_wrong_size {
+            return violation(Code::FrameSizeError, "the length of a frame is wrong for its type");
         }
         match header.kind {
             kind::DATA => self.begin_data(header),
@@ -165,7 +171,7 @@ impl Input {
             kind::RST_STREAM | kind::WINDOW_UPDATE if stream > self.highest => {
                 violation(Code::ProtocolError, "a frame is on a stream that was never opened")
             }
-            kind::PUSH_PROMISE => violation(Code::ProtocolError, "a client cannot push"),
+            kind::PUSH_PROMISE => violation(Code::ProtocolError, "a client must not push"),
             _ => Ok(()),
         }
     }
@@ -178,7 +184,7 @@ impl Input {
             return violation(Code::StreamClosed, "DATA on a stream that the client has ended");
         }
         if header.has(flag::PADDED) && header.length == 0 {
-            return violation(Code::FrameSizeError, "padding without its length");
+            return violation(Code::FrameSizeError, "a padded frame has no padding length");
         }
         Ok(())
     }
@@ -186,14 +192,14 @@ impl Input {
     fn begin_headers(&mut self, header: &Header) -> Result<(), Violation> {
         let Header { stream, length, .. } = *header;
         if stream % 2 == 0 || (stream < self.stream) {
-            return violation(Code::ProtocolError, "HEADERS on a stream that a client cannot open");
+            return violation(Code::ProtocolError, "HEADERS on a stream that a client must not open");
         }
         if stream == self.stream {
             if self.has_ended {
                 return violation(Code::StreamClosed, "HEADERS on a stream that the client has ended");
             }
             if !header.has(flag::END_STREAM) {
-                return violation(Code::ProtocolError, "a stream has headers twice");
+                return violation(Code::ProtocolError, "HEADERS in the middle of a stream without END_STREAM");
             }
         }
         if !header.has(flag::END_HEADERS) {
@@ -205,7 +211,7 @@ impl Input {
     fn continue_block(&mut self, header: &Header) -> Result<(), Violation> {
         let Some((stream, frames, bytes)) = self.block.take() else { return Ok(()) };
         if stream != header.stream {
-            return violation(Code::ProtocolError, "CONTINUATION on another stream than its HEADERS");
+            return violation(Code::ProtocolError, "CONTINUATION and its HEADERS are on different streams");
         }
         let (frames, bytes) = (frames + 1, bytes + header.length);
         if frames > MAX_BLOCK.0 || bytes > MAX_BLOCK.1 {
@@ -224,7 +230,7 @@ impl Input {
         take: &mut impl FnMut(Event<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         let left = frame.left;
-        // Never more than what is left.
+        // `payload` is never longer than the rest of the frame.
         frame.left -= u32::try_from(payload.len()).unwrap_or(left);
         match frame.header.kind {
             kind::DATA => self.feed_data(frame, left, payload, take),
@@ -261,7 +267,7 @@ impl Input {
             payload = rest;
             left -= 1;
             if frame.padding > left {
-                return Ok(violation(Code::ProtocolError, "more padding than payload")?);
+                return Ok(violation(Code::ProtocolError, "the padding is longer than the payload")?);
             }
         }
         let data = usize::try_from(left.saturating_sub(frame.padding)).unwrap_or(usize::MAX).min(payload.len());
@@ -271,7 +277,7 @@ impl Input {
         Ok(())
     }
 
-    /// Acts on a frame whose payload is complete.
+    /// Handles a frame whose payload is complete.
     fn finish<E: From<Violation>>(
         &mut self,
         frame: &Frame,
@@ -307,10 +313,10 @@ impl Input {
                 let [b0, b1, b2, b3, ..] = frame.fields;
                 let bytes = u32::from_be_bytes([b0, b1, b2, b3]) & MAX_WINDOW;
                 if bytes == 0 {
-                    return Ok(violation(Code::ProtocolError, "WINDOW_UPDATE by nothing")?);
+                    return Ok(violation(Code::ProtocolError, "WINDOW_UPDATE with an increment of 0")?);
                 }
                 if is_ours || header.stream == 0 {
-                    take(Event::Room { is_ours, bytes })?;
+                    take(Event::WindowUpdate { is_ours, bytes })?;
                 }
             }
             _ => {}
@@ -328,17 +334,18 @@ fn setting<E: From<Violation>>(fields: &[u8; 8], take: &mut impl FnMut(Event<'_>
         // SETTINGS_INITIAL_WINDOW_SIZE
         4 if value > MAX_WINDOW => Ok(violation(Code::FlowControlError, "SETTINGS_INITIAL_WINDOW_SIZE is too large")?),
         4 => take(Event::InitialWindow(value)),
-        // SETTINGS_MAX_FRAME_SIZE: we never send larger frames than everybody must take.
+        // SETTINGS_MAX_FRAME_SIZE. The value is not stored, because the server never sends frames
+        // larger than the default.
         5 if !(MAX_PAYLOAD_BYTES..1 << 24).contains(&value) => {
             Ok(violation(Code::ProtocolError, "SETTINGS_MAX_FRAME_SIZE is out of its range")?)
         }
-        // The others say what we may not do, and we do none of it: no push, no dynamic table, no
-        // large headers.
+        // Other settings forbid things that the server never does: pushes, use of the dynamic
+        // table, and large headers.
         _ => Ok(()),
     }
 }
 
-/// What a client may still send: the windows of RFC 9113, 6.9, seen from the receiver. We give room
+/// A flow-control window for data from the client (RFC 9113, 6.9). The server enlarges the window
 /// as soon as half of it is used.
 #[derive(Debug, Default)]
 pub(super) struct ReceiveWindow {
@@ -346,15 +353,16 @@ pub(super) struct ReceiveWindow {
 }
 
 impl ReceiveWindow {
-    /// Counts what has come. Returns the room to give back, if it is time to.
+    /// Counts bytes that have arrived. Returns the increment for a `WINDOW_UPDATE`, if it is time
+    /// to send one.
     ///
     /// # Errors
     ///
-    /// [`Violation`], when there was no room for it.
+    /// [`Violation`], if the bytes exceed the window.
     pub(super) fn receive(&mut self, bytes: u32) -> Result<Option<u32>, Violation> {
         self.used += bytes;
         if self.used > DEFAULT_WINDOW {
-            return violation(Code::FlowControlError, "more DATA than the window has room for");
+            return violation(Code::FlowControlError, "DATA exceeds the flow-control window");
         }
         Ok((self.used > DEFAULT_WINDOW / 2).then(|| std::mem::take(&mut self.used)))
     }

@@ -3,7 +3,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// An event without its bytes' lifetime. Neighbouring data is one.
+/// An event that owns its bytes. Successive events of data are merged into one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Seen {
     Data(Vec<u8>),
@@ -53,7 +53,7 @@ fn other(text: &str) -> Seen {
 }
 
 #[test]
-fn data_is_handed_on_without_padding_and_counted_with_it() {
+fn data_is_passed_on_without_padding_and_counted_with_padding() {
     let padded = frame(kind::DATA, flag::PADDED, 1, b"\x03ab\0\0\0");
     let last = frame(kind::DATA, flag::END_STREAM, 1, b"c");
     let (seen, result) = after_opening(&[padded, last]);
@@ -65,13 +65,13 @@ fn data_is_handed_on_without_padding_and_counted_with_it() {
 }
 
 #[test]
-fn trailers_end_the_stream_and_what_comes_after_is_refused() {
+fn trailers_end_the_stream_and_later_frames_are_refused() {
     let trailers = frame(kind::HEADERS, flag::END_STREAM, 1, b"x");
     let rest = frame(kind::CONTINUATION, flag::END_HEADERS, 1, b"y");
     assert_eq!(after_opening(&[trailers.clone(), rest.clone()]), (vec![other("EndStream")], Ok(())));
     let late = frame(kind::DATA, 0, 1, b"late");
     assert_eq!(refused(&[trailers.clone(), rest.clone(), late.clone()]), Code::StreamClosed);
-    // A header block is not interrupted, by anything.
+    // No other frame may interrupt a header block.
     assert_eq!(refused(&[trailers.clone(), late]), Code::ProtocolError);
     assert_eq!(refused(&[trailers, frame(kind::CONTINUATION, 0, 3, b"y")]), Code::ProtocolError);
     assert_eq!(refused(&[rest]), Code::ProtocolError);
@@ -90,7 +90,7 @@ fn header_blocks_are_bounded() {
 }
 
 #[test]
-fn other_streams_are_reported_and_their_data_counted() {
+fn other_streams_are_reported_and_their_data_is_counted() {
     let open = frame(kind::HEADERS, flag::END_HEADERS, 3, b"x");
     let data = frame(kind::DATA, 0, 3, b"abc");
     let (seen, result) = after_opening(&[open, data, frame(kind::RST_STREAM, 0, 3, &[0; 4])]);
@@ -104,7 +104,7 @@ fn other_streams_are_reported_and_their_data_counted() {
 }
 
 #[test]
-fn settings_pings_and_windows() {
+fn settings_pings_and_window_updates_are_reported() {
     let settings = frame(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 1, 0, 0, 3, 0, 0, 0, 1, 0xff, 0xff, 1, 2, 3, 4]);
     let ping = frame(kind::PING, 0, 0, b"12345678");
     let frames = [
@@ -123,8 +123,8 @@ fn settings_pings_and_windows() {
         "InitialWindow(256)",
         "Settings",
         "Ping([49, 50, 51, 52, 53, 54, 55, 56])",
-        "Room { is_ours: false, bytes: 256 }",
-        "Room { is_ours: true, bytes: 7 }",
+        "WindowUpdate { is_ours: false, bytes: 256 }",
+        "WindowUpdate { is_ours: true, bytes: 7 }",
         "Reset",
     ];
     assert_eq!(after_opening(&frames), (expected.iter().map(|text| other(text)).collect(), Ok(())));
@@ -154,7 +154,7 @@ fn malformed_frames_are_refused_by_their_header() {
 }
 
 #[test]
-fn a_client_may_send_as_much_as_its_window() {
+fn a_client_may_send_no_more_than_its_window() {
     let mut window = ReceiveWindow::default();
     assert_eq!(window.receive(30_000), Ok(None));
     assert_eq!(window.receive(10_000), Ok(Some(40_000)));
@@ -174,7 +174,7 @@ fn any_frame() -> impl Strategy<Value = Vec<u8>> {
 
 proptest! {
     #[test]
-    fn cuts_make_no_difference_whatever_is_sent(
+    fn events_are_the_same_wherever_the_bytes_are_cut(
         frames in prop::collection::vec(any_frame(), 0..12),
         garbage in prop::collection::vec(any::<u8>(), 0..20),
         is_open in any::<bool>(),

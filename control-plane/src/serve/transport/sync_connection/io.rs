@@ -1,4 +1,5 @@
-//! Reading and writing of a connection, with no buffer of its own where none is needed.
+//! Reads and writes a connection, with or without TLS. It keeps a buffer only for bytes that the
+//! kernel has not accepted.
 
 use std::{
     io::{self, Read as _, Write as _},
@@ -16,16 +17,16 @@ use tokio::{
 
 use crate::serve::transport::budget::Budget;
 
-/// Bytes that the kernel takes while earlier ones have not left it (`TCP_NOTSENT_LOWAT`, tcp(7)).
-/// Without a bound it takes megabytes for a peer that does not read, all of them out of date by the
-/// time that it does.
+/// The most bytes that the kernel accepts before it has sent them (`TCP_NOTSENT_LOWAT`, tcp(7)).
+/// Without this limit it accepts megabytes for a peer that does not read. They would be out of date
+/// when the peer reads them.
 const MAX_UNSENT_BYTES: u32 = 64 << 10;
 
 /// A connection whose handshake is done.
 pub(super) struct Io {
     stream: TcpStream,
     tls: Option<Box<ServerConnection>>,
-    /// Without TLS: what was to be written and the kernel did not take. TLS keeps its own.
+    /// Without TLS: bytes that the kernel has not accepted yet. With TLS, rustls keeps them.
     unwritten: Vec<u8>,
     written_bytes: u64,
     budget: Budget,
@@ -38,34 +39,37 @@ impl Io {
         }
         let mut tls = tls.map(Box::new);
         if let Some(tls) = &mut tls {
-            // What is written is at most one record, and only once the one before it has left.
+            // No limit is needed: at most one record is written at a time, and only after the
+            // kernel has accepted the record before it.
             tls.set_buffer_limit(None);
         }
         Self { stream, tls, unwritten: Vec::new(), written_bytes: 0, budget: Budget::new(Instant::now()) }
     }
 
-    /// True while what has come has to wait, since so much has come before.
+    /// Returns true if reading pauses at `now`, because the peer has sent too much.
     pub(super) fn is_paused(&self, now: Instant) -> bool {
         self.budget.pause(now).is_some()
     }
 
-    /// Bytes that the kernel has taken: as this grows, the peer reads.
+    /// Returns how many bytes the kernel has accepted. When this grows after a block, the peer
+    /// reads.
     pub(super) fn written_bytes(&self) -> u64 {
         self.written_bytes
     }
 
-    /// Reads into `buffer`. 0 is the end. Not to be called while it is paused.
+    /// Reads into `buffer`. Returns the number of bytes; 0 stands for the end of the connection.
+    /// Must not be called while [`Io::is_paused`].
     ///
     /// # Errors
     ///
-    /// The connection is broken, or what came is not TLS's.
+    /// The connection is broken, or the bytes violate TLS.
     pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
         let Self { stream, budget, .. } = self;
         let Some(tls) = &mut self.tls else { return poll_socket(stream, budget, cx, buffer) };
         loop {
             match tls.reader().read(buffer) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                // Many clients close without saying so to TLS.
+                // Many clients close the connection without a `close_notify` of TLS.
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Poll::Ready(Ok(0)),
                 read => return Poll::Ready(read),
             }
@@ -75,15 +79,15 @@ impl Io {
                 Err(error) => return Poll::Ready(Err(error)),
             }
             if let Err(error) = tls.process_new_packets() {
-                // The alert that says why, if there is room for it.
+                // Sends the TLS alert with the reason, if the kernel accepts it.
                 let _ = tls.write_tls(&mut Writer(stream));
                 return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, error)));
             }
         }
     }
 
-    /// Writes `bytes`. What the kernel does not take is kept: [`Io::flush`] has to succeed before
-    /// the next write.
+    /// Writes `bytes`, and keeps the bytes that the kernel does not accept. [`Io::flush`] must
+    /// return true before the next write.
     ///
     /// # Errors
     ///
@@ -101,7 +105,7 @@ impl Io {
         Ok(())
     }
 
-    /// Gives the kernel what it has not taken. True when nothing is left.
+    /// Writes bytes that the kernel has not accepted yet. Returns true if none are left.
     ///
     /// # Errors
     ///
@@ -129,12 +133,12 @@ impl Io {
         }
     }
 
-    /// Ready once the kernel takes more.
+    /// Is ready once the kernel accepts more bytes.
     pub(super) fn poll_writable(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.stream.poll_write_ready(cx)
     }
 
-    /// Says that nothing more is going to be written. To be called when everything is flushed.
+    /// Tells the peer that nothing more will be written. To be called when everything is flushed.
     ///
     /// # Errors
     ///
@@ -151,7 +155,7 @@ impl Io {
     }
 }
 
-/// For calls that do not wait.
+/// Returns a context that wakes nothing, for calls that do not wait.
 fn no_context() -> Context<'static> {
     Context::from_waker(Waker::noop())
 }
@@ -163,14 +167,15 @@ fn poll_socket(
     buffer: &mut [u8],
 ) -> Poll<io::Result<usize>> {
     let mut buffer = ReadBuf::new(buffer);
-    // Unlike `try_read` this knows that a read that did not fill the buffer has emptied the socket,
-    // which spares a second call to the kernel.
+    // After a read that does not fill the buffer, tokio's `poll_read` knows that the socket is
+    // empty. This saves a second call to the kernel, which `try_read` would need.
     ready!(Pin::new(stream).poll_read(cx, &mut buffer))?;
     budget.spend(buffer.filled().len(), Instant::now());
     Poll::Ready(Ok(buffer.filled().len()))
 }
 
-/// The socket as rustls reads it: waiting as the context says.
+/// The socket for reads by rustls. If no bytes have arrived, the read fails with `WouldBlock`, and
+/// the context is woken when bytes arrive.
 struct Reader<'a, 'b> {
     stream: &'a mut TcpStream,
     budget: &'a mut Budget,
@@ -186,7 +191,7 @@ impl io::Read for Reader<'_, '_> {
     }
 }
 
-/// The socket as rustls writes it: without waiting.
+/// The socket for writes by rustls. The writes do not wait.
 struct Writer<'a>(&'a mut TcpStream);
 
 impl io::Write for Writer<'_> {
@@ -196,7 +201,7 @@ impl io::Write for Writer<'_> {
 
     fn write_vectored(&mut self, slices: &[io::IoSlice<'_>]) -> io::Result<usize> {
         match slices {
-            // The usual case, in the cheaper call.
+            // The usual case. A plain write is cheaper than a vectored write.
             [slice] => self.0.try_write(slice),
             slices => self.0.try_write_vectored(slices),
         }

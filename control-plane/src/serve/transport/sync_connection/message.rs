@@ -1,19 +1,19 @@
-//! gRPC messages out of the bytes of a stream, wherever they are cut.
+//! Assembles gRPC messages from the bytes of a stream. The bytes may arrive in pieces of any size.
 
 use headgate_proto::{MAX_AGENT_MESSAGE_BYTES, frame::PREFIX_BYTES};
 
-/// Why the bytes are no messages of an agent.
+/// Why bytes are not valid messages of an agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Malformed {
-    /// Longer than the contract allows.
+    /// A message is longer than the contract allows.
     TooLarge,
-    /// Compressed, though nothing said that we could read that.
+    /// A message is compressed, which the server does not support.
     Compressed,
-    /// The stream ended in the middle of one.
+    /// The stream ended in the middle of a message.
     Incomplete,
 }
 
-/// Puts messages together. Holds nothing between messages, and as much as has arrived within one.
+/// Assembles messages. Needs memory only within a message, for the part that has arrived.
 #[derive(Debug, Default)]
 pub(super) struct Messages {
     prefix: [u8; PREFIX_BYTES],
@@ -22,11 +22,11 @@ pub(super) struct Messages {
 }
 
 impl Messages {
-    /// Takes in bytes and hands each message that they complete to `take`.
+    /// Adds bytes, and passes each message that they complete to `take`.
     ///
     /// # Errors
     ///
-    /// What `take` says, or [`Malformed`]. Nothing may be fed after that.
+    /// The error of `take`, or [`Malformed`]. `feed` must not be called again after an error.
     pub(super) fn feed<E: From<Malformed>>(
         &mut self,
         mut bytes: &[u8],
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_large_or_compressed_is_refused_by_its_prefix() {
+    fn large_and_compressed_messages_are_refused_by_their_prefix() {
         let large = u32::try_from(MAX_AGENT_MESSAGE_BYTES + 1).unwrap().to_be_bytes();
         assert_eq!(read(&[&[0], &large]).1, Err(Malformed::TooLarge));
         assert_eq!(read(&[&[1, 0, 0, 0, 4]]).1, Err(Malformed::Compressed));
@@ -118,7 +118,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn cuts_make_no_difference(
+        fn messages_are_the_same_wherever_the_bytes_are_cut(
             sent in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..8),
             cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..12),
         ) {
@@ -131,7 +131,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_taken_without_holding_more_than_they_are(
+        fn any_bytes_are_accepted_with_memory_in_proportion_to_them(
             pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..64), 0..16),
         ) {
             let mut messages = Messages::default();

@@ -1,14 +1,19 @@
-//! A connection that carries one `Discovery.Sync` and nothing else, as every agent's does: HTTP/2
-//! as far as that takes (RFC 9113).
+//! A connection that carries one `Discovery.Sync` and nothing else, like the connection of every
+//! agent. It implements the parts of HTTP/2 (RFC 9113) that this needs.
 //!
-//! What makes it cheap, in memory and time: it owns no buffers, since what is read and written
-//! passes through scratch memory of the thread; it is visited in place
-//! ([`crate::serve::context::Visits`]) instead of being woken; and messages that are ready together
-//! go out as one TLS record by one call to the kernel. Nothing is taken from the cursor before the
-//! connection can write it, so a reader that is slow skips to current values.
+//! Such a connection needs little memory and time, for these reasons:
 //!
-//! A client that wants more than the stream is told so by GOAWAY, which leaves the stream as it is:
-//! clients then open another connection, whose first request is not `Sync`, for everything else.
+//! - It owns no buffers. Reads and writes use scratch memory of the thread.
+//! - A change does not wake its task. [`crate::serve::context::Visits`] calls the connection
+//!   directly.
+//! - Messages that are ready together are written as one TLS record, with one call to the kernel.
+//!
+//! A message is taken from the cursor only when the connection can write it. So a slow reader skips
+//! to current values.
+//!
+//! A client that sends further requests receives GOAWAY, which does not affect the stream. The
+//! client then opens another connection for these requests. The general server serves that
+//! connection, because its first request is not `Sync`.
 
 pub(crate) mod frame;
 mod http2;
@@ -42,13 +47,13 @@ use frame::{MAX_PAYLOAD_BYTES, PREFACE};
 use http2::Http2;
 use io::Io;
 
-/// What is read at a time.
+/// The most bytes of one read.
 const READ_BYTES: usize = 16 << 10;
 
-/// Plaintext written at a time: one TLS record.
+/// The most bytes of plaintext of one write: one TLS record.
 const WRITE_BYTES: usize = MAX_PAYLOAD_BYTES as usize;
 
-/// Bytes read, and bytes written, in one go before others have their turn.
+/// The bytes that a connection may read, and may write, before other connections get their turn.
 const TURN_BYTES: usize = 128 << 10;
 
 thread_local! {
@@ -60,11 +65,12 @@ struct Scratch {
     write: Vec<u8>,
 }
 
-/// See the module.
+/// A connection that carries one stream.
 pub(crate) struct SyncConnection {
     signal: Arc<Signal>,
+    /// `None` after the connection has ended.
     state: Mutex<Option<State>>,
-    /// As of the last visit.
+    /// Whether the agent was late at the last visit.
     is_late: AtomicBool,
     _held: Held,
 }
@@ -72,16 +78,16 @@ pub(crate) struct SyncConnection {
 struct State {
     io: Io,
     http2: Http2,
-    /// The kernel takes nothing at the moment.
+    /// True while the kernel accepts no more bytes.
     is_blocked: bool,
-    /// Nothing is read at the moment.
+    /// True while reading pauses because the client has sent too much.
     is_paused: bool,
-    /// Nothing more is going to be written.
+    /// True after the end of the written bytes was sent.
     is_closed: bool,
 }
 
-/// Serves a connection on which `first` has been read, the preface and the headers of `Sync` among
-/// it. Returns the task.
+/// Serves a connection from which `first` has been read. `first` contains the client's preface and
+/// the headers of `Sync`. Returns the future that serves the connection.
 pub(crate) fn serve(
     streams: &Arc<Streams>,
     peer: Peer,
@@ -104,7 +110,8 @@ pub(crate) fn serve(
     Serve { connection, _visited: visited }
 }
 
-/// The task of a connection: it reads, and writes when the kernel takes something again.
+/// The task of a connection. It reads, and it writes when the kernel accepts bytes again. Other
+/// writes happen in visits.
 struct Serve {
     connection: Arc<SyncConnection>,
     _visited: Visited,
@@ -129,7 +136,7 @@ impl Future for Serve {
         }
         let state = slot.take();
         drop(slot);
-        // Outside of the lock: the session says to others that it has ended.
+        // Outside of the lock, because dropping the session calls the fleet.
         drop(state);
         Poll::Ready(())
     }
@@ -142,8 +149,7 @@ impl SyncConnection {
 }
 
 impl State {
-    /// Reads what has come and writes what there is, as far as the kernel has and takes it, within
-    /// a turn.
+    /// Reads and writes as much as the kernel allows, up to [`TURN_BYTES`] each.
     fn run(&mut self, scratch: &mut Scratch, cx: &mut Context<'_>) -> Result<(), Error> {
         let now = Instant::now();
         let mut read = 0;
@@ -183,7 +189,7 @@ impl State {
             let before = self.io.written_bytes();
             let is_flushed = self.io.flush()?;
             if self.is_blocked && self.io.written_bytes() > before {
-                // A slow reader is alive.
+                // The kernel accepts bytes again, so the peer reads. It is slow, but alive.
                 self.http2.heard(now);
             }
             self.is_blocked = !is_flushed;
@@ -208,14 +214,14 @@ impl State {
     }
 }
 
-/// How far writing came.
+/// Where writing stopped.
 #[derive(PartialEq, Eq)]
 enum Written {
-    /// There is nothing more.
+    /// Everything is written.
     All,
-    /// As far as the kernel takes it.
+    /// The kernel accepts no more bytes.
     Blocked,
-    /// As much as fits a turn.
+    /// The turn is over.
     Turn,
 }
 
@@ -224,7 +230,7 @@ impl Visit for SyncConnection {
         let mut slot = self.state();
         let Some(state) = slot.as_mut() else { return };
         state.http2.keep_time(now);
-        // A blocked one's task waits for the kernel to take more.
+        // If the connection is blocked, its task waits until the kernel accepts more bytes.
         let written = match state.is_blocked {
             true => Ok(Written::All),
             false => SCRATCH.with_borrow_mut(|scratch| state.write(&mut scratch.write, now)),
@@ -234,7 +240,7 @@ impl Visit for SyncConnection {
         }
         self.is_late.store(state.http2.is_late(now), Ordering::Relaxed);
         let is_idle = matches!(written, Ok(Written::All)) && !state.http2.is_over();
-        // Nothing else wakes the task for what has come already.
+        // After a pause, nothing else wakes the task for bytes that have already arrived.
         let reads_again = state.is_paused && !state.io.is_paused(now);
         drop(slot);
         if !is_idle || reads_again {
