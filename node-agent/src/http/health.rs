@@ -101,8 +101,9 @@ fn answer(code: StatusCode, page: &Page) -> (StatusCode, [(HeaderName, HeaderVal
     (code, headers, serde_json::to_string(page).unwrap_or_default())
 }
 
-/// Builds the body. `healthy` in the body covers only the families. `is_ok` decides the status code and
-/// also covers the node. If `is_ok`, `lastUpdated` is the current time, as in kube-proxy.
+/// Builds the body. `healthy` in the body covers only the families, whereas `is_ok`, the result of
+/// the whole check, may also cover the node. If `is_ok` is true, `lastUpdated` is the current time,
+/// as in kube-proxy.
 fn page(health: Health, is_ok: bool, node_eligible: Option<bool>) -> Page {
     let now = SystemTime::now();
     let family = |family: FamilyHealth| {

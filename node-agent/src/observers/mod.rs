@@ -24,7 +24,7 @@ use crate::node_inputs::NodeInputs;
 pub enum Scope<'a> {
     /// All services: the first sync, and repairs.
     All,
-    /// These services.
+    /// Only these services.
     Services(&'a BTreeSet<Arc<ServiceKey>>),
 }
 

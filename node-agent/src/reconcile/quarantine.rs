@@ -216,8 +216,8 @@ mod tests {
         let mut services = quarantine();
         services.add(vec![fault("web", Family::V4, "no match")]);
         let parts = |names: &[&str]| {
-            let of = |name: &&str| Family::BOTH.map(|family| fault(name, family, "a broadcast address"));
-            names.iter().flat_map(of).collect::<Vec<_>>()
+            let in_both_families = |name: &&str| Family::BOTH.map(|family| fault(name, family, "a broadcast address"));
+            names.iter().flat_map(in_both_families).collect::<Vec<_>>()
         };
         let new = services.set_partial(parts(&["api", "web"]));
         assert_eq!(new.iter().map(|new| new.service.name.as_str()).collect::<Vec<_>>(), ["api", "web"]);

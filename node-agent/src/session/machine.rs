@@ -501,8 +501,8 @@ fn checked_buckets(wire: &[u32]) -> Result<HashSet<u16>, Violation> {
     }
 }
 
-/// Checks that all resources of a snapshot are in the named buckets. A resource outside of them
-/// would never be removed by a later resume.
+/// Checks that all resources of a snapshot are in the named buckets. Otherwise the agent could hold
+/// a resource that no later message of the stream removes.
 fn check_membership(buckets: &Buckets, changes: &[Change]) -> Result<(), Violation> {
     if *buckets == Buckets::All {
         return Ok(());

@@ -3,7 +3,7 @@
 //!
 //! [`headgate_core::conntrack`] decides which flows are stale. This module lists flows over netlink
 //! with filters that the kernel evaluates, and deletes the stale ones. It does so in a separate
-//! thread, so that a long table does not delay programming. A failed pass is repeated until it
+//! thread, so that a large table does not delay programming. A failed pass is repeated until it
 //! succeeds, and includes the changes that arrive meanwhile.
 
 mod sweep;
@@ -134,7 +134,8 @@ struct Inbox {
 
 #[derive(Debug, Default)]
 struct InboxState {
-    // Rules that arrived during a pass. If the pass fails, they update it before it is repeated.
+    // Rules that the thread has not received yet. If a pass fails, they are merged into its rules
+    // before the next attempt.
     newer: Cleanup,
     stop: bool,
 }

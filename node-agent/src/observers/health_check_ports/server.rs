@@ -128,7 +128,7 @@ impl Server {
     }
 
     fn open(&mut self, key: &Arc<ServiceKey>, address: SocketAddr, local_endpoints: u32) {
-        // As with kube-proxy, each family has a socket of its own.
+        // As in kube-proxy, each family has its own socket.
         match listen(address, Families::Own) {
             Ok(socket) => {
                 info!(service = %key, %address, "opened a health-check node port");
