@@ -83,7 +83,7 @@ fn timed(work: impl FnOnce()) -> Duration {
     start.elapsed()
 }
 
-/// Measures the same changes with the `nft` program. None if it is not installed.
+/// Measures equal changes with the `nft` program. None if it is not installed.
 fn program(table: &TableName) -> Option<(Duration, Duration)> {
     let line = |index: u32, port: u16| {
         let address = std::net::Ipv4Addr::from(0x0a00_0000 + index);

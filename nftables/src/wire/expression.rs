@@ -1,5 +1,6 @@
 //! Encoding of expressions. Each expression has its own attribute numbers, which
-//! `linux/netfilter/nf_tables.h` defines. The attributes are in the order in which `nft` writes them.
+//! `linux/netfilter/nf_tables.h` defines. The attributes are in the order in which `nft` writes
+//! them.
 
 use headgate_netlink::Request;
 

@@ -268,7 +268,7 @@ macro_rules! rule_tests {
             }
 
             #[test]
-            fn kube_proxy_comes_back() {
+            fn kube_proxy_takes_over_again() {
                 on_machines(BACKEND, lifecycle::some_services(), rules::kube_proxy_comes_back);
             }
 
@@ -340,7 +340,7 @@ mod virtual_servers {
     }
 
     #[test]
-    fn what_others_change_is_changed_back() {
+    fn changes_of_other_programs_are_reverted() {
         on_machines(BACKEND, lifecycle::some_services(), ipvs::what_others_change_is_changed_back);
     }
 
@@ -391,12 +391,12 @@ mod virtual_servers {
     }
 
     #[test]
-    fn a_refused_destination_disturbs_nothing() {
+    fn a_refused_destination_affects_no_other() {
         on_testbed(BACKEND, lifecycle::some_services(), ipvs::a_refused_destination_disturbs_nothing);
     }
 
     #[test]
-    fn a_missing_scheduler_is_made_up_for() {
+    fn a_missing_scheduler_is_replaced_until_its_module_loads() {
         on_testbed(BACKEND, lifecycle::some_services(), ipvs::a_missing_scheduler_is_made_up_for);
     }
 

@@ -155,13 +155,13 @@ impl Rig {
         let mut third = IptablesDataplane::new(config(self.layout)).unwrap();
         let report = third.sync_full(&FixedState(&self.state, &node())).unwrap();
         assert_eq!(report.objects_written, 1, "{report:?}");
-        assert_equal(namespace, variant, self, "repaired");
+        assert_equal(namespace, variant, self, "after a repair");
     }
 }
 
-/// A foreign rule leads to a chain of a removed Service. Everything else is written, and the chain
+/// A foreign rule jumps to a chain of a removed Service. Everything else is written, and the chain
 /// stays, empty, until it can be deleted.
-fn a_foreign_rule_keeps_nothing_from_being_written(variant: Variant, by: testbed_iptables::Variant) {
+fn a_foreign_rule_does_not_stop_other_changes(variant: Variant, by: testbed_iptables::Variant) {
     netns::check_prerequisites().unwrap();
     let namespace = netns::Namespace::create(format!("hg{}-foreign-{by:?}", std::process::id())).unwrap();
     let lock = Path::new("/run/xtables.lock");
@@ -175,8 +175,8 @@ fn a_foreign_rule_keeps_nothing_from_being_written(variant: Variant, by: testbed
             let key = service(1).key;
             let [v4, _] = endpoint(16, "node-b");
             rig.step(vec![Change::from(service(1)), Change::Endpoint(key.clone(), v4.clone())]);
-            let leads = save();
-            let chain = leads
+            let saved = save();
+            let chain = saved
                 .lines()
                 .find_map(|line| Some(line.split_once(":web cluster IP\" -m tcp --dport 80 -j ")?.1))
                 .unwrap();
@@ -199,7 +199,7 @@ fn a_foreign_rule_keeps_nothing_from_being_written(variant: Variant, by: testbed
             let error = rig.backend.cleanup().unwrap_err();
             assert!(error.message.contains(chain), "{error}");
             assert!(!error.message.contains("KUBE-PROXY-CANARY"), "a deleted chain is reported as left: {error}");
-            assert_eq!(save().matches("KUBE-").count(), 2, "the chain and the rule that leads to it:\n{}", save());
+            assert_eq!(save().matches("KUBE-").count(), 2, "the chain and the rule that jumps to it:\n{}", save());
             by_hand(&["-t", "nat", "-F", "SOMEBODY"]);
             rig.backend.sync_full(&FixedState(&rig.state, &node())).unwrap();
             assert!(!save().contains(&format!(":{chain} ")), "the next repair deletes the chain:\n{}", save());
@@ -211,13 +211,13 @@ fn a_foreign_rule_keeps_nothing_from_being_written(variant: Variant, by: testbed
 }
 
 #[test]
-fn legacy_a_foreign_rule_keeps_nothing_from_being_written() {
-    a_foreign_rule_keeps_nothing_from_being_written(Variant::Legacy, testbed_iptables::Variant::Legacy);
+fn legacy_a_foreign_rule_does_not_stop_other_changes() {
+    a_foreign_rule_does_not_stop_other_changes(Variant::Legacy, testbed_iptables::Variant::Legacy);
 }
 
 #[test]
-fn nft_a_foreign_rule_keeps_nothing_from_being_written() {
-    a_foreign_rule_keeps_nothing_from_being_written(Variant::Nft, testbed_iptables::Variant::Nft);
+fn nft_a_foreign_rule_does_not_stop_other_changes() {
+    a_foreign_rule_does_not_stop_other_changes(Variant::Nft, testbed_iptables::Variant::Nft);
 }
 
 /// The rules in a save, in the order of each chain, and Headgate's chains. The chains are sorted by
@@ -263,17 +263,17 @@ fn run(variant: Variant, layout: Layout) {
         .run(|| {
             let mut rig = Rig::new(variant, layout);
             rig.full();
-            assert_equal(&namespace, saved_by, &rig, "nothing served");
+            assert_equal(&namespace, saved_by, &rig, "without Services");
             rig.step(everything());
-            assert_equal(&namespace, saved_by, &rig, "everything added");
+            assert_equal(&namespace, saved_by, &rig, "with all Services");
             let first = service(1).key;
             let gone = endpoint(48, "node-a").map(|endpoint| Change::RemoveEndpoint(service(3).key, endpoint.address));
             rig.step(gone.into());
             rig.step(endpoint(16, "node-a").map(|e| Change::RemoveEndpoint(first.clone(), e.address)).into());
             rig.step(vec![Change::RemoveService(service(2).key)]);
-            assert_equal(&namespace, saved_by, &rig, "some removed");
+            assert_equal(&namespace, saved_by, &rig, "after some removals");
             rig.full();
-            assert_equal(&namespace, saved_by, &rig, "written again");
+            assert_equal(&namespace, saved_by, &rig, "after another full sync");
             rig.assert_warm_restart_writes_nothing(&namespace, saved_by);
             let more = (0..300u16).map(|i| {
                 let [high, low] = i.to_be_bytes();
@@ -284,9 +284,9 @@ fn run(variant: Variant, layout: Layout) {
                 Change::from(Service::new(key, cluster_ips, vec![port]))
             });
             rig.step(more.collect());
-            assert_equal(&namespace, saved_by, &rig, "many services");
+            assert_equal(&namespace, saved_by, &rig, "with many Services");
             rig.step((1..200u16).map(|i| Change::RemoveService(ServiceKey::new("many", &format!("svc{i}")))).collect());
-            assert_equal(&namespace, saved_by, &rig, "few services again");
+            assert_equal(&namespace, saved_by, &rig, "with few Services again");
             assert!(rig.backend.verify().unwrap());
             rig.assert_deep_verification_sees_a_flushed_chain(&namespace, saved_by);
             rig.backend.cleanup().unwrap();

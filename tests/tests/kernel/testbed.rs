@@ -37,7 +37,7 @@ fn answered(machines: &Machines, from: &str, request: &Request) -> (String, IpAd
 #[test]
 fn machines_reach_each_other_and_keep_their_source_address() {
     let machines = Machines::start().unwrap();
-    // Same node, other node, node to pod, pod to node, outside to node.
+    // Pods on one node and on two nodes, node to pod, pod to node, and outside to node.
     let pairs = [
         ("a1", "a2"),
         ("a1", "b1"),
@@ -179,7 +179,7 @@ fn clients_report_the_effect_of_hand_written_rules_iptables_nft() {
 }
 
 #[test]
-fn namespaces_vanish_with_the_testbed_even_when_a_test_panics() {
+fn namespaces_are_removed_with_the_testbed_even_when_a_test_panics() {
     let left = std::thread::spawn(|| {
         let machines = Machines::start().unwrap();
         let name = machines.machine("node-a").unwrap().name().to_owned();

@@ -166,7 +166,7 @@ fn services_and_destinations_are_changed_and_removed() {
 }
 
 #[test]
-fn timeouts_and_the_version_are_read_as_set() {
+fn timeouts_are_read_as_set_and_the_version_is_known() {
     uml::inside(|| {
         let mut ipvs = Ipvs::open().unwrap();
         ipvs.set_timeouts(&Timeouts { tcp_seconds: 1000, tcp_fin_seconds: 100, udp_seconds: 10 }).unwrap();

@@ -198,7 +198,7 @@ fn leaves_the_rest_alone(bed: &Testbed) -> Result<()> {
     for (flow, before) in flows.iter().zip(&before).filter(|(_, before)| *before != "c1") {
         ensure!(flow.server()? == *before, "a flow left {before}, which still serves");
     }
-    ensure!(foreign_entries(node, &foreign)? == tracked, "a foreign UDP entry is gone");
+    ensure!(foreign_entries(node, &foreign)? == tracked, "a foreign UDP entry was deleted");
     held.iter_mut().try_for_each(HeldConnection::check).context("TCP connections, also to removed endpoints")
 }
 

@@ -10,7 +10,7 @@ use std::{
 
 use rcgen::{BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, SanType};
 
-/// Who a certificate is for.
+/// The holder of a certificate.
 #[derive(Debug, Clone)]
 pub(crate) enum Holder {
     /// A replica on 127.0.0.1.
@@ -56,9 +56,9 @@ impl Authority {
 enum Phase {
     /// There is one authority.
     Settled,
-    /// Everybody also trusts the next authority.
+    /// All holders also trust the next authority.
     BothTrusted,
-    /// The next authority has issued everybody's certificate.
+    /// The next authority has issued the certificates of all holders.
     NextIssues,
 }
 

@@ -1,4 +1,4 @@
-//! A TCP relay in front of a replica that cuts connections at any byte.
+//! A TCP relay in front of a replica. The relay cuts connections at any byte.
 
 use std::{
     net::SocketAddr,
@@ -73,7 +73,7 @@ impl Cutter {
         *self.relay.target.lock().unwrap() = Some(target);
     }
 
-    /// Cuts every connection now.
+    /// Cuts every open connection.
     pub(crate) fn cut_all(&self) {
         self.relay.cut();
     }

@@ -55,7 +55,8 @@ fn row_105_pages_at_0_0_0_0_answer_over_both_families_as_kube_proxys_do() {
     // The default metrics address is 127.0.0.1, and no IPv6 address is added to it.
     assert!(rig.get_at("[::1]:10249", "/healthz").is_err());
     assert!(agent.terminate().0.success());
-    // Given addresses of either family bind both families, also if a failed bind is fatal.
+    // An explicit 0.0.0.0 or [::] also serves both families. --bind-address-hard-fail would end the
+    // agent if a bind failed.
     for everywhere in ["0.0.0.0", "[::]"] {
         let [healthz, metrics] =
             ["healthz-bind-address", "metrics-bind-address"].map(|flag| format!("--{flag}={everywhere}"));

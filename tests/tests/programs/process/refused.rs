@@ -57,7 +57,7 @@ fn check_that_a_refused_service_delays_no_other(variant: &Variant) {
     rig.until_programmed();
     until_translated(&rig, variant, "sticky", &["10.244.1.1:8080"]);
 
-    // Both change at once, and iptables refuses one of them.
+    // Both Services change together, and iptables refuses one of them.
     rig.put("sticky", &service("sticky", 1, AFFINITY));
     rig.put("plain-1", &slice("plain", &[("node-a", 2), ("node-b", 3)], ""));
     until_translated(&rig, variant, "plain", &["10.244.1.2:8080", "10.244.1.3:8080"]);

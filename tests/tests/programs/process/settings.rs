@@ -65,6 +65,6 @@ fn row_18_external_ips_are_left_alone_when_the_gate_is_off() {
     rig.until_rules("the externalIP is programmed", "nat", has);
     assert!(agent.terminate().0.success());
     let _agent = rig.agent(&["--feature-gates=AllowServiceExternalIPs=false"]);
-    let rules = rig.until_rules("the externalIP is gone", "nat", |rules| !has(rules));
+    let rules = rig.until_rules("the externalIP is removed", "nat", |rules| !has(rules));
     assert!(rules.iter().any(|rule| rule.contains("10.96.0.10")), "{rules:?}");
 }

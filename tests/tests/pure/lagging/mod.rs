@@ -198,7 +198,7 @@ fn the_agent_finds_the_only_replica_that_follows_the_source() {
 }
 
 #[test]
-fn nothing_is_withheld_by_replicas_that_lose_the_api_server_or_never_list() {
+fn replicas_that_lose_the_api_server_or_never_list_withhold_nothing() {
     use Move::{Connect, CutOff, DeliverStep, PassTime, ReadAll, Restart};
     let lists =
         [vec![DeliverStep(0), CutOff(0)], vec![CutOff(1), Restart(1)], vec![ReadAll, Connect(1), PassTime, Connect(0)]];
@@ -248,7 +248,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn random_moves_between_three_replicas_keep_every_promise(
+    fn random_moves_between_three_replicas_end_in_the_sources_state(
         program in any_program(),
         moves in prop::collection::vec(any_move(3), 1..80),
         seed in any::<u64>(),

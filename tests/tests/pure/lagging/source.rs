@@ -14,7 +14,7 @@ pub(crate) const KINDS: [SourceKind; 3] = [SourceKind::Services, SourceKind::End
 /// The node of the model's agent.
 pub(crate) const NODE: &str = "node-a";
 
-/// For each key, the version that brought the value that is held.
+/// For each key, the version of the value that is held.
 pub(crate) type Places = BTreeMap<String, u64>;
 
 fn key(number: u8) -> ServiceKey {

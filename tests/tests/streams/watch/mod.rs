@@ -465,7 +465,7 @@ async fn a_list_that_breaks_removes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_restored_backup_is_noticed() {
+async fn a_restored_backup_of_the_server_is_followed() {
     let server = server(Options::default());
     let backup = server.backup();
     let watching = Watching::synced(&server).await;
