@@ -17,8 +17,8 @@ use crate::{
     transaction::{Sink as _, Transaction},
 };
 
-/// Reads a manifest as the source `files` does, and serves its objects. `is_json` stands for the
-/// extension of the file. Returns the number of objects.
+/// Reads a manifest as the source `files` does, and serves its objects. `is_json` says whether the
+/// file has the extension `.json`. Returns the number of objects.
 #[must_use]
 pub fn manifest(bytes: &[u8], is_json: bool) -> usize {
     let events = source::manifest_events(if is_json { "web.json" } else { "web.yaml" }, bytes);

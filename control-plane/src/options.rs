@@ -98,7 +98,8 @@ pub struct Options {
 
     /// The Service whose ready endpoints are the control plane's replicas. The source must contain
     /// it, and it must not be headless. A replica with many more agents than its share of the nodes
-    /// asks some of them to move to another replica. Without this option, agents are never asked to
+    /// asks some of them to move to another replica. Without this option, no agents are asked to
+    /// move
     #[arg(long, value_name = "NAMESPACE/NAME", value_parser = service_key)]
     pub balance_service: Option<ServiceKey>,
 

@@ -18,9 +18,9 @@ pub struct TriggeredChange {
 /// A change of a Node, which only that node's agent receives.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NodeChange {
-    /// Added or changed.
+    /// The Node was added or changed.
     Apply(Node),
-    /// Removed.
+    /// The Node of this name was removed.
     Remove(Arc<str>),
 }
 

@@ -208,7 +208,8 @@ impl Model {
         }
     }
 
-    /// Removes an object. With findings, it is treated as an object without a usable value instead.
+    /// Removes an object if there are no findings. Otherwise treats it as an invalid object without
+    /// a usable value.
     fn put_nothing(&mut self, key: &ObjectKey, findings: Findings, origin: &str) -> usize {
         match key.kind {
             ObjectKind::Service => self.put_service(key, Reading { value: None, findings }, origin),

@@ -15,7 +15,7 @@ pub(super) const MAX_HINTS: usize = 64;
 /// API allows 2 ranges each.
 pub(super) const MAX_LISTED: usize = 256;
 
-/// Bytes of a port on the wire besides its name.
+/// Bytes of a port on the wire, without its name.
 const PORT_BYTES: usize = 12;
 
 /// Checks that a Service is small enough.

@@ -147,7 +147,7 @@ impl Cursor {
         Self { phase, version, resources: 0, snapshots: 0, spelt_out_to: head }
     }
 
-    /// Returns one message of a batch, and moves the cursor behind it.
+    /// Returns one message of a batch, and moves the cursor past it.
     fn take_part(&mut self, delta: &Arc<Delta>, index: usize) -> Option<Bytes> {
         let frame = delta.frames.get(index).cloned();
         if index + 1 < delta.frames.len() {

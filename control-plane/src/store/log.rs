@@ -1,7 +1,7 @@
 //! The compacted log: each recently changed key once, at the version of its last change.
 //!
 //! The log is bounded, so that its memory does not grow with the cluster. A cursor behind the
-//! oldest key continues by buckets, which cost less than that many single changes.
+//! oldest key receives whole buckets instead, which cost less than that many single changes.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},

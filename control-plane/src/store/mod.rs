@@ -63,22 +63,23 @@ pub(crate) const TIMED_COMMITS: usize = 4096;
 /// Bounds of the memory that the store uses besides the state.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    /// Number of removals in the log. A cursor behind the oldest of them continues by buckets. The
-    /// log holds at most this many keys plus `max_delta_changes`, because no compacted step needs
-    /// more.
+    /// Number of removals in the log. A cursor behind the oldest of them receives whole buckets
+    /// instead. The log holds at most this many keys plus `max_delta_changes`, because no compacted
+    /// step needs more.
     pub max_tombstones: usize,
     /// Bytes of the newest batches that are kept encoded.
     pub ring_bytes: usize,
     /// Bytes of the compacted steps that are kept encoded.
     pub delta_cache_bytes: usize,
-    /// Number of changes in one compacted step. A cursor that needs more continues by buckets.
+    /// Number of changes in one compacted step. A cursor that needs more receives whole
+    /// buckets instead.
     pub max_delta_changes: usize,
     /// A message is complete when it has reached this size, in bytes. The size is well below
     /// [`headgate_proto::MAX_SERVER_MESSAGE_BYTES`], because the last resource may exceed it.
     pub part_bytes: usize,
     /// Bytes of all steps in several parts, both kept for reuse and held by streams that are in the
-    /// middle of a step. A stream that needs a step for which there is no room continues by
-    /// buckets.
+    /// middle of a step. A stream that needs a step for which there is no room receives
+    /// whole buckets instead.
     pub split_bytes: usize,
 }
 
@@ -359,7 +360,7 @@ impl Store {
             inner.commit_times.pop_front();
         }
         // With more removals than the log can hold, the log misses changes of this version. Streams
-        // then continue by buckets.
+        // then receive whole buckets.
         let is_whole = inner.log.floor() < version;
         let delta = if encode && is_whole {
             let entries = inner.log.since(log::after(previous_version)).map(|(_, entry)| entry);

@@ -1,5 +1,6 @@
 //! How an agent continues from the state that it holds, and when it must wait first (contract, 3
-//! and 6). This module uses no clock and no connection; the stream's session passes the time.
+//! and 6). This module uses no clock and no connection; the stream's session passes the current
+//! time.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -77,9 +78,10 @@ impl Wait {
 }
 
 impl BehindWait {
-    /// Decides at `now` whether an agent that is told `not_yet` still has to wait. The wait lasts
-    /// `bound`, and starts again while the replica does not follow its source: a cut-off replica
-    /// cannot tell whether the source was restored, and an unlisted replica has no state to send.
+    /// Decides at `now` whether an agent for which a check has returned `not_yet` still has to
+    /// wait. The wait lasts `bound`, and starts again while the replica does not follow its source:
+    /// a cut-off replica cannot tell whether the source was restored, and an unlisted replica has
+    /// no state to send.
     pub fn look(&mut self, not_yet: NotYet, store: &Store, bound: Duration, now: Instant) -> Wait {
         let NotYet::Behind { kind, there, .. } = not_yet else { return Wait::GoesOn };
         if self.asked.insert(kind) {

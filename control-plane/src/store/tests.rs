@@ -271,7 +271,7 @@ fn a_stream_in_the_middle_of_a_split_step_receives_the_rest_despite_other_stream
 }
 
 #[test]
-fn streams_that_stop_in_split_steps_use_bounded_memory_and_others_continue_by_buckets() {
+fn streams_that_stop_in_split_steps_use_bounded_memory_and_others_receive_buckets() {
     let limits = Limits { part_bytes: 1000, split_bytes: 8 * 30_000, ring_bytes: 0, ..Limits::default() };
     let store = store(limits.clone());
     (0..64).for_each(|port| store.put([service(2, port + 1)]));

@@ -218,7 +218,8 @@ impl Document<'_> {
             seed.deserialize(deserializer)
         });
         plain.or_else(|_| {
-            // The added lines make line numbers count from the start of the file.
+            // The empty lines in front make the line numbers of errors count from the start of the
+            // file.
             let text = format!("{}{}", "\n".repeat(self.first_line), self.text);
             let mut track = Track::new();
             let tracked = with_deserializer_from_str_with_options(&text, options(), |deserializer| {

@@ -2,7 +2,7 @@
 //!
 //! An edit must not remove a service by accident:
 //! - A new or changed definition counts at once.
-//! - An object that a file no longer defines is removed only after the file has not changed for
+//! - An object that a file no longer defines is removed only when the file has not changed for
 //!   [`SETTLE`]. So nothing is removed while an editor empties, truncates, deletes or renames a
 //!   file and then writes it again.
 //! - While a document of a file cannot be read, no object is removed that the file defined before:
@@ -135,7 +135,7 @@ impl Folder {
         self.unreadable.as_deref()
     }
 
-    /// Files that were parsed so far: the measure of work done.
+    /// Number of files that were parsed so far, as a measure of the work.
     #[cfg(test)]
     fn parsed_files(&self) -> u64 {
         self.parsed_files

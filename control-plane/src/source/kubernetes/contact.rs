@@ -1,4 +1,4 @@
-//! Decides whether the source is cut off: one verdict over all kinds (contract, 14).
+//! Decides whether the source is cut off, for all kinds together (contract, 14).
 //!
 //! A quiet cluster has only about one bookmark a minute, so bookmarks alone detect an outage too
 //! late. The watches therefore report the outcome of each request. After some seconds without any
@@ -45,8 +45,9 @@ const FAILING_LIMIT: Duration = Duration::from_secs(10);
 /// this margin.
 const STALE_MARGIN: Duration = Duration::from_secs(30);
 
-/// Collects the outcomes of requests, and reports to the sink whether the source is cut off or in
-/// doubt.
+/// Collects the outcomes of requests, and reports the verdict and the doubt to the sink. The
+/// verdict is whether the source is cut off. There is doubt while a request or a probe has failed
+/// or is late.
 pub(super) struct Contact {
     sink: Arc<dyn Sink>,
     silence_limit: Duration,

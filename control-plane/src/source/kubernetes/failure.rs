@@ -49,8 +49,8 @@ impl Failure {
         Self { reason, message: message.into(), needs_list: false, code: None, retry_after: None }
     }
 
-    /// The server sent something that is not in the protocol. It may stand for a lost event, so the
-    /// watch is opened again after the last event that was decoded.
+    /// The server sent something that is not in the protocol. An event may be lost, so the watch is
+    /// opened again after the last event that was decoded.
     pub(super) fn malformed(message: impl std::fmt::Display) -> Self {
         Self::new("malformed_answer", format!("the server sent an invalid answer: {message}"))
     }

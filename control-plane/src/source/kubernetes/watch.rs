@@ -12,8 +12,8 @@
 //! A watch that receives neither a change nor a bookmark for the silence limit counts as dead, and
 //! is opened again from its last version. The reason may be a server or load balancer that hangs,
 //! or a connection whose other end is gone. Only a complete list, a change or a bookmark shows that
-//! the known state is current. An opened watch, one page of a list or any other answer does not, so
-//! the age of the kind grows until its watch works again.
+//! the known state is current. An opened watch, one page of a list or another answer does not
+//! count, so the age of the kind grows until its watch works again.
 //!
 //! An agent of another replica may have seen a higher position of a kind although nothing has
 //! changed since: the other replica has listed later. This replica then asks the server for its
@@ -483,7 +483,7 @@ fn time_limit() -> Duration {
     Duration::from_secs(fastrand::u64(200..290))
 }
 
-/// The kind in the terms of the sink.
+/// Converts the kind for the sink.
 pub(super) fn source_kind(kind: ObjectKind) -> SourceKind {
     match kind {
         ObjectKind::Service => SourceKind::Services,
