@@ -47,7 +47,7 @@ fn problems_to_wire(problems: &[Problem]) -> Vec<v1::Problem> {
         bytes += object.len() + field.len() + message.len() + origin.len() + 32;
         if bytes > MAX_PROBLEM_BYTES {
             let more = problems.len() - shown.len();
-            let message = format!("{more} more problems are not shown: fix the ones above first");
+            let message = format!("{more} more problems are not shown: fix the problems that are shown first");
             shown.push(v1::Problem { message, ..v1::Problem::default() });
             break;
         }

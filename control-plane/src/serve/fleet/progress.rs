@@ -156,7 +156,7 @@ impl Progress {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns a receiver that is notified when an agent comes, leaves or reports something.
+    /// Returns a receiver that is notified when an agent connects, leaves or reports something.
     pub(crate) fn changes(&self) -> watch::Receiver<()> {
         self.changed.subscribe()
     }
@@ -175,8 +175,8 @@ impl Progress {
         counted
     }
 
-    /// Counts an agent anew after it has reported something. `programmed` holds the versions that
-    /// an ACK names, in ascending order, and when the kernel had them.
+    /// Updates the counts after an agent has reported something. `programmed` holds the versions
+    /// that an ACK names, in ascending order, and when the kernel had them.
     pub(crate) fn update(
         &self,
         node: &Arc<str>,

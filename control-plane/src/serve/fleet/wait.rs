@@ -1,7 +1,7 @@
 //! `Inspect.Wait`: waits until every agent has programmed the present value of a Service or an
 //! endpoint.
 //!
-//! The waiter sleeps until an agent reports something, comes or leaves, or until a commit. Then it
+//! The waiter sleeps until an agent reports, connects or leaves, or until a commit. Then it
 //! counts agents with the fleet's map of distinct versions, which is cheap. It looks at each single
 //! agent only when it finds the version to wait for, and at the end.
 

@@ -1,8 +1,10 @@
 //! The listener of the HTTP pages, which any client can reach. It limits the number of connections,
-//! in all and for each network. If a network has reached its limit, a new connection of that
-//! network closes the one of the network that was silent for longest. If all connections together
-//! have reached the limit, the network with the most connections loses the one that was silent for
-//! longest.
+//! in all and for each network. When a limit is reached, a new connection replaces an old one:
+//!
+//! - If the client's network has reached its limit, the connection of this network that has been
+//!   silent for longest is closed.
+//! - If all connections together have reached the limit, the network with the most connections loses
+//!   the connection that has been silent for longest.
 //!
 //! Without these limits, a client could use up the open files that agents need.
 

@@ -134,9 +134,10 @@ pub(super) fn put_data(out: &mut Vec<u8>, stream: u32, payload: &[u8]) {
 ///
 /// The block begins with a size update of HPACK's dynamic table to 0, because the server never uses
 /// the table. The update is required for a client whose settings reduce the table's size: without
-/// it the client reports an error (RFC 9113, 4.3.1; RFC 7541, 4.2 and 6.3). Then follow `:status:
-/// 200` from the static table (index 8) and the content type. The content type is a literal that is
-/// not indexed, with its name from the static table (index 31) (RFC 7541, 6.1 and 6.2.2).
+/// it the client reports an error (RFC 9113, 4.3.1; RFC 7541, 4.2 and 6.3).
+///
+/// Next is the field `:status: 200`, entry 8 of the static table (RFC 7541, 6.1). The last field is
+/// the content type, a literal that is not indexed, with the name of entry 31 (RFC 7541, 6.2.2).
 pub(super) fn put_response_headers(out: &mut Vec<u8>, stream: u32) {
     let mut block = vec![0x20, 0x88, 0x0f, 31 - 15];
     put_string(&mut block, b"application/grpc");

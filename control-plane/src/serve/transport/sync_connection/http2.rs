@@ -233,7 +233,10 @@ impl Stream {
     fn other_stream(&mut self) -> Result<(), Violation> {
         self.other_streams += 1;
         if self.other_streams > MAX_OTHER_STREAMS {
-            return Err(Violation { code: Code::EnhanceYourCalm, text: "this connection takes no more streams" });
+            return Err(Violation {
+                code: Code::EnhanceYourCalm,
+                text: "the client tried to open too many other streams",
+            });
         }
         if self.other_streams == 1 {
             self.send_go_away(
