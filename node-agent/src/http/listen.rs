@@ -94,9 +94,7 @@ impl Server {
             let stopped = shutdown.clone().cancelled_owned();
             match axum::serve(listener, self.app.clone()).with_graceful_shutdown(stopped).await {
                 Ok(()) => return,
-                Err(error) => {
-                    warn!(%error, address = %self.address, "the server for {} failed; starting it again", self.what)
-                }
+                Err(error) => warn!(%error, address = %self.address, "serving {} failed; starting again", self.what),
             }
         }
     }

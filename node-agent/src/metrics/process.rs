@@ -41,12 +41,8 @@ impl ProcessMetrics {
         let started = Gauge::<f64, AtomicU64>::default();
         started.set(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64());
         let mut add = registry.adder("process");
-        add.counter(
-            "cpu_seconds",
-            "",
-            "CPU time of the agent, without its child processes",
-            metrics.cpu_seconds.clone(),
-        );
+        let help = "CPU time of the agent, without its child processes";
+        add.counter("cpu_seconds", "", help, metrics.cpu_seconds.clone());
         let help = "Resident memory of the agent, without its child processes";
         add.gauge_in(Unit::Bytes, "resident_memory", "", help, metrics.resident_bytes.clone());
         let help = "Virtual memory of the agent, without its child processes";

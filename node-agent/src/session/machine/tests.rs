@@ -615,7 +615,7 @@ proptest! {
 
     /// No message makes the agent panic.
     #[test]
-    fn malformed_messages_never_panic(bodies in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..60), 1..20)) {
+    fn random_messages_never_panic(bodies in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..60), 1..20)) {
         use prost::Message as _;
         let mut agent = Agent::following(&replica(7));
         for bytes in bodies {
