@@ -230,8 +230,8 @@ impl Session {
             let reason = "this replica has more than its share of agents";
             return Some(drain(balance::MOVE_WITHIN, reason, true));
         }
-        // A heartbeat that is due before the next visit is sent now, because that visit may come too
-        // late.
+        // A heartbeat that is due before the next visit is sent now, because that visit may come
+        // too late.
         let is_due = self.next_heartbeat <= now + self.streams.context.visits.tick();
         if is_due || self.sent_source != self.streams.context.store.source_state() {
             return Some(self.heartbeat(now));

@@ -76,7 +76,7 @@ async fn accept_all(listener: TcpListener, security: Security, context: Arc<Cont
             }
         };
         if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%address, %error, "TCP_NODELAY");
+            tracing::debug!(%address, %error, "TCP_NODELAY cannot be set");
         }
         match &security {
             Security::Plaintext => {

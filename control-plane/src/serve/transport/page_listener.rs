@@ -3,8 +3,8 @@
 //!
 //! - If the client's network has reached its limit, the connection of this network that has been
 //!   silent for longest is closed.
-//! - If all connections together have reached the limit, the network with the most connections loses
-//!   the connection that has been silent for longest.
+//! - If all connections together have reached the limit, the network with the most connections
+//!   loses the connection that has been silent for longest.
 //!
 //! Without these limits, a client could use up the open files that agents need.
 

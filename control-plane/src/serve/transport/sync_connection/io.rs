@@ -35,7 +35,7 @@ pub(super) struct Io {
 impl Io {
     pub(super) fn new(stream: TcpStream, tls: Option<ServerConnection>) -> Self {
         if let Err(error) = SockRef::from(&stream).set_tcp_notsent_lowat(MAX_UNSENT_BYTES) {
-            tracing::debug!(%error, "TCP_NOTSENT_LOWAT");
+            tracing::debug!(%error, "TCP_NOTSENT_LOWAT cannot be set");
         }
         let mut tls = tls.map(Box::new);
         if let Some(tls) = &mut tls {
