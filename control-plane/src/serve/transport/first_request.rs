@@ -84,7 +84,7 @@ enum Scan {
     Incomplete,
     /// The first header block is complete. It ends before the byte `end`.
     Headers { end: usize },
-    /// The bytes are not the beginning of a connection of HTTP/2.
+    /// The bytes are not the beginning of an HTTP/2 connection.
     Unexpected,
 }
 

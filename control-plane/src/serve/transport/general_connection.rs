@@ -114,8 +114,9 @@ impl General {
     }
 }
 
-/// The connection as hyper reads and writes it. Hyper first reads the bytes that were already read.
-/// A [`Budget`] limits how fast it reads.
+/// The connection as hyper reads and writes it. Hyper first receives the bytes that
+/// [`super::first_request`] has read, and then bytes from the connection. A [`Budget`] limits how
+/// fast it reads.
 struct Io {
     connection: Connection,
     _held: Held,

@@ -125,7 +125,7 @@ impl Http2 {
         matches!(self.stream.phase, Phase::Closing { .. })
     }
 
-    /// Records a sign of life of the client.
+    /// Records that the client has sent or read something.
     pub(super) fn heard(&mut self, now: Instant) {
         self.stream.last_heard = now;
         self.stream.pinged = None;

@@ -51,8 +51,8 @@ impl Io {
         self.budget.pause(now).is_some()
     }
 
-    /// Returns how many bytes the kernel has accepted. When this grows after a block, the peer
-    /// reads.
+    /// Returns how many bytes the kernel has accepted. After a block, this number grows only when
+    /// the peer reads.
     pub(super) fn written_bytes(&self) -> u64 {
         self.written_bytes
     }
