@@ -45,8 +45,8 @@ labels! {
     State { state }
 }
 
-/// Upper bounds of the histogram's buckets, in seconds. The smallest suit a quiet fleet in one rack,
-/// the largest suit nodes that are stuck.
+/// Upper bounds of the histogram's buckets, in seconds. The smallest suit a quiet fleet in one
+/// rack, the largest suit nodes that are stuck.
 const EVERYWHERE_SECONDS: [f64; 14] =
     [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0];
 
