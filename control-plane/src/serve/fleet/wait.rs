@@ -129,7 +129,7 @@ impl Waiter {
         }
     }
 
-    /// Waits for a change that may change the answer.
+    /// Waits for an event that may change the answer.
     async fn changed(&mut self) {
         let has_target = self.target.is_some();
         let is_cut_off = *self.source.borrow() != SourceState::Following;
