@@ -1,4 +1,4 @@
-//! The socket under an HTTP connection: counts what is sent, and can end in a TCP reset.
+//! The socket of an HTTP connection. It counts sent bytes, and can be closed with a TCP reset.
 
 use std::{
     io,
@@ -18,20 +18,20 @@ use tokio::{
 
 use super::counters::Counters;
 
-/// Shared by the connection and the responses on it.
+/// The state that a connection shares with its responses.
 #[derive(Debug, Default)]
 pub(super) struct ConnectionState {
     reset_on_close: AtomicBool,
 }
 
 impl ConnectionState {
-    /// Makes the close of this connection a TCP reset.
+    /// Makes the connection end with a TCP reset when it is closed.
     pub(super) fn reset_on_close(&self) {
         self.reset_on_close.store(true, Ordering::Relaxed);
     }
 }
 
-/// A TCP stream that counts.
+/// A TCP stream that counts sent bytes.
 #[derive(Debug)]
 pub(super) struct CountedStream {
     stream: TcpStream,
@@ -48,8 +48,8 @@ impl CountedStream {
 impl Drop for CountedStream {
     fn drop(&mut self) {
         if self.state.reset_on_close.load(Ordering::Relaxed) {
-            // A linger time of nought makes close(2) send RST in place of FIN. Where it fails the
-            // peer still sees the close, which is the milder form of the same fault.
+            // With a linger time of 0, close(2) sends RST instead of FIN. If setting it fails, the
+            // peer sees a normal close, which is a weaker form of this fault.
             if let Err(error) = socket2::SockRef::from(&self.stream).set_linger(Some(Duration::ZERO)) {
                 tracing::warn!(%error, "could not arm a TCP reset");
             }
@@ -82,7 +82,7 @@ impl AsyncWrite for CountedStream {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         if self.state.reset_on_close.load(Ordering::Relaxed) {
-            // No orderly FIN before the reset.
+            // Send no FIN before the reset.
             return Poll::Ready(Ok(()));
         }
         Pin::new(&mut self.stream).poll_shutdown(context)

@@ -1,4 +1,4 @@
-//! What the server counted and recorded, for tests to assert on.
+//! Counters and recorded requests, for assertions in tests.
 
 use std::{
     collections::BTreeMap,
@@ -10,29 +10,29 @@ use std::{
 
 use super::{kinds::Kind, store::lock};
 
-/// What a request asked for.
+/// The kind of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Verb {
     /// A list of a collection.
     List,
     /// A watch of a collection.
     Watch,
-    /// Anything else, which is refused.
+    /// Any other request, which is refused.
     Other,
 }
 
-/// One request as it came.
+/// One received request.
 #[derive(Debug, Clone)]
 pub struct RecordedRequest {
-    /// What it asked for.
+    /// The verb.
     pub verb: Verb,
-    /// The kind, where the path names one.
+    /// The kind of objects that the path names, if any.
     pub kind: Option<Kind>,
-    /// The path, still percent-encoded.
+    /// The path, percent-encoded.
     pub path: String,
-    /// The query string, still percent-encoded; empty if there was none.
+    /// The query string, percent-encoded. It may be empty.
     pub query: String,
-    /// The HTTP code of the answer; `None` while there is none.
+    /// The HTTP code of the answer, or `None` before the answer.
     pub answered: Option<u16>,
 }
 
@@ -42,7 +42,7 @@ struct Inner {
     recorded: Vec<RecordedRequest>,
 }
 
-/// Counts since the server was made; restarts do not reset them.
+/// Counts since the server was created. Restarts do not reset them.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     inner: Mutex<Inner>,

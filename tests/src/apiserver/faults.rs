@@ -1,5 +1,4 @@
-//! Faults that a test can switch on at any time, and the queue that each open watch takes its
-//! orders from.
+//! Faults that a test can turn on at any time, and the queue of orders of each open watch.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -15,34 +14,34 @@ use super::{counters::Verb, kinds::Kind, store::lock};
 /// How a connection ends when it is cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cut {
-    /// The socket is closed without the last chunk of the body: the peer sees end of file in
-    /// mid-message.
+    /// The socket is closed without the last chunk of the body. The peer sees an end of file in the
+    /// middle of a message.
     Close,
     /// The peer gets a TCP reset.
     Reset,
 }
 
-/// What happens to a request that a fault rule catches.
+/// What happens to a request to which a fault applies.
 #[derive(Debug, Clone)]
 pub enum RequestFault {
-    /// Answered with this code and a Status body, and a Retry-After header where given.
+    /// The answer has this code, a Status body, and a Retry-After header if the time is given.
     Status {
         /// The HTTP code, such as 429, 500 or 503.
         code: u16,
-        /// Seconds for the Retry-After header and the Status details.
+        /// The seconds in the Retry-After header and in the Status details.
         retry_after_seconds: Option<u32>,
     },
-    /// Accepted and left without an answer until `ApiServer::clear_faults`; then answered as usual.
+    /// The request gets no answer until `ApiServer::clear_faults`. Then it is answered as usual.
     Stall,
-    /// Answered as usual after this time.
+    /// The request is answered as usual after this time.
     Delay(Duration),
     /// The connection is cut before any answer.
     Cut(Cut),
-    /// Answered with code 200 and these bytes as the body.
+    /// The answer has code 200 and these bytes as the body.
     Garbage(Bytes),
 }
 
-/// Which requests a fault catches; what is `None` matches all.
+/// The requests to which a fault applies. `None` matches all.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RequestFilter {
     /// Only this verb.
@@ -52,7 +51,7 @@ pub struct RequestFilter {
 }
 
 impl RequestFilter {
-    /// Every request, `/version` and health checks included.
+    /// All requests, including `/version` and health checks.
     pub fn all() -> Self {
         Self::default()
     }
@@ -81,16 +80,16 @@ pub(super) enum Order {
     CutNow(Cut),
     /// Send only half of the next real event, then cut.
     CutOnNextEvent(Cut),
-    /// Send these bytes as they are, then go on.
+    /// Send these bytes unchanged, then continue.
     Raw(Bytes),
     /// Send an ERROR event with this Status, then end the response.
     Error(Value),
-    /// Send a BOOKMARK event as soon as every event before it is sent.
+    /// Send a BOOKMARK event after all earlier events.
     Bookmark,
 }
 
-/// An order and the version of the last write before it: it takes effect between the writes before
-/// and after it.
+/// An order, and the version of the last write before it. The watch sends the events up to this
+/// version before it executes the order.
 pub(super) type DatedOrder = (u64, Order);
 
 #[derive(Debug)]
@@ -106,17 +105,18 @@ struct Inner {
     blocked: BTreeSet<Kind>,
     watches: BTreeMap<u64, (Kind, VecDeque<DatedOrder>)>,
     next_watch: u64,
-    /// Goes up at every clearing; a stalled request waits for that.
+    /// The number of times that faults were cleared. A stalled request waits until it changes.
     clearings: u64,
 }
 
-/// The switches, shared by the handle and the handlers. Whoever changes one rings the store's bell.
+/// The faults, shared by the handle and the request handlers. After a change, the caller must call
+/// `Store::wake_watches`.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
     inner: Mutex<Inner>,
 }
 
-/// A watch's entry in the register; leaves it when dropped.
+/// The registration of an open watch. Dropping it removes the watch.
 #[derive(Debug)]
 pub(super) struct Ticket {
     id: u64,
@@ -128,7 +128,7 @@ impl Faults {
         lock(&self.inner).rules.push(Rule { filter, fault, left: count });
     }
 
-    /// Takes the fault that the oldest matching rule has for a request, if any.
+    /// Returns the fault of the oldest rule that matches a request, if any, and counts its use.
     pub(super) fn take(&self, verb: Verb, kind: Option<Kind>) -> Option<RequestFault> {
         let mut inner = lock(&self.inner);
         let rule = inner.rules.iter_mut().find(|rule| rule.left > 0 && rule.filter.matches(verb, kind))?;
@@ -162,7 +162,7 @@ impl Faults {
         lock(&self.inner).blocked.contains(&kind)
     }
 
-    /// Orders every open watch of a kind, or of all kinds; returns how many there are.
+    /// Gives an order to all open watches of a kind, or of all kinds. Returns their number.
     pub(super) fn order(&self, kind: Option<Kind>, order: &Order, version: u64) -> usize {
         let mut inner = lock(&self.inner);
         let queues = inner.watches.values_mut().filter(|(of, _)| kind.is_none_or(|kind| kind == *of));

@@ -1,4 +1,4 @@
-//! Requests to answers: faults, and lists by pages; watches are handed to `Session`.
+//! Answers requests: applies faults, serves lists in pages, and opens a `Session` for each watch.
 
 use std::{io, sync::Arc};
 
@@ -23,7 +23,10 @@ use super::{
 
 type Body = UnsyncBoxBody<Bytes, io::Error>;
 
-/// Answers one request. An error cuts the connection, as a fault may ask.
+/// Answers one request.
+///
+/// # Errors
+/// A fault orders to cut the connection. The caller closes it.
 pub(super) async fn answer(
     shared: Arc<Shared>,
     connection: Arc<ConnectionState>,
@@ -40,7 +43,7 @@ pub(super) async fn answer(
     let kind = target.map(|(kind, _)| kind);
     let index = shared.counters.record(verb, kind, path, query);
     let faulty = match shared.faults.take(verb, kind) {
-        Some(fault) => suffer(&shared, &connection, fault).await?,
+        Some(fault) => apply_fault(&shared, &connection, fault).await?,
         None => None,
     };
     let response = faulty.unwrap_or_else(|| {
@@ -62,8 +65,9 @@ pub(super) async fn answer(
     Ok(response)
 }
 
-/// Lets a fault act: an answer in its place, an error that cuts, or `None` to go on as usual.
-async fn suffer(
+/// Applies a fault: returns the faulty answer, an error that cuts the connection, or `None` for the
+/// usual answer.
+async fn apply_fault(
     shared: &Shared,
     connection: &ConnectionState,
     fault: RequestFault,
@@ -81,16 +85,16 @@ async fn suffer(
             Ok(None)
         }
         RequestFault::Stall => {
-            let mut bell = shared.store.subscribe();
+            let mut wakeups = shared.store.subscribe();
             let clearings = shared.faults.clearings();
-            while shared.faults.clearings() == clearings && bell.changed().await.is_ok() {}
+            while shared.faults.clearings() == clearings && wakeups.changed().await.is_ok() {}
             Ok(None)
         }
         RequestFault::Cut(how) => {
             if how == Cut::Reset {
                 connection.reset_on_close();
             }
-            Err(io::Error::other("cut as a test ordered"))
+            Err(io::Error::other("the test cuts the connection"))
         }
         RequestFault::Garbage(bytes) => Ok(Some(respond(StatusCode::OK, bytes))),
     }
@@ -124,7 +128,7 @@ fn watch(
     let session = match Session::open(shared, connection, kind, namespace, params) {
         Ok(session) => session,
         Err(failure) if shared.options().gone_as_http_status => return Err(failure),
-        // The real server has answered 200 by the time it finds that a version is too old.
+        // The real server has already sent code 200 when it finds that the version is too old.
         Err(failure) => return Ok(respond(StatusCode::OK, line("ERROR", &failure.body))),
     };
     let pieces = stream::unfold(session, |mut session| async move {
@@ -134,7 +138,7 @@ fn watch(
     Ok(with_headers(BodyExt::boxed_unsync(StreamBody::new(pieces))))
 }
 
-/// A list of the newest state, or a page of it. Later pages are of the first page's version.
+/// Lists the newest state, or one page of it. Later pages have the version of the first page.
 fn list(shared: &Shared, kind: Kind, namespace: Option<&str>, params: &Params) -> Result<Response<Body>, Failure> {
     if params.token.as_ref().is_some_and(|token| shared.token_is_expired(token.serial)) {
         return Err(status::expired("The provided continue parameter is too old to display a consistent list result."));
@@ -150,7 +154,7 @@ fn list(shared: &Shared, kind: Kind, namespace: Option<&str>, params: &Params) -
     while let Some((key, object)) = objects.next() {
         let mut item = Arc::unwrap_or_clone(object);
         if let Some(fields) = item.as_object_mut() {
-            // Items of a list of built-in kinds name neither.
+            // In lists of built-in kinds, items have neither field.
             fields.remove("kind");
             fields.remove("apiVersion");
         }

@@ -1,4 +1,4 @@
-//! The kinds that the stand-in serves, with their real names, groups and paths.
+//! The kinds of objects that the stand-in serves, with the names, groups and paths of the real API.
 
 use serde_json::{Value, json};
 
@@ -16,7 +16,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Every kind that is served.
+    /// All kinds that the stand-in serves.
     pub const ALL: [Self; 4] = [Self::Service, Self::Node, Self::EndpointSlice, Self::ServiceCidr];
 
     /// The `kind` field of an object, such as `ServiceCIDR`.
@@ -62,8 +62,8 @@ impl Kind {
         matches!(self, Self::Service | Self::EndpointSlice)
     }
 
-    /// The path of the collection: of one namespace where `namespace` is given, else of the whole
-    /// cluster. The namespace is ignored for cluster-scoped kinds.
+    /// The path of the collection in `namespace`, or in the whole cluster if `namespace` is `None`.
+    /// The namespace is ignored for cluster-scoped kinds.
     pub fn collection_path(self, namespace: Option<&str>) -> String {
         let root = match self.group() {
             "" => "/api/v1".to_owned(),
@@ -82,7 +82,8 @@ impl Kind {
         format!("{}/{name}", self.collection_path(Some(namespace)))
     }
 
-    /// The kind of an object by its `apiVersion` and `kind`; `None` if it is none of those served.
+    /// The kind of an object, from its `apiVersion` and `kind`. `None` for kinds that the stand-in
+    /// does not serve.
     pub fn of(object: &Value) -> Option<Self> {
         let text = |field: &str| object.get(field).and_then(Value::as_str);
         Self::ALL
@@ -90,7 +91,7 @@ impl Kind {
             .find(|kind| text("kind") == Some(kind.name()) && text("apiVersion") == Some(kind.api_version()))
     }
 
-    /// The kind to whose collection a path leads, and the namespace that it names, if it names one.
+    /// The kind and the namespace, if any, of the collection with this path.
     pub(super) fn of_path(path: &str) -> Option<(Self, Option<&str>)> {
         Self::ALL.into_iter().find_map(|kind| {
             let all = kind.collection_path(None);
@@ -104,8 +105,8 @@ impl Kind {
         })
     }
 
-    /// The required fields of this kind at their zero values. The real server encodes whole Go
-    /// structs, so the object in a BOOKMARK event carries these beside its resourceVersion.
+    /// The required fields of this kind with zero values. The real server encodes whole Go structs,
+    /// so the object in a BOOKMARK event has these fields besides its resourceVersion.
     pub(super) fn zero_fields(self) -> Value {
         match self {
             Self::Service => json!({"spec": {}, "status": {"loadBalancer": {}}}),
@@ -121,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_path_leads_back_to_its_kind() {
+    fn the_kind_is_found_from_every_collection_path() {
         for kind in Kind::ALL {
             assert_eq!(Kind::of_path(&kind.collection_path(None)), Some((kind, None)));
             let namespace = kind.is_namespaced().then_some("shop");

@@ -1,14 +1,13 @@
-//! A stand-in Kubernetes API server: real HTTP/1.1 list and watch for the kinds that a service
-//! proxy reads, with every fault that a watch can meet behind a switch.
+//! A stand-in Kubernetes API server for tests. It serves list and watch over HTTP/1.1 for the kinds
+//! that a service proxy reads. Tests can turn on every fault that a watch can meet.
 //!
-//! [`ApiServer`] runs on a thread of its own, on a loopback port, so that its handle works the same
-//! from synchronous and asynchronous tests. Objects are JSON; every write gives a new version from
-//! one global counter. What it does follows
-//! <https://kubernetes.io/docs/reference/using-api/api-concepts/> and, where that is silent, what
-//! `k8s.io/apiserver` does. Over HTTP it serves lists and watches with the options that our watch
-//! loop sends, and refuses everything else; objects are written through the handle.
+//! [`ApiServer`] runs on its own thread and a loopback port. Synchronous and asynchronous tests can
+//! use its handle. Objects are JSON, and every write gets a new version from one global counter.
+//! The server follows <https://kubernetes.io/docs/reference/using-api/api-concepts/> and, for
+//! details, the code of `k8s.io/apiserver`. Over HTTP it accepts only lists and watches with the
+//! options that Headgate's watch loop sends. Tests write objects through the handle.
 //!
-//! [`ApiUnderTest`] puts one face on this server and on a real `kube-apiserver`, so that the same
+//! [`ApiUnderTest`] is a common interface to this server and to a real `kube-apiserver`, so that
 //! tests can run against both.
 
 mod connection;
@@ -54,23 +53,22 @@ pub use self::{
     under_test::{ApiUnderTest, ApiUnderTestError},
 };
 
-/// What the server does where real ones differ, or where a test needs other times. May change while
-/// it runs.
+/// Options for behaviour in which real servers differ, and for times. Tests may change them while
+/// the server runs.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Time between BOOKMARK events on watches that allow them. The real server's is about a
-    /// minute.
+    /// The time between BOOKMARK events on watches that allow them. A real server sends one about
+    /// every minute.
     pub bookmark_interval: Duration,
-    /// Whether watches may ask for `sendInitialEvents`; where false, such a watch gets 422 as from
+    /// Whether watches may ask for `sendInitialEvents`. If false, such a watch gets 422, as from
     /// older servers.
     pub streaming_lists: bool,
-    /// Whether Services can be selected by `spec.clusterIP` and `spec.type`; where false, such a
-    /// request gets 400.
+    /// Whether requests may select Services by `spec.clusterIP`. If false, such a request gets 400.
     pub service_field_selectors: bool,
-    /// Whether there are ServiceCIDRs; where false, their paths get 404.
+    /// Whether the server has ServiceCIDRs. If false, their paths get 404.
     pub service_cidrs: bool,
-    /// Whether a watch from too old a version gets HTTP code 410; where false, 200 and an ERROR
-    /// event, as today's servers answer.
+    /// Whether a watch from a version that is too old gets HTTP code 410. If false, it gets 200 and
+    /// an ERROR event, as from current servers.
     pub gone_as_http_status: bool,
 }
 
@@ -87,26 +85,27 @@ impl Default for Options {
 }
 
 impl Options {
-    /// A server of Kubernetes 1.28 to 1.30 with its default feature gates.
+    /// Options of a Kubernetes 1.28 to 1.30 server with default feature gates.
     pub fn before_1_31() -> Self {
         Self { streaming_lists: false, service_field_selectors: false, service_cidrs: false, ..Self::default() }
     }
 }
 
-/// What a server that starts again still knows.
+/// What a server keeps across a restart.
 #[derive(Debug, Clone)]
 pub enum Restart {
-    /// Everything: watches resume where they were.
+    /// Everything. Watches can resume at their versions.
     KeepHistory,
-    /// The objects, but no history: watches from before get 410.
+    /// The objects, without the history. Watches from earlier versions get 410.
     LoseHistory,
-    /// The objects; versions went on by this much elsewhere, and there is no history.
+    /// The objects, without the history. The version counter is raised by this number.
     RaiseVersions(u64),
-    /// The objects and the version counter of a backup, as after a restored etcd: versions go back.
+    /// The objects and the version counter of a backup, as after a restore of etcd. Versions go
+    /// back.
     RestoreBackup(Backup),
 }
 
-/// What the handle and the handlers share.
+/// The state that the handle shares with the request handlers.
 #[derive(Debug)]
 struct Shared {
     store: Store,
@@ -131,7 +130,7 @@ impl Shared {
     }
 }
 
-/// The server could not take a loopback port, or could not start its thread.
+/// The server could not listen on a loopback port, or could not start its thread.
 #[derive(Debug, thiserror::Error)]
 #[error("the stand-in API server could not {action}: {source}")]
 pub struct StartError {
@@ -139,12 +138,12 @@ pub struct StartError {
     source: std::io::Error,
 }
 
-/// A condition did not come true in the time that [`ApiServer::wait_until`] grants.
+/// A condition did not become true within the time limit of [`ApiServer::wait_until`].
 #[derive(Debug, thiserror::Error)]
 #[error("gave up waiting until {0}")]
 pub struct WaitError(String);
 
-/// A running stand-in; dropping it ends the thread and closes every socket.
+/// A running stand-in API server. Dropping it ends its thread and closes all sockets.
 pub struct ApiServer {
     shared: Arc<Shared>,
     server: Server,
@@ -176,7 +175,7 @@ impl ApiServer {
         Ok(Self { shared, server })
     }
 
-    /// Where it listens; the same across restarts.
+    /// The server's address and port. They do not change at restarts.
     pub fn address(&self) -> SocketAddr {
         self.server.address()
     }
@@ -186,7 +185,7 @@ impl ApiServer {
         format!("http://{}", self.address())
     }
 
-    /// The text of a kubeconfig file that leads here, without credentials.
+    /// The text of a kubeconfig file for this server, without credentials.
     pub fn kubeconfig(&self) -> String {
         format!(
             "apiVersion: v1\nkind: Config\ncurrent-context: stand-in\nclusters:\n- name: stand-in\n  cluster:\n    server: {}\n\
@@ -195,25 +194,31 @@ impl ApiServer {
         )
     }
 
-    /// Changes options from now on.
+    /// Changes the options.
     pub fn set_options(&self, change: impl FnOnce(&mut Options)) {
         let mut options = self.shared.options();
         change(&mut options);
         *lock(&self.shared.options) = options;
-        self.shared.store.ring();
+        self.shared.store.wake_watches();
     }
 }
 
-/// Objects.
+/// Reads and writes objects.
 impl ApiServer {
-    /// Creates or replaces an object and gives it back as stored. A write that changes nothing
-    /// makes no event. Fails for an unknown kind and without a name.
+    /// Creates or replaces an object, and returns it as stored. A write without a change causes no
+    /// event.
+    ///
+    /// # Errors
+    /// The object has an unknown kind or no name.
     pub fn apply(&self, object: Value) -> Result<Value, Failure> {
         Ok((*self.shared.store.apply(object)?).clone())
     }
 
-    /// Deletes an object and gives back its last state; 404 if there is none. The namespace of a
-    /// cluster-scoped kind is ignored.
+    /// Deletes an object, and returns its last state. The namespace is ignored for cluster-scoped
+    /// kinds.
+    ///
+    /// # Errors
+    /// 404 if the object does not exist.
     pub fn delete(&self, kind: Kind, namespace: &str, name: &str) -> Result<Value, Failure> {
         Ok((*self.shared.store.delete(kind, namespace, name)?).clone())
     }
@@ -234,42 +239,42 @@ impl ApiServer {
         self.shared.store.version()
     }
 
-    /// Drops the history: watches, exact reads and continue tokens from before now get 410. Watches
-    /// already open lose nothing.
+    /// Drops the history. New watches, exact reads and continue tokens of earlier versions get 410.
+    /// Open watches still get all their events.
     pub fn compact(&self) {
         self.shared.store.compact();
     }
 
-    /// Makes every continue token given out so far answer 410.
+    /// Expires all continue tokens issued so far. Requests with them get 410.
     pub fn expire_continue_tokens(&self) {
         let issued = self.shared.token_serial.load(Ordering::Relaxed);
         self.shared.expired_tokens.store(issued, Ordering::Relaxed);
     }
 
-    /// Copies objects and version counter, for [`Restart::RestoreBackup`].
+    /// Copies the objects and the version counter, for [`Restart::RestoreBackup`].
     pub fn backup(&self) -> Backup {
         self.shared.store.backup()
     }
 }
 
-/// Faults. `kind: None` means every kind; what is returned is how many open watches were told. A
-/// watch obeys between the writes made before the call, which it sends first unless its kind is
-/// blocked, and those made after it.
+/// Causes faults. `kind: None` means every kind. Methods that act on open watches return their
+/// number. A watch first sends the events of writes before the call, unless its kind is blocked,
+/// and then executes the fault.
 impl ApiServer {
-    /// The next `count` requests that the filter lets through meet the fault.
+    /// Applies the fault to the next `count` requests that match the filter.
     pub fn fail_next(&self, count: u64, filter: RequestFilter, fault: RequestFault) {
         self.shared.faults.add_rule(filter, fault, count);
     }
 
-    /// Requests meet the fault until [`Self::clear_faults`].
+    /// Applies the fault to all requests that match the filter, until [`Self::clear_faults`].
     pub fn fail_all(&self, filter: RequestFilter, fault: RequestFault) {
         self.fail_next(u64::MAX, filter, fault);
     }
 
-    /// Removes every request fault, lets stalled requests go on and releases blocked kinds.
+    /// Removes all request faults, continues stalled requests and releases blocked kinds.
     pub fn clear_faults(&self) {
         self.shared.faults.clear();
-        self.shared.store.ring();
+        self.shared.store.wake_watches();
     }
 
     /// Ends watches cleanly, as a time-out does.
@@ -277,65 +282,67 @@ impl ApiServer {
         self.order(kind, &Order::Close)
     }
 
-    /// Sends half an event at once, then cuts the connection.
+    /// Sends half of an event, then cuts the connection.
     pub fn cut_watches(&self, kind: Option<Kind>, how: Cut) -> usize {
         self.order(kind, &Order::CutNow(how))
     }
 
-    /// When the next event is due, sends half of it and cuts the connection.
+    /// Sends half of the next event, then cuts the connection.
     pub fn cut_watches_on_next_event(&self, kind: Option<Kind>, how: Cut) -> usize {
         self.order(kind, &Order::CutOnNextEvent(how))
     }
 
-    /// Sends bytes as they are (add the newline that ends a line) and goes on with the watch.
+    /// Sends the bytes unchanged, and continues the watch. They should end with a newline.
     pub fn send_garbage(&self, kind: Option<Kind>, bytes: impl Into<Bytes>) -> usize {
         self.order(kind, &Order::Raw(bytes.into()))
     }
 
-    /// Sends an ERROR event with this object, then ends the watch. See [`failure`] for ready Status
+    /// Sends an ERROR event with this object, then ends the watch. [`failure`] builds Status
     /// bodies.
     pub fn send_error_event(&self, kind: Option<Kind>, status: Value) -> usize {
         self.order(kind, &Order::Error(status))
     }
 
-    /// Tells open watches that their version is too old (an ERROR event with code 410), then ends
-    /// them. Together with [`Self::compact`] resuming fails as well.
+    /// Sends an ERROR event with code 410 (too old a version) to open watches, then ends them.
+    /// After [`Self::compact`], resuming the watches fails as well.
     pub fn expire_watches(&self, kind: Option<Kind>) -> usize {
         let status = status::too_old(self.version(), self.version()).body;
         self.order(kind, &Order::Error(status))
     }
 
-    /// Sends a BOOKMARK event on watches that allow them, after every event before it.
+    /// Sends a BOOKMARK event, after all earlier events, on watches that allow bookmarks.
     pub fn send_bookmarks(&self, kind: Option<Kind>) -> usize {
         self.order(kind, &Order::Bookmark)
     }
 
     fn order(&self, kind: Option<Kind>, order: &Order) -> usize {
-        let told = self.shared.faults.order(kind, order, self.version());
-        self.shared.store.ring();
-        told
+        let watches = self.shared.faults.order(kind, order, self.version());
+        self.shared.store.wake_watches();
+        watches
     }
 
-    /// Holds back every event of a kind, initial ones and bookmarks too, until [`Self::release`].
-    /// Lists and writes go on.
+    /// Holds back all events of a kind, including initial events and bookmarks, until
+    /// [`Self::release`]. Lists and writes still work.
     pub fn block(&self, kind: Kind) {
         self.shared.faults.set_blocked(kind, true);
     }
 
-    /// Lets the events held back go out.
+    /// Sends the events that [`Self::block`] held back.
     pub fn release(&self, kind: Kind) {
         self.shared.faults.set_blocked(kind, false);
-        self.shared.store.ring();
+        self.shared.store.wake_watches();
     }
 
-    /// Cuts every connection and refuses new ones. The port stays reserved. Does nothing if already
-    /// stopped.
+    /// Cuts all connections and refuses new ones. The port stays reserved. Does nothing if the
+    /// server is stopped.
     pub fn stop(&self) {
         self.server.stop();
     }
 
-    /// Listens again on the same port, after stopping first if that was not done. Fails if the port
-    /// cannot be listened on.
+    /// Stops the server if it runs, and listens again on its port.
+    ///
+    /// # Errors
+    /// The server cannot listen on its port.
     pub fn restart(&self, restart: &Restart) -> Result<(), StartError> {
         self.stop();
         match restart {
@@ -348,35 +355,38 @@ impl ApiServer {
     }
 }
 
-/// Counters; they run on across restarts.
+/// Counters. Restarts do not reset them.
 impl ApiServer {
-    /// How many requests of a verb came, of one kind or of all.
+    /// The number of requests with a verb, for one kind or for all kinds.
     pub fn requests(&self, verb: Verb, kind: Option<Kind>) -> u64 {
         self.shared.counters.requests(verb, kind)
     }
 
-    /// Every request so far, in order, query strings included.
+    /// All requests so far, in order, with their query strings.
     pub fn recorded(&self) -> Vec<RecordedRequest> {
         self.shared.counters.recorded()
     }
 
-    /// How many watches are open now, of one kind or of all.
+    /// The number of open watches, for one kind or for all kinds.
     pub fn open_watches(&self, kind: Option<Kind>) -> usize {
         self.shared.faults.open_watches(kind)
     }
 
-    /// Bytes written to sockets, headers included.
+    /// The number of bytes written to sockets, including headers.
     pub fn bytes_sent(&self) -> u64 {
         self.shared.counters.bytes_sent()
     }
 
-    /// Connections accepted.
+    /// The number of accepted connections.
     pub fn connections(&self) -> u64 {
         self.shared.counters.connections()
     }
 
-    /// Waits until a condition holds, looking every few milliseconds; gives up after half a minute.
-    /// `what` ends the sentence "gave up waiting until …".
+    /// Waits until a condition holds, and checks it every few milliseconds. `what` completes the
+    /// error message "gave up waiting until …".
+    ///
+    /// # Errors
+    /// The condition does not hold after 30 seconds.
     pub async fn wait_until(&self, what: &str, mut condition: impl FnMut(&Self) -> bool) -> Result<(), WaitError> {
         let until = tokio::time::Instant::now() + Duration::from_secs(30);
         while !condition(self) {

@@ -1,5 +1,5 @@
-//! Builders of object JSON in the form in which the API server hands it out. They validate nothing:
-//! bad objects are wanted in tests too.
+//! Builders of JSON objects in the form in which the API server returns them. They do not validate,
+//! because tests also need invalid objects.
 
 use serde_json::{Value, json};
 
@@ -49,13 +49,13 @@ macro_rules! common_methods {
     };
 }
 
-/// A Service; `service()` starts one of type ClusterIP without an address or ports.
+/// A builder of a Service. [`service`] creates it.
 #[derive(Debug, Clone)]
 pub struct ServiceBuilder {
     value: Value,
 }
 
-/// Starts a Service of type ClusterIP, without an address or ports.
+/// Begins a Service of type ClusterIP without addresses and ports.
 pub fn service(namespace: &str, name: &str) -> ServiceBuilder {
     let mut value = object(Kind::Service, Some(namespace), name);
     value["spec"] = json!({
@@ -69,7 +69,8 @@ pub fn service(namespace: &str, name: &str) -> ServiceBuilder {
 impl ServiceBuilder {
     common_methods!();
 
-    /// Adds a cluster IP; the first is also `clusterIP`. `None` makes the service headless.
+    /// Adds a cluster IP. The first one is also `clusterIP`. The text `None` makes the Service
+    /// headless.
     pub fn cluster_ip(mut self, address: &str) -> Self {
         let spec = &mut self.value["spec"];
         if spec["clusterIP"].is_null() {
@@ -85,15 +86,14 @@ impl ServiceBuilder {
         self
     }
 
-    /// Adds a port. The protocol is `TCP`, `UDP` or `SCTP`; the target port is what endpoints
-    /// listen on.
+    /// Adds a port. The protocol is `TCP`, `UDP` or `SCTP`. Endpoints listen on the target port.
     pub fn port(mut self, name: &str, protocol: &str, port: u16, target_port: u16) -> Self {
         let item = json!({"name": name, "protocol": protocol, "port": port, "targetPort": target_port});
         push(&mut self.value["spec"]["ports"], item);
         self
     }
 
-    /// Gives the last port a node port, and makes the type NodePort unless it is LoadBalancer.
+    /// Adds a node port to the last port, and sets the type to NodePort unless it is LoadBalancer.
     pub fn node_port(mut self, node_port: u16) -> Self {
         let spec = &mut self.value["spec"];
         if let Some(port) = spec["ports"].as_array_mut().and_then(|ports| ports.last_mut()) {
@@ -105,7 +105,7 @@ impl ServiceBuilder {
         self
     }
 
-    /// Makes the type LoadBalancer and adds an ingress address to the status.
+    /// Sets the type to LoadBalancer, and adds an ingress address to the status.
     pub fn load_balancer_ip(mut self, address: &str) -> Self {
         self.value["spec"]["type"] = json!("LoadBalancer");
         push(&mut self.value["status"]["loadBalancer"]["ingress"], json!({"ip": address, "ipMode": "VIP"}));
@@ -118,7 +118,7 @@ impl ServiceBuilder {
         self
     }
 
-    /// Turns ClientIP affinity on, with this time-out.
+    /// Sets ClientIP affinity with this time-out in seconds.
     pub fn client_ip_affinity(mut self, timeout_seconds: u32) -> Self {
         self.value["spec"]["sessionAffinity"] = json!("ClientIP");
         self.value["spec"]["sessionAffinityConfig"] = json!({"clientIP": {"timeoutSeconds": timeout_seconds}});
@@ -126,13 +126,13 @@ impl ServiceBuilder {
     }
 }
 
-/// An EndpointSlice.
+/// A builder of an EndpointSlice. [`endpoint_slice`] creates it.
 #[derive(Debug, Clone)]
 pub struct EndpointSliceBuilder {
     value: Value,
 }
 
-/// Starts an IPv4 EndpointSlice of a service, labelled as the EndpointSlice controller labels it.
+/// Begins an IPv4 EndpointSlice of a Service, with the labels of the EndpointSlice controller.
 pub fn endpoint_slice(namespace: &str, name: &str, service: &str) -> EndpointSliceBuilder {
     let mut value = object(Kind::EndpointSlice, Some(namespace), name);
     value["metadata"]["labels"] = json!({
@@ -148,12 +148,12 @@ pub fn endpoint_slice(namespace: &str, name: &str, service: &str) -> EndpointSli
 impl EndpointSliceBuilder {
     common_methods!();
 
-    /// Makes it a slice of IPv6 addresses.
+    /// Sets the address type to IPv6.
     pub fn ipv6(self) -> Self {
         self.field("addressType", "IPv6")
     }
 
-    /// Adds a port that every endpoint serves.
+    /// Adds a port of all endpoints.
     pub fn port(mut self, name: &str, protocol: &str, port: u16) -> Self {
         push(&mut self.value["ports"], json!({"name": name, "protocol": protocol, "port": port}));
         self
@@ -175,20 +175,20 @@ impl EndpointSliceBuilder {
         }))
     }
 
-    /// Adds an endpoint as given: for zones, hints, odd conditions and bad ones.
+    /// Adds an endpoint given as JSON, for zones, hints, and unusual or invalid content.
     pub fn endpoint_json(mut self, endpoint: Value) -> Self {
         push(&mut self.value["endpoints"], endpoint);
         self
     }
 }
 
-/// A Node.
+/// A builder of a Node. [`node`] creates it.
 #[derive(Debug, Clone)]
 pub struct NodeBuilder {
     value: Value,
 }
 
-/// Starts a Node with its host name label.
+/// Begins a Node with its host name label.
 pub fn node(name: &str) -> NodeBuilder {
     let mut value = object(Kind::Node, None, name);
     value["spec"] = json!({});
@@ -199,13 +199,13 @@ pub fn node(name: &str) -> NodeBuilder {
 impl NodeBuilder {
     common_methods!();
 
-    /// Adds an address; `address_type` is `InternalIP` or `ExternalIP`.
+    /// Adds an address. `address_type` is `InternalIP` or `ExternalIP`.
     pub fn address(mut self, address_type: &str, address: &str) -> Self {
         push(&mut self.value["status"]["addresses"], json!({"type": address_type, "address": address}));
         self
     }
 
-    /// Adds a pod CIDR; the first is also `podCIDR`.
+    /// Adds a pod CIDR. The first one is also `podCIDR`.
     pub fn pod_cidr(mut self, cidr: &str) -> Self {
         let spec = &mut self.value["spec"];
         if spec["podCIDR"].is_null() {
@@ -221,13 +221,13 @@ impl NodeBuilder {
     }
 }
 
-/// A ServiceCIDR.
+/// A builder of a ServiceCIDR. [`service_cidr`] creates it.
 #[derive(Debug, Clone)]
 pub struct ServiceCidrBuilder {
     value: Value,
 }
 
-/// Starts a ServiceCIDR with its ranges, one for each IP family, marked ready.
+/// Begins a ServiceCIDR that is ready, with one range for each IP family.
 pub fn service_cidr(name: &str, cidrs: &[&str]) -> ServiceCidrBuilder {
     let mut value = object(Kind::ServiceCidr, None, name);
     value["spec"] = json!({"cidrs": cidrs});
@@ -247,7 +247,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dual_stack_services_name_both_families() {
+    fn a_service_with_two_cluster_ips_has_both_families() {
         let built =
             service("shop", "web").cluster_ip("10.0.0.1").cluster_ip("fd00::1").port("http", "TCP", 80, 8080).build();
         assert_eq!(built["spec"]["clusterIP"], "10.0.0.1");

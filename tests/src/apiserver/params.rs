@@ -1,5 +1,5 @@
-//! Options of lists and watches: what our watch loop and kube's watcher send. Anything else is
-//! refused.
+//! The options of lists and watches. The stand-in accepts the options that Headgate's watch loop
+//! and kube's watcher send, and refuses all others.
 
 use serde_json::Value;
 
@@ -9,7 +9,7 @@ use super::{
     status::{Failure, bad_request, invalid_options},
 };
 
-/// The query of a list or a watch. What is not given is `None`, false or empty.
+/// The query of a list or a watch. Missing options are `None`, false or empty.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Params {
     pub(super) watch: bool,
@@ -24,7 +24,10 @@ pub(super) struct Params {
 }
 
 impl Params {
-    /// Decodes a query. An error is 400 or 422, as from a real server with these options.
+    /// Decodes a query.
+    ///
+    /// # Errors
+    /// 400 or 422, as from a real server with these options.
     pub(super) fn parse(kind: Kind, query: &str, options: &Options) -> Result<Self, Failure> {
         let mut params = Self::default();
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
@@ -48,7 +51,7 @@ impl Params {
     }
 
     fn set(&mut self, name: &str, value: &str) -> Result<(), Failure> {
-        let unknown = || bad_request(&format!("the stand-in does not know {name}={value}"));
+        let unknown = || bad_request(&format!("the stand-in API server does not support {name}={value}"));
         let number = || value.parse::<u64>().map_err(|_| unknown());
         match (name, value) {
             ("watch", "true") => self.watch = true,
@@ -89,7 +92,8 @@ fn percent_decode(text: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// The two forms of selectors that our watch loop sends. Empty selects everything.
+/// A selector in the two forms that Headgate's watch loop sends: objects without a label, and
+/// Services whose `clusterIP` differs from a value. The default selects everything.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Selector {
     without_label: Option<String>,
@@ -97,7 +101,7 @@ pub(super) struct Selector {
 }
 
 impl Selector {
-    /// Whether an object is selected.
+    /// Whether the selector matches an object.
     pub(super) fn matches(&self, object: &Value) -> bool {
         let has = |label: &String| object["metadata"]["labels"].get(label).is_some();
         let is = |address: &String| object["spec"]["clusterIP"].as_str().unwrap_or_default() == address;
@@ -105,12 +109,11 @@ impl Selector {
     }
 }
 
-/// Where the next page of a list begins: the version that the pages are of, and the last key of the
-/// page before.
+/// A continue token: the version of all pages of a list, and the last key of the previous page.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ContinueToken {
     pub(super) version: u64,
-    /// Number of the token, so that tests can expire those issued so far.
+    /// The number of the token, with which tests can expire all earlier tokens.
     pub(super) serial: u64,
     pub(super) after: String,
 }
@@ -137,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn queries_as_clients_send_them() {
+    fn queries_of_clients_are_decoded() {
         let query = "&watch=true&timeoutSeconds=290&labelSelector=%21a%2Fb&fieldSelector=spec.clusterIP%21%3DNone\
                      &allowWatchBookmarks=true&resourceVersion=7&limit=2&continue=12+3+shop%2Fweb";
         let params = Params::parse(Kind::Service, query, &Options::default()).unwrap();
@@ -149,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_sends_is_refused() {
+    fn unsupported_options_are_refused() {
         for query in ["resourceVersion=x", "limit=x", "labelSelector=%zz", "labelSelector=a", "pretty=true"] {
             assert_eq!(refused(query, &Options::default()), Some(400), "{query}");
         }

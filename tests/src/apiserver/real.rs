@@ -1,8 +1,7 @@
-//! Real `etcd` and `kube-apiserver` binaries, where `KUBEBUILDER_ASSETS` points at them.
+//! Runs real `etcd` and `kube-apiserver` binaries from the folder in `KUBEBUILDER_ASSETS`.
 //!
-//! Both run on loopback ports with a data folder of their own that goes with them. The flags follow
-//! what controller-runtime's envtest passes, plus a static token and a serving certificate that
-//! clients verify.
+//! Both run on loopback ports with a temporary data folder. The flags follow controller-runtime's
+//! envtest. In addition there is a static token, and a serving certificate that clients verify.
 
 use std::{
     env,
@@ -28,34 +27,35 @@ pub const ASSETS_VARIABLE: &str = "KUBEBUILDER_ASSETS";
 /// How long a binary may take until it serves.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Ports are found free and then given to a process, so that another may take one in between.
+/// The number of attempts to start. An attempt fails if another process takes a port between the
+/// search for a free port and its use.
 const ATTEMPTS: usize = 3;
 
 /// Why the real binaries do not run.
 #[derive(Debug, thiserror::Error)]
 pub enum RealServerError {
-    /// A file that has to be there is not.
+    /// A binary does not exist.
     #[error("{} is not a file: point {ASSETS_VARIABLE} at a folder with etcd and kube-apiserver", .0.display())]
     MissingBinary(PathBuf),
-    /// Files or processes of the host.
+    /// An operation on files or processes failed.
     #[error("could not {action}: {source}")]
     Host {
-        /// What was tried.
+        /// The operation, as a verb with its object.
         action: &'static str,
-        /// Why it failed.
+        /// The cause.
         source: io::Error,
     },
-    /// Keys or certificates.
-    #[error("could not make keys for the real API server: {0}")]
+    /// Keys or certificates could not be generated.
+    #[error("could not generate keys for the real API server: {0}")]
     Keys(#[from] rcgen::Error),
-    /// A binary ended, or did not serve in time. Carries the end of its log.
-    #[error("{program} {what}; its log ends:\n{log}")]
+    /// A binary ended, or did not serve in time.
+    #[error("{program} {what}; its log ends with:\n{log}")]
     NotServing {
         /// `etcd` or `kube-apiserver`.
         program: &'static str,
-        /// What it did.
+        /// What the binary did, such as "did not serve in time".
         what: &'static str,
-        /// The last lines of its output.
+        /// The last lines of the binary's output.
         log: String,
     },
 }
@@ -64,14 +64,14 @@ fn host(action: &'static str) -> impl FnOnce(io::Error) -> RealServerError {
     move |source| RealServerError::Host { action, source }
 }
 
-/// Starts a program in the calling thread's network namespace; its output is appended to `log`.
+/// Starts a program in the calling thread's network namespace, and appends its output to `log`.
 fn start(mut command: Command, log: &Path) -> io::Result<KilledOnDrop> {
     let log = File::options().create(true).append(true).open(log)?;
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
     spawn_in(File::open("/proc/thread-self/ns/net")?, command).map(KilledOnDrop)
 }
 
-/// A running pair of etcd and kube-apiserver; dropping it ends both and removes their data.
+/// Running etcd and kube-apiserver processes. Dropping this value ends both and removes their data.
 pub struct RealApiServer {
     // Fields drop in this order: the API server before its etcd, the folder last.
     api_server: Option<KilledOnDrop>,
@@ -88,25 +88,33 @@ impl std::fmt::Debug for RealApiServer {
     }
 }
 
-/// The one static token; the server listens on loopback only and lives as long as a test.
+/// The static token of the only user. The server runs only during a test.
 const TOKEN: &str = "headgate-tests";
 
 impl RealApiServer {
-    /// Starts both binaries from the folder that [`ASSETS_VARIABLE`] names. `None` if the variable
-    /// is unset or empty; an error if it is set and the binaries do not serve. Blocks until
-    /// `/readyz` says ok.
+    /// Starts both binaries from the folder in [`ASSETS_VARIABLE`], and blocks until `/readyz`
+    /// succeeds. `None` if the variable is unset or empty.
+    ///
+    /// # Errors
+    /// The binaries do not exist, or do not serve in time.
     pub fn from_environment() -> Option<Result<Self, RealServerError>> {
         let assets = env::var_os(ASSETS_VARIABLE).filter(|value| !value.is_empty())?;
         Some(Self::start(Path::new(&assets)))
     }
 
-    /// Starts both binaries from a folder, on loopback. Blocks until `/readyz` says ok.
+    /// Starts both binaries from a folder, on loopback, and blocks until `/readyz` succeeds.
+    ///
+    /// # Errors
+    /// The binaries do not exist, or do not serve in time.
     pub fn start(assets: &Path) -> Result<Self, RealServerError> {
         Self::start_at(assets, Ipv4Addr::LOCALHOST)
     }
 
-    /// Starts both binaries from a folder, the API server on this address of the calling thread's
-    /// network namespace. Blocks until `/readyz` says ok.
+    /// Starts both binaries from a folder, in the calling thread's network namespace. The API
+    /// server listens on `address`. Blocks until `/readyz` succeeds.
+    ///
+    /// # Errors
+    /// The binaries do not exist, or do not serve in time.
     pub fn start_at(assets: &Path, address: Ipv4Addr) -> Result<Self, RealServerError> {
         for program in ["etcd", "kube-apiserver"] {
             let path = assets.join(program);
@@ -140,8 +148,8 @@ impl RealApiServer {
         format!("https://{}", self.address)
     }
 
-    /// The text of a kubeconfig file that leads here, as a member of `system:masters`. It names the
-    /// CA by path, so it holds as long as the server lives.
+    /// The text of a kubeconfig file for this server, with a user in the group `system:masters`.
+    /// The file refers to the CA by path, so it is valid only while the server runs.
     pub fn kubeconfig(&self) -> String {
         format!(
             "apiVersion: v1\nkind: Config\ncurrent-context: real\nclusters:\n- name: real\n  cluster:\n    server: {}\n    \
@@ -152,25 +160,31 @@ impl RealApiServer {
         )
     }
 
-    /// Ends the API server, which cuts every connection. etcd goes on.
+    /// Ends the API server, and so cuts all connections. etcd continues.
     pub fn stop(&mut self) {
         self.api_server = None;
     }
 
-    /// Starts the API server again on its port, ending it first if it runs. Blocks until `/readyz`
-    /// says ok.
+    /// Ends the API server if it runs, and starts it on its port again. Blocks until `/readyz`
+    /// succeeds.
+    ///
+    /// # Errors
+    /// The API server does not serve in time.
     pub fn restart(&mut self) -> Result<(), RealServerError> {
         self.stop();
         self.start_api_server()
     }
 
-    /// Compacts etcd at its current revision and restarts the API server, whose watch cache would
-    /// otherwise still have the history: watches and exact lists from before then get 410.
+    /// Compacts etcd at its current revision, so that watches and exact lists of earlier versions
+    /// get 410. Restarts the API server too, because its watch cache would still have the history.
+    ///
+    /// # Errors
+    /// etcd refuses the compaction, or the API server does not serve in time.
     pub fn lose_history(&mut self) -> Result<(), RealServerError> {
         let status = http_post(self.etcd_port, "/v3/kv/range", r#"{"key":"AA=="}"#)
             .map_err(host("ask etcd for its revision"))?;
         let revision = revision_of(&status).ok_or_else(|| {
-            host("ask etcd for its revision")(io::Error::other(format!("the answer has none: {status}")))
+            host("ask etcd for its revision")(io::Error::other(format!("the answer has no revision: {status}")))
         })?;
         let order = format!(r#"{{"revision":"{revision}","physical":true}}"#);
         http_post(self.etcd_port, "/v3/kv/compaction", &order).map_err(host("compact etcd"))?;
@@ -185,8 +199,7 @@ impl RealApiServer {
             format!("--secure-port={}", self.address.port()),
             format!("--bind-address={}", self.address.ip()),
             format!("--advertise-address={}", self.address.ip()),
-            // Otherwise it would keep an EndpointSlice of its own up to date in the midst of the
-            // tests.
+            // Otherwise the API server would write its own EndpointSlice during the tests.
             "--endpoint-reconciler-type=none".to_owned(),
             "--service-cluster-ip-range=10.96.0.0/16,fd00:10:96::/112".to_owned(),
             "--authorization-mode=AlwaysAllow".to_owned(),
@@ -249,8 +262,8 @@ fn start_etcd(assets: &Path, folder: &Path, port: u16, peer_port: u16) -> Result
         "--log-level=warn".to_owned(),
     ];
     let log = folder.join("etcd.log");
-    // As kubeadm sets it, under its names until 3.5 and from 3.6 on: by default bookmarks of API
-    // servers before 1.31 stand still for ten minutes.
+    // The value of kubeadm. With the default, API servers before 1.31 send bookmarks only every ten
+    // minutes. The first name is for etcd up to 3.5, the second for etcd from 3.6 on.
     let environment = ["ETCD_EXPERIMENTAL_WATCH_PROGRESS_NOTIFY_INTERVAL", "ETCD_WATCH_PROGRESS_NOTIFY_INTERVAL"];
     let mut command = Command::new(assets.join("etcd"));
     command.args(flags).envs(environment.map(|name| (name, "5s")));
@@ -260,8 +273,8 @@ fn start_etcd(assets: &Path, folder: &Path, port: u16, peer_port: u16) -> Result
     Ok(child)
 }
 
-/// A CA, a serving certificate for the address, a key pair for service-account tokens, and the
-/// token file.
+/// Writes a CA, a serving certificate for the address, a key pair for service-account tokens, and
+/// the token file.
 fn write_credentials(folder: &Path, address: Ipv4Addr) -> Result<(), RealServerError> {
     let mut authority = CertificateParams::new(Vec::new())?;
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -287,7 +300,8 @@ fn write_credentials(folder: &Path, address: Ipv4Addr) -> Result<(), RealServerE
     Ok(())
 }
 
-/// Ports that were free a moment ago, all different: the sockets close only once each has one.
+/// Finds free ports. All sockets stay open until the last port is found, so the ports are
+/// different.
 fn free_ports<const N: usize>() -> Result<[u16; N], RealServerError> {
     let mut ports = [0; N];
     let mut held = Vec::with_capacity(N);
@@ -301,7 +315,7 @@ fn free_ports<const N: usize>() -> Result<[u16; N], RealServerError> {
 
 fn revision_of(answer: &str) -> Option<u64> {
     let answer: serde_json::Value = serde_json::from_str(answer).ok()?;
-    // Its JSON gateway writes 64-bit numbers as text.
+    // etcd's JSON gateway writes 64-bit numbers as strings.
     answer.pointer("/header/revision")?.as_str()?.parse().ok()
 }
 
@@ -317,7 +331,10 @@ fn http_post(port: u16, path: &str, body: &str) -> io::Result<String> {
     http_exchange(port, &(head + body))
 }
 
-/// One HTTP/1.0 exchange, which ends with the connection; the body if the code was 200.
+/// Sends one HTTP/1.0 request, and returns the body.
+///
+/// # Errors
+/// The request fails, or the code is not 200.
 fn http_exchange(port: u16, request: &str) -> io::Result<String> {
     let mut stream = std::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
@@ -328,12 +345,12 @@ fn exchange_over(stream: &mut (impl io::Read + io::Write), request: &str) -> io:
     stream.write_all(request.as_bytes())?;
     let mut answer = Vec::new();
     match stream.read_to_end(&mut answer) {
-        // A TLS peer may close without saying so.
+        // A TLS peer may close the connection without close_notify.
         Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => return Err(error),
         _ => {}
     }
     let answer = String::from_utf8_lossy(&answer);
-    let (head, body) = answer.split_once("\r\n\r\n").ok_or_else(|| io::Error::other("the answer is cut short"))?;
+    let (head, body) = answer.split_once("\r\n\r\n").ok_or_else(|| io::Error::other("the answer is truncated"))?;
     let line = head.lines().next().unwrap_or_default();
     if line.split(' ').nth(1) == Some("200") {
         Ok(body.to_owned())
@@ -342,7 +359,7 @@ fn exchange_over(stream: &mut (impl io::Read + io::Write), request: &str) -> io:
     }
 }
 
-/// Whether `/readyz` answers 200 over TLS, verified against the CA.
+/// Whether `/readyz` answers 200 over TLS, with a certificate of the CA.
 fn is_ready(address: SocketAddr, authority: &Path) -> bool {
     match try_readyz(address, authority) {
         Ok(_) => true,
@@ -382,14 +399,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn missing_binaries_are_named() {
+    fn the_error_names_missing_binaries() {
         let folder = tempfile::tempdir().unwrap();
         let error = RealApiServer::start(folder.path()).unwrap_err().to_string();
         assert!(error.contains("etcd") && error.contains(ASSETS_VARIABLE), "{error}");
     }
 
     #[test]
-    fn a_binary_that_ends_at_once_is_reported_with_its_log() {
+    fn the_error_for_a_binary_that_ends_at_once_includes_its_log() {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
         for program in ["etcd", "kube-apiserver"] {
@@ -402,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn credentials_are_complete_and_the_certificate_verifies() {
+    fn credentials_are_complete_and_the_certificate_is_valid() {
         let folder = tempfile::tempdir().unwrap();
         write_credentials(folder.path(), Ipv4Addr::LOCALHOST).unwrap();
         for (name, mark) in
@@ -423,7 +440,7 @@ mod tests {
         assert_eq!(answer, "ok");
     }
 
-    /// A TLS server with the written certificate that answers one request.
+    /// Starts a TLS server with the written certificate. It answers one request.
     fn serve_one_readyz(folder: &Path, port: u16) {
         use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
         let certificate = CertificateDer::from_pem_file(folder.join("server.crt")).unwrap();
@@ -450,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn revisions_are_read_from_the_gateways_answer() {
+    fn the_revision_is_read_from_etcds_answer() {
         assert_eq!(revision_of(r#"{"header":{"revision":"41"}}"#), Some(41));
         assert_eq!(revision_of("{}"), None);
     }

@@ -1,5 +1,5 @@
-//! The thread that the stand-in runs on: listening, accepting, stopping and starting again on the
-//! same port.
+//! The thread of the stand-in API server. It accepts connections, and can stop and listen again on
+//! its port.
 
 use std::{
     net::{SocketAddr, TcpListener as StdListener},
@@ -28,14 +28,13 @@ enum Control {
     Listen(StdListener, std_mpsc::Sender<std::io::Result<()>>),
 }
 
-/// How many orders may wait. Each caller waits for its own, so that more would take as many
-/// threads.
+/// The capacity of the queue of orders. Each caller waits for its order, so the queue is full only
+/// if 64 threads give orders at once.
 const ORDERS: usize = 64;
 
-/// The handle of the thread; ends it when dropped.
+/// The handle of the thread. Dropping it ends the thread.
 pub(super) struct Server {
-    /// Stays ours while the server is stopped, so that nobody else gets it and connections are
-    /// refused.
+    /// The port. It stays reserved while the server is stopped, and connections are then refused.
     port: ReservedPort,
     control: Option<mpsc::Sender<Control>>,
     thread: Option<thread::JoinHandle<()>>,
@@ -67,14 +66,14 @@ impl Server {
         let listener = open(self.port.address()).map_err(failed("listen on its port"))?;
         let (done, answer) = std_mpsc::channel();
         self.send(Control::Listen(listener, done));
-        let taken = answer.recv().unwrap_or_else(|_| Err(std::io::Error::other("its thread takes no orders")));
+        let taken = answer.recv().unwrap_or_else(|_| Err(std::io::Error::other("the server's thread has ended")));
         taken.map_err(failed("listen on its port"))
     }
 
     pub(super) fn stop(&self) {
         let (done, answer) = std_mpsc::channel();
         self.send(Control::Stop(done));
-        // An error means that the thread has ended, and with it every connection.
+        // An error means that the thread has ended and all connections are closed.
         answer.recv().unwrap_or_default();
     }
 
@@ -82,7 +81,7 @@ impl Server {
         if let Some(control) = &self.control
             && control.try_send(order).is_err()
         {
-            tracing::warn!("the stand-in API server's thread takes no orders");
+            tracing::warn!("the stand-in API server's thread accepts no orders");
         }
     }
 }
@@ -117,7 +116,7 @@ async fn serve(shared: Arc<Shared>, mut orders: mpsc::Receiver<Control>) {
                 Some(Control::Stop(done)) => {
                     listener = None;
                     connections.shutdown().await;
-                    // The receiver waits for this; if it is gone there is nobody to tell.
+                    // Sending fails only if the caller no longer waits.
                     done.send(()).unwrap_or_default();
                 }
                 Some(Control::Listen(socket, done)) => {
@@ -127,7 +126,7 @@ async fn serve(shared: Arc<Shared>, mut orders: mpsc::Receiver<Control>) {
             },
             accepted = accept(listener.as_ref()) => match accepted {
                 Ok(stream) => {
-                    connections.spawn(converse(shared.clone(), stream));
+                    connections.spawn(serve_connection(shared.clone(), stream));
                 }
                 Err(error) => {
                     tracing::warn!(%error, "the stand-in API server could not accept a connection");
@@ -146,7 +145,7 @@ async fn accept(listener: Option<&TcpListener>) -> std::io::Result<TcpStream> {
     }
 }
 
-async fn converse(shared: Arc<Shared>, stream: TcpStream) {
+async fn serve_connection(shared: Arc<Shared>, stream: TcpStream) {
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "could not set TCP_NODELAY");
     }
@@ -158,7 +157,7 @@ async fn converse(shared: Arc<Shared>, stream: TcpStream) {
         .header_read_timeout(None)
         .serve_connection(TokioIo::new(stream), service);
     if let Err(error) = connection.await {
-        // A client that went away, or a cut that a test ordered.
+        // The client closed the connection, or a test cut it.
         tracing::debug!(%error, "a connection to the stand-in API server ended early");
     }
 }

@@ -1,18 +1,18 @@
-//! `Status` bodies, worded as the real API server words them: clients tell errors apart by code and
-//! reason.
+//! `Status` bodies with the codes, reasons and messages of the real API server. Clients distinguish
+//! errors by code and reason.
 
 use serde_json::{Value, json};
 
-/// A failure as the API reports it: an HTTP code and the `v1` Status object that is the body.
+/// A failure response: an HTTP code, and a `v1` Status object as the body.
 #[derive(Debug, Clone)]
 pub struct Failure {
-    /// The HTTP code, also in the body.
+    /// The HTTP code. The body contains it too.
     pub code: u16,
     /// The Status object.
     pub body: Value,
 }
 
-/// A failure Status with the given HTTP code, machine-readable reason and message.
+/// Builds a failure from an HTTP code, a machine-readable reason and a message.
 pub fn failure(code: u16, reason: &str, message: &str) -> Failure {
     let body = json!({
         "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
@@ -21,32 +21,32 @@ pub fn failure(code: u16, reason: &str, message: &str) -> Failure {
     Failure { code, body }
 }
 
-/// 404 for a path or an object that is not there.
+/// 404 for a path or an object that does not exist.
 pub(super) fn not_found() -> Failure {
     failure(404, "NotFound", "the server could not find the requested resource")
 }
 
-/// 400 for a request that cannot be understood.
+/// 400 for an invalid request.
 pub(super) fn bad_request(message: &str) -> Failure {
     failure(400, "BadRequest", message)
 }
 
-/// 422 for options of a list or a watch that exclude one another.
+/// 422 for an invalid combination of list or watch options.
 pub(super) fn invalid_options(field: &str, message: &str) -> Failure {
     failure(422, "Invalid", &format!("ListOptions.meta.k8s.io \"\" is invalid: {field}: Forbidden: {message}"))
 }
 
-/// 410 for a resourceVersion or a continue token that is older than the history kept.
+/// 410 for a resourceVersion or a continue token that is older than the history.
 pub(super) fn expired(message: &str) -> Failure {
     failure(410, "Expired", message)
 }
 
-/// 410 for a watch that starts at a version older than the history kept.
+/// 410 for a watch from a version that is older than the history.
 pub(super) fn too_old(asked: u64, oldest: u64) -> Failure {
     expired(&format!("too old resource version: {asked} ({oldest})"))
 }
 
-/// The Status of a failure that a test asked for: 429, 500, 503 or whatever code it named.
+/// The Status of a failure that a test injects, such as 429, 500 or 503.
 pub(super) fn injected(code: u16, retry_after_seconds: Option<u32>) -> Failure {
     let (reason, message) = match code {
         401 => ("Unauthorized", "Unauthorized"),

@@ -1,5 +1,4 @@
-//! Versioned objects and their bounded history: the part that etcd and the watch cache play for the
-//! real server.
+//! Versioned objects and their bounded history, as etcd and the watch cache of the real server.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -14,12 +13,14 @@ use super::{
     status::{self, Failure},
 };
 
-/// Locks even after a panic elsewhere: the stores of this module hold no half-made state.
+/// Locks a mutex also after a panic of another thread. The state is consistent whenever a lock is
+/// released.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One write, with what was there before: selectors need both sides to tell an add from a change.
+/// One write, with the object before and after it. Watches with selectors need both to distinguish
+/// ADDED, MODIFIED and DELETED.
 #[derive(Debug, Clone)]
 pub(super) struct Change {
     pub(super) version: u64,
@@ -28,8 +29,8 @@ pub(super) struct Change {
     pub(super) after: Option<Arc<Value>>,
 }
 
-/// A copy of every object and of the version counter, as an etcd backup is. Made by
-/// `ApiServer::backup`.
+/// A copy of all objects and the version counter, like a backup of etcd. `ApiServer::backup`
+/// creates it.
 #[derive(Debug, Clone)]
 pub struct Backup {
     objects: BTreeMap<Kind, BTreeMap<String, Arc<Value>>>,
@@ -37,7 +38,7 @@ pub struct Backup {
 }
 
 impl Backup {
-    /// The resourceVersion at which the copy was made.
+    /// The resourceVersion at the time of the copy.
     pub fn version(&self) -> u64 {
         self.version
     }
@@ -46,26 +47,26 @@ impl Backup {
 #[derive(Debug)]
 struct Inner {
     objects: BTreeMap<Kind, BTreeMap<String, Arc<Value>>>,
-    /// The version of the last write. One counter for all kinds, as etcd's revision.
+    /// The version of the last write. All kinds share one counter, like etcd's revision.
     version: u64,
-    /// New watches and exact reads from before this version are told 410.
+    /// New watches and exact reads of earlier versions get 410.
     compacted: u64,
-    /// Writes in order, without gaps, the newest at `version`. Reaches further back than
-    /// `compacted` while an open watch has yet to read it: compaction does not take events from
-    /// watches already open.
+    /// All writes in order up to `version`, without gaps. It contains writes before `compacted`
+    /// while an open watch has not read them, because compaction does not remove events of open
+    /// watches.
     history: VecDeque<Change>,
     cursors: BTreeMap<u64, u64>,
     next_cursor: u64,
 }
 
-/// The store. Cheap locks, no waiting while they are held.
+/// The store. No code waits while it holds the lock.
 #[derive(Debug)]
 pub(super) struct Store {
     inner: Mutex<Inner>,
-    bell: watch::Sender<u64>,
+    wakeups: watch::Sender<u64>,
 }
 
-/// How many of the newest writes a new watch can begin from.
+/// The number of newest writes that the history keeps. A new watch can begin at any of them.
 const HISTORY: u64 = 10_000;
 
 impl Store {
@@ -78,17 +79,17 @@ impl Store {
             cursors: BTreeMap::new(),
             next_cursor: 0,
         };
-        Self { inner: Mutex::new(inner), bell: watch::Sender::new(0) }
+        Self { inner: Mutex::new(inner), wakeups: watch::Sender::new(0) }
     }
 
-    /// Wakes at every write, and at every `ring`.
+    /// A receiver that changes at every write and at every [`Self::wake_watches`].
     pub(super) fn subscribe(&self) -> watch::Receiver<u64> {
-        self.bell.subscribe()
+        self.wakeups.subscribe()
     }
 
-    /// Wakes every watch to look again, as after a fault was switched.
-    pub(super) fn ring(&self) {
-        self.bell.send_modify(|count| *count = count.wrapping_add(1));
+    /// Wakes all watches, so that they check for new writes and faults.
+    pub(super) fn wake_watches(&self) {
+        self.wakeups.send_modify(|count| *count = count.wrapping_add(1));
     }
 
     pub(super) fn version(&self) -> u64 {
@@ -99,17 +100,16 @@ impl Store {
         lock(&self.inner).objects.get(&kind)?.get(&key(kind, namespace, name)).cloned()
     }
 
-    /// Creates or replaces, whatever the object says of its version.
+    /// Creates or replaces an object. Its resourceVersion is ignored.
     pub(super) fn apply(&self, mut object: Value) -> Result<Arc<Value>, Failure> {
         let kind = Kind::of(&object).filter(|_| object["metadata"]["name"].is_string());
-        let kind =
-            kind.ok_or_else(|| status::bad_request("an object of a kind that is served, with a name, is needed"))?;
+        let kind = kind.ok_or_else(|| status::bad_request("the object has no name, or a kind that is not served"))?;
         let mut inner = lock(&self.inner);
         let key = key_of(kind, &object);
         let before = inner.objects.get(&kind).and_then(|objects| objects.get(&key)).cloned();
         if let Some(before) = &before {
             object["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"].clone();
-            // As in the real server, a write that changes nothing makes neither a version nor an
+            // As in the real server, a write without a change creates neither a version nor an
             // event.
             if object == **before {
                 return Ok(before.clone());
@@ -121,11 +121,11 @@ impl Store {
         inner.objects.entry(kind).or_default().insert(key, after.clone());
         inner.record(Change { version, kind, before, after: Some(after.clone()) });
         drop(inner);
-        self.ring();
+        self.wake_watches();
         Ok(after)
     }
 
-    /// Deletes and gives back the last state; 404 if the object is not there.
+    /// Deletes an object, and returns its last state. Returns 404 if it does not exist.
     pub(super) fn delete(&self, kind: Kind, namespace: &str, name: &str) -> Result<Arc<Value>, Failure> {
         let mut inner = lock(&self.inner);
         let before = inner.objects.get_mut(&kind).and_then(|objects| objects.remove(&key(kind, namespace, name)));
@@ -133,12 +133,12 @@ impl Store {
         let version = inner.version + 1;
         inner.record(Change { version, kind, before: Some(before.clone()), after: None });
         drop(inner);
-        self.ring();
+        self.wake_watches();
         Ok(before)
     }
 
-    /// Objects by key, in key order, and the version that the list is of: the current one, or
-    /// exactly `at`. 410 if that version is compacted.
+    /// The version of the list, and the objects by key at this version. The version is `at`, or the
+    /// current one if `at` is `None`. Returns 410 if the version is compacted.
     pub(super) fn list(&self, kind: Kind, at: Option<u64>) -> Result<(u64, BTreeMap<String, Arc<Value>>), Failure> {
         let inner = lock(&self.inner);
         let mut objects = inner.objects.get(&kind).cloned().unwrap_or_default();
@@ -159,8 +159,8 @@ impl Store {
         Ok((at.min(inner.version), objects))
     }
 
-    /// Opens a cursor for a watch; events after `from` stay until it has read them. 410 where
-    /// `from` is compacted.
+    /// Opens a cursor for a watch. The history keeps events after `from` until the cursor has read
+    /// them. Returns 410 if `from` is compacted.
     pub(super) fn open_cursor(&self, from: u64) -> Result<u64, Failure> {
         let mut inner = lock(&self.inner);
         if from < inner.compacted {
@@ -172,13 +172,13 @@ impl Store {
         Ok(cursor)
     }
 
-    /// The next changes after `from` and up to `until`, at most `limit`, and the version up to
-    /// which they reach.
+    /// Reads at most `limit` changes after `from` and up to `until`. Returns the version of the
+    /// last one, and the changes.
     pub(super) fn read(&self, cursor: u64, from: u64, until: u64, limit: usize) -> (u64, Vec<Change>) {
         let mut inner = lock(&self.inner);
         if from >= inner.version.min(until) {
-            // Also a watch from a version in the future, as after a restored backup: the real
-            // server lets it wait in silence until the counter has caught up.
+            // This includes a watch from a future version, as after a restored backup. The real
+            // server sends nothing on such a watch until the counter has reached its version.
             return (from, Vec::new());
         }
         let first = inner.version + 1 - inner.history.len() as u64;
@@ -197,8 +197,7 @@ impl Store {
         inner.trim();
     }
 
-    /// Forgets all history: watches and exact reads from before the current version get 410 from
-    /// now on.
+    /// Drops the history. New watches and exact reads of earlier versions get 410.
     pub(super) fn compact(&self) {
         let mut inner = lock(&self.inner);
         inner.compacted = inner.version;
@@ -210,7 +209,7 @@ impl Store {
         Backup { objects: inner.objects.clone(), version: inner.version }
     }
 
-    /// Goes back to a backup: objects and counter as they were, history gone.
+    /// Restores the objects and the counter of a backup, and drops the history.
     pub(super) fn restore(&self, backup: &Backup) {
         let mut inner = lock(&self.inner);
         inner.objects = backup.objects.clone();
@@ -218,7 +217,7 @@ impl Store {
         inner.forget();
     }
 
-    /// Moves the counter up without a write, history gone.
+    /// Raises the counter without a write, and drops the history.
     pub(super) fn raise_version(&self, by: u64) {
         let mut inner = lock(&self.inner);
         inner.version += by;
@@ -267,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn exact_reads_undo_later_writes_until_compacted() {
+    fn exact_reads_return_old_versions_until_they_are_compacted() {
         let store = Store::new();
         store.apply(node("a", "1")).unwrap();
         store.apply(node("b", "1")).unwrap();
@@ -285,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn compaction_takes_nothing_from_an_open_cursor() {
+    fn compaction_removes_no_events_of_an_open_cursor() {
         let store = Store::new();
         let start = store.version();
         let cursor = store.open_cursor(start).unwrap();
@@ -296,11 +295,11 @@ mod tests {
         assert_eq!(store.open_cursor(start).unwrap_err().code, 410);
         let (reached, changes) = store.read(cursor, start, u64::MAX, 1_000);
         assert_eq!((reached, changes.len()), (store.version(), 10));
-        assert!(store.read(cursor, start, u64::MAX, 1_000).1.is_empty(), "what was read is trimmed");
+        assert!(store.read(cursor, start, u64::MAX, 1_000).1.is_empty(), "read events are removed");
     }
 
     #[test]
-    fn a_write_without_a_change_makes_no_version() {
+    fn a_write_without_a_change_creates_no_version() {
         let store = Store::new();
         let first = store.apply(node("a", "1")).unwrap();
         assert_eq!(store.apply(node("a", "1")).unwrap(), first);

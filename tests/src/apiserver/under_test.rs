@@ -1,4 +1,5 @@
-//! One face for the stand-in and for a real API server, so that watch tests are written once.
+//! A common interface to the stand-in and to a real API server, so that watch tests can run against
+//! both.
 
 use http::{Method, Request};
 use kube::{
@@ -25,11 +26,11 @@ pub enum ApiUnderTestError {
     /// The kubeconfig was refused.
     #[error("the kubeconfig does not work: {0}")]
     Kubeconfig(#[from] KubeconfigError),
-    /// A request failed; holds the server's Status if it sent one.
+    /// A request failed. Contains the server's Status if it sent one.
     #[error("{0}")]
     Request(#[from] kube::Error),
-    /// A request could not be made from the object or names given.
-    #[error("the request cannot be made: {0}")]
+    /// The object or the names are invalid.
+    #[error("the request is invalid: {0}")]
     BadRequest(String),
 }
 
@@ -38,10 +39,10 @@ enum Backing {
     Real(RealApiServer),
 }
 
-/// A running API server, stand-in or real, and a client of it.
+/// A running API server, stand-in or real, with a client.
 ///
-/// On the real one objects must be valid, and it brings some of its own (the `kubernetes` Service
-/// and ServiceCIDR): tests look at one namespace, or at labels that they set.
+/// The real server accepts only valid objects. It also creates its own objects (the Service and the
+/// ServiceCIDR `kubernetes`), so tests must select objects by namespace or label.
 pub struct ApiUnderTest {
     client: Client,
     backing: Backing,
@@ -54,7 +55,11 @@ impl std::fmt::Debug for ApiUnderTest {
 }
 
 impl ApiUnderTest {
-    /// The stand-in, and the real server where there is one; prints why where there is none.
+    /// Starts the stand-in, and the real server if [`ASSETS_VARIABLE`] is set. Otherwise prints
+    /// that the variable is unset.
+    ///
+    /// # Errors
+    /// A server does not start.
     pub async fn all() -> Result<Vec<Self>, ApiUnderTestError> {
         let stand_in = ApiServer::start()?;
         let client = client(&stand_in.kubeconfig()).await?;
@@ -65,7 +70,7 @@ impl ApiUnderTest {
                 servers
                     .push(Self { client: self::client(&server.kubeconfig()).await?, backing: Backing::Real(server) });
             }
-            None => println!("{ASSETS_VARIABLE} is unset: watch tests run on the stand-in API server only"),
+            None => println!("{ASSETS_VARIABLE} is unset: watch tests run only against the stand-in API server"),
         }
         Ok(servers)
     }
@@ -78,7 +83,7 @@ impl ApiUnderTest {
         }
     }
 
-    /// The stand-in with its faults and counters; `None` if the server is real.
+    /// The stand-in, with its faults and counters. `None` if the server is real.
     pub fn as_stand_in(&self) -> Option<&ApiServer> {
         match &self.backing {
             Backing::StandIn(server) => Some(server),
@@ -94,7 +99,7 @@ impl ApiUnderTest {
         }
     }
 
-    /// The text of a kubeconfig file that leads here.
+    /// The text of a kubeconfig file for this server.
     pub fn kubeconfig(&self) -> String {
         match &self.backing {
             Backing::StandIn(server) => server.kubeconfig(),
@@ -102,24 +107,25 @@ impl ApiUnderTest {
         }
     }
 
-    /// A client of kube's, with the token and the CA where the server has them.
+    /// A kube client, with a token and a CA if the server is real.
     pub fn client(&self) -> Client {
         self.client.clone()
     }
 
-    /// Whether a watch may begin with the state as it is: from Kubernetes 1.32 on by default.
+    /// Whether the server supports streaming lists (`sendInitialEvents`). Kubernetes supports them
+    /// by default from 1.32 on.
     pub async fn has_streaming_lists(&self) -> Result<bool, ApiUnderTestError> {
         let path = "/api/v1/nodes?watch=true&sendInitialEvents=true&resourceVersionMatch=NotOlderThan\
                     &allowWatchBookmarks=true&timeoutSeconds=1";
         match self.send(Method::GET, path, None).await {
             Err(ApiUnderTestError::Request(kube::Error::Api(status))) if status.code == 422 => Ok(false),
-            // What a watch says is no single object.
+            // The events of a watch are not one JSON object, so decoding them fails.
             Ok(_) | Err(ApiUnderTestError::Request(kube::Error::SerdeError(_))) => Ok(true),
             Err(error) => Err(error),
         }
     }
 
-    /// Creates an object, or replaces it if it is there.
+    /// Creates or replaces an object.
     pub async fn apply(&self, object: &Value) -> Result<(), ApiUnderTestError> {
         if let Backing::StandIn(server) = &self.backing {
             return server.apply(object.clone()).map(drop).map_err(|failure| refused(&failure));
@@ -145,7 +151,7 @@ impl ApiUnderTest {
         self.send(Method::DELETE, &kind.object_path(namespace, name), None).await.map(drop)
     }
 
-    /// Makes sure that a namespace is there to write into. The stand-in needs none.
+    /// Creates a namespace if it does not exist. The stand-in needs no namespaces.
     pub async fn ensure_namespace(&self, namespace: &str) -> Result<(), ApiUnderTestError> {
         if matches!(self.backing, Backing::StandIn(_)) {
             return Ok(());
@@ -157,7 +163,7 @@ impl ApiUnderTest {
         }
     }
 
-    /// Ends the server until [`Self::restart`]; connections are cut and refused.
+    /// Stops the server until [`Self::restart`]. Connections are cut and refused.
     pub fn stop(&mut self) {
         match &mut self.backing {
             Backing::StandIn(server) => server.stop(),
@@ -165,8 +171,8 @@ impl ApiUnderTest {
         }
     }
 
-    /// Restarts the server with its history lost: watches from before get 410, connections are cut.
-    /// Blocks until it serves again.
+    /// Restarts the server without its history, so that watches from earlier versions get 410.
+    /// Connections are cut. Blocks until the server serves.
     pub async fn restart_without_history(&mut self) -> Result<(), ApiUnderTestError> {
         match &mut self.backing {
             Backing::StandIn(server) => server.restart(&super::Restart::LoseHistory)?,
@@ -175,7 +181,7 @@ impl ApiUnderTest {
         self.connect_anew().await
     }
 
-    /// Restarts the server with everything kept; connections are cut. Blocks until it serves again.
+    /// Restarts the server with its history. Connections are cut. Blocks until the server serves.
     pub async fn restart(&mut self) -> Result<(), ApiUnderTestError> {
         match &mut self.backing {
             Backing::StandIn(server) => server.restart(&super::Restart::KeepHistory)?,
@@ -184,8 +190,8 @@ impl ApiUnderTest {
         self.connect_anew().await
     }
 
-    /// The client may not have noticed yet that its idle connections are cut, and would send a
-    /// request into one.
+    /// Replaces the client. The old client could send a request over an idle connection that the
+    /// restart has cut.
     async fn connect_anew(&mut self) -> Result<(), ApiUnderTestError> {
         self.client = client(&self.kubeconfig()).await?;
         Ok(())
@@ -214,7 +220,7 @@ async fn client(kubeconfig: &str) -> Result<Client, ApiUnderTestError> {
 fn names(object: &Value) -> Result<(Kind, String, String), ApiUnderTestError> {
     let kind = Kind::of(object).ok_or_else(|| {
         ApiUnderTestError::BadRequest(format!(
-            "{} {} is not a kind that is served",
+            "the API servers do not serve {} {}",
             object["apiVersion"], object["kind"]
         ))
     })?;

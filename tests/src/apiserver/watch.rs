@@ -1,5 +1,5 @@
-//! One open watch: a response body that reads the store's history through a cursor, one JSON
-//! document a line.
+//! One open watch: a response body that reads the store's history through a cursor and sends one
+//! JSON document per line.
 
 use std::{collections::VecDeque, io, sync::Arc, time::Duration};
 
@@ -20,14 +20,14 @@ use super::{
     store::Change,
 };
 
-/// How many changes are looked at in one go.
+/// The largest number of changes that are read at once.
 const BATCH: usize = 256;
 
-/// The pause between half an event and the cut, in which the half is written to the socket.
+/// The pause between half an event and the cut. In this time the half is written to the socket.
 const CUT_PAUSE: Duration = Duration::from_millis(20);
 
-/// So long before its end a watch gets a bookmark, if one is not due earlier
-/// (`cacheWatcher.nextBookmarkTime`).
+/// A watch gets a bookmark at least this long before its end, as `cacheWatcher.nextBookmarkTime` of
+/// the real server does.
 const LAST_BOOKMARK: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Clone, Copy)]
@@ -36,7 +36,7 @@ enum End {
     Cut(Cut),
 }
 
-/// A place in the history that keeps what follows it from being forgotten.
+/// A version in the history. The history keeps all later writes while the cursor exists.
 #[derive(Debug)]
 struct Cursor {
     shared: Arc<Shared>,
@@ -50,20 +50,20 @@ impl Drop for Cursor {
     }
 }
 
-/// The state of one watch. Dropped with the response body, also when the client goes away.
+/// The state of one watch. It is dropped with the response body, also when the client disconnects.
 #[derive(Debug)]
 pub(super) struct Session {
     shared: Arc<Shared>,
     connection: Arc<ConnectionState>,
     ticket: Ticket,
-    bell: Receiver<u64>,
+    wakeups: Receiver<u64>,
     kind: Kind,
     namespace: Option<String>,
     selector: Selector,
     cursor: Cursor,
-    /// State to send before any change; `None` once sent.
+    /// The objects to send before any change; `None` after they are sent.
     initial: Option<Vec<Arc<Value>>>,
-    /// Whether the initial state ends in the bookmark of a streaming list.
+    /// Whether a bookmark marks the end of the initial objects, as in a streaming list.
     marks_initial_end: bool,
     bookmarks: bool,
     wants_bookmark: bool,
@@ -75,8 +75,10 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// Opens a watch. A version that is too old gives the failure; whether that becomes an HTTP
-    /// code or an ERROR event is the caller's choice.
+    /// Opens a watch.
+    ///
+    /// # Errors
+    /// The version is too old. The caller sends the failure as an HTTP code or as an ERROR event.
     pub(super) fn open(
         shared: &Arc<Shared>,
         connection: Arc<ConnectionState>,
@@ -84,12 +86,12 @@ impl Session {
         namespace: Option<&str>,
         params: Params,
     ) -> Result<Self, Failure> {
-        let bell = shared.store.subscribe();
+        let wakeups = shared.store.subscribe();
         let (cursor, initial) = match params.version.filter(|_| !params.send_initial_events) {
             Some(version) => (open_cursor(shared, version)?, None),
             None => {
-                // The list and the cursor must not be apart: take the cursor first, then list
-                // exactly there.
+                // The list and the cursor must have one version. The cursor keeps its version in
+                // the history, so it is opened first.
                 let cursor = open_cursor(shared, shared.store.version())?;
                 let (_, objects) = shared.store.list(kind, Some(cursor.version))?;
                 let in_scope =
@@ -98,8 +100,8 @@ impl Session {
             }
         };
         let options = shared.options();
-        // Without a time-out of the client's the real server takes a random one from half an hour
-        // up.
+        // If the client sets no time-out, the real server chooses a random one of at least half an
+        // hour.
         let seconds = params.timeout_seconds.unwrap_or_else(|| fastrand::u64(1_800..3_600));
         let now = Instant::now();
         let deadline = now + Duration::from_secs(seconds.min(86_400));
@@ -109,7 +111,7 @@ impl Session {
             ticket: shared.faults.register(kind),
             shared: shared.clone(),
             connection,
-            bell,
+            wakeups,
             kind,
             namespace: namespace.map(str::to_owned),
             selector: params.selector,
@@ -126,7 +128,7 @@ impl Session {
         })
     }
 
-    /// The next piece of the body; `None` is a clean end, an error cuts the connection.
+    /// The next piece of the body. `None` ends the body. An error cuts the connection.
     pub(super) async fn next(&mut self) -> Option<io::Result<Bytes>> {
         loop {
             if let Some(line) = self.lines.pop_front() {
@@ -140,11 +142,11 @@ impl Session {
                         self.connection.reset_on_close();
                     }
                     self.end = Some(End::Clean);
-                    return Some(Err(io::Error::other("cut as a test ordered")));
+                    return Some(Err(io::Error::other("the test cuts the connection")));
                 }
                 None => {}
             }
-            self.bell.borrow_and_update();
+            self.wakeups.borrow_and_update();
             self.advance();
             if self.lines.is_empty() && self.end.is_none() {
                 self.wait().await;
@@ -155,7 +157,7 @@ impl Session {
     async fn wait(&mut self) {
         let bookmark_due = self.bookmarks && !self.shared.faults.is_blocked(self.kind);
         tokio::select! {
-            changed = self.bell.changed() => {
+            changed = self.wakeups.changed() => {
                 if changed.is_err() {
                     self.end = Some(End::Clean);
                 }
@@ -170,12 +172,13 @@ impl Session {
         }
     }
 
-    /// Obeys orders, each after the writes that came before it, then sends what the store has.
+    /// Executes the orders, each after the events of earlier writes, and then sends all other
+    /// events.
     fn advance(&mut self) {
         for (version, order) in self.ticket.take_orders() {
             self.send_up_to(version);
             if self.end.is_none() {
-                self.obey(order);
+                self.execute(order);
             }
             if self.end.is_some() {
                 return;
@@ -184,8 +187,8 @@ impl Session {
         self.send_up_to(u64::MAX);
     }
 
-    /// Sends the initial state, the changes up to a version, and a bookmark if one was ordered;
-    /// nothing while the kind is blocked.
+    /// Sends the initial objects, the changes up to a version, and a bookmark if one was ordered.
+    /// Sends nothing while the kind is blocked.
     fn send_up_to(&mut self, version: u64) {
         if self.shared.faults.is_blocked(self.kind) {
             return;
@@ -205,7 +208,7 @@ impl Session {
         }
     }
 
-    fn obey(&mut self, order: Order) {
+    fn execute(&mut self, order: Order) {
         match order {
             Order::Close => self.end = Some(End::Clean),
             Order::CutNow(how) => {
@@ -250,7 +253,8 @@ impl Session {
             (None, Some(object)) => self.push_event("ADDED", object),
             (Some(_), Some(object)) => self.push_event("MODIFIED", object),
             (Some(object), None) => {
-                // The last state that was selected, at the version of the write that took it away.
+                // The event has the last selected state, with the version of the write that removed
+                // or deselected it.
                 let mut object = (**object).clone();
                 object["metadata"]["resourceVersion"] = json!(change.version.to_string());
                 self.push_event("DELETED", &object);
@@ -305,7 +309,7 @@ pub(super) fn is_in_namespace(object: &Value, namespace: Option<&str>) -> bool {
     namespace.is_none_or(|namespace| object["metadata"]["namespace"].as_str() == Some(namespace))
 }
 
-/// One event as it goes over the wire.
+/// Encodes one event as a line of JSON.
 pub(super) fn line(event: &str, object: &Value) -> Bytes {
     Bytes::from(format!("{}\n", json!({"type": event, "object": object})))
 }

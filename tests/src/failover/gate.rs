@@ -1,4 +1,5 @@
-//! A TCP relay between a replica and its API server, which can refuse connections or fall silent.
+//! A TCP relay between a replica and its API server. It can refuse connections, or keep them open
+//! without forwarding bytes.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -12,24 +13,24 @@ use tokio::{
     time::sleep,
 };
 
-/// What the relay does with connections, open ones included.
+/// What the relay does with open and new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// It carries them.
+    /// The relay forwards bytes.
     Open,
-    /// It resets them.
+    /// The relay resets connections.
     Refusing,
-    /// It accepts them and carries nothing, as a network that drops every packet.
+    /// The relay accepts connections and forwards nothing, like a network that drops all packets.
     Silent,
 }
 
-/// The relay. Dropping it closes everything.
+/// The relay. Dropping it closes all connections.
 #[derive(Debug)]
 pub struct Gate {
-    /// Where the replica connects.
+    /// The address to which the replica connects.
     pub address: SocketAddr,
     mode: watch::Sender<Mode>,
-    /// Connections that carry bytes.
+    /// The number of connections on which the relay forwards bytes.
     carrying: watch::Sender<usize>,
     accepting: JoinHandle<()>,
 }
@@ -44,7 +45,7 @@ impl Gate {
     /// Starts a relay to `server` on a free loopback port.
     ///
     /// # Errors
-    /// When there is no port.
+    /// The relay cannot listen.
     pub async fn start(server: SocketAddr, mode: Mode) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await.context("listening for a relay")?;
         let address = listener.local_addr()?;
@@ -53,12 +54,12 @@ impl Gate {
         Ok(Self { address, mode, carrying, accepting })
     }
 
-    /// Changes what it does from now on. Unless it opens, nothing more is carried when this
-    /// returns.
+    /// Changes the mode. When this returns and the mode is not [`Mode::Open`], the relay forwards
+    /// no more bytes.
     pub async fn set(&self, mode: Mode) {
         self.mode.send_replace(mode);
         if mode != Mode::Open {
-            // The sender is ours: this cannot fail.
+            // This cannot fail, because this value holds the sender.
             let _ = self.carrying.subscribe().wait_for(|carrying| *carrying == 0).await;
         }
     }
@@ -80,7 +81,7 @@ async fn carry(
     mut mode: watch::Receiver<Mode>,
     carrying: watch::Sender<usize>,
 ) {
-    // Counted before the look at the mode, so that a change of it waits for this connection.
+    // The connection is counted before its mode is read, so that `Gate::set` waits for it.
     carrying.send_modify(|count| *count += 1);
     let mut has_ended = false;
     if *mode.borrow_and_update() == Mode::Open
@@ -96,12 +97,12 @@ async fn carry(
     if has_ended {
         return;
     }
-    // A silent connection never speaks again: a network that comes back knows it no more.
+    // A silent connection is never continued. When the mode changes, it is reset.
     while *mode.borrow_and_update() == Mode::Silent {
         if mode.changed().await.is_err() {
             break;
         }
     }
-    // A reset that cannot be had becomes an end of file, which ends the connection as well.
+    // If this fails, the connection ends without a reset.
     let _ = SockRef::from(&client).set_linger(Some(Duration::ZERO));
 }

@@ -1,6 +1,6 @@
-//! Many agents and three replicas, of which one follows the API server, one never lists it, and one
-//! loses it after a while; then all lose it. Replicas are the real program, agents the real session
-//! and reconcile loop.
+//! Many agents and three replicas. One replica follows the API server, one never lists it, and one
+//! loses it after a while. Later all replicas lose it. Replicas are real processes. Agents are the
+//! real session and reconcile loop.
 
 mod gate;
 mod replica;
@@ -34,10 +34,10 @@ use crate::apiserver::{
     objects::{endpoint_slice, service},
 };
 
-/// Bounds waiting, and nothing else.
+/// Longest wait for any condition.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Index of each replica.
+// The indices of the replicas.
 const HEALTHY: usize = 0;
 const NEVER_LISTS: usize = 1;
 const CUT_OFF: usize = 2;
@@ -45,44 +45,45 @@ const CUT_OFF: usize = 2;
 /// Sizes and times of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Scenario {
-    /// Agents that are there from the beginning.
+    /// The number of agents at the beginning.
     pub agents: usize,
-    /// Agents without any state that come while no replica has its API server.
+    /// The number of agents without state that start while no replica has its API server.
     pub newcomers: usize,
-    /// Services, of two endpoints each.
+    /// The number of Services. Each has two endpoints.
     pub services: u32,
-    /// From the start of the agents until one replica loses its API server.
+    /// The time from the start of the agents until one replica loses its API server.
     pub cut_after: Duration,
-    /// How it loses it.
+    /// How the replica loses its API server.
     pub cut: Mode,
-    /// How long nobody may move once everybody is where they should be.
+    /// The length of each period in which moves are counted although no agent should move.
     pub calm: Duration,
 }
 
-/// What was seen.
+/// The results of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Outcome {
-    /// From the start of the agents until all had programmed everything.
+    /// The time from the start of the agents until all had programmed everything.
     pub start_seconds: f64,
-    /// Agents that the replica had when it lost its API server.
+    /// The number of agents at the replica that lost its API server, at that time.
     pub agents_at_cut: usize,
-    /// From the cut until all agents were on the healthy replica and had programmed a change made
-    /// after the cut.
+    /// The time from the cut until all agents had programmed a change made after the cut. They were
+    /// all at the healthy replica then.
     pub failover_seconds: f64,
-    /// Most moves of one agent until then.
+    /// The largest number of moves of one agent until then.
     pub most_moves: u64,
-    /// Moves in the calm time after that.
+    /// The number of moves in the calm period after the failover.
     pub moves_in_calm: u64,
-    /// Moves of agents with state while no replica had its API server.
+    /// The number of moves of agents with state while no replica had its API server.
     pub moves_while_all_cut_off: u64,
-    /// From the start of agents without state, in that time, until all had programmed everything
-    /// that a replica has.
+    /// The time from the start of the agents without state until all had programmed the state of a
+    /// replica. No replica had its API server in this time.
     pub newcomers_seconds: f64,
-    /// From the return of the API server until all agents had programmed a change made after it.
+    /// The time from the return of the API server until all agents had programmed a change made
+    /// after the return.
     pub return_seconds: f64,
 }
 
-/// The cluster as the API server has it, read by nobody's replica.
+/// A store that follows the API server directly. Its digests are the expected ones.
 struct Reference {
     store: Arc<Store>,
     _folder: TempDir,
@@ -100,11 +101,11 @@ impl Reference {
         let shutdown = CancellationToken::new();
         tokio::spawn(source::run(SourceSpec::Kubernetes, settings, sink, shutdown.clone()));
         let reference = Self { store, _folder: folder, _stops: shutdown.drop_guard() };
-        until("the reference is listed", || reference.store.is_synced()).await?;
+        until("the reference has listed the API server", || reference.store.is_synced()).await?;
         Ok(reference)
     }
 
-    /// Digests of the state once it has everything that was written so far.
+    /// Waits until the store has the last write, and returns its digests.
     async fn digests(&self, api: &ApiServer) -> Result<Digests> {
         let version = api.version();
         let has_all = || self.store.changed_positions().values().any(|position| *position >= version);
@@ -122,7 +123,7 @@ async fn until(what: &str, is_so: impl Fn() -> bool) -> Result<()> {
     Ok(())
 }
 
-/// A running scene.
+/// A running API server, its replicas and their agents.
 pub struct Scene {
     api: ApiServer,
     reference: Reference,
@@ -133,11 +134,11 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// Starts the API server and a replica for each of `modes`, which says how it is connected. No
-    /// agents yet.
+    /// Starts the API server, and a replica for each of `modes`. The mode says how the replica is
+    /// connected to the API server. Agents are not started.
     ///
     /// # Errors
-    /// When something does not start.
+    /// A program does not start, or a replica does not list the API server.
     pub async fn set(services: u32, modes: &[Mode]) -> Result<Self> {
         let api = ApiServer::start()?;
         for number in 0..services {
@@ -155,7 +156,7 @@ impl Scene {
         for replica in replicas.iter().zip(modes).filter(|(_, mode)| **mode == Mode::Open).map(|(replica, _)| replica) {
             let limit = Instant::now() + LIMIT;
             while !replica.status().await?.synced {
-                ensure!(Instant::now() < limit, "a replica does not list: {}", replica.log_tail());
+                ensure!(Instant::now() < limit, "a replica does not list the API server: {}", replica.log_tail());
                 sleep(Duration::from_millis(20)).await;
             }
         }
@@ -180,10 +181,10 @@ impl Scene {
         &self.agents
     }
 
-    /// Starts agents that know these replicas and hold nothing.
+    /// Starts agents without state that know the replicas with these indices.
     ///
     /// # Errors
-    /// When one cannot be started.
+    /// An agent cannot be started.
     pub fn add_agents(&mut self, count: usize, replicas: &[usize]) -> Result<()> {
         let urls: Vec<String> = replicas.iter().map(|replica| self.replicas[*replica].url()).collect();
         for _ in 0..count {
@@ -195,7 +196,7 @@ impl Scene {
     /// Changes one endpoint.
     ///
     /// # Errors
-    /// When the API server refuses it, which is a defect.
+    /// The API server refuses the change, which is a defect.
     pub fn change(&mut self) -> Result<()> {
         self.changes += 1;
         apply(&self.api, slice(0, self.changes))
@@ -204,7 +205,7 @@ impl Scene {
     /// Waits until all agents have programmed everything that the API server has.
     ///
     /// # Errors
-    /// When one never has.
+    /// An agent has not programmed everything in time.
     pub async fn until_programmed(&self) -> Result<()> {
         let started = Instant::now();
         let wanted = self.reference.digests(&self.api).await?;
@@ -225,23 +226,23 @@ impl Scene {
         }
     }
 
-    /// Waits until a replica is ready, or is not.
+    /// Waits until a replica's readiness equals `is_ready`.
     ///
     /// # Errors
-    /// When it never is.
+    /// The readiness does not change in time.
     pub async fn until_ready(&self, replica: usize, is_ready: bool) -> Result<()> {
         let limit = Instant::now() + LIMIT;
         while self.replicas[replica].is_ready().await? != is_ready {
-            ensure!(Instant::now() < limit, "replica {replica}'s readiness is not {is_ready}");
+            ensure!(Instant::now() < limit, "the readiness of replica {replica} does not become {is_ready}");
             sleep(Duration::from_millis(20)).await;
         }
         Ok(())
     }
 
-    /// Number of agents at each replica.
+    /// The number of agents at each replica.
     ///
     /// # Errors
-    /// When a replica cannot be asked.
+    /// A replica does not answer.
     pub async fn places(&self) -> Result<Vec<usize>> {
         let mut places = Vec::new();
         for replica in &self.replicas {
@@ -250,7 +251,7 @@ impl Scene {
         Ok(places)
     }
 
-    /// Moves of each agent so far.
+    /// The number of moves of each agent so far.
     #[must_use]
     pub fn moves(&self) -> Vec<u64> {
         self.agents.iter().map(Agent::moves).collect()
@@ -270,10 +271,11 @@ fn slice(number: u32, last: u8) -> serde_json::Value {
         .build()
 }
 
-/// Plays the whole scenario.
+/// Runs the whole scenario.
 ///
 /// # Errors
-/// When an agent does not get everything, or moves when it should not.
+/// An agent does not program everything in time, or is not at the healthy replica after the
+/// failover.
 pub async fn run(scenario: Scenario) -> Result<Outcome> {
     let Scenario { agents, newcomers, services, cut_after, cut, calm } = scenario;
     let mut scene = Scene::set(services, &[Mode::Open, Mode::Refusing, Mode::Open]).await?;
@@ -291,7 +293,7 @@ pub async fn run(scenario: Scenario) -> Result<Outcome> {
     scene.until_programmed().await.context("after one replica lost its API server")?;
     let failover_seconds = cut_at.elapsed().as_secs_f64();
     let places = scene.places().await?;
-    ensure!(places == [agents, 0, 0], "agents are not all on the healthy replica: {places:?}");
+    ensure!(places == [agents, 0, 0], "not all agents are at the healthy replica: {places:?}");
     let before = scene.moves();
     let most_moves = before.iter().copied().max().unwrap_or_default();
     sleep(calm).await;
@@ -303,7 +305,7 @@ pub async fn run(scenario: Scenario) -> Result<Outcome> {
     let joined = Instant::now();
     scene.add_agents(newcomers, &all)?;
     let newcomers_programmed = || scene.agents[agents..].iter().all(|agent| agent.programmed().is_some());
-    until("agents without state get one while no replica has its API server", newcomers_programmed).await?;
+    until("agents without state receive one while no replica has its API server", newcomers_programmed).await?;
     let newcomers_seconds = joined.elapsed().as_secs_f64();
     sleep(calm).await;
     let moves_while_all_cut_off: u64 = moved(&scene, &before[..]) - moves_in_calm;
@@ -327,7 +329,7 @@ pub async fn run(scenario: Scenario) -> Result<Outcome> {
     })
 }
 
-/// How many agents made how many moves.
+/// Maps each number of moves to the number of agents that made so many moves.
 #[must_use]
 pub fn histogram(moves: &[u64]) -> BTreeMap<u64, usize> {
     moves.iter().fold(BTreeMap::new(), |mut counts, moves| {

@@ -1,4 +1,4 @@
-//! One replica: the real program on loopback, behind a [`Gate`] to its API server.
+//! One replica: a real process on loopback that reaches its API server through a [`Gate`].
 
 use std::{
     fs::{self, File},
@@ -27,10 +27,10 @@ use crate::{
 /// How long a replica may take until it listens.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// See the module. Dropping it ends the process.
+/// One replica. Dropping it ends the process.
 #[derive(Debug)]
 pub struct Replica {
-    /// Between it and the API server.
+    /// The relay between the replica and its API server.
     pub gate: Gate,
     name: String,
     log: PathBuf,
@@ -40,10 +40,10 @@ pub struct Replica {
 }
 
 impl Replica {
-    /// Starts a replica. Files are kept in `folder`.
+    /// Starts a replica, with its files in `folder`.
     ///
     /// # Errors
-    /// When the program does not listen in half a minute.
+    /// The program does not listen within 30 seconds.
     pub async fn start(name: &str, folder: &Path, api: &ApiServer, mode: Mode) -> Result<Self> {
         let gate = Gate::start(api.address(), mode).await?;
         let kubeconfig = folder.join(format!("{name}.kubeconfig"));
@@ -64,7 +64,7 @@ impl Replica {
         Ok(replica)
     }
 
-    /// Waits for it to log where it listens.
+    /// Waits until the log has the replica's addresses.
     async fn find_addresses(&mut self) -> Result<()> {
         let until = Instant::now() + START_LIMIT;
         loop {
@@ -78,31 +78,31 @@ impl Replica {
         }
     }
 
-    /// Where agents connect.
+    /// The URL for agents.
     #[must_use]
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// The end of its log.
+    /// The end of the replica's log.
     #[must_use]
     pub fn log_tail(&self) -> String {
         process::log_tail(&self.log)
     }
 
-    /// What it says of itself.
+    /// The replica's status.
     ///
     /// # Errors
-    /// When it cannot be asked.
+    /// The replica does not answer.
     pub async fn status(&self) -> Result<GetStatusResponse> {
         let mut client = InspectClient::connect(self.url()).await.context("connecting to a replica")?;
         Ok(client.get_status(GetStatusRequest {}).await?.into_inner())
     }
 
-    /// Its agents.
+    /// The replica's agents.
     ///
     /// # Errors
-    /// When it cannot be asked.
+    /// The replica does not answer.
     pub async fn agents(&self) -> Result<Vec<AgentInfo>> {
         let mut client = InspectClient::connect(self.url()).await.context("connecting to a replica")?;
         let mut stream = client.list_agents(ListAgentsRequest::default()).await?.into_inner();
@@ -113,10 +113,10 @@ impl Replica {
         Ok(agents)
     }
 
-    /// True while `/readyz` answers 200.
+    /// Whether `/readyz` answers 200.
     ///
     /// # Errors
-    /// When the page cannot be read.
+    /// The page cannot be read.
     pub async fn is_ready(&self) -> Result<bool> {
         let mut stream = TcpStream::connect(self.metrics).await?;
         stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: replica\r\nConnection: close\r\n\r\n").await?;

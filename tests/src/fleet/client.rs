@@ -215,7 +215,7 @@ impl Client {
     }
 
     /// Changes where it connects the next time.
-    pub(super) fn direct(&mut self, replicas: &[SocketAddr]) {
+    pub(super) fn set_replicas(&mut self, replicas: &[SocketAddr]) {
         self.member.replicas = replicas.to_vec();
         self.next_replica = 0;
         self.failures = 0;

@@ -304,7 +304,7 @@ impl Worker {
         let chosen: Vec<usize> = (0..self.clients.len()).filter(|index| chooses(&self.clients[*index])).collect();
         for index in &chosen {
             self.disconnect(*index, how);
-            self.direct(*index, replicas);
+            self.set_replicas(*index, replicas);
             self.waiting.push_back(*index);
         }
         chosen.len()
@@ -324,7 +324,7 @@ impl Worker {
     pub fn resume(&mut self, replicas: &[SocketAddr], chooses: impl Fn(&Client) -> bool) {
         for index in 0..self.clients.len() {
             if chooses(&self.clients[index]) && std::mem::take(&mut self.clients[index].is_suspended) {
-                self.direct(index, replicas);
+                self.set_replicas(index, replicas);
                 self.waiting.push_back(index);
             }
         }
@@ -348,11 +348,11 @@ impl Worker {
 
     /// Changes where the agents connect the next time.
     pub fn redirect(&mut self, replicas: &[SocketAddr]) {
-        (0..self.clients.len()).for_each(|index| self.direct(index, replicas));
+        (0..self.clients.len()).for_each(|index| self.set_replicas(index, replicas));
     }
 
-    fn direct(&mut self, index: usize, replicas: &[SocketAddr]) {
-        self.clients[index].direct(replicas);
+    fn set_replicas(&mut self, index: usize, replicas: &[SocketAddr]) {
+        self.clients[index].set_replicas(replicas);
     }
 
     /// Changes what the agents that `chooses` chooses do wrong. Who read slowly, or not at all,
