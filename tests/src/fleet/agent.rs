@@ -1,5 +1,5 @@
-//! One agent's knowledge, which outlives its connections: a tracker, and for some agents the real
-//! state behind it.
+//! The state of one agent, which survives its connections: a tracker, and for some agents the state
+//! of a real agent.
 
 use std::{sync::Arc, time::Instant};
 
@@ -14,13 +14,13 @@ use v1::agent_message::Body;
 
 use super::tracker::{Effect, Point, Received, Tracker, Violation};
 
-/// Digests of a state, for agents that do not hold the state themselves. One of them is at the same
-/// point only if it holds the same.
+/// The digests of a state, for agents that do not hold the state themselves. Agents with equal
+/// epoch and version have equal digests.
 #[derive(Debug, Clone)]
 pub struct Reference {
     /// Epoch and version.
     pub at: (u64, u64),
-    /// Digests of the state there.
+    /// The digests of the state at this version.
     pub digests: v1::BucketDigests,
 }
 
@@ -29,11 +29,11 @@ pub struct Reference {
 struct Full {
     machine: Machine,
     held: Held,
-    /// Services that a kernel would have had to be programmed for, since the stream began.
+    /// The number of Services that a real agent would have programmed since the stream began.
     dirty_services: u64,
 }
 
-/// See the module.
+/// The state of one agent, which survives its connections.
 #[derive(Debug)]
 pub struct Agent {
     node: Arc<str>,
@@ -47,34 +47,34 @@ impl Agent {
         Self { node: node.into(), tracker: Tracker::default(), full: is_full.then(full) }
     }
 
-    /// What it has been sent, and where it is.
+    /// The received messages and the present version.
     #[must_use]
     pub fn tracker(&self) -> &Tracker {
         &self.tracker
     }
 
-    /// Digests of the state, if it holds one.
+    /// The digests of the state; `None` for an agent that holds no state.
     #[must_use]
     pub fn digests(&self) -> Option<&Digests> {
         self.full.as_ref().map(|full| full.held.state().digests())
     }
 
-    /// Services that a real agent would have had to program anew, since its stream began; none of
-    /// an agent that holds no state.
+    /// The number of Services that a real agent would have programmed since the stream began;
+    /// `None` for an agent that holds no state.
     #[must_use]
     pub fn dirty_services(&self) -> Option<u64> {
         self.full.as_ref().map(|full| full.dirty_services)
     }
 
-    /// What others may say of their digests that are where this agent is; none of an agent that
-    /// holds no state.
+    /// The digests for other agents at this agent's version; `None` for an agent that holds no
+    /// state.
     #[must_use]
     pub fn reference(&self) -> Option<Reference> {
         let full = self.full.as_ref()?;
         Some(Reference { at: full.held.position()?, digests: digests_to_wire(full.held.state().digests()) })
     }
 
-    /// Begins a stream: the bytes of its `Hello`.
+    /// Begins a stream, and returns the encoded `Hello`.
     pub(super) fn hello(&mut self, reference: Option<&Reference>) -> Vec<u8> {
         self.tracker.begin();
         if let Some(full) = &mut self.full {
@@ -92,7 +92,7 @@ impl Agent {
         v1::AgentMessage { body: Some(Body::Hello(hello)) }.encode_to_vec()
     }
 
-    /// The stream has ended: what it brought.
+    /// Ends the stream, and returns what was received on it.
     pub(super) fn end_stream(&mut self) -> Received {
         self.tracker.end()
     }
@@ -116,7 +116,7 @@ impl Agent {
         }
     }
 
-    /// Takes in one message.
+    /// Processes one message.
     pub(super) fn on_message(&mut self, message: &[u8]) -> Result<Effect, Violation> {
         let effect = self.tracker.on_message(message)?;
         if let Some(full) = &mut self.full {
@@ -124,7 +124,7 @@ impl Agent {
             let point = self.tracker.point().map(|point| (point.epoch, point.version));
             if point != full.held.position() {
                 return Err(Violation::Agent(format!(
-                    "it is at {:?}, and the tracker at {point:?}",
+                    "the real agent is at {:?}, and the tracker at {point:?}",
                     full.held.position()
                 )));
             }
@@ -132,8 +132,8 @@ impl Agent {
         Ok(effect)
     }
 
-    /// The bytes of an ACK for where it is, with the times at which it reached the versions that
-    /// came since the last; none before there is anything to acknowledge.
+    /// Encodes an ACK of the present version. `programmed` has the versions since the last ACK,
+    /// with the times at which the agent reached them. Returns `None` before the first snapshot.
     pub(super) fn ack(&self, programmed: &[(u64, Instant)]) -> Option<Vec<u8>> {
         let version = self.tracker.point()?.version;
         let ago = |at: &Instant| u64::try_from(at.elapsed().as_micros()).unwrap_or(u64::MAX);
@@ -153,7 +153,7 @@ impl Agent {
         Some(v1::AgentMessage { body: Some(Body::Ack(ack)) }.encode_to_vec())
     }
 
-    /// The bytes of a NACK for where it is.
+    /// Encodes a NACK at the present version.
     pub(super) fn nack(&self) -> Vec<u8> {
         let version = self.tracker.point().map_or(0, |point| point.version);
         let rejection = v1::Rejection {
@@ -178,7 +178,7 @@ impl Full {
                     self.dirty_services += dirty.services.len() as u64;
                 }
                 MachineEffect::Reject(nack) => {
-                    return Err(Violation::Agent(format!("resources that cannot be used: {:?}", nack.rejections)));
+                    return Err(Violation::Agent(format!("it rejects resources: {:?}", nack.rejections)));
                 }
                 _ => {}
             }

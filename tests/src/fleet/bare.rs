@@ -1,7 +1,7 @@
-//! The least that a fan-out can cost on this machine at this moment: one write of a message's size
-//! to each of many plain sockets, and somebody who reads them. No TLS, no HTTP/2, no state, no
-//! answers. What a replica is compared with, since machines differ, and one machine differs by the
-//! hour.
+//! Measures bare writes: the lowest possible cost of sending a message to many agents on this
+//! machine. One thread writes a message to each of many plain sockets, and another thread reads
+//! them, without TLS, HTTP/2, state and answers. A replica is compared with bare writes, because
+//! the speed differs between machines and between hours.
 
 use std::{
     io::{Read as _, Write as _},
@@ -19,29 +19,28 @@ use super::{
 };
 use crate::bench::clock::thread_cpu;
 
-/// What one endpoint's change takes in TCP: 38 bytes of message, 5 of gRPC's framing, 9 of
-/// HTTP/2's, 22 of TLS 1.3's.
+/// The TCP payload of one endpoint's change: a message of 38 bytes, and 5 bytes for gRPC, 9 for
+/// HTTP/2 and 22 for TLS 1.3.
 const MESSAGE_BYTES: usize = 74;
-/// Time that the writer may take for a connection, or the reader wait for the next bytes, before
-/// something is broken.
+/// The time limit for one write and for the wait for the next bytes.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What bare writes took.
+/// The cost of bare writes.
 #[derive(Debug, Clone)]
 pub struct BareWrites {
-    /// CPU time of the writing thread for a write, in microseconds.
+    /// CPU time of the writing thread for one write, in microseconds.
     pub cpu_us: f64,
-    /// The same with what its core spent in interrupts meanwhile.
+    /// CPU time for one write including interrupts on the writer's core, in microseconds.
     pub cpu_with_interrupts_us: f64,
-    /// Times from the begin of a round to the reader's having a message, in microseconds.
+    /// The times from the start of a round until the reader has a message, in microseconds.
     pub latency: Histogram,
 }
 
-/// Writes a message to each of so many connections, `rounds` times and `rate` times a second: from
-/// the replicas' machine and core to the agents'.
+/// Writes `rounds` messages to each connection, `rate` rounds a second. The writer uses the
+/// replicas' machine and core, and the reader the agents' machine and core.
 ///
 /// # Errors
-/// When the connections cannot be made, or not everything arrives.
+/// The connections cannot be opened, or not all messages arrive.
 pub fn measure(machines: &Machines, connections: usize, rounds: u32, rate: u32) -> Result<BareWrites> {
     let (written, read) = connect(machines, connections)?;
     let start = Instant::now();
@@ -56,7 +55,7 @@ pub fn measure(machines: &Machines, connections: usize, rounds: u32, rate: u32) 
     })
 }
 
-/// Both ends of the connections, in the same order.
+/// Opens the connections. Returns the writer's ends and the reader's ends, in equal order.
 fn connect(machines: &Machines, connections: usize) -> Result<(Vec<TcpStream>, Vec<TcpStream>)> {
     let listener = machines.server().run(|| Ok(TcpListener::bind((machines.server_address(), 0))?))?;
     let to = listener.local_addr()?;
@@ -68,7 +67,7 @@ fn connect(machines: &Machines, connections: usize) -> Result<(Vec<TcpStream>, V
             socket.connect_timeout(&to.into(), PATIENCE).context("connecting a plain socket")?;
             let (written, from) = listener.accept()?;
             let read = TcpStream::from(socket);
-            ensure!(read.local_addr()? == from, "somebody else connected: {from}");
+            ensure!(read.local_addr()? == from, "another program connected: {from}");
             written.set_nodelay(true)?;
             written.set_write_timeout(Some(PATIENCE))?;
             read.set_nonblocking(true)?;
@@ -79,12 +78,13 @@ fn connect(machines: &Machines, connections: usize) -> Result<(Vec<TcpStream>, V
     })
 }
 
-/// When a round begins.
+/// The time at which a round begins.
 fn begins(start: Instant, round: u32, rate: u32) -> Instant {
     start + Duration::from_secs(1) * (round + 1) / rate
 }
 
-/// CPU time of this thread, without and with its core's in interrupts, in seconds.
+/// Writes all messages. Returns the CPU time of this thread in seconds, without and with interrupts
+/// on its core.
 fn write_all(streams: &[TcpStream], rounds: u32, rate: u32, start: Instant) -> Result<(f64, f64)> {
     pin_this_thread(SERVER_CORE)?;
     let (cpu, core) = (thread_cpu(), CpuTime::of_core(SERVER_CORE)?);

@@ -1,5 +1,5 @@
-//! An authority and the certificates of thousands of nodes, which share one key: making 5,000 pairs
-//! would take its time, and proves nothing more.
+//! A certificate authority, and certificates for thousands of nodes. All node certificates share
+//! one key, because generating thousands of keys takes long.
 
 use std::{fs, path::Path, sync::Arc};
 
@@ -16,10 +16,10 @@ use rustls::{
 
 /// The name in the replicas' certificates.
 const SERVER_NAME: &str = "control-plane";
-/// Tickets that an agent remembers, of the last replica.
+/// The number of session tickets that an agent keeps.
 const TICKETS: usize = 8;
 
-/// See the module.
+/// A certificate authority.
 pub struct Authority {
     certificate: Certificate,
     issuer: Issuer<'static, KeyPair>,
@@ -28,22 +28,22 @@ pub struct Authority {
     verifier: Arc<WebPkiServerVerifier>,
 }
 
-/// Files of a replica's `--tls-…` options.
+/// The files for a replica's `--tls-…` options.
 #[derive(Debug, Clone)]
 pub struct ServerFiles {
-    /// `--tls-cert`.
+    /// The file for `--tls-cert`.
     pub cert: std::path::PathBuf,
-    /// `--tls-key`.
+    /// The file for `--tls-key`.
     pub key: std::path::PathBuf,
-    /// `--tls-client-ca`.
+    /// The file for `--tls-client-ca`.
     pub client_ca: std::path::PathBuf,
 }
 
 impl Authority {
-    /// Makes an authority.
+    /// Creates an authority.
     ///
     /// # Errors
-    /// When the cryptographic library refuses.
+    /// The cryptographic library fails.
     pub fn new() -> Result<Self> {
         let mut parameters = CertificateParams::default();
         parameters.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -85,11 +85,11 @@ impl Authority {
         })
     }
 
-    /// What an agent brings to its handshakes: TLS 1.3, a certificate for its node, and memory for
-    /// tickets.
+    /// The TLS configuration of an agent: TLS 1.3, a certificate for its node, and a store for
+    /// session tickets.
     ///
     /// # Errors
-    /// When the node's name is no part of a URI.
+    /// The node's name cannot be part of a URI.
     pub(super) fn client_config(&self, node: &str) -> Result<Arc<ClientConfig>> {
         let name = SanType::URI(format!("headgate://node/{node}").as_str().try_into()?);
         let certificate = self.sign("node agent", name, &self.node_key)?;
@@ -98,7 +98,7 @@ impl Authority {
         let mut config = builder
             .with_protocol_versions(&[&TLS13])?
             .dangerous()
-            // The library's own verifier, which all agents share.
+            // All agents share the library's verifier.
             .with_custom_certificate_verifier(Arc::<WebPkiServerVerifier>::clone(&self.verifier))
             .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(pair)));
         config.alpn_protocols = vec![b"h2".to_vec()];

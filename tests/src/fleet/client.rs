@@ -1,4 +1,4 @@
-//! One agent with its connection.
+//! One simulated agent and its connection.
 
 use std::{
     io::{ErrorKind, Read as _, Write as _},
@@ -22,25 +22,25 @@ use super::{
     tracker::{Effect, Mode, Point, Received, Violation},
 };
 
-/// Earlier versions that an ACK tells of (contract, `Ack.earlier`).
+/// The largest number of earlier versions in an ACK (contract, `Ack.earlier`).
 const MAX_EARLIER: usize = 64;
 
-/// Why a connection is no more.
+/// Why a connection ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Lost {
-    /// The server closed it, or ended the stream.
+    /// The server closed the connection or ended the stream, or the handshake timed out.
     Ended(String),
-    /// The agent gave it up because of what it was sent.
+    /// The agent closed the connection, because the server violated the contract.
     Violation(String),
 }
 
-/// What all agents of the thread use in turn.
+/// Buffers that all agents of the thread share.
 pub(super) struct Scratch {
-    /// What is read from sockets.
+    /// Bytes read from a socket.
     pub(super) incoming: Box<[u8]>,
-    /// What is to be encrypted.
+    /// Bytes to encrypt.
     plain: Vec<u8>,
-    /// What is to be written.
+    /// Encrypted bytes to write.
     cipher: Vec<u8>,
 }
 
@@ -50,19 +50,20 @@ impl Scratch {
     }
 }
 
-/// Where times are measured.
+/// Measurements that all agents of the thread share.
 pub(super) struct Gauge {
     pub(super) timetable: Arc<Timetable>,
     pub(super) is_recording: bool,
     pub(super) latency: Histogram,
-    /// Moments at which agents were welcomed, and had their first snapshot, are numbered.
+    /// The number of events so far, which numbers them in order. Events are welcomes and first
+    /// snapshots.
     pub(super) moments: u64,
 }
 
 impl Gauge {
     fn moved(&mut self, before: &Point, after: &Point, now: Instant) {
         if before.version == 0 {
-            // Its first snapshot.
+            // The first snapshot is not a change.
             return;
         }
         for version in before.slices() + 1..=after.slices() {
@@ -77,29 +78,29 @@ struct Link {
     socket: TcpStream,
     tls: Tls,
     http2: Http2,
-    /// What the socket did not take yet.
+    /// Bytes that the socket has not accepted yet.
     out: Vec<u8>,
     is_open: bool,
-    /// The server will send no more. Its last bytes and its end may have been told by one event, so
-    /// that no other follows.
+    /// Whether the server has closed its side. One event may report the last bytes and the end, so
+    /// reading must continue until the end of file.
     has_ended: bool,
     since: Instant,
     last_heard: Instant,
     has_sent_garbage: bool,
 }
 
-/// One agent. What it knows outlives its connections.
+/// One simulated agent. Its state survives its connections.
 pub struct Client {
     pub(super) member: Member,
     config: Arc<ClientConfig>,
     agent: Agent,
     link: Option<Link>,
     next_replica: usize,
-    /// A replica that asked it to go elsewhere, until it has connected again.
+    /// The replica that asked the agent to move. The next connection avoids it.
     left: Option<SocketAddr>,
     pub(super) failures: u32,
     next_ack: Option<Instant>,
-    /// Versions that the next ACK covers, and when they came.
+    /// The versions that the next ACK covers, and the times at which they were received.
     programmed: Vec<(u64, Instant)>,
     pub(super) ack_is_scheduled: bool,
     pub(super) violation: Option<String>,
@@ -110,16 +111,16 @@ pub struct Client {
     first_snapshot: Option<(u64, u64)>,
 }
 
-/// What happened on an agent's connections, ended ones included.
+/// Counts for all connections of an agent, including ended ones.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Counts {
-    /// Handshakes that made new keys.
+    /// Full TLS handshakes.
     pub full_handshakes: u64,
-    /// Handshakes that resumed a session.
+    /// TLS handshakes that resumed a session.
     pub resumed_handshakes: u64,
-    /// ACKs sent.
+    /// Sent ACKs.
     pub acks: u64,
-    /// Connections begun.
+    /// Attempts to connect.
     pub connections: u64,
     /// Bytes read from sockets.
     pub wire_bytes: u64,
@@ -148,25 +149,25 @@ impl Client {
         }
     }
 
-    /// What it was added with.
+    /// The description with which the agent was added.
     #[must_use]
     pub fn member(&self) -> &Member {
         &self.member
     }
 
-    /// What it knows.
+    /// The agent's state.
     #[must_use]
     pub fn agent(&self) -> &Agent {
         &self.agent
     }
 
-    /// What its connections did.
+    /// Counts for all connections of the agent.
     #[must_use]
     pub fn counts(&self) -> &Counts {
         &self.counts
     }
 
-    /// What all its streams brought.
+    /// What was received on all streams of the agent.
     #[must_use]
     pub fn received(&self) -> Received {
         let mut all = self.earlier;
@@ -174,33 +175,32 @@ impl Client {
         all
     }
 
-    /// When it was first welcomed, and when it had its first snapshot, as places in the order of
-    /// such moments of all agents.
+    /// When the agent was first welcomed, and when it had its first snapshot. The numbers are
+    /// positions in the order of these events of all agents. `None` before the first snapshot.
     #[must_use]
     pub fn first_snapshot(&self) -> Option<(u64, u64)> {
         self.first_snapshot
     }
 
-    /// How its present stream began; none when there is none.
+    /// How the present stream began; `None` if the agent has no stream.
     #[must_use]
     pub fn mode(&self) -> Option<Mode> {
         self.link.as_ref().and_then(|_| self.agent.tracker().mode())
     }
 
-    /// True when it has a stream whose beginning is over.
+    /// Whether the agent has a stream and has completed the resume.
     #[must_use]
     pub fn is_following(&self) -> bool {
         self.link.is_some() && self.agent.tracker().is_following()
     }
 
-    /// True when it follows a stream, and has all that the source had at this position of
-    /// EndpointSlices.
+    /// Whether the agent follows a stream and has everything up to this position of EndpointSlices.
     #[must_use]
     pub fn has(&self, slices: u64) -> bool {
         self.is_following() && self.agent.tracker().point().is_some_and(|point| point.slices() >= slices)
     }
 
-    /// True when it reads, sends no garbage, and has not been suspended.
+    /// Whether the agent is sound: it reads, sends no garbage, and is not suspended.
     #[must_use]
     pub fn is_sound(&self) -> bool {
         matches!(self.member.fault, Fault::None | Fault::Nack) && !self.is_suspended
@@ -214,14 +214,15 @@ impl Client {
         self.link.is_some()
     }
 
-    /// Changes where it connects the next time.
+    /// Replaces the agent's replicas. The present connection stays.
     pub(super) fn set_replicas(&mut self, replicas: &[SocketAddr]) {
         self.member.replicas = replicas.to_vec();
         self.next_replica = 0;
         self.failures = 0;
     }
 
-    /// The next replica, which is not the one that was left while there are others.
+    /// The address of the next replica. It differs from the replica that the agent left, if there
+    /// are others.
     fn next_address(&mut self) -> Result<SocketAddr> {
         let left = self.left.take();
         let replicas = &self.member.replicas;
@@ -234,7 +235,7 @@ impl Client {
         Ok(address)
     }
 
-    /// Begins a connection to its next replica.
+    /// Begins a connection to the next replica.
     pub(super) fn connect(&mut self, registry: &Registry, token: Token) -> Result<()> {
         let address = self.next_address()?;
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
@@ -271,7 +272,8 @@ impl Client {
         Ok(())
     }
 
-    /// The connection is to be left for another, if it is still this one.
+    /// Prepares to leave the replica, if `connection` is still the present connection. Returns
+    /// whether it is.
     pub(super) fn leaves(&mut self, connection: u64) -> bool {
         let leaves = self.link.is_some() && self.counts.connections == connection;
         if leaves {
@@ -280,7 +282,7 @@ impl Client {
         leaves
     }
 
-    /// Drops the connection.
+    /// Closes the connection.
     pub(super) fn disconnect(&mut self, how: Break) {
         let Some(link) = self.link.take() else { return };
         self.earlier += self.agent.end_stream();
@@ -288,18 +290,18 @@ impl Client {
         if how == Break::Reset
             && let Err(error) = SockRef::from(&link.socket).set_linger(Some(Duration::ZERO))
         {
-            eprintln!("warning: a TCP reset cannot be armed: {error}");
+            eprintln!("warning: a connection cannot be closed with a TCP reset: {error}");
         }
     }
 
-    /// The server has closed its side; what it sent before can still be read.
+    /// Notes that the server has closed its side. Bytes that it sent before can still be read.
     pub(super) fn on_closed(&mut self) {
         if let Some(link) = &mut self.link {
             link.has_ended = true;
         }
     }
 
-    /// The socket takes more.
+    /// Writes pending bytes, when the socket is writable.
     pub(super) fn on_writable(&mut self) -> Result<(), Lost> {
         let Some(link) = &mut self.link else { return Ok(()) };
         if let Ok(Some(error)) = link.socket.take_error() {
@@ -308,7 +310,8 @@ impl Client {
         link.flush()
     }
 
-    /// Reads what is there, `limit` bytes at the most. True when everything has been read.
+    /// Reads available bytes, and processes their messages. A `limit` below the size of the buffer
+    /// allows one read of at most so many bytes. Returns what the worker has to do later.
     pub(super) fn on_readable(
         &mut self,
         limit: usize,
@@ -345,8 +348,8 @@ impl Client {
                 let effect = agent.on_message(message).map_err(|violation| violation.to_string())?;
                 match effect {
                     Effect::None => {}
-                    // The replica has to learn what is programmed, also when nothing changes from
-                    // now on.
+                    // After a resume from the log nothing may change, so the agent must acknowledge
+                    // its version now.
                     Effect::Welcomed => {
                         wants_ack |= agent.tracker().mode() == Some(Mode::Log);
                         gauge.moments += 1;
@@ -381,7 +384,7 @@ impl Client {
             });
             let progress = match (taken, broken) {
                 (_, Some(error)) => return Err(Lost::of(&error)),
-                // An alert: the server refuses us, or what we sent.
+                // A TLS alert: the server refuses the agent or its bytes.
                 (Err(error), None) => return Err(Lost::Ended(error)),
                 (Ok(progress), None) => progress,
             };
@@ -395,7 +398,7 @@ impl Client {
                 self.next_ack = None;
                 let hello = self.agent.hello(reference);
                 if !link.http2.send(&hello, plain) {
-                    return Err(Lost::Violation("the server's windows do not take a Hello".to_owned()));
+                    return Err(Lost::Violation("the server's windows are too small for Hello".to_owned()));
                 }
             }
             if let Some(end) = link.http2.end.take() {
@@ -411,7 +414,7 @@ impl Client {
         Ok(Outcome { move_at: move_at.map(|at| (at, self.counts.connections)), ..outcome })
     }
 
-    /// Acknowledges now, or says when.
+    /// Sends an ACK, or returns when it is due. Faulty agents first send a NACK or garbage.
     fn answer(&mut self, scratch: &mut Scratch, ack_interval: Duration) -> Result<Outcome, Lost> {
         if self.member.fault == Fault::Nack {
             let nack = self.agent.nack();
@@ -436,8 +439,8 @@ impl Client {
         }
     }
 
-    /// Sends an ACK for where it is. The next one waits for `ack_interval`, less or more by two
-    /// fifths, as a real agent's does.
+    /// Sends an ACK of the present version. The next ACK is due after `ack_interval`, shortened or
+    /// lengthened by up to 40 %, as with a real agent.
     pub(super) fn acknowledge(&mut self, scratch: &mut Scratch, ack_interval: Duration) -> Result<(), Lost> {
         self.ack_is_scheduled = false;
         let Some(ack) = self.agent.ack(&self.programmed).filter(|_| self.is_following()) else { return Ok(()) };
@@ -449,7 +452,7 @@ impl Client {
         Ok(())
     }
 
-    /// Sends a message; false when the server's windows do not take it now.
+    /// Sends a message. Returns false if the server's windows are too small now.
     fn send(&mut self, message: &[u8], scratch: &mut Scratch) -> Result<bool, Lost> {
         let Some(link) = self.link.as_mut().filter(|link| link.is_open) else { return Ok(false) };
         scratch.plain.clear();
@@ -459,7 +462,8 @@ impl Client {
         Ok(is_sent)
     }
 
-    /// Looks whether it has heard something in time.
+    /// Returns an error if the handshake takes too long, or if the server has sent nothing for
+    /// three heartbeat intervals.
     pub(super) fn check_silence(&self, now: Instant, handshake_limit: Duration) -> Result<(), Lost> {
         let Some(link) = &self.link else { return Ok(()) };
         if !link.is_open {
@@ -474,12 +478,12 @@ impl Client {
     }
 }
 
-/// What reading led to.
+/// What the worker has to do after reading.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Outcome {
-    /// When the next ACK is due, if that has to be looked after.
+    /// When to send the next ACK, if it is not scheduled yet.
     pub(super) ack_at: Option<Instant>,
-    /// When this connection, of those begun so far, is to be left for one to another replica.
+    /// When to move to another replica, and the number of the connection to leave.
     pub(super) move_at: Option<(Instant, u64)>,
 }
 
@@ -502,7 +506,7 @@ impl Link {
         Lost::Ended(format!("connection: {how}"))
     }
 
-    /// Encrypts `plain`, and writes it behind `cipher`.
+    /// Encrypts `plain`, appends it to `cipher`, and writes all of it.
     fn encrypt_and_flush(&mut self, plain: &mut Vec<u8>, cipher: &mut Vec<u8>) -> Result<(), Lost> {
         if !plain.is_empty() {
             self.tls.encrypt(plain, cipher).map_err(Lost::Ended)?;

@@ -1,18 +1,18 @@
-//! As much of HPACK (RFC 7541) as a client needs that allows the server no dynamic table: literals
-//! out, everything in.
+//! HPACK (RFC 7541) for a client that allows the server no dynamic table. The client encodes
+//! literals only, and decodes all other representations.
 
-/// The header block cannot be read.
+/// The header block cannot be decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a header block that is not HPACK without a dynamic table")]
+#[error("a header block is malformed, or uses a dynamic table")]
 pub(super) struct Malformed;
 
-/// Names of the static table that a gRPC response may use, by their index (RFC 7541, appendix A).
+/// The indices of `:status` in the static table (RFC 7541, appendix A).
 const STATIC_STATUS: std::ops::RangeInclusive<usize> = 8..=14;
 const STATIC_ENTRIES: usize = 61;
 
-/// Lengths in bits of the Huffman codes of the bytes 0 to 255 (RFC 7541, appendix B). The code is
-/// canonical, so the lengths say everything: codes of one length are consecutive, in the order of
-/// what they stand for.
+/// The lengths in bits of the Huffman codes of the bytes 0 to 255 (RFC 7541, appendix B). The code
+/// is canonical, so the lengths determine it: codes of equal length are consecutive, in the order
+/// of their bytes.
 #[rustfmt::skip]
 const CODE_LENGTHS: [u8; 256] = [
     13, 23, 28, 28, 28, 28, 28, 28, 28, 24, 30, 28, 28, 30, 28, 28, 28, 28, 28, 28, 28, 28, 30, 28, 28, 28, 28, 28,
@@ -27,22 +27,22 @@ const CODE_LENGTHS: [u8; 256] = [
 ];
 const LONGEST_CODE: u8 = 30;
 
-/// The value of `grpc-status` and `grpc-message` in a response's headers or trailers.
+/// The status fields in a response's headers or trailers.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct Status {
     pub(super) grpc_status: Option<u32>,
     pub(super) grpc_message: String,
-    /// `:status`.
+    /// The value of `:status`.
     pub(super) http_status: Option<u16>,
 }
 
-/// Appends a field with a name from the static table, which is not to be remembered.
+/// Appends a field with a name from the static table, without indexing.
 pub(super) fn put_indexed_name(block: &mut Vec<u8>, index: u8, value: &str) {
     put_number(block, 0, 4, index.into());
     put_text(block, value);
 }
 
-/// Appends a field that is not to be remembered.
+/// Appends a field with a literal name, without indexing.
 pub(super) fn put_literal(block: &mut Vec<u8>, name: &str, value: &str) {
     block.push(0);
     put_text(block, name);
@@ -54,10 +54,10 @@ fn put_text(block: &mut Vec<u8>, text: &str) {
     block.extend_from_slice(text.as_bytes());
 }
 
-/// An integer with a prefix of some bits (RFC 7541, section 5.1).
+/// Appends an integer with a prefix of `prefix_bits` bits (RFC 7541, section 5.1).
 fn put_number(block: &mut Vec<u8>, pattern: u8, prefix_bits: u8, number: usize) {
     let most = (1_usize << prefix_bits) - 1;
-    // Both fit: the first is below `most`, at most 127; the others have 7 bits.
+    // No bits are lost: the prefix has at most 7 bits, and so have all following groups.
     let byte = |value: usize| u8::try_from(value & 0xff).unwrap_or_default();
     if number < most {
         block.push(pattern | byte(number));
@@ -72,18 +72,18 @@ fn put_number(block: &mut Vec<u8>, pattern: u8, prefix_bits: u8, number: usize) 
     block.push(byte(rest));
 }
 
-/// True when a header block begins by saying that there is no dynamic table, as the first one must
-/// whose sender has been allowed none (RFC 9113, 4.3.1).
+/// Whether a header block begins with a size update to 0 of the dynamic table. The first block
+/// must, if the receiver allows no dynamic table (RFC 9113, 4.3.1).
 pub(super) fn gives_up_table(block: &[u8]) -> bool {
     block.first() == Some(&0x20)
 }
 
-/// Reads a header block.
+/// Decodes a header block.
 pub(super) fn read(block: &[u8]) -> Result<Status, Malformed> {
     let mut reader = Reader(block);
     let mut status = Status::default();
-    // The size of the dynamic table, which is nought: it may be said in front of all fields (RFC
-    // 7541, 4.2 and 6.3).
+    // Size updates of the dynamic table may come before all fields (RFC 7541, 4.2 and 6.3). The
+    // size must be 0.
     while reader.0.first().is_some_and(|first| first & 0xe0 == 0x20) {
         if reader.number(5)? != 0 {
             return Err(Malformed);
@@ -167,7 +167,7 @@ impl Reader<'_> {
     }
 }
 
-/// Decodes a Huffman-coded string, bit by bit: there are few and they are short.
+/// Decodes a Huffman-coded string bit by bit. Such strings are few and short.
 fn unpack(bytes: &[u8]) -> Result<Vec<u8>, Malformed> {
     let mut text = Vec::with_capacity(bytes.len() * 2);
     let (mut code, mut length, mut first, mut before) = (0_u32, 0_u8, 0_u32, 0_usize);
@@ -189,7 +189,7 @@ fn unpack(bytes: &[u8]) -> Result<Vec<u8>, Malformed> {
             return Err(Malformed);
         }
     }
-    // What is left over is padding: fewer than 8 bits, all ones (section 5.2).
+    // The remaining bits are padding: fewer than 8 bits, all ones (section 5.2).
     if length >= 8 || code != (1 << length) - 1 {
         return Err(Malformed);
     }
@@ -202,7 +202,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_examples_of_the_standard_are_read() {
+    fn the_examples_of_the_standard_are_decoded() {
         // RFC 7541, C.4.1, C.4.2 and C.6.1.
         assert_eq!(
             unpack(&[0xf1, 0xe3, 0xc2, 0xe5, 0xf2, 0x3a, 0x6b, 0xa0, 0xab, 0x90, 0xf4, 0xff]).unwrap(),
@@ -215,11 +215,11 @@ mod tests {
         ];
         assert_eq!(unpack(&date).unwrap(), b"Mon, 21 Oct 2013 20:13:21 GMT");
         assert_eq!(Reader(&[0x1f, 0x9a, 0x0a]).number(5), Ok(1337));
-        assert_eq!(unpack(&[0x00]), Err(Malformed), "padding is ones");
+        assert_eq!(unpack(&[0x00]), Err(Malformed), "padding with zeros");
     }
 
     #[test]
-    fn trailers_are_read_in_every_form() {
+    fn trailers_are_decoded_in_every_representation() {
         let mut block = vec![0x20, 0x88];
         put_literal(&mut block, "grpc-status", "14");
         put_literal(&mut block, "grpc-message", &"x".repeat(200));
@@ -229,7 +229,7 @@ mod tests {
         assert_eq!(status.grpc_message.len(), 200);
         assert_eq!(read(&[0xbe]), Err(Malformed), "an entry of the dynamic table");
         assert_eq!(read(&block[..block.len() - 1]), Err(Malformed));
-        assert_eq!(read(&[0x21, 0x88]), Err(Malformed), "a table of a byte, where none is allowed");
-        assert_eq!(read(&[0x88, 0x20]), Err(Malformed), "the size of the table behind a field");
+        assert_eq!(read(&[0x21, 0x88]), Err(Malformed), "a dynamic table of one byte");
+        assert_eq!(read(&[0x88, 0x20]), Err(Malformed), "a size update after a field");
     }
 }

@@ -1,20 +1,20 @@
-//! The client's side of one HTTP/2 connection with one gRPC stream (RFC 9113): frames are read
-//! where they lie, and messages handed on as soon as they are whole.
+//! The client's side of one HTTP/2 connection with one gRPC stream (RFC 9113). Frames are parsed in
+//! place, and each message is handed on when it is complete.
 
 use headgate_proto::{MAX_SERVER_MESSAGE_BYTES, frame::PREFIX_BYTES};
 
 use super::hpack::{self, Status};
 
 const HEADER_BYTES: usize = 9;
-/// The stream that the one request goes on.
+/// The stream of the only request.
 const STREAM: u32 = 1;
-/// What the real agent's HTTP library grants: 2 MiB a stream.
+/// The stream's window, as in the real agent's HTTP library.
 const STREAM_WINDOW: u32 = 2 << 20;
-/// And 5 MiB a connection.
+/// The connection's window, as in the real agent's HTTP library.
 const CONNECTION_WINDOW: u32 = 5 << 20;
-/// Window of a connection, and of a stream until SETTINGS say otherwise.
+/// The default window of connections and streams.
 const DEFAULT_WINDOW: u32 = 65_535;
-/// Largest frame that either side sends; nobody raises it.
+/// The largest payload of a frame. This is the default, which neither side changes.
 const MAX_FRAME_BYTES: usize = 16_384;
 
 mod kind {
@@ -36,33 +36,33 @@ mod flag {
     pub(super) const PRIORITY: u8 = 0x20;
 }
 
-/// What the server sent cannot be read.
+/// Why bytes of the server are invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Broken {
-    /// An HTTP/2 frame.
+    /// An invalid HTTP/2 frame.
     #[error("HTTP/2: {0}")]
     Http2(&'static str),
-    /// A header block.
+    /// An invalid header block.
     #[error("HTTP/2: {0}")]
     Headers(#[from] hpack::Malformed),
-    /// A gRPC message's prefix.
+    /// An invalid prefix of a gRPC message.
     #[error("gRPC: {0}")]
     Grpc(String),
-    /// What is in a message, in the words of whoever looked at it.
+    /// An invalid message. The text is the error of the message's handler.
     #[error("{0}")]
     Message(String),
 }
 
-/// How a stream or connection was ended by the server.
+/// How the server ended the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum End {
     /// With trailers.
     Status { code: u32, message: String },
-    /// By RST_STREAM with this error code.
+    /// With RST_STREAM and this error code.
     Reset(u32),
 }
 
-/// A frame that is partly here.
+/// A frame whose payload is not complete yet.
 #[derive(Debug, Clone, Copy, Default)]
 struct Frame {
     kind: u8,
@@ -77,20 +77,20 @@ pub(super) struct Http2 {
     header: [u8; HEADER_BYTES],
     header_bytes: usize,
     frame: Frame,
-    /// Payload so far of a frame that is read as a whole.
+    /// The received payload of a frame that is processed when it is complete.
     control: Vec<u8>,
     prefix: [u8; PREFIX_BYTES],
     prefix_bytes: usize,
-    /// Bytes that the present message still lacks; meaningful once its prefix is here.
+    /// The number of bytes that the present message lacks. Valid only after its prefix is complete.
     lacking: usize,
-    /// The part of a message that came before.
+    /// The received part of an incomplete message.
     message: Vec<u8>,
     unacknowledged: u32,
     send_window: i64,
     stream_send_window: i64,
-    /// SETTINGS_INITIAL_WINDOW_SIZE of the server's.
+    /// The server's SETTINGS_INITIAL_WINDOW_SIZE.
     initial_send_window: i64,
-    /// The server has said that it uses no header table, as our settings ask.
+    /// Whether the server has confirmed that it uses no dynamic header table.
     table_is_given_up: bool,
     pub(super) end: Option<End>,
     pub(super) goes_away: bool,
@@ -117,10 +117,10 @@ impl Http2 {
         }
     }
 
-    /// Appends what opens the connection and the stream.
+    /// Appends the connection preface, SETTINGS and the request's headers.
     pub(super) fn open(authority: &str, out: &mut Vec<u8>) {
         out.extend_from_slice(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
-        // No dynamic table, no pushes, and the windows.
+        // SETTINGS_HEADER_TABLE_SIZE, SETTINGS_ENABLE_PUSH and SETTINGS_INITIAL_WINDOW_SIZE.
         let settings: [(u16, u32); 3] = [(1, 0), (2, 0), (4, STREAM_WINDOW)];
         put_header(out, settings.len() * 6, kind::SETTINGS, 0, 0);
         for (identifier, value) in settings {
@@ -137,8 +137,8 @@ impl Http2 {
         out.extend_from_slice(&block);
     }
 
-    /// Appends a message with its gRPC prefix. Returns false, and appends nothing, when the
-    /// server's windows do not have room for it yet.
+    /// Appends a message with its gRPC prefix. Returns false and appends nothing if the server's
+    /// windows are too small now.
     pub(super) fn send(&mut self, message: &[u8], out: &mut Vec<u8>) -> bool {
         let mut framed = [0; PREFIX_BYTES];
         let length = u32::try_from(message.len()).unwrap_or(u32::MAX);
@@ -146,7 +146,7 @@ impl Http2 {
         self.send_data(&framed, message, out)
     }
 
-    /// The same with a prefix of the caller's.
+    /// Does the same as [`Self::send`] with the given prefix.
     pub(super) fn send_data(&mut self, prefix: &[u8], message: &[u8], out: &mut Vec<u8>) -> bool {
         let total = prefix.len() + message.len();
         let needed = i64::try_from(total).unwrap_or(i64::MAX);
@@ -169,8 +169,8 @@ impl Http2 {
         }
     }
 
-    /// Takes in bytes of the connection. Messages are handed to `on_message`; what has to be
-    /// answered is appended to `replies`.
+    /// Processes bytes of the connection. Calls `on_message` for each message, and appends frames
+    /// that answer the server to `replies`.
     pub(super) fn feed(
         &mut self,
         mut bytes: &[u8],
@@ -216,11 +216,11 @@ impl Http2 {
         let stream = u32::from_be_bytes([s0 & 0x7f, s1, s2, s3]);
         self.frame = Frame { kind, flags, stream, remaining: usize::try_from(length).unwrap_or(usize::MAX) };
         if self.frame.remaining > MAX_FRAME_BYTES {
-            return Err(Broken::Http2("a frame larger than was allowed"));
+            return Err(Broken::Http2("a frame is larger than 16,384 bytes"));
         }
         if kind == kind::DATA {
             if stream != STREAM {
-                return Err(Broken::Http2("DATA on a stream that does not exist"));
+                return Err(Broken::Http2("DATA for a stream that does not exist"));
             }
             self.unacknowledged += length;
             if self.unacknowledged > STREAM_WINDOW {
@@ -230,7 +230,7 @@ impl Http2 {
         Ok(())
     }
 
-    /// A frame that was read as a whole.
+    /// Processes a complete frame.
     fn end_frame(
         &mut self,
         replies: &mut Vec<u8>,
@@ -239,16 +239,16 @@ impl Http2 {
         let Frame { kind, flags, stream, .. } = self.frame;
         let is_header = kind == kind::HEADERS || kind == kind::CONTINUATION;
         if is_header && flags & flag::END_HEADERS == 0 {
-            // The block goes on in CONTINUATION frames; it is read as one.
+            // CONTINUATION frames follow. The block is decoded when it is complete.
             return if self.control.len() > 4 * MAX_FRAME_BYTES {
-                Err(Broken::Http2("endless headers"))
+                Err(Broken::Http2("the headers are too long"))
             } else {
                 Ok(())
             };
         }
         let payload = std::mem::take(&mut self.control);
         let word = |at: usize| Some(u32::from_be_bytes(payload.get(at..at + 4)?.try_into().ok()?));
-        let short = Broken::Http2("a frame that is too short");
+        let short = Broken::Http2("a frame is too short");
         match kind {
             kind::DATA => {
                 let padding = usize::from(*payload.first().ok_or(short.clone())?);
@@ -257,18 +257,16 @@ impl Http2 {
             }
             kind::HEADERS | kind::CONTINUATION => {
                 if kind == kind::HEADERS && flags & (flag::PADDED | flag::PRIORITY) != 0 {
-                    return Err(Broken::Http2("padded headers, which no gRPC server sends"));
+                    return Err(Broken::Http2("headers with padding or priority are not supported"));
                 }
                 if !std::mem::replace(&mut self.table_is_given_up, true) && !hpack::gives_up_table(&payload) {
-                    return Err(Broken::Http2(
-                        "headers that do not give up the header table, which the settings forbid",
-                    ));
+                    return Err(Broken::Http2("the first headers do not set the size of the dynamic table to 0"));
                 }
                 let status = hpack::read(&payload)?;
                 self.take_headers(status)?;
             }
-            // Behind trailers it says only that the server needs no more of the request (RFC 9113,
-            // 8.1): how the stream ended is known by then.
+            // After trailers, RST_STREAM only means that the server needs no more of the request
+            // (RFC 9113, 8.1). The trailers have already set `end`.
             kind::RST_STREAM if stream == STREAM => {
                 let reset = End::Reset(word(0).ok_or(short)?);
                 self.end.get_or_insert(reset);
@@ -286,7 +284,7 @@ impl Http2 {
                 let more = i64::from(word(0).ok_or(short)? & 0x7fff_ffff);
                 if stream == 0 { self.send_window += more } else { self.stream_send_window += more }
             }
-            // Acknowledgements, and kinds that mean nothing to us.
+            // Acknowledgements, and kinds that the client ignores.
             _ => {}
         }
         Ok(())
@@ -294,7 +292,7 @@ impl Http2 {
 
     fn take_headers(&mut self, status: Status) -> Result<(), Broken> {
         if status.http_status.is_some_and(|code| code != 200) {
-            return Err(Broken::Http2("a response with another status than 200"));
+            return Err(Broken::Http2("the response's status is not 200"));
         }
         if let Some(code) = status.grpc_status {
             self.end = Some(End::Status { code, message: status.grpc_message });
@@ -304,9 +302,8 @@ impl Http2 {
 
     fn take_settings(&mut self, payload: &[u8]) -> Result<(), Broken> {
         for setting in payload.chunks(6) {
-            let [i0, i1, v0, v1, v2, v3] = *setting else { return Err(Broken::Http2("half a setting")) };
-            // SETTINGS_INITIAL_WINDOW_SIZE also moves the windows that are in use (RFC 9113,
-            // 6.9.2).
+            let [i0, i1, v0, v1, v2, v3] = *setting else { return Err(Broken::Http2("a setting is incomplete")) };
+            // SETTINGS_INITIAL_WINDOW_SIZE also changes windows in use (RFC 9113, 6.9.2).
             if u16::from_be_bytes([i0, i1]) == 4 {
                 let window = i64::from(u32::from_be_bytes([v0, v1, v2, v3]));
                 self.stream_send_window += window - self.initial_send_window;
@@ -344,7 +341,8 @@ impl Http2 {
                 on_message(now)
             } else {
                 self.message.extend_from_slice(now);
-                // Not kept: thousands of connections would hold the size of their largest message.
+                // Drop the buffer. Otherwise each of thousands of connections would keep a buffer
+                // for its largest message.
                 let message = std::mem::take(&mut self.message);
                 on_message(&message)
             };
@@ -356,18 +354,18 @@ impl Http2 {
     fn read_prefix(&self) -> Result<usize, Broken> {
         let [compressed, length @ ..] = self.prefix;
         if compressed != 0 {
-            return Err(Broken::Grpc("a compressed message that nobody asked for".to_owned()));
+            return Err(Broken::Grpc("a message is compressed, which the client does not allow".to_owned()));
         }
         let length = usize::try_from(u32::from_be_bytes(length)).unwrap_or(usize::MAX);
         if length > MAX_SERVER_MESSAGE_BYTES {
             return Err(Broken::Grpc(format!(
-                "a message of {length} bytes; at most {MAX_SERVER_MESSAGE_BYTES} are allowed"
+                "a message has {length} bytes; at most {MAX_SERVER_MESSAGE_BYTES} are allowed"
             )));
         }
         Ok(length)
     }
 
-    /// Gives back the windows once a good part of them is used.
+    /// Sends window updates when half of the stream's window is used.
     fn grant(&mut self, replies: &mut Vec<u8>) {
         if self.unacknowledged > STREAM_WINDOW / 2 {
             put_window_update(replies, 0, self.unacknowledged);
@@ -394,7 +392,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
-    /// A frame of a server's.
+    /// Encodes a frame.
     fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
         let mut bytes = Vec::new();
         put_header(&mut bytes, payload.len(), kind, flags, stream);
@@ -409,7 +407,7 @@ mod tests {
 
     type Read = (Vec<Vec<u8>>, Vec<u8>, Result<(), Broken>, Option<End>);
 
-    /// Feeds bytes in pieces of a size.
+    /// Feeds bytes in pieces of `piece` bytes.
     fn read(bytes: &[u8], piece: usize) -> Read {
         let (mut http2, mut messages, mut replies) = (Http2::new(), Vec::new(), Vec::new());
         let mut take = |message: &[u8]| {
@@ -421,13 +419,13 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_whole_wherever_bytes_are_cut() {
+    fn messages_are_complete_wherever_the_bytes_are_split() {
         let data = [message(b"one"), message(b""), message(&[7; 3_000]), message(b"four")].concat();
         let mut trailers = Vec::new();
         hpack::put_literal(&mut trailers, "grpc-status", "14");
         hpack::put_literal(&mut trailers, "grpc-message", "this replica stops");
         let (first, second) = data.split_at(1_000);
-        // Two bytes of padding, which say so in front.
+        // The first byte says that two bytes of padding follow the data.
         let padded = [&[2], second, &[0, 0]].concat();
         let bytes = [
             frame(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 9]),
@@ -438,7 +436,7 @@ mod tests {
             frame(kind::DATA, flag::PADDED, STREAM, &padded),
             frame(kind::HEADERS, flag::END_STREAM, STREAM, &trailers[..5]),
             frame(kind::CONTINUATION, flag::END_HEADERS, STREAM, &trailers[5..]),
-            // The server does not wait for the end of the request.
+            // The server ends the stream before the end of the request.
             frame(kind::RST_STREAM, 0, STREAM, &[0; 4]),
         ]
         .concat();
@@ -453,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_server_may_not_send_is_found() {
+    fn invalid_bytes_of_a_server_are_errors() {
         let too_long = [&[0, 0, 0x10, 0, 1], b"x".as_slice()].concat();
         let broken = [
             frame(kind::DATA, 0, STREAM, &[1, 0, 0, 0, 0]),
@@ -472,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_are_kept_and_given_back() {
+    fn windows_limit_sending_and_are_updated() {
         let mut http2 = Http2::new();
         let mut out = Vec::new();
         assert!(http2.send(&[0; 60_000], &mut out));

@@ -1,16 +1,16 @@
-//! From the moment a change is handed to the API watch to the moment an agent has it.
+//! Measures the latency from the write of a change at the API server until an agent has the change.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
     time::Instant,
 };
 
-/// When each write was made, by its resourceVersion. Written by whoever makes the changes, read by
-/// the fleet's thread.
+/// The times of writes, by resourceVersion. The source writes the times, and the fleet's thread
+/// reads them.
 #[derive(Debug)]
 pub struct Timetable {
     origin: Instant,
-    /// Nanoseconds since `origin`, by version modulo their number; 0 is none.
+    /// Nanoseconds since `origin`, indexed by the version modulo the length. 0 means no time.
     writes: Box<[AtomicU64]>,
 }
 
@@ -22,22 +22,22 @@ impl Default for Timetable {
 
 impl Timetable {
     fn slot(&self, version: u64) -> &AtomicU64 {
-        // The remainder is below 65,536 and fits.
+        // The remainder is below 65,536, so it fits.
         &self.writes[usize::try_from(version % self.writes.len() as u64).unwrap_or_default()]
     }
 
-    /// The write that will get `version` is made now.
+    /// Sets the time of the write with `version` to now. Call it just before the write.
     pub fn write(&self, version: u64) {
         let nanoseconds = u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.slot(version).store(nanoseconds, Ordering::Release);
     }
 
-    /// Forgets a write, so that it is not measured.
+    /// Removes the time of a write, so that the write is not measured.
     pub fn forget(&self, version: u64) {
         self.slot(version).store(0, Ordering::Release);
     }
 
-    /// Microseconds from the write of `version` to `now`; none of a write that was not timed.
+    /// Microseconds from the write of `version` to `now`; `None` for a write without a time.
     pub(super) fn microseconds(&self, version: u64, now: Instant) -> Option<u64> {
         let written = self.slot(version).load(Ordering::Acquire);
         let now = u64::try_from(now.duration_since(self.origin).as_nanos()).unwrap_or(u64::MAX);
@@ -48,7 +48,7 @@ impl Timetable {
 const LINEAR_BITS: u32 = 10;
 const HALF: usize = 1 << (LINEAR_BITS - 1);
 
-/// Counts of times, to a thousandth of each.
+/// A histogram whose quantiles have a relative error of at most 0.2 %.
 #[derive(Debug, Clone)]
 pub struct Histogram {
     counts: Vec<u64>,
@@ -65,7 +65,7 @@ impl Default for Histogram {
 impl Histogram {
     fn index(value: u64) -> usize {
         let shift = (64 - value.leading_zeros()).saturating_sub(LINEAR_BITS);
-        // At most 1,023 after the shift.
+        // After the shift the value is at most 1,023.
         shift as usize * HALF + usize::try_from(value >> shift).unwrap_or_default()
     }
 
@@ -76,19 +76,19 @@ impl Histogram {
         self.max = self.max.max(value);
     }
 
-    /// Number of values.
+    /// The number of values.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.total
     }
 
-    /// The largest value; 0 of none.
+    /// The largest value, or 0 without values.
     #[must_use]
     pub fn max(&self) -> u64 {
         self.max
     }
 
-    /// The value that so large a share of all does not exceed; 0 of none.
+    /// The quantile for a share between 0 and 1, or 0 without values.
     #[must_use]
     pub fn quantile(&self, share: f64) -> u64 {
         let mut left = (share * self.total as f64).ceil().max(1.0) as u64;
@@ -103,7 +103,7 @@ impl Histogram {
         self.max
     }
 
-    /// The same of a histogram of microseconds, in milliseconds.
+    /// The quantile in milliseconds, for a histogram of microseconds.
     #[must_use]
     pub fn quantile_ms(&self, share: f64) -> f64 {
         self.quantile(share) as f64 / 1e3
@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_are_right_to_a_thousandth() {
+    fn quantiles_are_accurate_to_two_thousandths() {
         let mut histogram = Histogram::default();
         assert_eq!(histogram.quantile(0.5), 0);
         (1..=100_000).for_each(|value| histogram.record(value));
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn only_writes_that_were_timed_are_measured() {
+    fn only_writes_with_a_time_are_measured() {
         let timetable = Timetable::default();
         timetable.write(5);
         assert!(timetable.microseconds(5, Instant::now()).is_some());

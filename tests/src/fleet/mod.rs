@@ -1,14 +1,14 @@
-//! A simulated fleet: thousands of light agents that speak the true protocol, each over a TLS
-//! connection of its own.
+//! A simulated fleet: thousands of light agents that speak the real protocol, each over its own TLS
+//! connection.
 //!
-//! One thread carries all of them. There is no task, channel or HTTP library per agent: bytes are
-//! read into one large buffer, decrypted, and looked at where they lie ([`http2`], [`wire`]), so
-//! that one core takes in some hundred thousand messages a second. Each agent checks what it is
-//! sent against the contract ([`tracker`]); some of them decode everything into the state of a real
-//! agent, whose digests can be compared with the source's ([`agent`]).
+//! One thread runs all agents. An agent has no task, channel or HTTP library of its own. The thread
+//! reads bytes into one large buffer, decrypts them, and parses them in place ([`http2`],
+//! [`wire`]). One core can therefore receive about a hundred thousand messages a second. Each agent
+//! checks all messages against the contract ([`tracker`]). Some agents also decode all messages
+//! into the state of a real agent, whose digests can be compared with the source's ([`agent`]).
 //!
-//! What agents do wrong on purpose is a switch ([`Fault`]). [`rig`] starts what they need: an API
-//! server, replicas, and two network namespaces.
+//! Tests can make agents misbehave ([`Fault`]). [`rig`] starts the replicas and the network
+//! namespaces, and [`source`] the API server.
 
 pub mod agent;
 pub mod bare;
@@ -42,57 +42,57 @@ use self::{certificates::Authority, latency::Timetable, worker::Job};
 pub use self::{client::Client, worker::Worker};
 use crate::testbed::netns::Namespace;
 
-/// What an agent does wrong, from the moment it has said `Hello`.
+/// The misbehaviour of an agent. It begins after the agent has sent `Hello`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Fault {
-    /// Nothing.
+    /// No misbehaviour.
     #[default]
     None,
-    /// It reads nothing.
+    /// The agent reads nothing.
     NeverRead,
-    /// It reads so many bytes a second, of what is on the wire.
+    /// The agent reads slowly.
     SlowRead {
-        /// Bytes a second.
+        /// Encrypted bytes per second.
         bytes_per_second: u32,
     },
-    /// It rejects a resource of every batch.
+    /// The agent rejects a resource of every batch.
     Nack,
-    /// It sends what is no message.
+    /// The agent sends garbage instead of messages.
     Garbage(Garbage),
 }
 
 /// The layer at which an agent sends garbage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Garbage {
-    /// Bytes that are no TLS record.
+    /// Bytes that are not TLS records.
     Tls,
-    /// TLS records that hold no HTTP/2 frame.
+    /// TLS records that contain no HTTP/2 frames.
     Http2,
-    /// DATA frames that hold no gRPC message.
+    /// DATA frames that contain no gRPC messages.
     Grpc,
-    /// gRPC messages that are no `AgentMessage`.
+    /// gRPC messages that contain no `AgentMessage`.
     Message,
 }
 
-/// How agents give up their connections.
+/// How agents close their connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Break {
-    /// As a program that ends: the kernel sends FIN.
+    /// With FIN, as the kernel does for a program that ends.
     Close,
     /// With a TCP reset.
     Reset,
 }
 
-/// What the agents of a fleet have in common.
+/// The settings of all agents of a fleet.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// An agent that has sent an ACK waits so long before the next one, less or more by up to two
-    /// fifths, as the real one does.
+    /// The average time between two ACKs of an agent. The actual time differs by up to 40 %, as
+    /// with the real agent.
     pub ack_interval: Duration,
-    /// TLS handshakes at the same time; further agents wait for their turn.
+    /// The largest number of simultaneous TLS handshakes. Further agents wait.
     pub handshakes: usize,
-    /// The longest first pause before a new connection; it doubles with each failure. The real
-    /// agent's is 200 ms.
+    /// The longest pause before an agent connects again. It doubles with each failure. The real
+    /// agent's first pause is at most 200 ms.
     pub backoff: Duration,
 }
 
@@ -105,22 +105,22 @@ impl Default for Settings {
 /// An agent that joins the fleet.
 #[derive(Debug, Clone, Default)]
 pub struct Member {
-    /// Name of its node.
+    /// The name of the agent's node.
     pub node: String,
-    /// Where its replicas listen; it begins with the first and goes on with the next when a stream
-    /// ends.
+    /// The addresses of the replicas. The agent begins with the first one, and uses the next one
+    /// when a stream ends.
     pub replicas: Vec<SocketAddr>,
-    /// The address that it connects from; any, unless given.
+    /// The agent's source address; `None` for any.
     pub source: Option<IpAddr>,
-    /// What it does wrong.
+    /// The agent's misbehaviour.
     pub fault: Fault,
-    /// Whether it decodes everything into the state of a real agent.
+    /// Whether the agent decodes all messages into the state of a real agent.
     pub is_full: bool,
-    /// Whether the time until changes reach it is measured.
+    /// Whether the latency of changes to this agent is measured.
     pub is_measured: bool,
 }
 
-/// A running fleet. Dropping it ends the thread and closes every connection.
+/// A running fleet. Dropping it ends the thread and closes all connections.
 pub struct Fleet {
     jobs: Option<mpsc::Sender<Job>>,
     waker: Arc<Waker>,
@@ -128,10 +128,11 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Starts the thread in `namespace`, on `core` if one is given. There are no agents at first.
+    /// Starts the thread in `namespace`, and pins it to `core` if one is given. The fleet has no
+    /// agents at first.
     ///
     /// # Errors
-    /// When the system refuses the thread, the namespace or the core.
+    /// The thread cannot be started, enter the namespace or use the core.
     pub fn start(
         settings: Settings,
         authority: Arc<Authority>,
@@ -146,7 +147,7 @@ impl Fleet {
         let work = move || {
             let entered = doorway.enter().and_then(|()| core.map_or(Ok(()), rig::pin_this_thread));
             let may_run = entered.is_ok();
-            // Whoever started the thread waits for this.
+            // The starting thread waits for this result.
             let _ = ready.send(entered);
             if may_run {
                 worker.run(&queue);
@@ -157,14 +158,14 @@ impl Fleet {
         Ok(Self { jobs: Some(jobs), waker, thread: Some(thread) })
     }
 
-    /// Runs `job` between two rounds of the fleet's thread, and gives back what it returns.
+    /// Runs `job` on the fleet's thread between two rounds, and returns its result.
     ///
     /// # Errors
-    /// When the thread has ended.
+    /// The thread has ended.
     pub fn ask<T: Send + 'static>(&self, job: impl FnOnce(&mut Worker) -> T + Send + 'static) -> Result<T> {
         let (reply, answer) = mpsc::channel();
         let boxed: Job = Box::new(move |worker| {
-            // The asker waits; if it has gone, nobody wants the answer.
+            // Sending fails only if the caller no longer waits.
             let _ = reply.send(job(worker));
         });
         let jobs = self.jobs.as_ref().context("the fleet has been stopped")?;
@@ -173,20 +174,19 @@ impl Fleet {
         answer.recv().context("the fleet's thread ended before it answered")
     }
 
-    /// Adds agents, which connect at once, as far as [`Settings::handshakes`] lets them.
+    /// Adds agents. They connect at once, within the limit of [`Settings::handshakes`].
     ///
     /// # Errors
-    /// When a certificate cannot be made, or the thread has ended.
+    /// A certificate cannot be created, or the thread has ended.
     pub fn join(&self, members: Vec<Member>) -> Result<()> {
         self.ask(move |worker| worker.join(members))?
     }
 
-    /// Waits until `condition` holds, looking every few milliseconds. `what` ends the sentence
-    /// "gave up waiting until …".
+    /// Waits until `condition` holds, and checks it every few milliseconds. `what` completes the
+    /// error message "gave up waiting until …".
     ///
-    /// # Errors
-    /// When that takes longer than `limit`, an agent has met a violation of the contract, or the
-    /// thread has ended.
+    /// # Errors The condition does not hold after `limit`, an agent has found a violation of the
+    /// contract, or the thread has ended.
     pub fn wait_until(
         &self,
         what: &str,
@@ -216,7 +216,8 @@ impl Fleet {
 impl Drop for Fleet {
     fn drop(&mut self) {
         self.jobs.take();
-        // The thread looks whether anybody can still ask it; if it cannot be woken it has ended.
+        // The woken thread sees that the channel is closed, and ends. If waking it fails, the
+        // thread has already ended.
         let _ = self.waker.wake();
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             eprintln!("warning: the fleet's thread panicked");

@@ -1,4 +1,4 @@
-//! What a phase of changes costs, and how long changes take to reach the agents.
+//! Measures a phase of changes: its cost, and the latency of changes until agents have them.
 
 use std::time::{Duration, Instant};
 
@@ -10,39 +10,39 @@ use super::{
     stage::Stage,
 };
 
-/// What one phase of changes took.
+/// The measurements of one phase of changes.
 #[derive(Debug, Clone)]
 pub struct Phase {
-    /// Times from changes to agents, in microseconds.
+    /// The latencies from changes to agents, in microseconds.
     pub latency: Histogram,
-    /// Endpoint changes made.
+    /// The number of endpoint changes.
     pub changes: u32,
-    /// Messages that agents received.
+    /// The number of messages that agents received.
     pub messages: u64,
-    /// Batches that agents received.
+    /// The number of batches that agents received.
     pub batches: u64,
-    /// Bytes of messages that agents received.
+    /// The size of all messages that agents received, in bytes.
     pub bytes: u64,
-    /// ACKs that agents sent.
+    /// The number of ACKs that agents sent.
     pub acks: u64,
-    /// CPU time of the replica.
+    /// The CPU time of the replica.
     pub server: CpuTime,
-    /// CPU time of its core.
+    /// The CPU time of the replica's core.
     pub server_core: CpuTime,
-    /// CPU time of the fleet's thread, in seconds.
+    /// The CPU time of the fleet's thread, in seconds.
     pub load_seconds: f64,
-    /// CPU time of the load's core.
+    /// The CPU time of the fleet's core.
     pub load_core: CpuTime,
-    /// How long it lasted.
+    /// The duration, in seconds.
     pub seconds: f64,
 }
 
 impl Phase {
-    /// Makes changes for some time, so many a second, and waits until every sound agent has
-    /// everything.
+    /// Makes `rate` changes a second for some time, and waits until every sound agent has
+    /// everything. Measures the replica with the index `replica`.
     ///
     /// # Errors
-    /// When an agent does not get everything, or was sent what breaks the contract.
+    /// An agent does not get everything, or finds a violation of the contract.
     pub fn run(stage: &mut Stage, replica: usize, time: Duration, rate: u32) -> Result<Self> {
         let before = stage.fleet.ask(|worker| (worker.summary(), worker.cpu(), drop(worker.record(true))))?;
         let start = Instant::now();
@@ -74,39 +74,39 @@ impl Phase {
         })
     }
 
-    /// Milliseconds within which so large a share of all deliveries came.
+    /// The quantile of the latencies for a share between 0 and 1, in milliseconds.
     #[must_use]
     pub fn quantile_ms(&self, share: f64) -> f64 {
         self.latency.quantile_ms(share)
     }
 
-    /// Seconds of the server's core: the replica's own, and what its packets took outside of any
-    /// process.
+    /// CPU seconds of the replica, including interrupts on its core.
     #[must_use]
     pub fn server_seconds(&self) -> f64 {
         self.server_core.with_interrupts(self.server.busy())
     }
 
-    /// Agents that the server's core could serve at this rate of changes, by its own time alone.
+    /// The number of agents that the replica's core could serve at this rate of changes, if CPU
+    /// time were the only limit.
     #[must_use]
     pub fn agents_by_cpu(&self, agents: usize) -> f64 {
         agents as f64 * self.seconds / self.server_seconds().max(f64::MIN_POSITIVE)
     }
 
-    /// Share of the load's core that the load took.
+    /// The share of its core that the fleet used.
     #[must_use]
     pub fn load_share(&self) -> f64 {
         self.load_core.with_interrupts(self.load_seconds) / self.seconds
     }
 
-    /// Share of a core that was taken away by whoever runs this machine as a virtual one, the
-    /// higher of the two.
+    /// The share of a core that the hypervisor took away (steal time). The higher of both cores.
     #[must_use]
     pub fn stolen_share(&self) -> f64 {
         self.server_core.stolen.max(self.load_core.stolen) / self.seconds
     }
 
-    /// Share of the cores that other programs took. It has to be small for times to mean anything.
+    /// The share of a core that other programs used. The higher of both cores. Measurements are
+    /// valid only if it is small.
     #[must_use]
     pub fn foreign_share(&self) -> f64 {
         let foreign = |core: &CpuTime, own: f64| (core.user + core.system - own).max(0.0) / self.seconds;

@@ -1,5 +1,5 @@
-//! A wire between a replica and its API server that can be held: what the API server says waits, as
-//! behind a slow load balancer.
+//! A relay between a replica and its API server that can hold back the API server's bytes, like a
+//! slow load balancer.
 
 use std::{
     io::{ErrorKind, Read as _, Write as _},
@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result};
 
 use crate::testbed::netns::{Doorway, Namespace};
 
-/// Whether what comes from the API server has to wait.
+/// Whether bytes of the API server have to wait.
 #[derive(Debug, Default)]
 struct Gate {
     is_held: Mutex<bool>,
@@ -32,8 +32,8 @@ impl Gate {
     }
 }
 
-/// A running relay. Dropping it lets everything through and takes no further connections; open ones
-/// last as long as their ends.
+/// A running relay. Dropping it releases all bytes and stops accepting connections. Open
+/// connections continue until one side closes them.
 #[derive(Debug)]
 pub struct Relay {
     address: SocketAddr,
@@ -46,14 +46,14 @@ impl Relay {
     /// Starts a relay to `target` on a free port of the namespace's loopback address.
     ///
     /// # Errors
-    /// When the system refuses the port or a thread.
+    /// The relay cannot listen, or a thread cannot be started.
     pub fn start(namespace: &Namespace, target: SocketAddr) -> Result<Self> {
         let listener = namespace.run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("binding a relay"))?;
         let address = listener.local_addr()?;
         let (gate, is_over) = (Arc::new(Gate::default()), Arc::new(Mutex::new(false)));
         let (doorway, shared, over) = (namespace.doorway()?, Arc::clone(&gate), Arc::clone(&is_over));
         let accept = move || {
-            // Sockets belong to the namespace of the thread that makes them.
+            // A socket belongs to the namespace of the thread that creates it.
             let accepted = doorway.enter().and_then(|()| accept(&listener, target, &shared, &over));
             if let Err(error) = accepted {
                 eprintln!("warning: a relay ends: {error:#}");
@@ -63,18 +63,18 @@ impl Relay {
         Ok(Self { address, gate, doorway: namespace.doorway()?, is_over })
     }
 
-    /// Where replicas connect.
+    /// The address to which replicas connect.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// From now on, what the API server says waits.
+    /// Holds back the API server's bytes.
     pub fn hold(&self) {
         self.gate.set(true);
     }
 
-    /// Lets it through.
+    /// Forwards the API server's bytes again.
     pub fn release(&self) {
         self.gate.set(false);
     }
@@ -84,14 +84,14 @@ impl Drop for Relay {
     fn drop(&mut self) {
         *self.is_over.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.gate.set(false);
-        // Wakes the thread that accepts, from a thread of the same namespace.
+        // A connection wakes the accepting thread. It must come from the namespace.
         let address = self.address;
         let knocked = std::thread::scope(|scope| {
             let knock = || self.doorway.enter().is_ok() && TcpStream::connect(address).is_ok();
             scope.spawn(knock).join().unwrap_or_default()
         });
         if !knocked {
-            eprintln!("warning: a relay's thread stays behind");
+            eprintln!("warning: a relay's thread cannot be ended");
         }
     }
 }
@@ -102,7 +102,7 @@ fn accept(listener: &TcpListener, target: SocketAddr, gate: &Arc<Gate>, is_over:
         if *is_over.lock().unwrap_or_else(PoisonError::into_inner) {
             return Ok(());
         }
-        // The API server may be stopped; the replica tries again.
+        // The API server may be stopped. The replica connects again.
         let Ok(far) = TcpStream::connect(target) else { continue };
         let (near_too, far_too) = (near.try_clone()?, far.try_clone()?);
         let gate = Arc::clone(gate);
@@ -111,7 +111,7 @@ fn accept(listener: &TcpListener, target: SocketAddr, gate: &Arc<Gate>, is_over:
     }
 }
 
-/// Copies one direction until its end, which it passes on.
+/// Copies one direction until its end, and then shuts down that direction.
 fn copy(mut from: TcpStream, mut to: TcpStream, gate: &Gate) {
     let mut buffer = vec![0; 64 << 10];
     loop {
@@ -126,6 +126,6 @@ fn copy(mut from: TcpStream, mut to: TcpStream, gate: &Gate) {
             break;
         }
     }
-    // One of the two may be closed already.
+    // Errors mean that a socket is already closed.
     let _ = (to.shutdown(Shutdown::Write), from.shutdown(Shutdown::Read));
 }

@@ -1,5 +1,5 @@
-//! What a fleet runs on: two machines, made of network namespaces, with the replicas on the one and
-//! the agents on the other; and what is measured of them.
+//! The machines and replicas of a fleet, and measurements of processes and cores. One network
+//! namespace is the replicas' machine, and another one the agents' machine.
 
 use std::{
     fs,
@@ -23,31 +23,31 @@ use crate::testbed::{
     process::{Process, program},
 };
 
-/// Address of the replicas' machine.
+/// The address of the replicas' machine.
 const SERVER: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 1);
-/// Address of the agents' machine.
+/// The address of the agents' machine.
 const AGENTS: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 2);
-/// A second address of the agents' machine, which can be taken away.
+/// An address of the agents' machine that can be removed.
 const VANISHING: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 3);
-/// Hosts that agents are spread over, as addresses of their machine: a replica shares its time out
-/// by address.
+/// The number of source addresses of agents. There are several, because a replica divides its time
+/// between addresses.
 const HOSTS: u8 = 64;
-/// The core of the replicas, and of everything else.
+/// The core of the replicas.
 pub const SERVER_CORE: usize = 0;
-/// See [`SERVER_CORE`].
+/// The core of all other programs.
 pub const LOAD_CORE: usize = 1;
 /// How long a replica may take until it serves.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
-/// What is between replicas and agents.
+/// The network between replicas and agents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Wire {
-    /// Two machines joined by a pair of links, each of which takes in packets on its own core.
+    /// Two machines and a veth pair. Each machine receives packets on its own core.
     Veth,
-    /// The same, where the sender's core does the receiver's work as well, as it is by default
-    /// between namespaces.
+    /// Two machines and a veth pair. The sender's core also receives the packets, as is the default
+    /// for veth.
     VethUnsteered,
-    /// One machine, and its loopback interface, where it is so too.
+    /// One machine and its loopback interface. The sender's core also receives the packets.
     Loopback,
 }
 
@@ -59,10 +59,10 @@ pub struct Machines {
 }
 
 impl Machines {
-    /// Makes them. Packets are steered to cores only where there are two.
+    /// Creates the machines. Packets are steered to cores only if there are at least two cores.
     ///
     /// # Errors
-    /// When that needs rights or programs that are not there.
+    /// The process is not root, or `ip` is missing or fails.
     pub fn create(wire: Wire) -> Result<Self> {
         check_prerequisites()?;
         sweep_stale()?;
@@ -102,33 +102,34 @@ impl Machines {
         self.agents.as_ref().unwrap_or(&self.server)
     }
 
-    /// Where replicas listen.
+    /// The address at which replicas listen.
     #[must_use]
     pub fn server_address(&self) -> IpAddr {
         if self.agents.is_some() { SERVER.into() } else { Ipv4Addr::LOCALHOST.into() }
     }
 
-    /// The address of an agent's host.
+    /// The source address of the agent with this number.
     #[must_use]
     pub fn host(&self, agent: usize) -> IpAddr {
-        // The remainder is below 64 and fits.
+        // The remainder is below 64, so it fits.
         let host = u8::try_from(agent % usize::from(HOSTS)).unwrap_or_default();
         if self.agents.is_some() { host_address(host).into() } else { Ipv4Addr::new(127, 0, 0, 2 + host).into() }
     }
 
-    /// An address for agents that are to vanish; none on the loopback interface.
+    /// The source address of agents that [`Self::vanish`] disconnects; `None` on the loopback
+    /// interface.
     #[must_use]
     pub fn vanishing_address(&self) -> Option<IpAddr> {
         self.agents.as_ref().map(|_| VANISHING.into())
     }
 
-    /// Takes away the address of agents that are to vanish: from one moment to the next nothing
-    /// comes from them, and nothing reaches them.
+    /// Removes the vanishing address. Agents with this source address can then neither send nor
+    /// receive.
     ///
     /// # Errors
-    /// On the loopback interface, or when it has been taken away before.
+    /// The machines use the loopback interface, or the address was already removed.
     pub fn vanish(&self) -> Result<()> {
-        let agents = self.agents.as_ref().context("nobody can vanish on the loopback interface")?;
+        let agents = self.agents.as_ref().context("agents cannot vanish on the loopback interface")?;
         agents.ip_batch(&format!("addr del {VANISHING}/24 dev veth0\n"))
     }
 }
@@ -137,13 +138,13 @@ fn host_address(host: u8) -> Ipv4Addr {
     Ipv4Addr::new(198, 18, 0, 16 + host)
 }
 
-/// Number of cores that this process may use.
+/// The number of cores that this process may use.
 fn cores() -> Result<usize> {
     Ok(std::thread::available_parallelism().context("counting cores")?.get())
 }
 
-/// Makes a core take in what arrives at a machine's link. The setting is in sysfs, which
-/// `ip netns exec` shows as the namespace sees it.
+/// Makes a core receive the packets of a machine's link (receive packet steering). The setting is
+/// in sysfs, which `ip netns exec` mounts for the namespace.
 fn steer(namespace: &Namespace, core: usize) -> Result<()> {
     let file = "/sys/class/net/veth0/queues/rx-0/rps_cpus";
     let mut command = Command::new("ip");
@@ -155,51 +156,51 @@ fn steer(namespace: &Namespace, core: usize) -> Result<()> {
     Ok(())
 }
 
-/// Binds the calling thread, and those that it starts, to a core.
+/// Pins the calling thread, and all threads that it starts later, to a core.
 ///
 /// # Errors
-/// When there is no such core.
+/// The core does not exist.
 pub fn pin_this_thread(core: usize) -> Result<()> {
     let mut set = CpuSet::new();
     set.set(core)?;
-    sched_setaffinity(Pid::from_raw(0), &set).with_context(|| format!("binding a thread to core {core}"))
+    sched_setaffinity(Pid::from_raw(0), &set).with_context(|| format!("pinning a thread to core {core}"))
 }
 
-/// Allows this process, and those that it starts, so many open files.
+/// Sets the limit of open files for this process, and for processes that it starts later.
 ///
 /// # Errors
-/// When the system does not allow them.
+/// The system does not allow this limit.
 pub fn allow_open_files(count: u64) -> Result<()> {
     setrlimit(Resource::RLIMIT_NOFILE, count, count).with_context(|| format!("allowing {count} open files"))
 }
 
-/// How many files this process may allow itself at most.
+/// The hard limit of open files of this process.
 ///
 /// # Errors
-/// When the system does not tell.
+/// The system call fails.
 pub fn open_files_allowed() -> Result<u64> {
-    let (_, allowed) = getrlimit(Resource::RLIMIT_NOFILE).context("asking how many files may be open")?;
+    let (_, allowed) = getrlimit(Resource::RLIMIT_NOFILE).context("reading the limit of open files")?;
     Ok(allowed)
 }
 
 /// How a replica is started.
 #[derive(Debug, Clone)]
 pub struct ReplicaSetup<'a> {
-    /// Its name.
+    /// The replica's name.
     pub name: &'a str,
-    /// Its port; metrics are on the next one.
+    /// The port for agents. The next port serves metrics.
     pub port: u16,
-    /// Kubeconfig of its API server.
+    /// The text of the kubeconfig file for its API server.
     pub kubeconfig: &'a str,
-    /// Its TLS files.
+    /// The TLS files.
     pub files: &'a ServerFiles,
-    /// Further options.
+    /// Additional options.
     pub options: &'a [&'a str],
-    /// The core that it is bound to.
+    /// The core to which the process is pinned, if any.
     pub core: Option<usize>,
 }
 
-/// A running replica: the real program, as a process of its own.
+/// A running replica: a process of the real program.
 #[derive(Debug)]
 pub struct Replica {
     process: Process,
@@ -208,11 +209,11 @@ pub struct Replica {
 }
 
 impl Replica {
-    /// Starts a replica on the replicas' machine and waits until it has listed its source. Files
-    /// are kept in `folder`.
+    /// Starts a replica on the replicas' machine, with its files in `folder`. Waits until the
+    /// replica is ready.
     ///
     /// # Errors
-    /// When it does not serve in a minute.
+    /// The replica is not ready within a minute.
     pub fn start(machines: &Machines, folder: &Path, setup: &ReplicaSetup<'_>) -> Result<Self> {
         let mut replica = Self::spawn(machines, folder, setup)?;
         let until = std::time::Instant::now() + START_LIMIT;
@@ -228,10 +229,10 @@ impl Replica {
         }
     }
 
-    /// The same without waiting.
+    /// Starts a replica without waiting until it is ready.
     ///
     /// # Errors
-    /// When the program cannot be started.
+    /// The program cannot be started.
     pub fn spawn(machines: &Machines, folder: &Path, setup: &ReplicaSetup<'_>) -> Result<Self> {
         let address = SocketAddr::new(machines.server_address(), setup.port);
         let metrics = SocketAddr::new(Ipv4Addr::LOCALHOST.into(), setup.port + 1);
@@ -239,7 +240,7 @@ impl Replica {
         fs::write(&kubeconfig, setup.kubeconfig).with_context(|| format!("writing {}", kubeconfig.display()))?;
         let program = program("headgate-control-plane")?;
         let mut command = match setup.core {
-            // Before the program starts: its runtime counts the cores that it may use.
+            // The process is pinned before it starts, because its runtime then counts the cores.
             Some(core) => {
                 let mut command = Command::new("taskset");
                 command.args(["-c", &core.to_string()]).arg(program);
@@ -257,33 +258,33 @@ impl Replica {
         Ok(Self { process, address, metrics })
     }
 
-    /// Where agents connect.
+    /// The address for agents.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// The process, to end it.
+    /// Returns the process, so that the caller can end it.
     #[must_use]
     pub fn into_process(self) -> Process {
         self.process
     }
 
-    /// An error, with the end of its log, if it has ended by itself.
+    /// Checks that the process still runs.
     ///
     /// # Errors
-    /// See above.
+    /// The process has ended. The error includes the end of its log.
     pub fn check_running(&mut self) -> Result<()> {
         self.process.check_running()
     }
 
-    /// Number of the process.
+    /// The process id.
     #[must_use]
     pub fn id(&self) -> u32 {
         self.process.id()
     }
 
-    /// What it logged last.
+    /// The end of the replica's log.
     #[must_use]
     pub fn log_tail(&self) -> String {
         self.process.log_tail()
@@ -301,20 +302,20 @@ impl Replica {
         })
     }
 
-    /// The sum of a metric's samples, whatever their labels; 0 when there are none.
+    /// The sum of a metric's samples over all labels, or 0 without samples.
     ///
     /// # Errors
-    /// When the page cannot be read.
+    /// The page cannot be read.
     pub fn metric(&self, machines: &Machines, name: &str) -> Result<f64> {
         let page = self.page(machines, "/metrics")?;
         let is_sample = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with([' ', '{']));
         Ok(page.lines().filter(is_sample).filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
     }
 
-    /// CPU time so far.
+    /// The CPU time so far.
     ///
     /// # Errors
-    /// When the process has ended.
+    /// The process has ended.
     pub fn cpu(&self) -> Result<CpuTime> {
         CpuTime::of_process(self.process.id())
     }
@@ -327,22 +328,22 @@ impl Replica {
         self.memory().resident_bytes()
     }
 
-    /// Its memory, for another thread to look at.
+    /// A handle with which another thread can read the memory usage.
     #[must_use]
     pub fn memory(&self) -> Memory {
         Memory(self.process.id())
     }
 
-    /// Resident memory at its highest, in bytes.
+    /// Peak resident memory, in bytes.
     ///
     /// # Errors
-    /// When the process has ended.
+    /// The process has ended.
     pub fn highest_resident_bytes(&self) -> Result<u64> {
         status_bytes(self.process.id(), "VmHWM")
     }
 }
 
-/// The memory of a process.
+/// A handle for reading the memory usage of a process.
 #[derive(Debug, Clone, Copy)]
 pub struct Memory(u32);
 
@@ -364,41 +365,41 @@ fn status_bytes(process: u32, field: &str) -> Result<u64> {
     Ok(kilobytes.with_context(|| format!("{path} has no {field}"))? * 1024)
 }
 
-/// CPU time, in seconds.
+/// CPU time of a process or a core, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct CpuTime {
-    /// In the program.
+    /// Time in user mode.
     pub user: f64,
-    /// In the kernel on its behalf.
+    /// Time in the kernel on behalf of processes.
     pub system: f64,
-    /// In interrupts and what follows them, which belong to nobody. Known of cores only.
+    /// Time in hardware and software interrupts. 0 for a process.
     pub interrupts: f64,
-    /// Doing nothing. Known of cores only.
+    /// Idle time. 0 for a process.
     pub idle: f64,
-    /// Taken away by whoever runs this machine as a virtual one. Known of cores only.
+    /// Time that the hypervisor took away. 0 for a process.
     pub stolen: f64,
 }
 
 impl CpuTime {
-    /// Of a process.
+    /// The CPU time of a process.
     ///
     /// # Errors
-    /// When it has ended.
+    /// The process has ended.
     pub fn of_process(process: u32) -> Result<Self> {
         let path = format!("/proc/{process}/stat");
         let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
-        // The name may hold anything; what follows it begins with the third field. utime and stime
-        // are the 14th and 15th (proc_pid_stat(5)).
+        // The name is in parentheses and may contain any text. The third field follows it. utime
+        // and stime are the 14th and 15th fields (proc_pid_stat(5)).
         let after = text.rsplit_once(')').with_context(|| format!("{path} has no name"))?.1;
         let ticks: Vec<f64> = after.split_whitespace().map(|field| field.parse().unwrap_or_default()).collect();
         let at = |index: usize| ticks.get(index).copied().map(seconds).with_context(|| format!("{path} is too short"));
         Ok(Self { user: at(11)?, system: at(12)?, ..Self::default() })
     }
 
-    /// Of a core.
+    /// The CPU time of a core.
     ///
     /// # Errors
-    /// When there is no such core.
+    /// The core does not exist.
     pub fn of_core(core: usize) -> Result<Self> {
         let text = fs::read_to_string("/proc/stat").context("reading /proc/stat")?;
         let line = text.lines().find_map(|line| line.strip_prefix(&format!("cpu{core} ")));
@@ -408,22 +409,22 @@ impl CpuTime {
         Ok(Self { user: user + nice, system, interrupts: hard + soft, idle: idle + iowait, stolen })
     }
 
-    /// All of it but doing nothing.
+    /// All time except idle and stolen time.
     #[must_use]
     pub fn busy(&self) -> f64 {
         self.user + self.system + self.interrupts
     }
 
-    /// Of a core: the seconds of what ran there, with those of interrupts. The kernel may count an
-    /// interrupt as time of the process that it came to as well (without
-    /// `CONFIG_IRQ_TIME_ACCOUNTING`), so the sum is at most what the core did at all. Where nothing
-    /// is known of the core, the process alone.
+    /// The CPU time of a process plus the interrupts on its core, which is `self`. Without
+    /// `CONFIG_IRQ_TIME_ACCOUNTING` the kernel may also count an interrupt as time of the process,
+    /// so the result is limited to the core's busy time. If `self` is zero, the result is the
+    /// process's time.
     #[must_use]
     pub fn with_interrupts(&self, process_seconds: f64) -> f64 {
         (process_seconds + self.interrupts).min(self.busy()).max(process_seconds)
     }
 
-    /// What was used since an earlier reading.
+    /// The difference from an earlier reading.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         Self {
@@ -437,6 +438,6 @@ impl CpuTime {
 }
 
 fn seconds(ticks: f64) -> f64 {
-    // USER_HZ, which is 100 on every architecture that Headgate runs on.
+    // USER_HZ is 100 on every architecture that Headgate supports.
     ticks / 100.0
 }

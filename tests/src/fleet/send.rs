@@ -1,21 +1,22 @@
-//! What agents send that is no message.
+//! Garbage that misbehaving agents send.
 
 use super::{Garbage, http2::Http2};
 
-/// Appends garbage of a layer: to `plain` what is to be encrypted, to `cipher` what is not.
+/// Appends garbage for a layer. Garbage below TLS is appended to `cipher`, and all other garbage to
+/// `plain`, which is encrypted later.
 pub(super) fn garbage(layer: Garbage, http2: &mut Http2, plain: &mut Vec<u8>, cipher: &mut Vec<u8>) {
     let noise: Vec<u8> = (0..256).map(|_| fastrand::u8(..)).collect();
     match layer {
-        // No content type of TLS has the first bit set.
+        // No content type of TLS has its first bit set.
         Garbage::Tls => cipher.extend(noise.iter().map(|byte| byte | 0x80)),
-        // A frame that claims 16 MiB, where 16 KiB are allowed.
+        // The header of a frame of 16 MiB. At most 16 KiB are allowed.
         Garbage::Http2 => plain.extend([0xff; 9].into_iter().chain(noise)),
-        // Neither compressed nor not, and longer than any message may be. The windows of a
-        // connection that has sent little take it.
+        // An invalid compression flag, and a length above the limit. The windows have enough room,
+        // because the agent has sent little before.
         Garbage::Grpc => {
             http2.send_data(&[0x7f, 0xff, 0xff, 0xff, 0xff], &noise, plain);
         }
-        // Field 0, which does not exist.
+        // Field number 0, which is invalid.
         Garbage::Message => {
             http2.send(&[0x02; 64], plain);
         }

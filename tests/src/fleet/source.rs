@@ -1,5 +1,5 @@
-//! What the replicas watch: a stand-in API server with a cluster in it, in objects of the size that
-//! real ones have.
+//! The source of the replicas: a stand-in API server with a cluster whose objects have realistic
+//! sizes.
 
 use std::{
     collections::BTreeSet,
@@ -21,24 +21,24 @@ use crate::{
     testbed::netns::Namespace,
 };
 
-/// The API server and what is in it.
+/// The API server and its cluster.
 pub struct Source {
     api: ApiServer,
     timetable: Arc<Timetable>,
     services: u32,
     endpoints: u32,
     changes: u32,
-    /// Services whose first endpoint is not ready.
+    /// The Services whose first endpoint is not ready.
     unready: BTreeSet<u32>,
     event_bytes: u64,
 }
 
 impl Source {
-    /// Starts the API server in `namespace`, on its loopback address, with so many services of so
-    /// many endpoints each.
+    /// Starts the API server in `namespace`, on its loopback address, with `services` Services of
+    /// `endpoints` endpoints each.
     ///
     /// # Errors
-    /// When the server does not start.
+    /// The server does not start.
     pub fn start(namespace: &Namespace, timetable: Arc<Timetable>, services: u32, endpoints: u32) -> Result<Self> {
         let api = namespace.run(|| Ok(ApiServer::start()?))?;
         let source = Self { api, timetable, services, endpoints, changes: 0, unready: BTreeSet::new(), event_bytes: 0 };
@@ -55,13 +55,13 @@ impl Source {
         &self.api
     }
 
-    /// Number of services.
+    /// The number of Services.
     #[must_use]
     pub fn services(&self) -> u32 {
         self.services
     }
 
-    /// Resources that an agent holds once it has everything.
+    /// The number of resources of an agent that has everything.
     #[must_use]
     pub fn resources(&self) -> u64 {
         u64::from(self.services) * u64::from(self.endpoints + 1)
@@ -69,17 +69,17 @@ impl Source {
 
     fn apply(&self, object: Value) -> Result<u64> {
         let version = self.api.version() + 1;
-        // Nobody else writes, so that this will be its version.
+        // There are no other writers, so the write gets the next version.
         let written = self.api.apply(object).map_err(|failure| anyhow::anyhow!("writing to the API: {failure:?}"))?;
         let text = written["metadata"]["resourceVersion"].as_str().context("a written object without a version")?;
-        anyhow::ensure!(text == version.to_string(), "wrote version {text}, not {version}");
+        anyhow::ensure!(text == version.to_string(), "the write got version {text}, expected {version}");
         Ok(version)
     }
 
-    /// Writes Nodes that agents may be of.
+    /// Writes Nodes for agents.
     ///
     /// # Errors
-    /// When the API refuses one, which is a defect.
+    /// The API server refuses a Node, which is a defect.
     pub fn add_nodes<'a>(&self, names: impl IntoIterator<Item = &'a str>) -> Result<()> {
         for name in names {
             self.apply(json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}))?;
@@ -91,23 +91,23 @@ impl Source {
         slice_object(number, self.endpoints, !self.unready.contains(&number))
     }
 
-    /// The next endpoint change: the first endpoint of one service after the other, spread over the
-    /// cluster, becomes unready, or ready again. The version that it got; the moment is in the
-    /// timetable.
+    /// Makes the next endpoint change: the first endpoint of the next Service becomes unready, or
+    /// ready again. Returns the change's version, and notes its time in the timetable.
     ///
     /// # Errors
-    /// When the API refuses the object, which is a defect.
+    /// The API server refuses the object, which is a defect.
     pub fn change(&mut self) -> Result<u64> {
-        // A prime step, so that neighbours do not follow each other.
+        // A prime step spreads successive changes over the cluster.
         let number = (u64::from(self.changes) * 7_919 % u64::from(self.services.max(1))) as u32;
         self.changes += 1;
         self.toggle(number)
     }
 
-    /// Changes the first endpoint of this service.
+    /// Changes the readiness of the first endpoint of this Service, and returns the change's
+    /// version.
     ///
     /// # Errors
-    /// See [`Self::change`].
+    /// The API server refuses the object, which is a defect.
     pub fn toggle(&mut self, number: u32) -> Result<u64> {
         if !self.unready.remove(&number) {
             self.unready.insert(number);
@@ -124,20 +124,21 @@ impl Source {
         self.api.get(Kind::EndpointSlice, &key.namespace, &slice_name(&key.name)).context("a slice is gone")
     }
 
-    /// Bytes of JSON of all changes so far, as one watch of EndpointSlices gets them.
+    /// The size of the JSON events of all changes so far on one watch of EndpointSlices, in bytes.
     #[must_use]
     pub fn event_bytes(&self) -> u64 {
         self.event_bytes
     }
 
-    /// Bytes of JSON of all Services and EndpointSlices, as whoever begins to watch them gets them.
+    /// The size of the JSON events of all Services and EndpointSlices at the start of a watch, in
+    /// bytes.
     #[must_use]
     pub fn initial_bytes(&self) -> u64 {
         let objects = [Kind::Service, Kind::EndpointSlice].map(|kind| self.api.list(kind));
         objects.iter().flatten().map(event_bytes).sum()
     }
 
-    /// The buckets of these services, and the resources in them.
+    /// The digest buckets of these Services, and the number of resources in these buckets.
     #[must_use]
     pub fn buckets_of(&self, services: &[u32]) -> (BTreeSet<u16>, u64) {
         let bucket = |number: &u32| service_bucket(&workload::key(*number));
@@ -146,11 +147,11 @@ impl Source {
         (buckets, inside * u64::from(self.endpoints + 1))
     }
 
-    /// Makes changes at a steady rate for some time; how many they were, and the version of the
-    /// last. Who falls behind catches up.
+    /// Makes changes at a constant rate for some time. Late changes are made up for. Returns the
+    /// number of changes, and the version of the last one.
     ///
     /// # Errors
-    /// See [`Self::change`].
+    /// The API server refuses an object, which is a defect.
     pub fn change_for(&mut self, time: Duration, per_second: u32) -> Result<(u32, u64)> {
         let start = Instant::now();
         let interval = Duration::from_secs(1) / per_second.max(1);
@@ -164,8 +165,8 @@ impl Source {
         Ok((count, version))
     }
 
-    /// Digests of an agent that holds everything. They are computed from what was written, not from
-    /// what was served.
+    /// The digests of an agent that has everything. They are computed from the written objects, not
+    /// from served ones.
     #[must_use]
     pub fn digests(&self) -> Digests {
         let mut state = State::default();
@@ -181,7 +182,7 @@ impl Source {
     }
 }
 
-/// Bytes of a watch's line for an object.
+/// The size of an object's event on a watch, in bytes.
 fn event_bytes(object: &Value) -> u64 {
     json!({"type": "MODIFIED", "object": object}).to_string().len() as u64 + 1
 }

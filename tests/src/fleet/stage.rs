@@ -1,4 +1,4 @@
-//! A stage for a fleet: machines, a source, replicas, and the agents.
+//! The complete environment of a fleet: machines, a source, replicas and agents.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,42 +12,43 @@ use super::{
     source::Source,
 };
 
-/// Longest time until all agents have everything, at first and after the last change.
+/// Longest wait until all agents have everything, at the start and after the last change.
 pub const CONVERGENCE_LIMIT: Duration = Duration::from_secs(300);
-/// Its connection, and the one of which it is about to let go.
+/// Open files for each agent: its connection, and a previous connection that is being closed.
 const FILES_PER_AGENT: u64 = 2;
-/// Open files that neither connections nor their epoll entries need.
+/// Open files for all other purposes.
 const SPARE_FILES: u64 = 4_096;
 
-/// What a stage is to be.
+/// The settings of a stage.
 #[derive(Debug, Clone)]
 pub struct Setup {
-    /// Services in the source.
+    /// The number of Services in the source.
     pub services: u32,
-    /// Endpoints of each.
+    /// The number of endpoints of each Service.
     pub endpoints: u32,
-    /// The most agents that there will be.
+    /// The largest number of agents.
     pub agents: usize,
-    /// Agents that decode everything into the state of a real agent: the first so many.
+    /// The number of agents that decode all messages into the state of a real agent. The agents
+    /// with the lowest numbers do.
     pub full_agents: usize,
-    /// What is between replicas and agents.
+    /// The network between replicas and agents.
     pub wire: Wire,
-    /// What the agents have in common.
+    /// The settings of all agents.
     pub settings: Settings,
-    /// Whether replicas and load get a core each.
+    /// Whether replicas and load are pinned to one core each.
     pub is_pinned: bool,
 }
 
-/// A replica with its source, and a fleet without agents.
+/// The environment of a fleet.
 pub struct Stage {
-    // In the order in which they have to go: agents first, then what they are connected to.
+    // Fields are dropped in this order: agents first, then what they are connected to.
     /// The agents.
     pub fleet: Fleet,
-    /// Replicas that run.
+    /// The running replicas.
     pub replicas: Vec<Replica>,
-    /// What they watch.
+    /// The API server that the replicas watch.
     pub source: Source,
-    /// What they run on.
+    /// The machines of replicas and agents.
     pub machines: Machines,
     files: ServerFiles,
     folder: tempfile::TempDir,
@@ -56,20 +57,20 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// The most agents that the system's limit on open files has room for.
+    /// The largest number of agents within the system's limit of open files.
     ///
     /// # Errors
-    /// When the system does not tell its limit.
+    /// The limit cannot be read.
     pub fn most_agents() -> Result<usize> {
         let files = rig::open_files_allowed()?.saturating_sub(SPARE_FILES);
         Ok(usize::try_from(files / FILES_PER_AGENT).unwrap_or(usize::MAX))
     }
 
-    /// Starts everything but replicas and agents. Where cores are given out, the calling thread is
-    /// bound to the load's from then on.
+    /// Starts everything except replicas and agents. With [`Setup::is_pinned`], the calling thread
+    /// is pinned to the load's core.
     ///
     /// # Errors
-    /// When something does not start.
+    /// A part does not start.
     pub fn set(setup: Setup) -> Result<Self> {
         if setup.is_pinned {
             rig::pin_this_thread(LOAD_CORE)?;
@@ -86,19 +87,21 @@ impl Stage {
         Ok(Self { fleet, replicas: Vec::new(), source, machines, files, folder, setup, started: 0 })
     }
 
-    /// Starts a replica; the source is listed when this returns. Its place in [`Self::replicas`].
+    /// Starts a replica, and waits until it has listed the source. Returns its index in
+    /// [`Self::replicas`].
     ///
     /// # Errors
-    /// When it does not serve.
+    /// The replica does not serve in time.
     pub fn start_replica(&mut self, options: &[&str]) -> Result<usize> {
         let kubeconfig = self.source.api().kubeconfig();
         self.start_replica_on(&kubeconfig, options)
     }
 
-    /// The same on an API server of the caller's choice.
+    /// Starts a replica with the text of a kubeconfig file, and waits until it has listed its
+    /// source. Returns its index in [`Self::replicas`].
     ///
     /// # Errors
-    /// When it does not serve.
+    /// The replica does not serve in time.
     pub fn start_replica_on(&mut self, kubeconfig: &str, options: &[&str]) -> Result<usize> {
         let name = format!("replica-{}", self.started);
         let setup = ReplicaSetup {
@@ -114,19 +117,19 @@ impl Stage {
         Ok(self.replicas.len() - 1)
     }
 
-    /// Kills a replica on the spot, as a crash would. The others keep their order.
+    /// Kills a replica with SIGKILL. The other replicas keep their order.
     ///
     /// # Errors
-    /// When it survives that.
+    /// The process survives SIGKILL.
     pub fn kill_replica(&mut self, replica: usize) -> Result<()> {
         self.replicas.remove(replica).into_process().kill()
     }
 
-    /// Members for so many agents of a replica, numbered from `first` on. Those with the lowest
-    /// numbers hold a state, as many as were asked for.
+    /// Describes `count` agents of a replica, numbered from `first` on. Agents with numbers below
+    /// [`Setup::full_agents`] hold a state.
     ///
     /// # Panics
-    /// When there is no such replica.
+    /// The replica does not exist.
     #[must_use]
     pub fn members(&self, first: usize, count: usize, replica: usize) -> Vec<Member> {
         let member = |number: usize| Member {
@@ -140,49 +143,51 @@ impl Stage {
         (first..first + count).map(member).collect()
     }
 
-    /// Adds so many agents to those of a replica, and waits until they have everything.
+    /// Adds `count` agents of a replica, and waits until they have everything.
     ///
     /// # Errors
-    /// When that takes too long, or an agent was sent what breaks the contract.
+    /// This takes too long, or an agent finds a violation of the contract.
     pub fn join(&self, first: usize, count: usize, replica: usize) -> Result<()> {
         self.fleet.join(self.members(first, count, replica))?;
         let what = format!("{count} agents have their first snapshot");
         self.fleet.wait_until(&what, CONVERGENCE_LIMIT, |worker| worker.having(0) == worker.sound())
     }
 
-    /// Waits until every sound agent has all that the source had at a position.
+    /// Waits until every sound agent has everything up to this position of EndpointSlices.
     ///
     /// # Errors
-    /// When that takes too long, or an agent was sent what breaks the contract.
+    /// This takes too long, or an agent finds a violation of the contract.
     pub fn wait_for_all(&self, slices: u64) -> Result<()> {
         let what = format!("every agent has version {slices} of the source");
         self.fleet.wait_until(&what, CONVERGENCE_LIMIT, move |worker| worker.having(slices) == worker.sound())
     }
 
-    /// Makes a replica's API server known to it under another address: the text of a kubeconfig.
+    /// The text of a kubeconfig file for the source's API server at another address, such as a
+    /// relay's.
     #[must_use]
     pub fn kubeconfig_through(&self, address: std::net::SocketAddr) -> String {
         let api = self.source.api();
         api.kubeconfig().replace(&api.url(), &format!("http://{address}"))
     }
 
-    /// What the stage was set with.
+    /// The settings of the stage.
     #[must_use]
     pub fn setup(&self) -> &Setup {
         &self.setup
     }
 
-    /// Compares the state of every agent that holds one with the source's.
+    /// Compares the state of every agent that holds one with the source. Returns the number of
+    /// compared agents.
     ///
     /// # Errors
-    /// When they differ, or there is none to compare.
+    /// A state differs, or no agent holds a state.
     pub fn compare_digests(&self) -> Result<usize> {
         let expected = self.source.digests();
         let found = self.fleet.ask(|worker| worker.digests())?;
         for (agent, digests) in found.iter().enumerate() {
             let differing = expected.differing(digests).len();
             if differing > 0 {
-                bail!("agent {agent} of those with a state differs from the source in {differing} of 1,024 buckets");
+                bail!("the state of agent {agent} differs from the source in {differing} of 1,024 buckets");
             }
         }
         if found.is_empty() {

@@ -1,4 +1,5 @@
-//! The client's side of one TLS connection, with buffers that all connections share.
+//! The client's side of one TLS connection. The caller provides the buffers, so that all
+//! connections can share them.
 
 use std::sync::Arc;
 
@@ -13,16 +14,16 @@ use super::certificates::Authority;
 /// One connection.
 pub(super) struct Tls {
     connection: UnbufferedClientConnection,
-    /// The part of a record that came before.
+    /// The received part of an incomplete record.
     partial: Vec<u8>,
     is_open: bool,
     pub(super) is_closed: bool,
 }
 
-/// What came of the bytes that were read.
+/// The result of processing received bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Progress {
-    /// The handshake ended just now.
+    /// Whether the handshake has ended with these bytes.
     pub(super) has_opened: bool,
 }
 
@@ -32,18 +33,19 @@ impl Tls {
         Ok(Self { connection, partial: Vec::new(), is_open: false, is_closed: false })
     }
 
-    /// Bytes that have to stand in front of those that are read next.
+    /// The received part of an incomplete record. The caller must put it in front of the next
+    /// bytes.
     pub(super) fn partial(&self) -> &[u8] {
         &self.partial
     }
 
-    /// Full or resumed; none before the handshake has ended.
+    /// Whether the handshake resumed a session; `None` before its end.
     pub(super) fn is_resumed(&self) -> Option<bool> {
         self.connection.handshake_kind().map(|kind| kind == HandshakeKind::Resumed)
     }
 
-    /// Takes in `incoming`, which begins with [`Self::partial`]. Decrypted bytes are handed to
-    /// `on_data`; what TLS itself has to say is appended to `out`.
+    /// Processes `incoming`, which must begin with [`Self::partial`]. Calls `on_data` with
+    /// decrypted bytes, and appends messages of TLS itself to `out`.
     pub(super) fn take(
         &mut self,
         incoming: &mut [u8],
@@ -76,7 +78,7 @@ impl Tls {
                     self.is_closed = true;
                     break;
                 }
-                other => return Err(format!("TLS: an unexpected state: {other:?}")),
+                other => return Err(format!("TLS: unexpected state {other:?}")),
             }
         }
         self.partial.clear();
@@ -101,7 +103,8 @@ impl Tls {
     }
 }
 
-/// Lets `write` write behind the end of `out`, with more room each time it says how much it needs.
+/// Calls `write` with free space after the end of `out`. If `write` fails and returns the space
+/// that it needs, calls it again with more space.
 fn grow(out: &mut Vec<u8>, mut write: impl FnMut(&mut [u8]) -> Result<usize, Option<usize>>) -> Result<(), String> {
     let start = out.len();
     let mut room = 512;
@@ -115,7 +118,7 @@ fn grow(out: &mut Vec<u8>, mut write: impl FnMut(&mut [u8]) -> Result<usize, Opt
             Err(Some(required)) if required > room => room = required,
             Err(_) => {
                 out.truncate(start);
-                return Err("TLS: nothing can be encoded any more".to_owned());
+                return Err("TLS: the connection cannot encode more records".to_owned());
             }
         }
     }

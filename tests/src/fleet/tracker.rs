@@ -1,55 +1,55 @@
-//! What an agent knows without holding any resource: where it is, and whether what it is sent
-//! follows from that.
+//! Tracks an agent's version without its resources, and checks all messages against the contract
+//! (docs/protocol.md).
 
 use super::wire::{Fields, Malformed, Value, each_number};
 
-/// Kinds of source positions, by their number in `SourcePosition.Kind`.
+/// The number of values of `SourcePosition.Kind`.
 const KINDS: usize = 6;
 /// `SourcePosition.Kind.ENDPOINT_SLICES`.
 const ENDPOINT_SLICES: usize = 2;
 
-/// What breaks the contract.
+/// A violation of the contract.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Violation {
-    /// Not a message at all.
-    #[error("a message that cannot be decoded")]
+    /// The bytes are not a message.
+    #[error("a message cannot be decoded")]
     Malformed,
-    /// The first message must be `Welcome`, and only the first.
+    /// The first message is not `Welcome`, a later message is, or `Welcome` is invalid.
     #[error("{0}")]
     Welcome(String),
-    /// Contract, 5.
+    /// A batch does not follow the agent's version (contract, 5).
     #[error("a batch follows version {previous}, and the agent is at {held}")]
     Gap {
         /// `Batch.follows_version`.
         previous: u64,
-        /// Where the agent is.
+        /// The agent's version.
         held: u64,
     },
-    /// Contract, 2 and 5.
+    /// A message arrives in a wrong order (contract, 2 and 5).
     #[error("{0}")]
     Order(&'static str),
-    /// Contract, 4.
-    #[error("the snapshot's end counts {counted} resources, and {staged} came")]
+    /// The number of resources in a snapshot is wrong (contract, 4).
+    #[error("the snapshot's end counts {counted} resources, but {staged} were received")]
     Count {
         /// `SnapshotEnd.resource_count`.
         counted: u64,
-        /// What came.
+        /// The number of received resources.
         staged: u64,
     },
-    /// Contract, 6.
+    /// A message has older state than the agent (contract, 6).
     #[error("older state: position {sent} of source kind {kind} after {held}")]
     Older {
-        /// Number of the kind.
+        /// The number of the kind.
         kind: usize,
-        /// What the agent has seen.
+        /// The agent's position.
         held: u64,
-        /// What was sent.
+        /// The sent position.
         sent: u64,
     },
-    /// Contract, 9.
-    #[error("nothing heard for three heartbeat intervals")]
+    /// The server was silent for three heartbeat intervals (contract, 9).
+    #[error("nothing received for three heartbeat intervals")]
     Silent,
-    /// What the real agent's decoder or state machine finds.
+    /// The decoder or state machine of the real agent reports an error.
     #[error("the real agent's state machine: {0}")]
     Agent(String),
 }
@@ -60,25 +60,25 @@ impl From<Malformed> for Violation {
     }
 }
 
-/// How a stream began, as `Welcome.ResumeMode` numbers it.
+/// How a stream began, as in `Welcome.ResumeMode`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Mode {
-    /// The changes since the agent's version.
+    /// The replica sends the changes since the agent's version.
     Log,
-    /// The buckets that differ.
+    /// The replica sends the buckets whose digests differ.
     Digests,
-    /// Everything.
+    /// The replica sends everything.
     Full,
 }
 
-/// A state of a replica, and what of the source it covers.
+/// A version of a replica, with the positions of the source that it covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Point {
-    /// Epoch of the replica.
+    /// The epoch of the replica.
     pub epoch: u64,
-    /// Version within it.
+    /// The version within the epoch.
     pub version: u64,
-    /// Positions of the source, by kind.
+    /// The positions of the source, by kind.
     pub positions: [u64; KINDS],
 }
 
@@ -90,14 +90,14 @@ impl Point {
     }
 }
 
-/// What one stream brought.
+/// Counts of what was received on a stream.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Received {
     /// Messages.
     pub messages: u64,
-    /// Their bytes, without framing.
+    /// Bytes of messages, without framing.
     pub bytes: u64,
-    /// Batches, parts of split ones counted each.
+    /// Batches. Each part of a split batch counts.
     pub batches: u64,
     /// Bytes of batches.
     pub batch_bytes: u64,
@@ -109,13 +109,13 @@ pub struct Received {
     pub chunk_bytes: u64,
     /// Resources in chunks.
     pub chunk_resources: u64,
-    /// Snapshots that ended.
+    /// Complete snapshots.
     pub snapshots: u64,
-    /// Buckets that ends of snapshots named.
+    /// Buckets that the ends of snapshots list.
     pub buckets: u64,
     /// Heartbeats.
     pub heartbeats: u64,
-    /// Requests to go elsewhere.
+    /// Requests to move to another replica.
     pub drains: u64,
 }
 
@@ -136,18 +136,18 @@ impl std::ops::AddAssign for Received {
     }
 }
 
-/// What a message means to the agent.
+/// The effect of a message on the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Effect {
-    /// Nothing that has to be answered.
+    /// The message needs no answer.
     None,
     /// The stream begins.
     Welcomed,
-    /// The agent is at a new consistent point, and has been at the given one before.
+    /// The agent has a new version. The value is its previous point.
     Moved(Point),
-    /// Its own node has changed.
+    /// The agent's own Node has changed.
     Node,
-    /// The replica asks it to go elsewhere within so many milliseconds.
+    /// The replica asks the agent to move to another replica within this number of milliseconds.
     Drained(u64),
 }
 
@@ -159,14 +159,14 @@ enum Phase {
     Following,
 }
 
-/// See the module.
+/// Tracks an agent's version, and checks messages against the contract.
 #[derive(Debug, Default)]
 pub struct Tracker {
     point: Option<Point>,
     phase: Phase,
     epoch: u64,
     mode: Option<Mode>,
-    /// Positions of the parts so far of a split batch.
+    /// The positions in the received parts of a split batch.
     positions: [u64; KINDS],
     in_batch: bool,
     staged: u64,
@@ -176,37 +176,37 @@ pub struct Tracker {
 }
 
 impl Tracker {
-    /// A stream begins. The agent says that it holds what [`Self::point`] says.
+    /// Begins a stream. The agent resumes from [`Self::point`].
     pub(super) fn begin(&mut self) {
         *self = Self { point: self.point, ..Self::default() };
     }
 
-    /// The stream has ended: what it brought.
+    /// Ends the stream, and returns what was received on it.
     pub(super) fn end(&mut self) -> Received {
         let received = self.received;
         self.begin();
         received
     }
 
-    /// Where the agent is; none before its first complete snapshot.
+    /// The agent's point; `None` before its first complete snapshot.
     #[must_use]
     pub fn point(&self) -> Option<Point> {
         self.point
     }
 
-    /// How the present stream began; none before `Welcome`.
+    /// How the present stream began; `None` before `Welcome`.
     #[must_use]
     pub fn mode(&self) -> Option<Mode> {
         self.mode
     }
 
-    /// True once the beginning of the stream is over: the agent follows the log.
+    /// Whether the resume is complete and the agent receives batches.
     #[must_use]
     pub fn is_following(&self) -> bool {
         self.phase == Phase::Following
     }
 
-    /// What the present stream has brought.
+    /// What was received on the present stream.
     #[must_use]
     pub fn received(&self) -> &Received {
         &self.received
@@ -217,12 +217,12 @@ impl Tracker {
         self.heartbeat_interval_ms
     }
 
-    /// Revision of the last `OwnNode` of the present stream.
+    /// The revision of the last `OwnNode` of the present stream.
     pub(super) fn node_revision(&self) -> u64 {
         self.node_revision
     }
 
-    /// Takes in one `ServerMessage`.
+    /// Processes one `ServerMessage`.
     pub(super) fn on_message(&mut self, message: &[u8]) -> Result<Effect, Violation> {
         let length = message.len() as u64;
         self.received.messages += 1;
@@ -232,7 +232,7 @@ impl Tracker {
             let (number, value) = field?;
             let body = value.bytes()?;
             if (number == 1) != (self.phase == Phase::AwaitingWelcome) {
-                return Err(Violation::Welcome("Welcome must come first, and once".to_owned()));
+                return Err(Violation::Welcome("Welcome must be the first message, and only the first".to_owned()));
             }
             effect = match number {
                 1 => self.on_welcome(body)?,
@@ -242,7 +242,7 @@ impl Tracker {
                 5 => self.on_node(body)?,
                 6 => self.on_heartbeat(body)?,
                 7 => self.on_drain(body)?,
-                // Contract, 12.
+                // Agents ignore unknown messages (contract, 12).
                 _ => Effect::None,
             };
         }
@@ -267,7 +267,7 @@ impl Tracker {
             _ => return Err(Violation::Welcome(format!("resume mode {mode} for an agent that holds epoch {held:?}"))),
         };
         if self.epoch == 0 {
-            return Err(Violation::Welcome("epoch 0 stands for none".to_owned()));
+            return Err(Violation::Welcome("epoch 0 is reserved".to_owned()));
         }
         self.phase = if mode == Mode::Log { Phase::Following } else { Phase::Resuming };
         self.mode = Some(mode);
@@ -300,7 +300,7 @@ impl Tracker {
             return Err(Violation::Gap { previous, held: before.version });
         }
         if version < previous {
-            return Err(Violation::Order("a batch that goes back"));
+            return Err(Violation::Order("a batch has a version below the one that it follows"));
         }
         self.in_batch = version == previous;
         if self.in_batch {
@@ -328,7 +328,7 @@ impl Tracker {
             if let (1, value) = field? {
                 let counts = count(value.bytes()?)?;
                 if counts.removed > 0 {
-                    return Err(Violation::Order("a snapshot that carries removals"));
+                    return Err(Violation::Order("a snapshot contains removals"));
                 }
                 self.staged += counts.present;
                 self.received.chunk_resources += counts.present;
@@ -355,10 +355,11 @@ impl Tracker {
         }
         let before = self.point.unwrap_or_default();
         if before.epoch == self.epoch && version < before.version {
-            return Err(Violation::Order("a snapshot that goes back"));
+            return Err(Violation::Order("a snapshot has an older version than the agent"));
         }
         for (kind, (held, sent)) in before.positions.into_iter().zip(positions).enumerate() {
-            // A kind that this replica's source does not have cannot be compared.
+            // The position is 0 if this replica's source does not have the kind. Then it cannot be
+            // compared.
             if sent != 0 && sent < held {
                 return Err(Violation::Older { kind, held, sent });
             }
@@ -375,7 +376,7 @@ impl Tracker {
             if let (1, value) = field? {
                 let revision = value.number()?;
                 if revision != self.node_revision + 1 {
-                    return Err(Violation::Order("OwnNode.revision does not count"));
+                    return Err(Violation::Order("OwnNode.revision is not the next number"));
                 }
                 self.node_revision = revision;
             }
@@ -400,7 +401,7 @@ impl Tracker {
             if let (1, value) = field? {
                 let head = value.number()?;
                 if self.phase == Phase::Following && self.point.is_some_and(|point| head < point.version) {
-                    return Err(Violation::Order("a heartbeat whose head is behind the agent"));
+                    return Err(Violation::Order("a heartbeat has an older head version than the agent"));
                 }
             }
         }
@@ -435,7 +436,7 @@ impl Counts {
     }
 }
 
-/// Resources and removals in a `Changes`.
+/// Counts resources and removals in a `Changes` message.
 fn count(changes: &[u8]) -> Result<Counts, Malformed> {
     let mut counts = Counts::default();
     for field in Fields(changes) {
@@ -496,7 +497,7 @@ mod tests {
         Body::SnapshotChunk(v1::SnapshotChunk { changes: Some(changes) })
     }
 
-    /// At version 5 of epoch 1, which covers position 10.
+    /// A tracker at version 5 of epoch 1, which covers position 10.
     fn following() -> Tracker {
         let mut tracker = Tracker::default();
         take(&mut tracker, welcome(1, ResumeMode::Full)).unwrap();
@@ -506,9 +507,9 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_keeps_the_contract_is_followed() {
+    fn a_stream_that_follows_the_contract_is_accepted() {
         let mut tracker = following();
-        assert_eq!(take(&mut tracker, batch(5, 5, 11)), Ok(Effect::None), "a part of a split batch");
+        assert_eq!(take(&mut tracker, batch(5, 5, 11)), Ok(Effect::None), "the first part of a split batch");
         assert!(matches!(take(&mut tracker, batch(5, 6, 11)), Ok(Effect::Moved(before)) if before.version == 5));
         let point = tracker.point().unwrap();
         assert_eq!((point.epoch, point.version, point.slices()), (1, 6, 11));
@@ -516,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn what_breaks_the_contract_is_found() {
+    fn violations_of_the_contract_are_found() {
         let broken = |body| take(&mut following(), body).unwrap_err();
         assert_eq!(broken(batch(4, 6, 11)), Violation::Gap { previous: 4, held: 5 });
         assert_eq!(broken(batch(5, 6, 9)), Violation::Older { kind: 2, held: 10, sent: 9 });

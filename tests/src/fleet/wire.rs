@@ -1,14 +1,14 @@
-//! Protocol buffers looked at in place: no allocation, no copy.
+//! Parses protocol buffers in place, without allocating or copying.
 
-/// The bytes are no message.
+/// The bytes are not a protocol buffers message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("not a message of protocol buffers")]
+#[error("not a protocol buffers message")]
 pub(super) struct Malformed;
 
 /// A field's value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Value<'a> {
-    /// A varint, or a fixed number of 4 or 8 bytes.
+    /// A varint, or a fixed-size number of 4 or 8 bytes.
     Number(u64),
     /// A string, a message, or packed numbers.
     Bytes(&'a [u8]),
@@ -30,7 +30,7 @@ impl<'a> Value<'a> {
     }
 }
 
-/// The fields of a message, in order; ends after the first that is malformed.
+/// An iterator over the fields of a message, in order. It ends after a malformed field.
 #[derive(Debug, Clone)]
 pub(super) struct Fields<'a>(pub(super) &'a [u8]);
 
@@ -85,7 +85,7 @@ impl<'a> Iterator for Fields<'a> {
     }
 }
 
-/// Packed or single varints of a repeated field, each handed to `take`.
+/// Calls `take` for each number of a repeated field, packed or not.
 pub(super) fn each_number(value: Value<'_>, mut take: impl FnMut(u64)) -> Result<(), Malformed> {
     match value {
         Value::Number(number) => take(number),
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_are_those_that_were_encoded() {
+    fn fields_are_read_as_they_were_encoded() {
         let end = v1::SnapshotEnd { version: 300, buckets: vec![1, 1000], resource_count: 7, ..Default::default() };
         let bytes = end.encode_to_vec();
         let fields: Vec<_> = Fields(&bytes).collect::<Result<_, _>>().unwrap();
@@ -122,11 +122,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_off_is_malformed_wherever_it_is_cut() {
+    fn truncated_messages_are_malformed() {
         let bytes = v1::Welcome { replica: "a".into(), epoch: 1, ..Default::default() }.encode_to_vec();
         for length in 1..bytes.len() {
             let read: Result<Vec<_>, _> = Fields(&bytes[..length]).collect();
-            // After the first field, of three bytes, there is a whole message too.
+            // The first field has three bytes, which alone are a valid message.
             assert_eq!(read.is_ok(), length == 3, "{length}");
         }
         assert_eq!(Fields(&[0xff; 11]).next(), Some(Err(Malformed)));

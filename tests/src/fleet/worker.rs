@@ -1,5 +1,4 @@
-//! The thread that carries all agents: one loop over the sockets that have something, and over what
-//! has come due.
+//! The thread that runs all agents: one loop over ready sockets and due timers.
 
 use std::{
     cmp::Reverse,
@@ -23,14 +22,14 @@ use super::{
 };
 use crate::bench::clock::thread_cpu;
 
-/// Something to be done between two rounds.
+/// A function that the thread runs between two rounds.
 pub(super) type Job = Box<dyn FnOnce(&mut Worker) + Send>;
 
 const WAKE: Token = Token(usize::MAX);
 const SWEEP_INTERVAL: Duration = Duration::from_millis(500);
 /// How often a slow reader reads.
 const SLOW_READ_INTERVAL: Duration = Duration::from_millis(250);
-/// Longest time that a handshake may take; then the agent tries again.
+/// Longest time of a handshake. After that the agent connects again.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(20);
 const MOST_BACKOFF: Duration = Duration::from_secs(10);
 
@@ -43,14 +42,14 @@ enum Due {
     Sweep,
 }
 
-/// All agents of the thread. Jobs get hold of it by [`super::Fleet::ask`].
+/// All agents of the thread. [`super::Fleet::ask`] gives jobs access to it.
 pub struct Worker {
     settings: Settings,
     authority: Arc<Authority>,
     poll: Poll,
     clients: Vec<Client>,
     due: BinaryHeap<Reverse<(Instant, Due)>>,
-    /// Agents that wait for their turn to connect.
+    /// The agents that wait until they may connect.
     waiting: VecDeque<usize>,
     handshaking: usize,
     scratch: Scratch,
@@ -62,21 +61,21 @@ pub struct Worker {
 /// Sums over agents.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Summary {
-    /// Agents.
+    /// The number of agents.
     pub agents: usize,
-    /// Those with a stream whose beginning is over.
+    /// The number of agents that follow a stream.
     pub following: usize,
-    /// Of these, those whose stream began by the log, by digests, and with everything.
+    /// The number of following agents that resumed from the log.
     pub by_log: usize,
-    /// See `by_log`.
+    /// The number of following agents that resumed with digests.
     pub by_digests: usize,
-    /// See `by_log`.
+    /// The number of following agents that received everything.
     pub by_full: usize,
-    /// What the present streams brought.
+    /// What was received on the present streams.
     pub present: Received,
-    /// What all streams brought.
+    /// What was received on all streams.
     pub received: Received,
-    /// What the connections did.
+    /// Counts for all connections.
     pub counts: Counts,
 }
 
@@ -104,7 +103,7 @@ impl Worker {
         Ok((worker, waker))
     }
 
-    /// Runs until nobody can give it a job any more.
+    /// Runs until the channel of jobs is closed.
     pub(super) fn run(mut self, jobs: &mpsc::Receiver<Job>) {
         let mut events = Events::with_capacity(1024);
         loop {
@@ -113,7 +112,7 @@ impl Worker {
             if let Err(error) = self.poll.poll(&mut events, pause)
                 && error.kind() != std::io::ErrorKind::Interrupted
             {
-                eprintln!("warning: the fleet ends, for epoll fails: {error}");
+                eprintln!("warning: the fleet ends, because epoll fails: {error}");
                 return;
             }
             for event in &events {
@@ -145,10 +144,10 @@ impl Worker {
         if is_closed {
             client.on_closed();
         }
-        // Faults begin once the stream has been opened; a slow reader reads when it comes due.
+        // Faults begin after the handshake. A timer makes a slow reader read.
         let is_open = client.is_connected() && !client.is_handshaking();
         match client.member.fault {
-            // It sees that the connection is gone without reading what came before that.
+            // An agent that never reads notices the end of the connection here.
             Fault::NeverRead if is_open && is_closed => {
                 return self.after(index, Err(Lost::Ended("connection: closed".to_owned())));
             }
@@ -172,7 +171,7 @@ impl Worker {
         self.after(index, read);
     }
 
-    /// Looks after what an agent's connection came to.
+    /// Schedules what an outcome asks for, or handles the loss of the connection.
     fn after(&mut self, index: usize, outcome: Result<Outcome, Lost>) {
         match outcome {
             Ok(Outcome { ack_at, move_at }) => {
@@ -259,8 +258,8 @@ impl Worker {
         self.due.push(Reverse((at + SLOW_READ_INTERVAL, Due::SlowRead(index))));
     }
 
-    /// Contract, 9: who hears nothing reconnects. Here it counts as a violation, since the replica
-    /// promised.
+    /// Checks all agents for silence of the server. A real agent reconnects then (contract, 9). In
+    /// the fleet silence is a violation, because the replica must send heartbeats.
     fn sweep(&mut self, now: Instant) {
         self.due.push(Reverse((now + SWEEP_INTERVAL, Due::Sweep)));
         for index in 0..self.clients.len() {
@@ -276,12 +275,12 @@ impl Worker {
     }
 }
 
-/// For jobs.
+/// Methods for jobs.
 impl Worker {
-    /// Adds agents, which connect as soon as it is their turn.
+    /// Adds agents. They connect within the limit of simultaneous handshakes.
     ///
     /// # Errors
-    /// When a certificate cannot be made.
+    /// A certificate cannot be created.
     pub fn join(&mut self, members: Vec<Member>) -> Result<()> {
         for member in members {
             let config = self.authority.client_config(&member.node);
@@ -298,8 +297,8 @@ impl Worker {
         &self.clients
     }
 
-    /// Gives up the connections of the agents that `chooses` chooses; they connect again to
-    /// `replicas`, all at once.
+    /// Closes the connections of the agents for which `chooses` returns true. They all connect to
+    /// `replicas` at once. Returns their number.
     pub fn reconnect(&mut self, how: Break, replicas: &[SocketAddr], chooses: impl Fn(&Client) -> bool) -> usize {
         let chosen: Vec<usize> = (0..self.clients.len()).filter(|index| chooses(&self.clients[*index])).collect();
         for index in &chosen {
@@ -310,7 +309,8 @@ impl Worker {
         chosen.len()
     }
 
-    /// Gives up the connections of the agents that `chooses` chooses, until [`Self::resume`].
+    /// Closes the connections of the agents for which `chooses` returns true, and keeps these
+    /// agents disconnected until [`Self::resume`].
     pub fn suspend(&mut self, how: Break, chooses: impl Fn(&Client) -> bool) {
         for index in 0..self.clients.len() {
             if chooses(&self.clients[index]) {
@@ -320,7 +320,7 @@ impl Worker {
         }
     }
 
-    /// Lets the agents connect again that were suspended and `chooses` chooses, to `replicas`.
+    /// Connects the suspended agents for which `chooses` returns true to `replicas`.
     pub fn resume(&mut self, replicas: &[SocketAddr], chooses: impl Fn(&Client) -> bool) {
         for index in 0..self.clients.len() {
             if chooses(&self.clients[index]) && std::mem::take(&mut self.clients[index].is_suspended) {
@@ -330,7 +330,7 @@ impl Worker {
         }
     }
 
-    /// Lets the first so many agents be connected to where they were last, or all, and suspends the
+    /// Resumes the first `count` agents, or all, with their previous replicas, and suspends the
     /// others.
     pub fn resume_at(&mut self, count: Option<usize>) {
         for index in 0..self.clients.len() {
@@ -346,7 +346,7 @@ impl Worker {
         }
     }
 
-    /// Changes where the agents connect the next time.
+    /// Replaces the replicas of all agents. Present connections stay.
     pub fn redirect(&mut self, replicas: &[SocketAddr]) {
         (0..self.clients.len()).for_each(|index| self.set_replicas(index, replicas));
     }
@@ -355,8 +355,8 @@ impl Worker {
         self.clients[index].set_replicas(replicas);
     }
 
-    /// Changes what the agents that `chooses` chooses do wrong. Who read slowly, or not at all,
-    /// reads all that waits at once.
+    /// Changes the fault of the agents for which `chooses` returns true. An agent that may read
+    /// normally again reads all pending bytes at once.
     pub fn set_fault(&mut self, fault: Fault, chooses: impl Fn(&Client) -> bool) {
         for index in 0..self.clients.len() {
             if !chooses(&self.clients[index]) {
@@ -371,37 +371,38 @@ impl Worker {
         }
     }
 
-    /// Changes how many handshakes there may be at the same time.
+    /// Sets the largest number of simultaneous handshakes.
     pub fn set_handshakes(&mut self, handshakes: usize) {
         self.settings.handshakes = handshakes;
     }
 
-    /// Agents that hold no state say the digests of one that does, where they are at the same
-    /// version; from now on those of the first such agent. Returns false if there is none.
+    /// Updates the digests that agents without a state send in `Hello`. The digests come from the
+    /// first agent with a state, and only agents with equal epoch and version send them. Returns
+    /// false if no agent holds a state.
     pub fn refresh_reference(&mut self) -> bool {
         self.reference = self.clients.iter().find_map(|client| client.agent().reference()).map(Arc::new);
         self.reference.is_some()
     }
 
-    /// Begins to measure times anew, or ends it; what was measured so far.
+    /// Turns the measurement of latencies on or off. Returns the latencies since the last call.
     pub fn record(&mut self, is_recording: bool) -> Histogram {
         self.gauge.is_recording = is_recording;
         std::mem::take(&mut self.gauge.latency)
     }
 
-    /// Digests of the agents that hold a state.
+    /// The digests of the agents that hold a state.
     #[must_use]
     pub fn digests(&self) -> Vec<Digests> {
         self.clients.iter().filter_map(|client| client.agent().digests().cloned()).collect()
     }
 
-    /// Number of agents that are to have everything: they read, and have not been suspended.
+    /// The number of sound agents: they read, send no garbage, and are not suspended.
     #[must_use]
     pub fn sound(&self) -> usize {
         self.clients.iter().filter(|client| client.is_sound()).count()
     }
 
-    /// Number of sound agents that follow a stream and have everything up to a position of
+    /// The number of sound agents that follow a stream and have everything up to this position of
     /// EndpointSlices.
     #[must_use]
     pub fn having(&self, slices: u64) -> usize {
@@ -414,7 +415,7 @@ impl Worker {
         self.summary_of(|_| true)
     }
 
-    /// Sums over the agents that `chooses` chooses.
+    /// Sums over the agents for which `chooses` returns true.
     #[must_use]
     pub fn summary_of(&self, chooses: impl Fn(&Client) -> bool) -> Summary {
         let mut summary = Summary::default();
@@ -441,20 +442,20 @@ impl Worker {
         summary
     }
 
-    /// What agents found to break the contract. They have given up their stream, and do not come
-    /// back.
+    /// The violations of the contract that agents have found. An agent that finds one disconnects
+    /// and does not reconnect.
     pub fn violations(&self) -> impl Iterator<Item = String> + '_ {
         let broken = |client: &Client| Some(format!("{}: {}", client.member.node, client.violation.as_ref()?));
         self.clients.iter().filter_map(broken)
     }
 
-    /// Why streams ended, and how many.
+    /// The reasons why connections ended, with the number of connections.
     #[must_use]
     pub fn ends(&self) -> BTreeMap<String, u64> {
         self.ends.clone()
     }
 
-    /// CPU time of the thread so far.
+    /// The CPU time of the thread so far.
     #[must_use]
     pub fn cpu(&self) -> Duration {
         thread_cpu()
