@@ -1,4 +1,4 @@
-//! Sets, virtual servers and rules of known services.
+//! Sets, virtual servers and rules of example services.
 #![allow(clippy::unwrap_used)]
 
 mod rejected;
@@ -32,7 +32,7 @@ fn config() -> IpvsConfig {
     config
 }
 
-/// ClusterIP 10.96.0.1, port 80, and everything else that a service can be reached by.
+/// A service with ClusterIP 10.96.0.1, port 80, externalIP, load balancer IP and NodePort.
 fn service() -> Service {
     let port = ServicePort { name: "web".into(), protocol: Protocol::Tcp, port: 80, node_port: 30080 };
     let mut service = Service::new(ServiceKey::new("ns", "web"), vec![ip("10.96.0.1")], vec![port]);
@@ -81,7 +81,7 @@ impl Rig {
         self.kernel.sets[&set].iter().any(|candidate| candidate.to_string() == element)
     }
 
-    /// Destinations and weights of a server; `None` when there is no such server.
+    /// Returns the destinations and weights of a server, or `None` if the server does not exist.
     fn destinations(&self, address: &str, port: u16) -> Option<Vec<(String, u32)>> {
         let key = ServerKey { address: ip(address), protocol: Protocol::Tcp, port };
         let (_, destinations) = self.kernel.servers.get(&key)?;
@@ -104,7 +104,7 @@ fn weighted(destinations: &[(&str, u32)]) -> Option<Vec<(String, u32)>> {
 }
 
 #[test]
-fn sets_are_called_as_kube_proxy_calls_them() {
+fn names_of_sets_are_those_of_kube_proxy() {
     assert_eq!(Set::ClusterIp.name(Family::V4), "KUBE-CLUSTER-IP");
     assert_eq!(Set::LoopBack.name(Family::V6), "KUBE-6-LOOP-BACK");
     assert_eq!(Set::LoadBalancerSourceCidr.name(Family::V6), "KUBE-6-LOAD-BALANCER-SOURCE-CID");
@@ -131,10 +131,10 @@ fn every_address_has_a_virtual_server() {
     assert!(rig.has(Set::ClusterIp, "10.96.0.1,tcp:80") && rig.has(Set::ExternalIp, "203.0.113.1,tcp:80"));
     assert!(rig.has(Set::LoadBalancer, "203.0.113.2,tcp:80") && rig.has(Set::NodePortTcp, "30080"));
     assert!(rig.has(Set::DeviceAddresses, "203.0.113.2") && rig.has(Set::NodePortServers, "192.0.2.11,tcp:30080"));
-    // Only this node's endpoint can come back to itself here.
+    // Only the endpoint on this node can be its own client on this node.
     let loop_back: Vec<String> = rig.kernel.sets[&Set::LoopBack].iter().map(ToString::to_string).collect();
     assert_eq!(loop_back, ["10.244.1.1,tcp:8080,10.244.1.1"]);
-    // Elements, then addresses, then servers, each before its destinations.
+    // The order is elements, addresses, servers and their destinations.
     let rank = |op: &Op| match op {
         Op::AddElement(..) => 0,
         Op::AddAddress(_) => 1,
@@ -148,7 +148,7 @@ fn every_address_has_a_virtual_server() {
 }
 
 #[test]
-fn local_policies_have_local_endpoints_or_drop() {
+fn a_local_policy_uses_local_endpoints_or_drops_packets() {
     let mut rig = Rig::new(config());
     let mut local = service();
     (local.external_traffic_policy, local.internal_traffic_policy) = (TrafficPolicy::Local, TrafficPolicy::Local);
@@ -160,8 +160,8 @@ fn local_policies_have_local_endpoints_or_drop() {
     assert!(rig.has(Set::LoadBalancerLocal, "203.0.113.2,tcp:80") && rig.has(Set::NodePortLocalTcp, "30080"));
 
     let plan = rig.step([Change::RemoveEndpoint(local.key.clone(), ip("10.244.1.1"))]);
-    let first_refusal = plan.before.iter().any(|op| matches!(op, Op::AddElement(Set::NoLocalEndpoints, _)));
-    assert!(first_refusal, "dropped before the destination goes: {plan:?}");
+    let drops_first = plan.before.iter().any(|op| matches!(op, Op::AddElement(Set::NoLocalEndpoints, _)));
+    assert!(drops_first, "packets must be dropped before the destination is removed: {plan:?}");
     assert_eq!(rig.kernel.sets[&Set::NoLocalEndpoints].len(), 4);
     assert_eq!(rig.destinations("203.0.113.2", 80), weighted(&[("10.244.1.1:8080", 0)]));
 
@@ -171,7 +171,7 @@ fn local_policies_have_local_endpoints_or_drop() {
 }
 
 #[test]
-fn the_short_way_is_taken_before_the_virtual_server_and_behind_source_ranges() {
+fn the_short_circuit_comes_after_source_ranges_and_before_the_virtual_server() {
     use crate::dataplane::rules::Table::Nat;
     let mut rig = Rig::new(config());
     let mut local = service();
@@ -179,11 +179,11 @@ fn the_short_way_is_taken_before_the_virtual_server_and_behind_source_ranges() {
     local.load_balancer_source_ranges = vec!["198.51.100.0/24".parse().unwrap(), "192.0.2.0/24".parse().unwrap()];
     rig.step([Change::from(local), endpoint("10.244.2.1", "node-b")]);
     let services = rig.rules(Nat, "KUBE-SERVICES");
-    let lead = |address: &str, what: &str, target: &str| {
+    let jump = |address: &str, what: &str, target: &str| {
         format!(r#"-d {address}/32 -p tcp -m comment --comment "ns/web:web {what}" -m tcp --dport 80 -j {target}-"#)
     };
-    assert!(services[0].starts_with(&lead("203.0.113.1", "external IP", "KUBE-EXT")), "{}", services[0]);
-    assert!(services[1].starts_with(&lead("203.0.113.2", "loadbalancer IP", "KUBE-FW")), "{}", services[1]);
+    assert!(services[0].starts_with(&jump("203.0.113.1", "external IP", "KUBE-EXT")), "{}", services[0]);
+    assert!(services[1].starts_with(&jump("203.0.113.2", "loadbalancer IP", "KUBE-FW")), "{}", services[1]);
     assert_eq!(
         services[2..],
         [
@@ -191,8 +191,8 @@ fn the_short_way_is_taken_before_the_virtual_server_and_behind_source_ranges() {
             r#"-m comment --comment "Kubernetes service lb portal" -m set --match-set KUBE-LOAD-BALANCER dst,dst -j KUBE-LOAD-BALANCER"#,
             r#"! -s 10.244.0.0/16 -m comment --comment "Kubernetes service cluster ip + port for masquerade purpose" -m set --match-set KUBE-CLUSTER-IP dst,dst -j KUBE-MARK-MASQ"#,
             r#"-m comment --comment "Kubernetes service external ip + port for masquerade and filter purpose" -m set --match-set KUBE-EXTERNAL-IP dst,dst -j KUBE-MARK-MASQ"#,
-            // What goes to a service's address does not reach rules for NodePorts, nor rules of
-            // others behind ours.
+            // Packets to addresses of services reach neither the rules for NodePorts nor foreign
+            // rules after this chain.
             "-m set --match-set KUBE-IPVS-IPS dst -j ACCEPT",
             "-m set --match-set KUBE-LOAD-BALANCER dst,dst -j ACCEPT",
             "-m set --match-set KUBE-EXTERNAL-IP dst,dst -j ACCEPT",
@@ -210,10 +210,11 @@ fn the_short_way_is_taken_before_the_virtual_server_and_behind_source_ranges() {
             r#"-m comment --comment "masquerade LOCAL traffic for ns/web:web external destinations" -m addrtype --src-type LOCAL -j KUBE-MARK-MASQ"#.to_owned(),
             format!(r#"-m comment --comment "route LOCAL traffic for ns/web:web external destinations" -m addrtype --src-type LOCAL -j {cluster}"#),
         ],
-        "others go on to the virtual server"
+        "packets of other clients continue to the virtual server"
     );
     assert!(rig.rules(Nat, "KUBE-NODEPORTS")[0].contains("--dport 30080 -j KUBE-EXT-"));
-    // Who is not admitted is not translated, and dropped at the virtual server's address.
+    // Packets that no source range admits are not translated here. They are dropped before they
+    // reach the virtual server.
     assert_eq!(rig.rules(Nat, &external.replace("EXT", "FW")).len(), 4);
     assert!(rig.has(Set::LoadBalancerFirewall, "203.0.113.2,tcp:80"));
     assert!(rig.has(Set::LoadBalancerSourceCidr, "203.0.113.2,tcp:80,198.51.100.0/24"));
@@ -221,7 +222,7 @@ fn the_short_way_is_taken_before_the_virtual_server_and_behind_source_ranges() {
 }
 
 #[test]
-fn constant_rules_look_up_sets() {
+fn rules_match_sets() {
     use crate::dataplane::rules::Table::{Filter, Mangle, Nat};
     let rig = Rig::new(config());
     let firewall = ["-m set --match-set KUBE-LOAD-BALANCER-FW dst,dst -j KUBE-SOURCE-RANGES-FIREWALL"];
@@ -261,7 +262,7 @@ fn constant_rules_look_up_sets() {
 }
 
 #[test]
-fn schedulers_are_chosen_by_annotation_and_a_bad_name_is_shown() {
+fn the_annotation_selects_the_scheduler_and_a_bad_name_is_reported() {
     let mut available = config();
     available.scheduler = Scheduler::WeightedLeastConnection;
     available.available_schedulers.remove(&Scheduler::NeverQueue);
@@ -296,7 +297,7 @@ fn schedulers_are_chosen_by_annotation_and_a_bad_name_is_shown() {
 }
 
 #[test]
-fn tcp_drains_udp_goes_at_once_and_what_returns_is_restored() {
+fn tcp_destinations_drain_or_are_restored_and_udp_destinations_are_removed_at_once() {
     let mut rig = Rig::new(config());
     let key = ServerKey { address: ip("10.96.0.1"), protocol: Protocol::Tcp, port: 80 };
     let mut plain = service();
@@ -308,7 +309,7 @@ fn tcp_drains_udp_goes_at_once_and_what_returns_is_restored() {
     let busy: BTreeMap<SocketAddr, u64> = [("10.244.2.1:8080".parse().unwrap(), 3)].into();
     assert!(rig.ledger.drained(key, &busy, 1).is_empty());
 
-    // A new agent goes on with it.
+    // After a restart, the agent continues to drain the destination.
     rig.ledger = Ledger::new(config());
     let plan = rig.ledger.full(&rig.state, &rig.node, &rig.kernel.existing(), 0);
     assert!(plan.is_empty(), "{plan:?}");
@@ -318,7 +319,7 @@ fn tcp_drains_udp_goes_at_once_and_what_returns_is_restored() {
     assert_eq!(plan.before, [Op::EditDestination(key, "10.244.2.1:8080".parse().unwrap(), 1)]);
     assert_eq!(rig.ledger.draining().count(), 0);
 
-    // The service goes; its connections do not, nor does the address that they come to.
+    // After the service is removed, its connections continue and the device keeps their address.
     rig.step([Change::RemoveService(plain.key.clone())]);
     let none = weighted(&[("10.244.1.1:8080", 0), ("10.244.2.1:8080", 0)]);
     assert_eq!(rig.destinations("10.96.0.1", 80), none);
@@ -341,7 +342,7 @@ fn tcp_drains_udp_goes_at_once_and_what_returns_is_restored() {
 }
 
 #[test]
-fn what_fails_health_checks_has_no_weight_and_stays() {
+fn destinations_that_fail_health_checks_get_weight_0_and_are_kept() {
     let mut rig = Rig::new(config());
     let key = ServerKey { address: ip("10.96.0.1"), protocol: Protocol::Tcp, port: 80 };
     let mut checked = service();
@@ -359,24 +360,24 @@ fn what_fails_health_checks_has_no_weight_and_stays() {
         plan.ops().copied().collect::<Vec<_>>()
     };
     assert_eq!(fails(&mut rig, &[one]), [Op::EditDestination(key, one, 0)]);
-    assert_eq!(rig.ledger.draining().count(), 0, "it is not on its way out");
+    assert_eq!(rig.ledger.draining().count(), 0, "a failing destination does not drain");
     assert!(rig.ledger.drained(key, &[(one, 0)].into(), 1).is_empty());
-    // A new agent that knows as much writes nothing, and one that knows nothing yet uses it.
+    // After a restart, an agent that knows the failing endpoint writes nothing.
     let mut restarted = Ledger::new(config());
     assert!(restarted.full(&rig.state, &rig.node, &rig.kernel.existing(), 0).is_empty());
     assert!(restarted.matches(&rig.kernel.existing()) && restarted.draining().count() == 0);
     let all: Vec<SocketAddr> = vec!["10.244.1.1:8080".parse().unwrap(), one];
-    assert_eq!(fails(&mut rig, &all), [Op::EditDestination(key, one, 1)], "all fail: all are used");
+    assert_eq!(fails(&mut rig, &all), [Op::EditDestination(key, one, 1)], "all destinations fail, so all are used");
     assert_eq!(fails(&mut rig, &[one]), [Op::EditDestination(key, one, 0)]);
     let plan = rig.step([Change::RemoveEndpoint(checked.key.clone(), one.ip())]);
-    assert!(plan.is_empty() && rig.ledger.draining().eq([key]), "its connections go on: {plan:?}");
+    assert!(plan.is_empty() && rig.ledger.draining().eq([key]), "the destination keeps its connections: {plan:?}");
     assert_eq!(fails(&mut rig, &[]), []);
     let plan = rig.step([endpoint("10.244.2.1", "node-b")]);
     assert_eq!(plan.before, [Op::EditDestination(key, one, 1)]);
 }
 
 #[test]
-fn what_kube_proxy_left_is_taken_over() {
+fn objects_of_a_previous_kube_proxy_are_taken_over() {
     let mut rig = Rig::new(config());
     let settings = Settings { scheduler: Scheduler::RoundRobin, persistence_seconds: None };
     let key = |address: &str, port| ServerKey { address: ip(address), protocol: Protocol::Tcp, port };
@@ -393,19 +394,20 @@ fn what_kube_proxy_left_is_taken_over() {
 }
 
 #[test]
-fn schedulers_that_do_not_pass_over_weight_zero_lose_destinations_at_once() {
+fn schedulers_that_do_not_skip_weight_0_lose_destinations_at_once() {
     let mut rig = Rig::new(config());
     let service = Service { scheduler: "dh".into(), ..service() };
     rig.step([Change::from(service.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
     rig.step([Change::RemoveEndpoint(service.key.clone(), ip("10.244.2.1"))]);
     assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
-    // When there is nothing to choose from any more, the last one may keep its connections.
+    // The last destination keeps its connections, because new connections have no destination
+    // anyway.
     rig.step([Change::RemoveEndpoint(service.key, ip("10.244.1.1"))]);
     assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 0)]));
 }
 
 #[test]
-fn an_address_that_goes_to_another_service_keeps_what_both_want() {
+fn an_address_that_moves_to_another_service_keeps_common_destinations() {
     let mut rig = Rig::new(config());
     let first = service();
     let second = Service { key: ServiceKey::new("ns", "other"), cluster_ips: vec![ip("10.96.0.2")], ..service() };
@@ -419,13 +421,13 @@ fn an_address_that_goes_to_another_service_keeps_what_both_want() {
         Change::from(second.clone()),
         of_second(endpoint("10.244.1.1", "node-a")),
     ]);
-    // The first has been the winner; both change in one step.
+    // The first service owned the address. Both services change in one step.
     rig.step([Change::RemoveService(first.key)]);
     assert_eq!(rig.destinations("203.0.113.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
 }
 
 #[test]
-fn without_endpoints_everybody_is_refused_whatever_ranges_say() {
+fn a_service_without_endpoints_has_no_source_ranges() {
     let mut rig = Rig::new(config());
     let service = Service { load_balancer_source_ranges: vec!["10.0.0.0/8".parse().unwrap()], ..service() };
     rig.step([Change::from(service)]);

@@ -1,13 +1,13 @@
-//! Steps, schedulers and protocols that the kernel rejects.
+//! Operations, schedulers and protocols that the kernel rejects.
 
 use super::*;
 
 #[test]
-fn what_the_kernel_rejects_is_deferred_and_tried_again() {
+fn rejected_objects_are_deferred_and_tried_again() {
     let mut rig = Rig::new(config());
     let key = |address: &str| ServerKey { address: ip(address), protocol: Protocol::Tcp, port: 80 };
     let (external, bad) = (key("203.0.113.1"), SocketAddr::new(ip("10.244.1.9"), 8080));
-    let refuses = |op: &Op| match op {
+    let rejects = |op: &Op| match op {
         Op::AddServer(server, _) => *server == external,
         Op::AddDestination(_, address, _) => *address == bad,
         _ => false,
@@ -18,52 +18,58 @@ fn what_the_kernel_rejects_is_deferred_and_tried_again() {
             rig.state.apply(change, &mut dirty);
         });
         let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty, 0);
-        let refused = rig.kernel.apply_rejecting(&plan, refuses).unwrap();
-        assert_eq!(rig.ledger.record(plan.ops(), &refused), []);
+        let rejected = rig.kernel.apply_rejecting(&plan, rejects).unwrap();
+        assert_eq!(rig.ledger.record(plan.ops(), &rejected), []);
         assert!(rig.ledger.matches(&rig.kernel.existing()));
         plan
     };
     step(&mut rig, vec![Change::from(service()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.1.9", "node-b")]);
     assert_eq!(rig.destinations("203.0.113.1", 80), None);
     assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]), "the rest is programmed");
-    // A destination on each of three servers, the fourth server, and both of its destinations.
+    // Deferred are one destination on each of three servers, the fourth server, and both of its
+    // destinations.
     assert_eq!(rig.ledger.deferred().count(), 3 + 1 + 2);
     assert!(rig.ledger.deferred().all(|(_, of)| **of == service().key));
 
-    // A change of the service has it tried; one of another service has not.
+    // A change of the service tries its deferred objects again. A change of another service does
+    // not.
     let other = Service { external_ips: vec![], load_balancer_ips: vec![], ..service() };
     let other =
         Service { key: ServiceKey::new("ns", "other"), cluster_ips: vec![ip("10.96.0.2")], ports: vec![], ..other };
     assert!(step(&mut rig, vec![Change::from(other)]).is_empty());
     let plan = step(&mut rig, vec![endpoint("10.244.1.2", "node-b")]);
-    assert_eq!(plan.ops().count(), 6 + 4, "what is lacking, and one destination on each server: {plan:?}");
+    assert_eq!(
+        plan.ops().count(),
+        6 + 4,
+        "six deferred objects, and one new destination on each of four servers: {plan:?}"
+    );
     assert_eq!(rig.ledger.deferred().count(), 3 + 1 + 3);
 
-    // So does whoever likes, of a server and what belongs to it, or of one destination.
+    // The caller can also try a server with its destinations again, or a single destination.
     let again = rig.ledger.retries([Object::Server(external)]);
     assert!(matches!(
         again[..],
         [Op::AddServer(..), Op::AddDestination(..), Op::AddDestination(..), Op::AddDestination(..)]
     ));
     let before = rig.ledger.deferred_revision();
-    let refused = rig.kernel.apply_rejecting(&Plan { before: again.clone(), ..Plan::default() }, |_| false).unwrap();
-    assert_eq!((refused.len(), rig.ledger.record(&again, &refused).len()), (0, 0));
+    let rejected = rig.kernel.apply_rejecting(&Plan { before: again.clone(), ..Plan::default() }, |_| false).unwrap();
+    assert_eq!((rejected.len(), rig.ledger.record(&again, &rejected).len()), (0, 0));
     assert_ne!(rig.ledger.deferred_revision(), before);
     assert_eq!(rig.ledger.deferred().count(), 3);
     assert!(rig.ledger.matches(&rig.kernel.existing()));
     assert_eq!(rig.destinations("203.0.113.1", 80).map(|all| all.len()), Some(3));
     assert_eq!(rig.ledger.retries([Object::Server(external), Object::Destination(key("10.96.0.1"), bad)]).len(), 1);
 
-    // What is not wanted any more is not lacking either.
+    // An object that is no longer wanted is no longer deferred.
     step(&mut rig, vec![Change::RemoveEndpoint(service().key, bad.ip())]);
     assert_eq!(rig.ledger.deferred().count(), 0);
-    // What removes something is nobody's.
+    // No service wants the object of a removal.
     let removal = Op::DeleteAddress(ip("10.96.0.1"));
     assert_eq!(rig.ledger.record(&[removal], &[removal]), [removal]);
 }
 
 #[test]
-fn a_scheduler_that_is_missing_is_replaced_and_comes_back_at_the_cost_of_who_asks_for_it() {
+fn a_missing_scheduler_is_replaced_by_the_default_until_it_is_loaded() {
     let mut rig = Rig::new(config());
     let hashed = |scheduler: &str| Change::from(Service { scheduler: scheduler.into(), ..service() });
     let key = ServerKey { address: ip("10.96.0.1"), protocol: Protocol::Tcp, port: 80 };
@@ -73,19 +79,20 @@ fn a_scheduler_that_is_missing_is_replaced_and_comes_back_at_the_cost_of_who_ask
             rig.state.apply(change, &mut dirty);
         });
         let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty, 0);
-        let refused = rig.kernel.apply_rejecting(&plan, |_| false).unwrap();
-        assert_eq!(rig.ledger.record(plan.ops(), &refused), []);
-        refused
+        let rejected = rig.kernel.apply_rejecting(&plan, |_| false).unwrap();
+        assert_eq!(rig.ledger.record(plan.ops(), &rejected), []);
+        rejected
     };
     rig.kernel.set_scheduler(Scheduler::MaglevHashing, false);
-    for begins_with in [vec![hashed("mh"), endpoint("10.244.1.1", "node-a")], vec![hashed("wlc"), hashed("mh")]] {
-        // A new server is not made, one that is there stays as it is.
-        let was_there = rig.kernel.servers.contains_key(&key);
+    for first_changes in [vec![hashed("mh"), endpoint("10.244.1.1", "node-a")], vec![hashed("wlc"), hashed("mh")]] {
+        // The kernel rejects a new server with this scheduler, and it keeps an existing server
+        // unchanged.
+        let existed = rig.kernel.servers.contains_key(&key);
         let before = rig.destinations("10.96.0.1", 80);
-        for change in begins_with {
-            let refused = step(&mut rig, vec![change], &[]);
+        for change in first_changes {
+            let rejected = step(&mut rig, vec![change], &[]);
             let is_edit = |op: &Op| matches!(op, Op::EditServer(..));
-            assert!(refused.iter().all(|op| is_edit(op) == was_there), "{refused:?}");
+            assert!(rejected.iter().all(|op| is_edit(op) == existed), "{rejected:?}");
         }
         assert!(rig.ledger.is_deferred(&Object::Server(key)));
         assert_eq!(rig.destinations("10.96.0.1", 80), before);
@@ -100,7 +107,7 @@ fn a_scheduler_that_is_missing_is_replaced_and_comes_back_at_the_cost_of_who_ask
         assert!(rig.ledger.matches(&rig.kernel.existing()));
         assert_eq!(rig.ledger.set_available(Scheduler::MaglevHashing, true), services);
     }
-    // It is loaded: who asked for it gets it.
+    // The scheduler is loaded, so the service that requests it gets it.
     rig.kernel.set_scheduler(Scheduler::MaglevHashing, true);
     assert_eq!(step(&mut rig, vec![], &[service().key]), []);
     assert_eq!(rig.kernel.servers[&key].0.scheduler, Scheduler::MaglevHashing);
@@ -108,7 +115,7 @@ fn a_scheduler_that_is_missing_is_replaced_and_comes_back_at_the_cost_of_who_ask
 }
 
 #[test]
-fn rules_for_sctp_are_left_out_where_iptables_cannot_match_it() {
+fn sctp_rules_are_left_out_if_iptables_cannot_match_sctp() {
     let without = Service { external_traffic_policy: TrafficPolicy::Local, ..service() };
     let mut with = without.clone();
     with.ports.push(ServicePort { name: "sctp".into(), protocol: Protocol::Sctp, port: 81, node_port: 30081 });
