@@ -1,22 +1,24 @@
-//! Which UDP flows a change leaves behind in the connection tracking table.
+//! Stale UDP flows: which entries of the connection tracking table the agent must delete after a
+//! change.
 //!
-//! Address translation is per flow: rules say where a flow's first packet goes, and the table sends
-//! all later ones after it. A TCP client whose endpoint is gone notices and connects anew. A UDP
-//! client does not, and as long as it sends, its entry lives. So for UDP, and for UDP alone,
-//! entries are deleted that lead to what is no longer an endpoint. Where kube-proxy 1.36 leaves
-//! flows stale or hits the wrong ones, this does better:
+//! Rules choose the endpoint for the first packet of a flow. The connection tracking table then
+//! translates all later packets of the flow. When an endpoint is removed, a TCP client notices and
+//! opens a new connection. A UDP client does not notice, and its entry remains in the table as long
+//! as the client sends. So the agent deletes UDP entries whose replies come from an address that is
+//! no longer an endpoint. kube-proxy 1.36 misses some stale flows and deletes some valid flows.
+//! This module differs from it in four points:
 //!
-//! - A service that is scaled to zero, deleted, or that loses an address or a port is cleaned too:
-//!   what it used is remembered.
-//! - What was planned is remembered until it was handed over ([`Tracker::commit`]), so a failed
-//!   sync forgets nothing.
-//! - NodePort flows count on the node's own addresses only.
-//! - Endpoints that are ready without serving (publishNotReadyAddresses) keep their flows, like all
-//!   that serve: whatever the policy, the topology, and whether they terminate.
+//! - It also finds stale flows after a service is deleted or scaled to zero, and after a service
+//!   loses an address or a port, because it remembers the endpoints that the service used.
+//! - It forgets these endpoints only when the caller takes over the cleanup ([`Tracker::commit`]),
+//!   so a failed sync loses nothing.
+//! - It deletes flows to a NodePort only if they were sent to an address of this node.
+//! - It keeps flows of all endpoints that are serving or ready. They may terminate, be ready
+//!   without serving (publishNotReadyAddresses), or be excluded by policy or topology.
 //!
-//! Work is proportional to the change: a service that only gained endpoints has nothing to clean,
-//! and one that lost a few is looked for by those, not by listing all flows to it. Memory goes to
-//! services with UDP ports only.
+//! The work is proportional to the change. A service that only gained endpoints causes no search.
+//! If a service lost a few endpoints, the search is for flows of these endpoints, not for all flows
+//! to the service. Only services with UDP ports use memory.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -31,17 +33,17 @@ use crate::{
     state::frontends::Frontend,
 };
 
-/// Where a client sends to, before translation. UDP.
+/// The destination of a client's UDP packets before translation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum OriginalDestination {
-    /// An address of a service, and its port.
+    /// An address and port of a service.
     Address(IpAddr, u16),
-    /// A NodePort at any of the node's own addresses.
+    /// A NodePort on any address of the node.
     NodePort(Family, u16),
 }
 
 impl OriginalDestination {
-    /// Its family.
+    /// The family of the destination.
     #[must_use]
     pub fn family(self) -> Family {
         match self {
@@ -58,27 +60,29 @@ impl OriginalDestination {
     }
 }
 
-/// Endpoints: sorted, without duplicates, shared by the destinations of one service port.
+/// Endpoints, sorted and without duplicates. They are the sources of replies. All destinations of a
+/// service port share one list.
 pub type Sources = Arc<[SocketAddr]>;
 
-/// Which flows to a destination may be stale. Narrows the search; [`Rule`] decides.
+/// The flows to a destination that may be stale. It limits the search; the [`Rule`] decides whether
+/// a flow is stale.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Suspects {
-    /// Any: its past is not known.
+    /// All flows, because the earlier endpoints are unknown.
     Any,
-    /// Those that these endpoints answer.
+    /// The flows whose replies come from these endpoints.
     Sources(BTreeSet<SocketAddr>),
 }
 
-/// Which flows to one destination stay.
+/// Which flows to one destination are kept.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
-    /// Flows that one of these answers.
+    /// Endpoints whose flows are kept.
     pub keep: Sources,
-    /// Flows that nobody translated: no service is at this destination any more, and whoever has
-    /// the address now is none of our business.
+    /// Also keep flows whose addresses were not translated. Set if no service owns the destination
+    /// any more: another program may use the address now.
     pub keep_untranslated: bool,
-    /// Where to look.
+    /// The flows that may be stale.
     pub suspects: Suspects,
 }
 
@@ -88,28 +92,28 @@ pub struct Cleanup {
     rules: BTreeMap<OriginalDestination, Rule>,
 }
 
-/// What the kernel is asked to list: UDP entries of a family for which everything that is given
-/// here holds.
+/// Selects the UDP entries that the kernel lists. An entry must match all fields that are set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Filter {
-    /// Family.
+    /// The family of the entry.
     pub family: Family,
-    /// Original destination address.
+    /// The original destination address.
     pub original_address: Option<IpAddr>,
-    /// Original destination port.
+    /// The original destination port.
     pub original_port: Option<u16>,
-    /// Source of replies: the endpoint.
+    /// The source of replies, which is the endpoint.
     pub reply_source: Option<SocketAddr>,
 }
 
 impl Filter {
-    /// All UDP entries of a family.
+    /// Selects all UDP entries of a family.
     #[must_use]
     pub fn all(family: Family) -> Self {
         Self { family, original_address: None, original_port: None, reply_source: None }
     }
 
-    /// Entries to a destination. Those to a NodePort number include other machines' addresses.
+    /// Selects the entries to a destination. For a NodePort the filter also selects entries to
+    /// addresses of other machines.
     #[must_use]
     pub fn to(destination: OriginalDestination) -> Self {
         let (original_address, port) = match destination {
@@ -119,13 +123,13 @@ impl Filter {
         Self { original_address, original_port: Some(port), ..Self::all(destination.family()) }
     }
 
-    /// Entries that an endpoint answers.
+    /// Selects the entries whose replies come from an endpoint.
     #[must_use]
     pub fn answered_by(source: SocketAddr) -> Self {
         Self { reply_source: Some(source), ..Self::all(Family::of(source.ip())) }
     }
 
-    /// True when an entry is among those asked for.
+    /// True if the filter selects an entry.
     #[must_use]
     pub fn admits(&self, original: SocketAddr, reply_source: SocketAddr) -> bool {
         Family::of(original.ip()) == self.family
@@ -136,34 +140,34 @@ impl Filter {
 }
 
 impl Cleanup {
-    /// True when there is nothing to look for.
+    /// True if no flow can be stale.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.rules.values().all(Rule::is_idle)
     }
 
-    /// The rules by destination.
+    /// Returns the rules by destination.
     pub fn rules(&self) -> impl Iterator<Item = (OriginalDestination, &Rule)> {
         self.rules.iter().map(|(destination, rule)| (*destination, rule))
     }
 
-    /// Some rule is about NodePorts, so the node's own addresses have to be known.
+    /// True if a rule is about a NodePort. Then [`Self::is_stale`] needs the addresses of the node.
     #[must_use]
     pub fn needs_node_addresses(&self) -> bool {
         self.rules.keys().any(|destination| matches!(destination, OriginalDestination::NodePort(..)))
     }
 
-    /// Merges newer rules into a queue that nobody works on yet. As [`Self::merge`], but keeps
-    /// rules without suspects: they may correct rules that somebody works on.
+    /// Merges newer rules into queued rules on which no search has started. Unlike [`Self::merge`],
+    /// it keeps rules without suspects, because they may correct rules of a search that is running.
     pub fn merge_queued(&mut self, newer: Self) {
         newer.rules.into_iter().for_each(|(destination, rule)| self.add(destination, rule));
     }
 
-    /// Merges newer rules into those that are being worked on. The newer rule of a destination
-    /// decides, and the suspects of both are looked at.
+    /// Merges newer rules into the rules of a search that is running. The newer rule of a
+    /// destination replaces the older one and inherits its suspects.
     pub fn merge(&mut self, newer: Self) {
         for (destination, rule) in newer.rules {
-            // A rule without suspects only corrects a rule that is there.
+            // A rule without suspects is needed only to replace an older rule.
             if !rule.is_idle() || self.rules.contains_key(&destination) {
                 self.add(destination, rule);
             }
@@ -171,9 +175,9 @@ impl Cleanup {
         self.rules.retain(|_, rule| !rule.is_idle());
     }
 
-    /// What to ask the kernel for, so that every stale flow is among the answers. Each filter makes
-    /// the kernel walk its whole table, which takes a good part of the time that telling us all of
-    /// it would; a family that would need more than `limit` filters is listed whole.
+    /// Returns filters that together select every stale flow. For each filter the kernel walks its
+    /// whole table, which takes a considerable part of the time for returning all entries. If a
+    /// family needs more than `limit` filters, one filter for the whole family replaces them.
     #[must_use]
     pub fn filters(&self, limit: usize) -> Vec<Filter> {
         Family::BOTH.into_iter().flat_map(|family| self.family_filters(family, limit)).collect()
@@ -191,7 +195,8 @@ impl Cleanup {
                 }
             }
         }
-        // The past of a few endpoints, or all flows of a few destinations: whichever is fewer.
+        // Search either for the flows of suspect endpoints or for all flows to the destinations,
+        // whichever needs fewer filters.
         let mut filters = by_destination(unknown.iter().copied());
         let of_all = by_destination(unknown.into_iter().chain(known));
         filters.extend(sources.into_iter().map(Filter::answered_by));
@@ -201,8 +206,9 @@ impl Cleanup {
         if filters.len() > limit { vec![Filter::all(family)] } else { filters.into_iter().collect() }
     }
 
-    /// True when an entry has to go: its original destination is one of the rules', and its replies
-    /// come from elsewhere than the rule keeps. `is_node_address` tells the node's own addresses.
+    /// True if an entry must be deleted: a rule exists for its original destination, and the rule
+    /// does not keep the source of its replies. `is_node_address` returns true for addresses of
+    /// this node.
     #[must_use]
     pub fn is_stale(
         &self,
@@ -221,7 +227,8 @@ impl Cleanup {
         })
     }
 
-    /// The rule replaces an older one, whose suspects it inherits; those that it keeps are none.
+    /// Adds a rule. It replaces an older rule for the destination and inherits its suspects, except
+    /// endpoints that the new rule keeps.
     fn add(&mut self, destination: OriginalDestination, mut rule: Rule) {
         let older = self.rules.remove(&destination).map(|rule| rule.suspects);
         match (&mut rule.suspects, older) {
@@ -236,7 +243,8 @@ impl Cleanup {
     }
 }
 
-/// Several destinations with the same port are looked for at once.
+/// Returns filters that select all flows to the destinations. Destinations with equal ports share a
+/// filter.
 fn by_destination(destinations: impl Iterator<Item = OriginalDestination>) -> BTreeSet<Filter> {
     let mut by_port: BTreeMap<Option<u16>, Filter> = BTreeMap::new();
     for filter in destinations.map(Filter::to) {
@@ -249,39 +257,40 @@ fn by_destination(destinations: impl Iterator<Item = OriginalDestination>) -> BT
 }
 
 impl Rule {
-    /// Nothing can be stale.
+    /// True if no flow to the destination can be stale.
     fn is_idle(&self) -> bool {
         matches!(&self.suspects, Suspects::Sources(sources) if sources.is_empty())
     }
 }
 
-/// The destinations that a service holds, each with the endpoints that keep their flows.
-type Held = BTreeMap<OriginalDestination, Sources>;
+/// The destinations that a service owns, each with the endpoints whose flows are kept.
+type Owned = BTreeMap<OriginalDestination, Sources>;
 
-/// What a step leaves to be cleaned. Give it back to [`Tracker::commit`] when its rules are in the
-/// kernel; drop it when they are not.
+/// The cleanup after a step. When the rules of the step are in the kernel, the caller passes the
+/// plan to [`Tracker::commit`]. If the step failed, the caller drops the plan.
 #[derive(Debug, Default)]
 pub struct CleanupPlan {
     /// Flows to be deleted once the rules are in place.
     pub cleanup: Cleanup,
-    settled: Vec<(Arc<ServiceKey>, Held)>,
+    owned: Vec<(Arc<ServiceKey>, Owned)>,
 }
 
-/// Remembers, for services with UDP ports, to where rules may have sent flows since they were last
-/// cleaned.
+/// Remembers, for services with UDP ports, the endpoints to which rules may have sent flows since
+/// the last cleanup.
 #[derive(Debug, Default)]
 pub struct Tracker {
-    used: HashMap<Arc<ServiceKey>, Held>,
+    used: HashMap<Arc<ServiceKey>, Owned>,
 }
 
 impl Tracker {
-    /// What programming these services leaves stale. A plan that is not committed stays to be done:
-    /// it is part of the next one that names its services.
+    /// Plans the cleanup after the rules of these services are programmed. If a plan is not
+    /// committed, the next plan for its services includes it.
     pub fn plan<'a>(&mut self, state: &State, services: impl IntoIterator<Item = &'a Arc<ServiceKey>>) -> CleanupPlan {
         self.plan_services(state, services, true)
     }
 
-    /// The same for services that the kernel may have seen in states that this tracker has not.
+    /// Like [`Self::plan`], for services that may have been programmed in states that this tracker
+    /// does not know. All their flows are suspects.
     pub fn plan_unknown<'a>(
         &mut self,
         state: &State,
@@ -290,38 +299,37 @@ impl Tracker {
         self.plan_services(state, services, false)
     }
 
-    /// The same for everything, when rules are programmed whole: at the start, or after somebody
-    /// removed them. What happened until then is not known, so all flows to UDP services are
-    /// suspects. A full pass.
+    /// Like [`Self::plan_unknown`], for all services. It is needed when all rules are programmed:
+    /// at the start, and after another program has removed them. This is a full pass.
     pub fn plan_all(&mut self, state: &State) -> CleanupPlan {
         let mut plan = CleanupPlan::default();
-        let gone: Vec<_> = self.used.keys().filter(|key| state.entry(key).is_none()).cloned().collect();
-        for key in state.entries().map(|(key, _)| key).chain(&gone) {
+        let removed: Vec<_> = self.used.keys().filter(|key| state.entry(key).is_none()).cloned().collect();
+        for key in state.entries().map(|(key, _)| key).chain(&removed) {
             self.plan_service(state, key, false, &mut plan);
         }
         plan
     }
 
-    /// The rules of a plan are in the kernel, and its cleanup is in the hands of somebody who does
-    /// not give up.
+    /// Records that the rules of a plan are in the kernel. Returns its cleanup; the caller must
+    /// retry the cleanup until it succeeds, because the tracker forgets it.
     pub fn commit(&mut self, plan: CleanupPlan) -> Cleanup {
-        for (key, held) in plan.settled {
-            if held.is_empty() {
+        for (key, owned) in plan.owned {
+            if owned.is_empty() {
                 self.used.remove(&key);
             } else {
-                self.used.insert(key, held);
+                self.used.insert(key, owned);
             }
         }
         plan.cleanup
     }
 
-    /// Number of services remembered.
+    /// Number of services that the tracker remembers.
     #[must_use]
     pub fn len(&self) -> usize {
         self.used.len()
     }
 
-    /// True when no service has a UDP port.
+    /// True if the tracker remembers no service.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.used.is_empty()
@@ -341,15 +349,15 @@ impl Tracker {
     }
 
     fn plan_service(&mut self, state: &State, key: &Arc<ServiceKey>, is_past_known: bool, plan: &mut CleanupPlan) {
-        let held = held(state, key);
-        if held.is_empty() && !self.used.contains_key(key) {
+        let owned = owned_destinations(state, key);
+        if owned.is_empty() && !self.used.contains_key(key) {
             return;
         }
         let used = self.used.entry(Arc::clone(key)).or_default();
-        for (destination, keep) in &held {
+        for (destination, keep) in &owned {
             let suspects = match used.get(destination) {
-                // Before the first endpoint there were no translations, and what passed
-                // untranslated is not known.
+                // As long as a service has no endpoints, its packets are not translated. If it has
+                // just got the first one, flows without translation may exist.
                 Some(sources) if is_past_known && (!sources.is_empty() || keep.is_empty()) => {
                     Suspects::Sources(sources.iter().copied().collect())
                 }
@@ -357,24 +365,27 @@ impl Tracker {
             };
             plan.cleanup.add(*destination, Rule { keep: Arc::clone(keep), keep_untranslated: false, suspects });
         }
-        for (destination, sources) in used.iter().filter(|(destination, _)| !held.contains_key(destination)) {
+        for (destination, sources) in used.iter().filter(|(destination, _)| !owned.contains_key(destination)) {
             plan.cleanup.add(*destination, left_behind(state, *destination, sources));
         }
-        for (destination, keep) in &held {
+        for (destination, keep) in &owned {
             let sources = used.entry(*destination).or_insert_with(|| Arc::clone(keep));
             if sources != keep {
                 let both: BTreeSet<SocketAddr> = sources.iter().chain(keep.iter()).copied().collect();
                 *sources = both.into_iter().collect();
             }
         }
-        plan.settled.push((Arc::clone(key), held));
+        plan.owned.push((Arc::clone(key), owned));
     }
 }
 
-/// The rule for a destination that a service used and no longer holds; another one may hold it now.
+/// Returns the rule for a destination that a service used and no longer owns. Another service may
+/// own it now.
 fn left_behind(state: &State, destination: OriginalDestination, sources: &Sources) -> Rule {
-    let keep =
-        state.frontends().owner(&destination.frontend()).and_then(|owner| held(state, owner).remove(&destination));
+    let keep = state
+        .frontends()
+        .owner(&destination.frontend())
+        .and_then(|owner| owned_destinations(state, owner).remove(&destination));
     Rule {
         keep_untranslated: keep.is_none(),
         keep: keep.unwrap_or_default(),
@@ -382,23 +393,23 @@ fn left_behind(state: &State, destination: OriginalDestination, sources: &Source
     }
 }
 
-/// What a service holds with its UDP ports; empty when it has none or is unknown. A family without
-/// a ClusterIP is not programmed.
-fn held(state: &State, key: &ServiceKey) -> Held {
-    let mut held = Held::new();
-    let Some(entry) = state.entry(key) else { return held };
-    let Some(service) = entry.service() else { return held };
+/// Returns the destinations that a service owns with its UDP ports. The map is empty if the service
+/// has no UDP ports or is unknown. A family without a ClusterIP is not programmed.
+fn owned_destinations(state: &State, key: &ServiceKey) -> Owned {
+    let mut owned = Owned::new();
+    let Some(entry) = state.entry(key) else { return owned };
+    let Some(service) = entry.service() else { return owned };
     for port in service.ports.iter().filter(|port| port.protocol == Protocol::Udp) {
         for family in Family::BOTH.into_iter().filter(|family| service.cluster_ip(*family).is_some()) {
             let keep = keep(entry.endpoints().values(), port, family);
             for destination in destinations(service, port, family) {
                 if state.frontends().owns(key, &destination.frontend()) {
-                    held.insert(destination, Arc::clone(&keep));
+                    owned.insert(destination, Arc::clone(&keep));
                 }
             }
         }
     }
-    held
+    owned
 }
 
 fn destinations(service: &Service, port: &ServicePort, family: Family) -> impl Iterator<Item = OriginalDestination> {
@@ -409,7 +420,7 @@ fn destinations(service: &Service, port: &ServicePort, family: Family) -> impl I
     of_family.map(move |address| OriginalDestination::Address(*address, number)).chain(node_port)
 }
 
-/// Addresses and ports whose flows stay: all that serve or are ready.
+/// Returns the endpoints whose flows are kept: all that are serving or ready.
 fn keep<'a>(endpoints: impl Iterator<Item = &'a Endpoint>, port: &ServicePort, family: Family) -> Sources {
     let mut keep: Vec<SocketAddr> = endpoints
         .filter(|endpoint| Family::of(endpoint.address) == family)

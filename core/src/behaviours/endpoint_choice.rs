@@ -1,15 +1,15 @@
 //! Endpoint choice: which endpoints of a service port this node uses, for Cluster and for Local
 //! policy.
 //!
-//! An endpoint here is an address and port: two ports of one address may have different conditions,
-//! nodes and hints.
+//! In this file an endpoint is an address with a port, because two ports of one address may have
+//! different conditions, nodes and hints.
 //!
-//! 1. The Cluster set has the ready endpoints that the [topology](crate::behaviours::topology)
-//!    admits. If there are none, it has all that are serving and terminating (KEP-1669), whatever
-//!    the topology.
-//! 2. The Local set has the ready endpoints on this node. If there are none, it has those of this
-//!    node that are serving and terminating. Hints do not apply to it.
-//! 3. An endpoint that is neither ready nor serving and terminating is in no set.
+//! 1. The Cluster set contains the ready endpoints that the [topology](crate::behaviours::topology)
+//!    admits. If there are none, it contains all serving and terminating endpoints (KEP-1669);
+//!    topology does not apply to them.
+//! 2. The Local set contains the ready endpoints on this node. If there are none, it contains the
+//!    serving and terminating endpoints on this node. Topology does not apply to this set.
+//! 3. All other endpoints are in no set.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -19,39 +19,39 @@ use crate::{
     node_facts::NodeFacts,
 };
 
-/// Where a connection can be sent.
+/// An endpoint to which connections can be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Destination {
-    /// Address of the endpoint.
+    /// The address of the endpoint.
     pub address: IpAddr,
-    /// Its port.
+    /// The port of the endpoint.
     pub port: u16,
-    /// It runs on this node.
+    /// The endpoint runs on this node.
     pub is_local: bool,
-    /// It runs on this node, or on none that is known.
+    /// The endpoint runs on this node, or its node is unknown.
     pub may_be_here: bool,
 }
 
 impl Destination {
-    /// Address and port.
+    /// Returns address and port.
     #[must_use]
     pub fn socket_address(&self) -> SocketAddr {
         SocketAddr::new(self.address, self.port)
     }
 }
 
-/// The endpoints of one service port in one family. Lists are in order of address and port.
+/// The chosen endpoints of one service port in one family, in order of address and port.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct EndpointChoice {
-    /// For Cluster policy.
+    /// Endpoints for Cluster policy.
     pub cluster: Vec<Destination>,
-    /// For Local policy.
+    /// Endpoints for Local policy.
     pub local: Vec<Destination>,
-    /// There is a ready, or serving and terminating, endpoint anywhere.
+    /// At least one endpoint on any node is ready, or is serving and terminating.
     pub has_any: bool,
 }
 
-/// Chooses among the endpoints of a service for one of its ports.
+/// Chooses the endpoints of a service for one of its ports.
 pub fn choose<'a>(
     endpoints: impl Iterator<Item = &'a Endpoint> + Clone,
     port: &ServicePort,
@@ -100,7 +100,8 @@ pub fn choose<'a>(
     choice
 }
 
-/// Name and protocol join an endpoint's port to a service's, never the number.
+/// True if an endpoint port belongs to a service port: name and protocol must be equal, the number
+/// does not matter.
 pub(crate) fn joins(candidate: &crate::model::EndpointPort, port: &ServicePort) -> bool {
     candidate.name == port.name && candidate.protocol == port.protocol
 }
@@ -124,7 +125,7 @@ mod tests {
         Arc::new(Placement { hints: Some(hints.into()), ..Placement::on(node) })
     }
 
-    /// An address with the ports `http` and `metrics`, each with conditions and placement.
+    /// Creates an address with the ports `http` and `metrics`, each with conditions and placement.
     fn endpoint(last: u8, http: (Conditions, Arc<Placement>), metrics: (Conditions, Arc<Placement>)) -> Endpoint {
         let metrics = EndpointPort {
             conditions: Some(metrics.0),
@@ -135,8 +136,8 @@ mod tests {
         Endpoint { conditions: http.0, placement: http.1, ..Endpoint::new([10, 244, 0, last].into(), ports) }
     }
 
-    /// Last bytes of the addresses that a node in zone z1 uses for a port: for Cluster and for
-    /// Local policy.
+    /// Returns the last bytes of the addresses that a node in zone z1 uses for a port, first for
+    /// Cluster policy and then for Local policy.
     fn chosen(endpoints: &[Endpoint], port: &str) -> [Vec<u8>; 2] {
         let node = NodeFacts { zone: Some("z1".into()), ..NodeFacts::named("here") };
         let choice = choose(endpoints.iter(), &service_port(port), Family::V4, &node);

@@ -1,10 +1,11 @@
-//! The health-check node port: where a load balancer outside asks whether this node has endpoints
-//! of its own for a service.
+//! The health-check node port. An external load balancer uses it to ask whether this node has local
+//! endpoints of a service.
 //!
-//! A service with `externalTrafficPolicy: Local` and type `LoadBalancer` has one. Counted are the
-//! addresses that have a ready port on this node, each once however many ports it has. Terminating
-//! endpoints do not count, even while they still get traffic: the load balancer is to look
-//! elsewhere in good time. The families are counted apart, since each is asked at its own address.
+//! A service with `externalTrafficPolicy: Local` and type `LoadBalancer` has such a port. The node
+//! answers with the number of addresses that have a ready port on this node. Terminating endpoints
+//! do not count, even while they get traffic, so that the load balancer switches to other nodes
+//! before the endpoints are gone. Each family has its own count, because the load balancer asks at
+//! an address of the node in that family.
 
 use crate::{
     model::{Family, PortState, ServiceKey},
@@ -12,19 +13,20 @@ use crate::{
     state::State,
 };
 
-/// A health-check node port and what is behind it.
+/// A health-check node port with the counts that it reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HealthCheckPort {
     /// TCP port on the node.
     pub port: u16,
-    /// Local ready endpoints of IPv4; `None` when the service has no IPv4 ClusterIP.
+    /// Number of local ready IPv4 endpoints; `None` if the service has no IPv4 ClusterIP.
     pub local_endpoints_v4: Option<u32>,
-    /// The same of IPv6.
+    /// Number of local ready IPv6 endpoints; `None` if the service has no IPv6 ClusterIP.
     pub local_endpoints_v6: Option<u32>,
 }
 
 impl HealthCheckPort {
-    /// Local ready endpoints of a family; `None` when the service is not programmed in it.
+    /// Returns the number of local ready endpoints of a family, or `None` if the service has no
+    /// ClusterIP of that family.
     #[must_use]
     pub fn local_endpoints(&self, family: Family) -> Option<u32> {
         match family {
@@ -34,8 +36,8 @@ impl HealthCheckPort {
     }
 }
 
-/// The health-check node port of a service on this node; `None` when it has none or is unknown.
-/// Cost: the size of that one service.
+/// Returns the health-check node port of a service on this node, or `None` if the service has no
+/// such port or is unknown. The cost is linear in the size of the service.
 #[must_use]
 pub fn health_check_port(state: &State, key: &ServiceKey, node: &NodeFacts) -> Option<HealthCheckPort> {
     let entry = state.entry(key)?;
@@ -103,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_count_once_and_each_family_for_itself() {
+    fn each_address_counts_once_and_in_its_own_family() {
         let ready = Conditions::READY;
         let endpoints = vec![
             endpoint("10.244.0.1", "node-1", ready),
@@ -127,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_counts_if_some_port_of_it_is_ready_here() {
+    fn an_address_counts_if_one_of_its_ports_is_ready_on_this_node() {
         let ready = Conditions::READY;
         let not_ready = Conditions { ready: false, serving: false, terminating: false };
         let two_ports = |first, second, nodes: [&str; 2]| {
@@ -147,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn only_services_with_local_policy_have_one() {
+    fn only_services_with_local_policy_have_a_health_check_port() {
         let cluster = Service { external_traffic_policy: TrafficPolicy::Cluster, ..service() };
         assert_eq!(found(cluster, Vec::new()), None);
         assert_eq!(found(Service { health_check_node_port: 0, ..service() }, Vec::new()), None);

@@ -1,37 +1,39 @@
-//! Masquerading: whose source address is replaced by the node's, so that replies come back through
-//! the node.
+//! Masquerading: the node replaces the source address of a packet by its own address, so that
+//! replies return through the node.
 //!
-//! Rules, in the order of the behavioural reference: (a) `masquerade_all` and a ClusterIP; (b) a
-//! ClusterIP, and the source is known not to be a pod of this node's cluster (needs a
-//! [`LocalDetector`]); (c) an external destination with Cluster policy, always; (d) an external
-//! destination with Local policy, from one of the node's own addresses; (e) hairpin: the chosen
-//! endpoint is the client itself.
+//! The node masquerades traffic
+//!
+//! - to ClusterIPs, if [`MasqueradeConfig::all`] is set;
+//! - to ClusterIPs, if a [`LocalDetector`] does not recognize the source as a local pod;
+//! - to external destinations with Cluster policy;
+//! - to external destinations with Local policy, if it comes from the node itself;
+//! - of hairpin connections, in which the chosen endpoint is the client itself.
 
 use ipnet::IpNet;
 
 use crate::model::Family;
 
-/// How to tell local pods' traffic from other traffic.
+/// How the node recognizes traffic from local pods.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LocalDetector {
-    /// By source address, modes ClusterCIDR and NodeCIDR.
+    /// By source address. Used for the detection modes ClusterCIDR and NodeCIDR.
     Cidr(IpNet),
-    /// By the name of the bridge that pods are on.
+    /// By the name of the bridge to which pods are connected.
     BridgeInterface(String),
-    /// By the first letters of the names of pods' interfaces.
+    /// By a common prefix of the names of pod interfaces.
     InterfaceNamePrefix(String),
 }
 
-/// What the operator configured about masquerading.
+/// The configuration of masquerading.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MasqueradeConfig {
-    /// Masquerade everything that goes to a ClusterIP.
+    /// Masquerade all traffic to ClusterIPs.
     pub all: bool,
-    /// Packets to masquerade carry this bit, 0 to 31.
+    /// The bit of the firewall mark that marks packets to masquerade, 0 to 31.
     pub bit: u8,
-    /// Detector for IPv4.
+    /// The detector for IPv4.
     pub detector_v4: Option<LocalDetector>,
-    /// Detector for IPv6.
+    /// The detector for IPv6.
     pub detector_v6: Option<LocalDetector>,
 }
 
@@ -42,20 +44,20 @@ impl Default for MasqueradeConfig {
 }
 
 impl MasqueradeConfig {
-    /// The mark with only the configured bit set.
+    /// Returns the firewall mark that has only the configured bit set.
     #[must_use]
     pub fn mark(&self) -> u32 {
         1u32.checked_shl(u32::from(self.bit)).unwrap_or(1 << 14)
     }
 
-    /// True when traffic to ClusterIPs is masqueraded at all: always, or unless a detector takes it
-    /// for a pod's.
+    /// True if traffic to ClusterIPs is masqueraded: all of it, or traffic that a detector does not
+    /// recognize as traffic from local pods.
     #[must_use]
     pub fn covers_cluster_ips(&self, family: Family) -> bool {
         self.all || self.detector(family).is_some()
     }
 
-    /// The detector of a family.
+    /// Returns the detector of a family.
     #[must_use]
     pub fn detector(&self, family: Family) -> Option<&LocalDetector> {
         match family {

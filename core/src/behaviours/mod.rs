@@ -1,7 +1,7 @@
-//! What Kubernetes promises, for every dataplane: each behaviour has one file.
+//! The behaviours of Kubernetes Services that every dataplane implements, one per file.
 //!
-//! [`view`] puts the behaviours together: it computes what one node does for one service port in
-//! one IP family, from the shared state and the node's [facts](crate::NodeFacts).
+//! [`view`] combines them. From the shared state and the node's [facts](crate::NodeFacts) it
+//! computes what one node does for one service port in one IP family.
 
 pub mod conntrack;
 pub mod endpoint_choice;

@@ -1,8 +1,8 @@
-//! `loadBalancerSourceRanges`: who may reach a load balancer IP. NodePorts and externalIPs are not
-//! filtered.
+//! `loadBalancerSourceRanges`: which clients may reach a load balancer IP. The ranges do not apply
+//! to NodePorts and externalIPs.
 //!
-//! The ranges of one family filter that family; a family without a range of its own is open, as is
-//! a list with a zero-length prefix (the control plane has resolved those to an empty list).
+//! The ranges of a family apply to that family. If a family has no range, or has a range with
+//! prefix length 0, all clients of that family are admitted.
 
 use std::net::IpAddr;
 
@@ -10,18 +10,19 @@ use ipnet::IpNet;
 
 use crate::model::{Family, Service};
 
-/// What a service's load balancer IPs of one family admit.
+/// The clients that may reach a service's load balancer IPs of one family.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SourceRanges {
-    /// Sorted; empty means open.
+    /// The admitted ranges, sorted. An empty list admits all clients.
     pub ranges: Vec<IpNet>,
-    /// A node whose own address is admitted may also use the load balancer IP itself as source,
-    /// since traffic from a node to an address that it has bound carries that address.
+    /// True if the ranges admit an address of this node. Then the load balancer IP itself is
+    /// admitted as source too: if an address is bound on the node, the node uses it as the source
+    /// of its connections to that address.
     pub admits_node: bool,
 }
 
 impl SourceRanges {
-    /// The ranges of a service for one family on a node with these addresses.
+    /// Returns the ranges of a service for one family on a node with these addresses.
     #[must_use]
     pub fn of(service: &Service, family: Family, node_addresses: &[IpAddr]) -> Self {
         let of_family = |range: &&IpNet| Family::of(range.addr()) == family;
@@ -36,7 +37,7 @@ impl SourceRanges {
         Self { ranges, admits_node }
     }
 
-    /// True when nobody is kept out.
+    /// True if all clients are admitted.
     #[must_use]
     pub fn is_open(&self) -> bool {
         self.ranges.is_empty()

@@ -1,20 +1,21 @@
 //! Topology: which ready endpoints this node prefers (KEP-2433 hints by zone, KEP-3015 hints by
 //! node).
 //!
-//! Hints belong to an address and port. The mode is decided from the ready endpoints alone. One
-//! ready endpoint without a hint switches its level off, and so does a level on which no endpoint
-//! names this node: hints are advice for spreading, never a reason to have nowhere to go.
+//! An address with a port has hints by node and hints by zone. Only ready endpoints decide which
+//! kind of hint applies. A kind applies only if every ready endpoint has such a hint and at least
+//! one of these hints names this node or its zone. Otherwise the node might have no endpoint to
+//! use.
 
 use crate::{model::PortState, node_facts::NodeFacts};
 
-/// Which ready endpoints are admitted.
+/// Which ready endpoints this node uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TopologyMode {
-    /// Those hinted for this node.
+    /// The endpoints with a hint for this node.
     SameNode,
-    /// Those hinted for this node's zone.
+    /// The endpoints with a hint for this node's zone.
     SameZone,
-    /// All.
+    /// All endpoints.
     Any,
 }
 
@@ -41,7 +42,7 @@ impl TopologyMode {
         }
     }
 
-    /// True when the mode admits a ready endpoint.
+    /// True if this node uses the ready endpoint in this mode.
     #[must_use]
     pub fn admits(self, endpoint: &PortState<'_>, node: &NodeFacts) -> bool {
         let hints = endpoint.placement.hints.as_deref();

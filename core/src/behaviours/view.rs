@@ -1,5 +1,5 @@
-//! The node's view: what one node must do for one service port in one family, whatever backend does
-//! it.
+//! Views: what one node does for one service port in one family. They do not depend on the
+//! dataplane.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,75 +18,75 @@ use crate::{
     state::{ServiceEntry, State},
 };
 
-/// Counts service ports whose traffic is dropped for want of a local endpoint, by the policy that
-/// asks for one.
+/// Numbers of service ports whose traffic is dropped because this node has no endpoint for a Local
+/// policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct NoLocalEndpoints {
-    /// internalTrafficPolicy.
+    /// Ports with `internalTrafficPolicy: Local`.
     pub internal: u32,
-    /// externalTrafficPolicy.
+    /// Ports with `externalTrafficPolicy: Local`.
     pub external: u32,
 }
 
 impl NoLocalEndpoints {
-    /// Adds another count.
+    /// Adds `other`.
     pub fn add(&mut self, other: Self) {
         self.internal = self.internal.saturating_add(other.internal);
         self.external = self.external.saturating_add(other.external);
     }
 
-    /// Takes a count away that was added.
+    /// Subtracts `other`, which was added before.
     pub fn subtract(&mut self, other: Self) {
         self.internal = self.internal.saturating_sub(other.internal);
         self.external = self.external.saturating_sub(other.external);
     }
 }
 
-/// One service port in one family on this node.
+/// The view of one service port in one family.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServicePortView {
     /// Namespace and name.
     pub key: Arc<ServiceKey>,
-    /// Name of the port, may be empty.
+    /// Name of the port; may be empty.
     pub port_name: CompactString,
     /// Protocol.
     pub protocol: Protocol,
     /// Family.
     pub family: Family,
-    /// Port on the service's addresses.
+    /// Port number on the service's addresses.
     pub port: u16,
-    /// ClusterIP; `None` when another service holds it.
+    /// ClusterIP; `None` if another service owns this address and port.
     pub cluster_ip: Option<IpAddr>,
-    /// externalIPs that this service holds.
+    /// externalIPs whose port this service owns.
     pub external_ips: Vec<IpAddr>,
-    /// Load balancer IPs that this service holds.
+    /// Load balancer IPs whose port this service owns.
     pub load_balancer_ips: Vec<IpAddr>,
-    /// NodePort that this service holds, 0 for none.
+    /// NodePort that this service owns, 0 for none.
     pub node_port: u16,
-    /// Who may reach the load balancer IPs.
+    /// The clients that may reach the load balancer IPs.
     pub source_ranges: SourceRanges,
     /// Policy for the ClusterIP.
     pub internal_traffic_policy: TrafficPolicy,
     /// Policy for NodePort, externalIPs and load balancer IPs.
     pub external_traffic_policy: TrafficPolicy,
-    /// Timeout of ClientIP affinity.
+    /// Timeout of ClientIP affinity in seconds; `None` for no affinity.
     pub affinity_timeout_seconds: Option<u32>,
     /// Endpoints for Cluster policy.
     pub cluster_endpoints: Vec<Destination>,
     /// Endpoints for Local policy.
     pub local_endpoints: Vec<Destination>,
-    /// Some endpoint is usable somewhere; without one, connections are refused.
+    /// At least one endpoint on any node can be used. Otherwise connections are rejected.
     pub has_any_endpoint: bool,
 }
 
 impl ServicePortView {
-    /// It can be reached by a NodePort, an externalIP or a load balancer IP.
+    /// True if the port has a NodePort, an externalIP or a load balancer IP.
     #[must_use]
     pub fn is_externally_accessible(&self) -> bool {
         self.node_port != 0 || !self.external_ips.is_empty() || !self.load_balancer_ips.is_empty()
     }
 
-    /// All endpoints that this node can send to, with Cluster or Local policy, in order.
+    /// Returns all endpoints that this node may use with the policies of the service, in order.
     #[must_use]
     pub fn reachable_endpoints(&self) -> BTreeSet<Destination> {
         let cluster = self.cluster_endpoints.iter().filter(|_| self.uses_cluster_endpoints());
@@ -94,22 +94,23 @@ impl ServicePortView {
         cluster.chain(local).copied().collect()
     }
 
-    /// Cluster policy is in use: for the ClusterIP, or for external destinations, whose
-    /// short-circuits need it even with Local policy.
+    /// True if this node uses the endpoints for Cluster policy. Every externally accessible port
+    /// uses them: with Local policy, traffic from local pods and from the node itself may go to all
+    /// endpoints.
     #[must_use]
     pub fn uses_cluster_endpoints(&self) -> bool {
         !self.internal_traffic_policy.is_local() || self.is_externally_accessible()
     }
 
-    /// Local policy is in use.
+    /// True if this node uses the endpoints for Local policy.
     #[must_use]
     pub fn uses_local_endpoints(&self) -> bool {
         self.internal_traffic_policy.is_local()
             || (self.external_traffic_policy.is_local() && self.is_externally_accessible())
     }
 
-    /// Whether traffic is dropped since a Local policy finds no endpoint here, although there are
-    /// endpoints elsewhere.
+    /// Counts this port for each Local policy whose traffic is dropped because all endpoints are on
+    /// other nodes.
     #[must_use]
     pub fn no_local_endpoints(&self) -> NoLocalEndpoints {
         let lacks = self.has_any_endpoint && self.local_endpoints.is_empty();
@@ -128,16 +129,17 @@ impl ServicePortView {
         }
     }
 
-    /// `namespace/name[:port]`, as kube-proxy prints and hashes it.
+    /// Returns `namespace/name[:port]`. kube-proxy prints and hashes this form.
     #[must_use]
     pub fn display_name(&self) -> String {
         if self.port_name.is_empty() { self.key.to_string() } else { format!("{}:{}", self.key, self.port_name) }
     }
 }
 
-/// The views of all ports of a service in one family, in the order of the spec, without endpoints
-/// that fail this node's [health checks](crate::endpoint_health). Empty if the Service is unknown
-/// or has no ClusterIP of the family. The cost depends on the size of this one Service.
+/// Returns the views of all ports of a service in one family, in the order of the spec. They do not
+/// contain endpoints that fail this node's [health checks](crate::endpoint_health). The list is
+/// empty if the Service is unknown or has no ClusterIP of the family. The cost depends only on the
+/// size of this Service.
 #[must_use]
 pub fn service_views(state: &State, key: &Arc<ServiceKey>, family: Family, node: &NodeFacts) -> Vec<ServicePortView> {
     let mut views = views_of_all_endpoints(state, key, family, node);
@@ -147,8 +149,9 @@ pub fn service_views(state: &State, key: &Arc<ServiceKey>, family: Family, node:
     views
 }
 
-/// As [`service_views`], with the endpoints that fail: for the checks themselves, and for
-/// dataplanes that keep the connections of failing endpoints.
+/// Like [`service_views`], but includes endpoints that fail health checks. The health checks
+/// themselves need these endpoints, and so do dataplanes that keep the connections of failing
+/// endpoints.
 #[must_use]
 pub fn views_of_all_endpoints(
     state: &State,
@@ -180,15 +183,15 @@ struct Context<'a> {
 impl Context<'_> {
     fn port_view(&self, port: &ServicePort) -> ServicePortView {
         let choice = endpoint_choice::choose(self.endpoints.values(), port, self.family, self.node);
-        let holds = |address: &IpAddr| {
+        let owns_port_at = |address: &IpAddr| {
             self.state.frontends().owns(self.key, &Frontend::Address(*address, port.protocol, port.port))
         };
-        let held = |addresses: &[IpAddr]| {
+        let owned = |addresses: &[IpAddr]| {
             let of_family = addresses.iter().filter(|address| Family::of(**address) == self.family);
-            let mut held: Vec<IpAddr> = of_family.filter(|address| holds(address)).copied().collect();
-            held.sort_unstable();
-            held.dedup();
-            held
+            let mut owned: Vec<IpAddr> = of_family.filter(|address| owns_port_at(address)).copied().collect();
+            owned.sort_unstable();
+            owned.dedup();
+            owned
         };
         let node_port = Frontend::NodePort(self.family, port.protocol, port.node_port);
         let mut view = ServicePortView {
@@ -197,9 +200,9 @@ impl Context<'_> {
             protocol: port.protocol,
             family: self.family,
             port: port.port,
-            cluster_ip: Some(self.cluster_ip).filter(holds),
-            external_ips: if self.node.ignores_external_ips { Vec::new() } else { held(&self.service.external_ips) },
-            load_balancer_ips: held(&self.service.load_balancer_ips),
+            cluster_ip: Some(self.cluster_ip).filter(owns_port_at),
+            external_ips: if self.node.ignores_external_ips { Vec::new() } else { owned(&self.service.external_ips) },
+            load_balancer_ips: owned(&self.service.load_balancer_ips),
             node_port: if self.state.frontends().owns(self.key, &node_port) { port.node_port } else { 0 },
             source_ranges: self.source_ranges.clone(),
             internal_traffic_policy: self.service.internal_traffic_policy,

@@ -25,7 +25,7 @@ fn pod(last: u8) -> Endpoint {
     Endpoint::new(IpAddr::from([10, 244, 0, last]), Arc::from([port(Protocol::Tcp), port(Protocol::Udp)]))
 }
 
-/// A UDP port with conditions of its own.
+/// Creates a UDP port that carries conditions.
 fn of_port(name: &str, port: u16, conditions: Conditions) -> EndpointPort {
     EndpointPort { conditions: Some(conditions), ..EndpointPort::new(name, Protocol::Udp, port) }
 }
@@ -40,7 +40,7 @@ fn cluster_ip(i: u8) -> OriginalDestination {
 
 const NODE_PORT: OriginalDestination = OriginalDestination::NodePort(Family::V4, 30053);
 
-/// A state with a tracker, whose steps all succeed.
+/// A state with a tracker.
 #[derive(Default)]
 struct World {
     state: State,
@@ -49,13 +49,14 @@ struct World {
 }
 
 impl World {
+    /// Applies changes in a step that succeeds.
     fn step(&mut self, changes: impl IntoIterator<Item = Change>) -> Cleanup {
         self.apply(changes);
         let plan = self.tracker.plan(&self.state, &std::mem::take(&mut self.dirty).services);
         self.tracker.commit(plan)
     }
 
-    /// The step's rules do not get into the kernel.
+    /// Applies changes in a step that fails, so its plan is not committed.
     fn failed_step(&mut self, changes: impl IntoIterator<Item = Change>) {
         self.apply(changes);
         drop(self.tracker.plan(&self.state, &self.dirty.services));
@@ -80,12 +81,12 @@ fn endpoint(i: u8, last: u8) -> Change {
     Change::Endpoint(key(i), pod(last))
 }
 
-fn gone(i: u8, last: u8) -> Change {
+fn removal(i: u8, last: u8) -> Change {
     Change::RemoveEndpoint(key(i), pod(last).address)
 }
 
 #[test]
-fn a_new_service_suspects_every_flow_to_it() {
+fn all_flows_to_a_new_service_are_suspects() {
     let mut world = World::default();
     let cleanup = world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let rule = rule(&cleanup, cluster_ip(1));
@@ -95,7 +96,7 @@ fn a_new_service_suspects_every_flow_to_it() {
 }
 
 #[test]
-fn a_client_that_was_there_before_the_first_endpoint_is_found() {
+fn flows_that_began_before_the_first_endpoint_are_suspects() {
     let mut world = World::default();
     world.step([Change::from(dns(1))]);
     let cleanup = world.step([endpoint(1, 1)]);
@@ -103,7 +104,7 @@ fn a_client_that_was_there_before_the_first_endpoint_is_found() {
 }
 
 #[test]
-fn more_endpoints_leave_nothing_stale() {
+fn additional_endpoints_make_no_flow_stale() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let cleanup = world.step([endpoint(1, 2), endpoint(1, 3)]);
@@ -111,37 +112,37 @@ fn more_endpoints_leave_nothing_stale() {
 }
 
 #[test]
-fn a_replaced_endpoint_is_looked_for_by_its_address() {
+fn flows_of_a_replaced_endpoint_are_found_by_its_address() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1), endpoint(1, 2)]);
-    let cleanup = world.step([gone(1, 1), endpoint(1, 3)]);
+    let cleanup = world.step([removal(1, 1), endpoint(1, 3)]);
     assert!(cleanup.filters(8).contains(&Filter::answered_by(source(1))), "{cleanup:?}");
     let to = |source: SocketAddr| cleanup.is_stale("10.96.0.1:53".parse().unwrap(), source, |_| false);
     assert!(to(source(1)) && !to(source(2)) && !to(source(3)));
 }
 
 #[test]
-fn nothing_is_left_to_answer_after_scaling_to_zero() {
+fn all_flows_are_stale_after_scaling_to_zero() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1)]);
-    let cleanup = world.step([gone(1, 1)]);
+    let cleanup = world.step([removal(1, 1)]);
     assert!(rule(&cleanup, cluster_ip(1)).keep.is_empty());
     assert!(cleanup.is_stale("10.96.0.1:53".parse().unwrap(), source(1), |_| false));
 }
 
 #[test]
-fn a_deleted_service_is_cleaned_and_forgotten() {
+fn flows_to_a_deleted_service_are_stale_and_the_tracker_forgets_it() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1)]);
-    let cleanup = world.step([Change::RemoveService(key(1)), gone(1, 1)]);
+    let cleanup = world.step([Change::RemoveService(key(1)), removal(1, 1)]);
     let at: SocketAddr = "10.96.0.1:53".parse().unwrap();
     assert!(cleanup.is_stale(at, source(1), |_| false));
-    assert!(!cleanup.is_stale(at, at, |_| false), "whoever has the address now");
+    assert!(!cleanup.is_stale(at, at, |_| false), "untranslated flows may belong to another program");
     assert!(world.tracker.is_empty());
 }
 
 #[test]
-fn addresses_and_ports_that_go_are_cleaned() {
+fn flows_to_removed_addresses_and_ports_are_stale() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let mut moved = dns(1);
@@ -154,13 +155,13 @@ fn addresses_and_ports_that_go_are_cleaned() {
 }
 
 #[test]
-fn node_ports_count_on_the_nodes_own_addresses() {
+fn only_flows_to_addresses_of_the_node_match_a_node_port() {
     let mut world = World::default();
     let cleanup = world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let here: IpAddr = "192.0.2.11".parse().unwrap();
     let stale = |to: &str| cleanup.is_stale(to.parse().unwrap(), source(9), |address| address == here);
     assert!(stale("192.0.2.11:30053"));
-    assert!(!stale("192.0.2.12:30053"), "another machine that happens to use the number");
+    assert!(!stale("192.0.2.12:30053"), "this address belongs to another machine");
     assert!(cleanup.needs_node_addresses());
 }
 
@@ -178,37 +179,37 @@ fn ready_or_serving_endpoints_keep_their_flows() {
 }
 
 #[test]
-fn tcp_and_sctp_are_none_of_it() {
+fn tcp_and_sctp_services_are_not_tracked() {
     let mut world = World::default();
     let mut service = dns(1);
     service.ports[0].protocol = Protocol::Tcp;
     assert!(world.step([Change::from(service.clone()), endpoint(1, 1)]).is_empty());
     service.ports[0].protocol = Protocol::Sctp;
     assert!(world.step([Change::from(service)]).is_empty());
-    assert!(world.tracker.is_empty(), "memory only for services with UDP ports");
+    assert!(world.tracker.is_empty(), "only services with UDP ports use memory");
 }
 
 #[test]
 fn a_failed_step_forgets_nothing() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1)]);
-    // Part of the first step's rules may have got into the kernel: flows to 2 are suspects too.
-    world.failed_step([gone(1, 1), endpoint(1, 2)]);
-    let cleanup = world.step([gone(1, 2), endpoint(1, 3)]);
+    // Some rules of the failed step may be in the kernel, so flows to endpoint 2 are suspects too.
+    world.failed_step([removal(1, 1), endpoint(1, 2)]);
+    let cleanup = world.step([removal(1, 2), endpoint(1, 3)]);
     assert_eq!(rule(&cleanup, cluster_ip(1)).suspects, suspects(&[1, 2]));
     world.failed_step([Change::RemoveService(key(1))]);
-    world.failed_step([gone(1, 3)]);
+    world.failed_step([removal(1, 3)]);
     assert_eq!(rule(&world.step([]), cluster_ip(1)).suspects, suspects(&[3]));
 }
 
 #[test]
-fn what_waits_to_be_done_follows_what_comes_later() {
+fn newer_rules_change_a_pending_cleanup() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1), endpoint(1, 2)]);
-    let mut pending = world.step([gone(1, 1)]);
-    pending.merge(world.step([gone(1, 2), endpoint(1, 3)]));
+    let mut pending = world.step([removal(1, 1)]);
+    pending.merge(world.step([removal(1, 2), endpoint(1, 3)]));
     assert_eq!(rule(&pending, cluster_ip(1)).suspects, suspects(&[1, 2]));
-    // Number 1 is back before its flows were deleted: new ones may go there.
+    // Endpoint 1 is added again before its flows were deleted, so they may be valid.
     pending.merge(world.step([endpoint(1, 1)]));
     assert_eq!(rule(&pending, cluster_ip(1)).suspects, suspects(&[2]));
     pending.merge(world.step([endpoint(1, 2)]));
@@ -216,7 +217,7 @@ fn what_waits_to_be_done_follows_what_comes_later() {
 }
 
 #[test]
-fn an_address_that_changes_hands_keeps_the_new_owners_flows() {
+fn flows_of_the_new_owner_of_an_address_are_kept() {
     let mut world = World::default();
     let sharing = |i: u8, created: i64| {
         let mut service = dns(i);
@@ -235,7 +236,7 @@ fn an_address_that_changes_hands_keeps_the_new_owners_flows() {
 }
 
 #[test]
-fn many_destinations_are_listed_at_once() {
+fn one_filter_selects_many_destinations() {
     let mut world = World::default();
     let services = (1..20).flat_map(|i| {
         let mut service = dns(i);
@@ -243,15 +244,15 @@ fn many_destinations_are_listed_at_once() {
         [Change::from(service), endpoint(i, 1)]
     });
     assert_eq!(world.step(services).filters(8), Family::BOTH.map(Filter::all));
-    // Many endpoints of one service: by its destinations.
+    // Many endpoints of one service are found by the destinations of the service.
     let mut world = World::default();
     world.step([Change::from(dns(1))].into_iter().chain((1..100).map(|last| endpoint(1, last))));
-    let filters = world.step((1..90).map(|last| gone(1, last))).filters(8);
+    let filters = world.step((1..90).map(|last| removal(1, last))).filters(8);
     assert_eq!(filters, [Filter::to(NODE_PORT), Filter::to(cluster_ip(1))]);
 }
 
 #[test]
-fn addresses_with_one_port_are_looked_for_at_once() {
+fn one_filter_selects_addresses_with_equal_ports() {
     let mut world = World::default();
     let mut service = dns(1);
     service.cluster_ips.truncate(1);
@@ -265,16 +266,16 @@ fn addresses_with_one_port_are_looked_for_at_once() {
 }
 
 #[test]
-fn everything_is_suspect_when_rules_are_programmed_whole() {
+fn all_flows_are_suspects_when_all_rules_are_programmed() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let plan = world.tracker.plan_all(&world.state);
     assert_eq!(rule(&plan.cleanup, cluster_ip(1)).suspects, Suspects::Any);
 }
 
-/// The kernel's table, and rules that send new flows to any endpoint that they may.
+/// The connection tracking table of a kernel whose rules may send new flows to any endpoint.
 #[derive(Default)]
-struct Table {
+struct ConntrackTable {
     flows: BTreeSet<(OriginalDestination, SocketAddr)>,
 }
 
@@ -286,13 +287,15 @@ fn address_of(destination: OriginalDestination) -> SocketAddr {
     }
 }
 
-impl Table {
-    fn traffic(&mut self, state: &State) {
-        for (destination, keep) in state.entries().flat_map(|(key, _)| held(state, key)) {
+impl ConntrackTable {
+    /// Adds a flow to each endpoint of each destination.
+    fn add_traffic(&mut self, state: &State) {
+        for (destination, keep) in state.entries().flat_map(|(key, _)| owned_destinations(state, key)) {
             self.flows.extend(keep.iter().map(|source| (destination, *source)));
         }
     }
 
+    /// Deletes the stale flows that the filters of `cleanup` select.
     fn clean(&mut self, cleanup: &Cleanup) {
         let filters = cleanup.filters(3);
         self.flows.retain(|(destination, source)| {
@@ -304,7 +307,7 @@ impl Table {
 }
 
 #[test]
-fn flows_stay_on_a_port_that_serves_and_not_on_another_port_of_its_address() {
+fn flows_are_kept_only_for_the_serving_ports_of_an_address() {
     let ended = Conditions { ready: false, serving: false, terminating: true };
     let mut service = dns(1);
     service.ports.push(udp("more", 99, 0));
@@ -345,37 +348,42 @@ fn any_change() -> impl Strategy<Value = Change> {
         3 => service,
         5 => endpoint,
         1 => (1u8..4).prop_map(|i| Change::RemoveService(key(i))),
-        3 => (1u8..4, 1u8..5).prop_map(|(i, last)| gone(i, last)),
+        3 => (1u8..4, 1u8..5).prop_map(|(i, last)| removal(i, last)),
     ]
 }
 
+/// The step fails.
+const FAILED: u8 = 0;
+/// The step succeeds and its cleanup waits.
+const DELAYED: u8 = 1;
+
 proptest! {
-    /// Whatever changes, fails and waits: after a cleanup no stale flow is left, and none was lost
-    /// that may stay.
+    /// After any changes and failed or delayed steps, a cleanup deletes all stale flows and no
+    /// valid flow.
     #[test]
-    fn no_stale_flow_survives_and_no_other_dies(
+    fn a_cleanup_deletes_all_stale_flows_and_no_valid_flow(
         steps in proptest::collection::vec((proptest::collection::vec(any_change(), 1..4), 0u8..3), 1..25),
     ) {
-        let (mut world, mut table, mut pending) = (World::default(), Table::default(), Cleanup::default());
-        for (changes, fate) in steps {
-            if fate == 0 {
+        let (mut world, mut table, mut pending) = (World::default(), ConntrackTable::default(), Cleanup::default());
+        for (changes, outcome) in steps {
+            if outcome == FAILED {
                 world.failed_step(changes);
-                // As far as the kernel is concerned it may have succeeded all the same.
-                table.traffic(&world.state);
+                // The kernel may have carried out a step that the agent counts as failed.
+                table.add_traffic(&world.state);
                 continue;
             }
             pending.merge(world.step(changes));
-            table.traffic(&world.state);
-            if fate == 1 {
+            table.add_traffic(&world.state);
+            if outcome == DELAYED {
                 continue;
             }
             let before = table.flows.clone();
             table.clean(&std::mem::take(&mut pending));
-            let legitimate = |(destination, source): &(OriginalDestination, SocketAddr)| {
+            let is_valid = |(destination, source): &(OriginalDestination, SocketAddr)| {
                 let owner = world.state.frontends().owner(&destination.frontend());
-                owner.and_then(|owner| held(&world.state, owner).remove(destination)).is_some_and(|keep| keep.contains(source))
+                owner.and_then(|owner| owned_destinations(&world.state, owner).remove(destination)).is_some_and(|keep| keep.contains(source))
             };
-            let expected: BTreeSet<_> = before.into_iter().filter(legitimate).collect();
+            let expected: BTreeSet<_> = before.into_iter().filter(is_valid).collect();
             prop_assert_eq!(&table.flows, &expected);
         }
     }

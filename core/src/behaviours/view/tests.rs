@@ -51,7 +51,7 @@ fn service(health_check: &str) -> Service {
 const ENDPOINTS: [(&str, &str); 4] =
     [("10.244.1.1", "node-a"), ("10.244.2.1", "node-b"), ("10.244.2.2", "node-b"), ("fd00:1::1", "node-b")];
 
-/// Addresses of endpoints, in order.
+/// Returns the addresses of endpoints in order.
 fn texts(found: &[Destination]) -> Vec<String> {
     found.iter().map(|endpoint| endpoint.address.to_string()).collect()
 }
@@ -72,9 +72,9 @@ fn endpoints_that_fail_get_no_new_connections() {
     assert_eq!(
         texts(&found[0].local_endpoints),
         ["10.244.1.1"],
-        "the only endpoint of this node is used although it fails"
+        "the only endpoint on this node is used although it fails"
     );
-    assert_eq!(found[1], before[1], "a check of TCP says nothing about UDP");
+    assert_eq!(found[1], before[1], "TCP checks do not affect the UDP port");
     assert_eq!(views_of_all_endpoints(&state, &key, Family::V4, &node), before);
 
     let all = ports(&["10.244.1.1:8080", "10.244.2.1:8080", "10.244.2.2:8080"]);
@@ -98,7 +98,7 @@ fn failing_endpoints_are_known_until_the_checker_reports_an_empty_set() {
     let failing = ports(&["10.244.1.1:8080"]);
     assert!(node.failing.set(&key, failing.clone()));
     assert_eq!(used(&state, &node), Some(2));
-    // The Service is back before the checker has seen it go.
+    // The Service is deleted and created again before the checker notices.
     state.apply(Change::RemoveService((*key).clone()), &mut Dirty::default());
     assert_eq!(used(&state, &node), None);
     state.apply(Change::from(service("tcp")), &mut Dirty::default());
@@ -106,7 +106,7 @@ fn failing_endpoints_are_known_until_the_checker_reports_an_empty_set() {
     assert!(node.failing.set(&key, BTreeSet::new()) && node.failing.is_empty());
     assert!(!node.failing.set(&key, BTreeSet::new()));
     assert_eq!(used(&state, &node), Some(3));
-    // What is found while the Service is away counts when it is back.
+    // A failure that is reported while the Service does not exist applies when it is created again.
     state.apply(Change::RemoveService((*key).clone()), &mut Dirty::default());
     assert!(node.failing.set(&key, failing));
     state.apply(Change::from(service("tcp")), &mut Dirty::default());
