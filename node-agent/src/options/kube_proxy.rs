@@ -1,4 +1,4 @@
-//! kube-proxy's flags, made from the table of settings.
+//! kube-proxy's flags, created from the table of settings.
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches, parser::ValueSource};
 
@@ -8,15 +8,15 @@ use crate::settings::{
     value::{Kind, Value},
 };
 
-/// Headings in `--help`.
-const USED: &str = "As kube-proxy's";
+/// The heading of these flags in `--help`.
+const HEADING: &str = "Flags of kube-proxy";
 
-/// What was given of kube-proxy's flags.
+/// The flags of kube-proxy that were given.
 #[derive(Debug, Clone, Default)]
 pub struct KubeProxyFlags {
-    /// Their values, by setting.
+    /// Their values.
     pub raw: Raw,
-    /// Their names, with dashes, in the order of the table.
+    /// Their names with dashes, in the order of the table.
     pub given: Vec<String>,
 }
 
@@ -55,7 +55,7 @@ impl FromArgMatches for KubeProxyFlags {
 fn argument(field: &'static Field) -> Arg {
     let kind = field.kind;
     let mut argument =
-        Arg::new(field.flag).long(field.flag).value_parser(move |text: &str| kind.parse(text)).help_heading(USED);
+        Arg::new(field.flag).long(field.flag).value_parser(move |text: &str| kind.parse(text)).help_heading(HEADING);
     if !field.alias.is_empty() {
         argument = argument.visible_alias(field.alias);
     }
@@ -64,11 +64,11 @@ fn argument(field: &'static Field) -> Arg {
     }
     argument = match kind {
         Kind::List | Kind::Gates => argument.action(ArgAction::Append),
-        // As with Go's flags, the last one counts.
+        // As in Go, the last value of a repeated flag is used.
         _ => argument.overrides_with(field.flag),
     };
     argument = match kind {
-        // As Go's flags: --masquerade-all, or --masquerade-all=false.
+        // As in Go: --masquerade-all, or --masquerade-all=false.
         Kind::Bool => argument.num_args(0..=1).require_equals(true).default_missing_value("true").value_name("BOOL"),
         Kind::List => argument.value_name("LIST"),
         Kind::Int(..) => argument.value_name("N").allow_negative_numbers(true),
@@ -77,7 +77,7 @@ fn argument(field: &'static Field) -> Arg {
     };
     match field.meaning {
         Meaning::Used(what) => argument.help(help(what, field.default)),
-        Meaning::Ignored(why) => argument.help(format!("Taken and ignored: {why}")).hide(true),
+        Meaning::Ignored(why) => argument.help(format!("Accepted and ignored: {why}")).hide(true),
     }
 }
 

@@ -26,23 +26,24 @@ use crate::{
     settings::{self, ConfigError, Flags, Settings, fields::FIELDS},
 };
 
-/// A combination of options that cannot be used. Names the option and the remedy.
+/// The options cannot be used. The message names the option and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum OptionsError {
-    /// No host name either.
+    /// The node's name is not given and the host has none, or the name is invalid.
     #[error("--node-name: {0}; pass the Kubernetes name of this node")]
     NodeName(String),
-    /// An address of a control plane. The sentence is all there is to say: it has no source, which
-    /// would be shown beside it.
+    /// The URL of a control plane is invalid. The variant holds text instead of an
+    /// [`AddressError`], because a source would repeat the text in the output.
     #[error("--control-plane: {0}")]
     ControlPlane(String),
-    /// There is none: clap lets `--cleanup=false` pass for an action.
+    /// No URL is given. clap does not notice this for `--cleanup=false`, which it takes for an
+    /// action.
     #[error("--control-plane: pass at least one URL, such as https://192.0.2.10:7443")]
     NoControlPlane,
-    /// TLS files are missing.
+    /// A flag that names a TLS file is missing.
     #[error("--control-plane names an https URL, which needs --tls-cert, --tls-key and --tls-ca; missing: {0}")]
     TlsFilesMissing(String),
-    /// kube-proxy's settings.
+    /// kube-proxy's settings are invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
 }
@@ -53,15 +54,14 @@ impl From<AddressError> for OptionsError {
     }
 }
 
-/// Settings, and where they come from.
+/// The settings and their source.
 #[derive(Debug, Clone)]
 pub struct Configured {
     /// The settings.
     pub settings: Settings,
-    /// The configuration file and its text.
+    /// The path and the text of the configuration file, if `--config` is given.
     pub file: Option<(PathBuf, String)>,
-    /// One warning that names everything that was given and means nothing; `None` when there is
-    /// nothing.
+    /// A warning that names all given settings without effect; `None` if there are none.
     pub warning: Option<String>,
 }
 
@@ -81,9 +81,9 @@ pub struct Options {
     )]
     pub node_name: Option<String>,
 
-    /// Control plane replicas, any of which will do: https://HOST:7443, or http://ADDRESS:PORT
-    /// together with --insecure-loopback. Repeat, or separate by commas. A name stands for all its
-    /// addresses
+    /// URLs of control plane replicas: https://HOST:7443, or http://ADDRESS:PORT together with
+    /// --insecure-loopback. Repeat the flag, or separate URLs by commas. The agent uses one replica
+    /// at a time. A host name means all its addresses
     #[arg(
         long,
         value_name = "URL",
@@ -98,8 +98,8 @@ pub struct Options {
         hide_default_value = true, value_name = "BOOL", value_parser = truth)]
     pub insecure_loopback: bool,
 
-    /// PEM file with this agent's certificate and its chain. This and the two below are read anew
-    /// at each connection
+    /// PEM file with this agent's certificate and its chain. The three TLS files are read again for
+    /// each connection
     #[arg(long, value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
 
@@ -111,16 +111,16 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub tls_ca: Option<PathBuf>,
 
-    /// Which iptables to use; auto takes the one that this node uses already
+    /// Which variant of iptables to use; auto chooses the variant that this node already uses
     #[arg(long, value_enum, default_value = "auto")]
     pub iptables_variant: Variant,
 
-    /// How iptables rules are laid out; auto is compact above 256 services or 1,000 endpoints
+    /// Layout of the iptables rules; auto is compact above 256 services or 1,000 endpoints
     #[arg(long, value_name = "LAYOUT", default_value = "auto",
         value_parser = PossibleValuesParser::new(["auto", "classic", "compact"]).map(|layout| layout_of(&layout)))]
     pub iptables_layout: Layout,
 
-    /// A KubeProxyConfiguration. Then kube-proxy's flags are ignored, except --hostname-override.
+    /// A KubeProxyConfiguration file. It replaces kube-proxy's flags, except --hostname-override.
     /// The agent ends when the file is edited
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -129,13 +129,13 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub write_config_to: Option<PathBuf>,
 
-    /// Set the kernel's parameters that need privileges, and exit
+    /// Set the kernel parameters that need privileges, and exit
     #[arg(long, action = ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
         hide_default_value = true, value_name = "BOOL", value_parser = truth)]
     pub init_only: bool,
 
-    /// Folder for the last good state, from which a cold start forwards while no control plane
-    /// answers. Empty keeps none
+    /// Folder for the last good state. An agent that starts while no control plane answers programs
+    /// this state. Empty: the state is not saved
     #[arg(long, value_name = "FOLDER", default_value = "/var/lib/headgate", overrides_with = "state_dir",
         value_parser = clap::builder::OsStringValueParser::new().map(PathBuf::from))]
     pub state_dir: PathBuf,
@@ -144,21 +144,21 @@ pub struct Options {
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = duration)]
     pub state_save_period: Duration,
 
-    /// Time between two health checks of an endpoint, for Services with the annotation
-    /// headgate.io/health-check that do not give their own by headgate.io/health-check-interval.
-    /// 500ms to 1h
+    /// Time between two health checks of an endpoint, from 500ms to 1h. Applies to Services with
+    /// the annotation headgate.io/health-check and without headgate.io/health-check-interval
     #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = check_interval)]
     pub health_check_interval: Duration,
 
-    /// Longest time for such a check, or a quarter of its interval where that is shorter
+    /// Longest time for one health check, or a quarter of its interval if that is shorter
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = check_timeout)]
     pub health_check_timeout: Duration,
 
-    /// kube-proxy's.
+    /// kube-proxy's flags.
     #[command(flatten)]
     pub kube_proxy: KubeProxyFlags,
 
-    /// Remove every rule that any backend of Headgate made on this node, and exit
+    /// Remove all rules and other kernel objects that any backend of Headgate created on this node,
+    /// and exit
     #[arg(long, action = ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
         hide_default_value = true, value_name = "BOOL", value_parser = truth)]
     pub cleanup: bool,
@@ -167,18 +167,17 @@ pub struct Options {
     #[arg(long, value_name = "FILTER", default_value = "info", env = "HEADGATE_LOG")]
     pub log: String,
 
-    /// All flags with their values: given, from the environment, or the default.
+    /// All flags with their values, whether given, from the environment, or defaults.
     #[arg(skip)]
     pub flags: Flags,
 }
 
 impl Options {
-    /// Reads the program's arguments, its name among them. Flags may be written with `_` for `-`,
-    /// as kube-proxy takes them.
+    /// Parses the program's arguments; the first is the program's name. As in kube-proxy, flags may
+    /// be written with `_` in place of `-`.
     ///
     /// # Errors
-    /// Arguments that cannot be used, and requests for help: [`clap::Error::exit`] says so to the
-    /// user.
+    /// The arguments are invalid or ask for help. Call [`clap::Error::exit`] to print the message.
     pub fn read<T: Into<OsString>>(arguments: impl IntoIterator<Item = T>) -> Result<Self, clap::Error> {
         let mut command = Self::command();
         let arguments = arguments.into_iter().map(|argument| with_dashes(argument.into()));
@@ -188,10 +187,11 @@ impl Options {
         Ok(Self { flags, ..options })
     }
 
-    /// kube-proxy's settings, from the file or from the flags. Reads the file.
+    /// Returns kube-proxy's settings, from the configuration file if `--config` is given, otherwise
+    /// from the flags.
     ///
     /// # Errors
-    /// All settings that cannot be used, each with the remedy.
+    /// The file cannot be read, or settings are invalid. The message lists all invalid settings.
     pub fn configured(&self) -> Result<Configured, OptionsError> {
         let flags = &self.kube_proxy;
         let Some(path) = &self.config else {
@@ -210,15 +210,16 @@ impl Options {
         let ignored = flags
             .given
             .iter()
-            .map(|flag| format!("{flag} (--config is given, and kube-proxy's flags yield to the file)"));
+            .map(|flag| format!("{flag} (--config is given, and the file replaces kube-proxy's flags)"));
         notes.extend(ignored);
         Ok(Configured { settings, warning: warning(&shown, &notes), file: Some((path.clone(), file.text)) })
     }
 
-    /// The node's name, lower case. A flag goes before the configuration's `hostnameOverride`.
+    /// The node's name in lower case: from the flag, otherwise from `hostnameOverride`, otherwise
+    /// the host name.
     ///
     /// # Errors
-    /// When none was given and the host has none, or it is not a DNS name.
+    /// The host name cannot be read, or the name is not a DNS name.
     pub fn node_name(&self, settings: &Settings) -> Result<Arc<str>, OptionsError> {
         let name = match self.node_name.as_ref().or(settings.hostname_override.as_ref()) {
             Some(name) => name.clone(),
@@ -233,7 +234,7 @@ impl Options {
         Ok(name.into())
     }
 
-    /// How endpoints are checked.
+    /// The default interval and timeout of endpoint checks.
     #[must_use]
     pub fn check_timing(&self) -> CheckTiming {
         let milliseconds = |duration: Duration| u32::try_from(duration.as_millis()).unwrap_or(u32::MAX);
@@ -244,17 +245,16 @@ impl Options {
         }
     }
 
-    /// The folder for the last good state; `None` when none is to be kept.
+    /// The folder for the last good state; `None` if the state is not saved.
     #[must_use]
     pub fn state_folder(&self) -> Option<&Path> {
         Some(self.state_dir.as_path()).filter(|folder| !folder.as_os_str().is_empty())
     }
 
-    /// The control planes to try, and the files for TLS when one of them needs it.
+    /// The control planes, and the TLS files if one of them has an https URL.
     ///
     /// # Errors
-    /// There is no URL, or one that cannot be used, or may not be used without TLS, or a file's
-    /// name is missing.
+    /// There is no URL, a URL is invalid or not allowed without TLS, or a TLS file is not named.
     pub fn control_planes(&self) -> Result<(Vec<ControlPlane>, Option<Files>), OptionsError> {
         let parse = |url: &String| ControlPlane::parse(url, self.insecure_loopback);
         let targets: Vec<ControlPlane> = self.control_plane.iter().map(parse).collect::<Result<_, AddressError>>()?;
@@ -274,7 +274,7 @@ impl Options {
     }
 }
 
-/// A flag whose name is written with dashes; anything else as it is.
+/// Replaces `_` by `-` in the name of a flag. Leaves other arguments and values unchanged.
 fn with_dashes(argument: OsString) -> OsString {
     if !argument.as_bytes().starts_with(b"--") {
         return argument;
@@ -285,6 +285,7 @@ fn with_dashes(argument: OsString) -> OsString {
     OsString::from_vec(bytes)
 }
 
+/// All flags with their values, for `/flagz`.
 fn flags(command: &clap::Command, matches: &ArgMatches) -> Flags {
     let value = |argument: &clap::Arg, flag: &str| match matches.get_raw(argument.get_id().as_str()) {
         Some(given) => given.map(|value| value.to_string_lossy()).collect::<Vec<_>>().join(","),
@@ -297,7 +298,8 @@ fn flags(command: &clap::Command, matches: &ArgMatches) -> Flags {
     named.map(|(argument, flag)| (flag.to_owned(), value(argument, flag))).collect()
 }
 
-/// The interval of health checks: as for the annotation, so that no node is kept busy with them.
+/// Parses the interval of health checks. The bounds equal those of the annotation; they protect
+/// nodes from too many checks.
 fn check_interval(text: &str) -> Result<Duration, String> {
     let bounds = Duration::from_millis(500)..=Duration::from_secs(3600);
     duration(text).and_then(|interval| {
@@ -312,12 +314,12 @@ fn check_timeout(text: &str) -> Result<Duration, String> {
     })
 }
 
-/// A truth value as Go reads it.
+/// Parses a boolean like Go.
 fn truth(text: &str) -> Result<bool, String> {
-    settings::value::parse_bool(text).ok_or_else(|| format!("{text:?} is no truth value; write true or false"))
+    settings::value::parse_bool(text).ok_or_else(|| format!("{text:?} is not a boolean; write true or false"))
 }
 
-/// A duration as Go writes it.
+/// Parses a duration like Go.
 fn duration(text: &str) -> Result<Duration, String> {
     settings::value::parse_duration(text)
         .ok_or_else(|| format!("{text:?} is not a duration such as 500ms, 30s, 1m0s or 1h"))
@@ -331,9 +333,9 @@ fn layout_of(name: &str) -> Layout {
     }
 }
 
-/// One sentence for everything that means nothing.
+/// A warning that names all settings without effect.
 fn warning(from: &str, notes: &[String]) -> Option<String> {
-    (!notes.is_empty()).then(|| format!("{from}: these settings mean nothing to Headgate: {}", notes.join("; ")))
+    (!notes.is_empty()).then(|| format!("{from}: these settings have no effect in Headgate: {}", notes.join("; ")))
 }
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ fn refused(arguments: &[&str]) -> String {
 }
 
 #[test]
-fn modes_to_come_are_refused_by_name() {
+fn unsupported_modes_are_refused_by_name() {
     let error = refused(&["--proxy-mode=nftables"]);
     assert!(error.contains("--proxy-mode: nftables is not built yet; pass auto, iptables or ipvs"), "{error}");
     assert_eq!(settings(&["--proxy-mode=ipvs"]).mode, ProxyMode::Ipvs);
@@ -35,12 +35,12 @@ fn modes_to_come_are_refused_by_name() {
 }
 
 #[test]
-fn a_control_plane_is_needed_except_for_actions() {
+fn a_control_plane_is_required_except_for_actions() {
     assert!(parse(&[]).unwrap_err().contains("--control-plane"));
     assert!(parse(&["--cleanup"]).unwrap().cleanup);
     assert!(parse(&["--init-only"]).unwrap().init_only);
     assert!(parse(&["--write-config-to=/x"]).is_ok());
-    // As Go's flags.
+    // Booleans have Go's syntax.
     assert!(parse(&["--cleanup=1"]).unwrap().cleanup && parse(&["--init-only=T"]).unwrap().init_only);
     assert!(parse(&["--cleanup", "--insecure-loopback=true"]).unwrap().insecure_loopback);
     assert!(parse(&["--cleanup=yes"]).unwrap_err().contains("write true or false"));
@@ -68,7 +68,7 @@ fn plaintext_needs_the_flag_and_an_address() {
 }
 
 #[test]
-fn one_cidr_a_family() {
+fn at_most_one_cluster_cidr_per_family_is_accepted() {
     assert!(refused(&["--cluster-cidr=10.0.0.0/8,10.1.0.0/16"]).contains("one CIDR per family"));
     let both = settings(&["--cluster-cidr=10.0.0.0/8,fd00::/48"]);
     assert!(matches!(&both.detect_local, DetectLocal::ClusterCidr(cidrs) if cidrs.len() == 2));
@@ -97,7 +97,7 @@ fn old_names_of_periods_keep_working() {
 }
 
 #[test]
-fn truth_values_are_written_as_for_go() {
+fn booleans_have_the_syntax_of_go() {
     assert!(settings(&["--masquerade-all"]).masquerade_all);
     assert!(!settings(&["--masquerade-all=false"]).masquerade_all);
     assert!(!settings(&["--iptables-localhost-nodeports=false"]).localhost_node_ports);
@@ -105,7 +105,7 @@ fn truth_values_are_written_as_for_go() {
 }
 
 #[test]
-fn of_flags_that_stand_twice_the_last_counts_and_lists_gather() {
+fn the_last_value_of_a_repeated_flag_is_used_and_lists_are_joined() {
     let twice = [
         "--node-name=a",
         "--hostname-override=b",
@@ -124,17 +124,17 @@ fn of_flags_that_stand_twice_the_last_counts_and_lists_gather() {
     let settings = &configured.settings;
     assert_eq!((settings.masquerade_all, settings.masquerade_bit, settings.allow_external_ips), (false, 5, false));
     assert!(matches!(&settings.node_ports, NodePortSelector::Cidrs(cidrs) if cidrs.len() == 2));
-    assert!(configured.warning.unwrap().contains("--feature-gates A (no such"));
+    assert!(configured.warning.unwrap().contains("--feature-gates A (Headgate does not use"));
     let options = parse(&["--cleanup", "--node-name=a", "--hostname-override=b"]).unwrap();
     assert_eq!(&*options.node_name(settings).unwrap(), "b");
 }
 
 #[test]
-fn flags_may_be_written_with_underscores_as_for_kube_proxy() {
+fn flags_may_be_written_with_underscores_as_in_kube_proxy() {
     let settings = settings(&["--proxy_mode=ipvs", "--cluster_cidr", "10.0.0.0/8", "--iptables_sync-period=5s"]);
     assert_eq!(settings.mode, ProxyMode::Ipvs);
     assert!(matches!(&settings.detect_local, DetectLocal::ClusterCidr(cidrs) if cidrs.len() == 1));
-    // Values keep theirs.
+    // Underscores in values stay.
     let prefix = ["--detect_local_mode=InterfaceNamePrefix", "--pod_interface_name_prefix=my_pod"];
     assert_eq!(super::tests::settings(&prefix).detect_local, DetectLocal::InterfaceNamePrefix("my_pod".into()));
     assert!(refused(&["--proxy_modes=ipvs"]).contains("unexpected argument '--proxy-modes'"));
@@ -162,13 +162,13 @@ fn all_flags_are_listed_with_their_values() {
 }
 
 #[test]
-fn masquerade_bit_is_a_bit() {
+fn the_masquerade_bit_is_at_most_31() {
     assert!(parse(&["--cleanup", "--iptables-masquerade-bit=32"]).is_err());
     assert_eq!(settings(&[]).masquerade_bit, 14);
 }
 
 #[test]
-fn flags_that_mean_nothing_are_taken_and_named_once() {
+fn flags_without_effect_are_accepted_and_named_in_one_warning() {
     let arguments = [
         "--kubeconfig=/k",
         "--master=x",
@@ -180,7 +180,7 @@ fn flags_that_mean_nothing_are_taken_and_named_once() {
     let configured = configured(&arguments);
     let warning = configured.warning.unwrap();
     for part in
-        ["--kubeconfig (the agent holds no API credentials", "--master (", "--v (", "--feature-gates A (no such"]
+        ["--kubeconfig (the agent holds no API credentials", "--master (", "--v (", "--feature-gates A (Headgate does"]
     {
         assert!(warning.contains(part), "{part} is not in {warning}");
     }
@@ -197,7 +197,7 @@ fn servers_can_be_turned_off_and_moved() {
     let v6 = settings(&["--bind-address=::"]);
     assert_eq!(v6.healthz_bind_address, Some("[::]:10256".parse().unwrap()));
     assert_eq!(v6.metrics_bind_address, Some("[::1]:10249".parse().unwrap()));
-    // kube-proxy's older flags.
+    // Deprecated flags of kube-proxy.
     let ports = settings(&["--healthz-port=0", "--metrics-port=9", "--metrics-bind-address=192.0.2.1"]);
     assert_eq!(ports.healthz_bind_address, None);
     assert_eq!(ports.metrics_bind_address, Some("192.0.2.1:9".parse().unwrap()));
@@ -206,7 +206,7 @@ fn servers_can_be_turned_off_and_moved() {
 }
 
 #[test]
-fn addresses_of_node_ports() {
+fn node_port_addresses_are_all_or_primary_or_cidrs() {
     let selector = |list: &str| settings(&[&format!("--nodeport-addresses={list}")]).node_ports;
     assert_eq!(selector("primary"), NodePortSelector::Primary);
     assert_eq!(settings(&[]).node_ports, NodePortSelector::All);
@@ -216,7 +216,7 @@ fn addresses_of_node_ports() {
 }
 
 #[test]
-fn detect_local_modes_need_their_names() {
+fn detect_local_modes_by_interface_require_a_name() {
     assert!(refused(&["--detect-local-mode=BridgeInterface"]).contains("--pod-bridge-interface: is needed"));
     let prefix = settings(&["--detect-local-mode=InterfaceNamePrefix", "--pod-interface-name-prefix=veth"]);
     assert_eq!(prefix.detect_local, DetectLocal::InterfaceNamePrefix("veth".into()));
@@ -226,7 +226,7 @@ fn detect_local_modes_need_their_names() {
 }
 
 #[test]
-fn with_a_file_flags_yield_except_our_own() {
+fn a_file_replaces_kube_proxys_flags_but_not_headgates_own() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("config.yaml");
     let text =

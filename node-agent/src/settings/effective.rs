@@ -1,4 +1,4 @@
-//! What the settings mean together, checked.
+//! The checked settings: combines all given values and reports every problem.
 
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
@@ -14,48 +14,48 @@ use super::{
     raw::{Origin, Raw},
 };
 
-/// The longest name that Linux gives an interface.
+/// The longest name of an interface in Linux, in bytes (`IFNAMSIZ` minus the final zero).
 const INTERFACE_NAME_MAX: usize = 15;
 
-/// How the kernel is programmed. Later modes are refused by name until they exist.
+/// How the kernel is programmed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ProxyMode {
-    /// The best that the node can run.
+    /// The agent chooses: iptables.
     #[default]
     Auto,
-    /// iptables rules.
+    /// With iptables rules.
     Iptables,
-    /// Virtual servers of IPVS.
+    /// With virtual servers of IPVS.
     Ipvs,
 }
 
-/// What concerns mode ipvs alone. Zero timeouts leave the kernel's.
+/// Settings of mode ipvs. A timeout of zero keeps the kernel's value.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct IpvsSettings {
-    /// The cluster's scheduler.
+    /// The scheduler of services that do not name their own.
     pub scheduler: Scheduler,
-    /// Virtual servers of these addresses are others'.
+    /// Virtual servers with addresses in these ranges belong to other software.
     pub exclude_cidrs: Vec<IpNet>,
-    /// Other interfaces do not answer ARP for the services' addresses.
+    /// Only the device that carries the services' addresses answers ARP for them.
     pub strict_arp: bool,
-    /// Idle time of established TCP connections.
+    /// Idle time-out of established TCP connections.
     pub tcp_timeout: Duration,
-    /// Idle time of TCP connections after a FIN.
+    /// Idle time-out of TCP connections after a FIN.
     pub tcp_fin_timeout: Duration,
-    /// Idle time of UDP flows.
+    /// Idle time-out of UDP flows.
     pub udp_timeout: Duration,
 }
 
-/// How local pods are told from other clients.
+/// How rules distinguish local pods from other clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DetectLocal {
-    /// By their addresses: one range per family at most.
+    /// By these ranges of pod addresses: at most one per family.
     ClusterCidr(Vec<IpNet>),
     /// By the Node's `podCIDRs`.
     NodeCidr,
-    /// By the bridge that they are on.
+    /// By the bridge that the pods are connected to.
     BridgeInterface(String),
-    /// By the first letters of their interfaces' names.
+    /// By a prefix of the names of the pods' interfaces.
     InterfaceNamePrefix(String),
 }
 
@@ -68,84 +68,82 @@ impl Default for DetectLocal {
 /// On which of the node's addresses NodePorts answer.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum NodePortSelector {
-    /// On all.
+    /// On all addresses.
     #[default]
     All,
-    /// On the node's own addresses, as the Node (or `bindAddress`) names them.
+    /// On the node's own addresses, from `bindAddress` or from the Node.
     Primary,
-    /// On those in one of the ranges. A family without a range: on all.
+    /// On addresses in one of these ranges. In a family without a range, on all addresses.
     Cidrs(Vec<IpNet>),
 }
 
-/// Sizes and timeouts of connection tracking. Zero leaves a value as it is.
+/// Sizes and timeouts of connection tracking. Zero keeps the kernel's value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Conntrack {
-    /// Connections for each CPU.
+    /// Connections to track per CPU.
     pub max_per_core: u64,
-    /// Connections at least.
+    /// Minimum number of connections to track.
     pub min: u64,
-    /// Idle time of established TCP connections.
+    /// Idle time-out of established TCP connections.
     pub tcp_established_timeout: Duration,
-    /// Idle time of TCP connections in CLOSE_WAIT.
+    /// Idle time-out of TCP connections in CLOSE_WAIT.
     pub tcp_close_wait_timeout: Duration,
-    /// Packets outside of the window are not INVALID.
+    /// Conntrack does not mark TCP packets outside of the window INVALID.
     pub tcp_be_liberal: bool,
-    /// Idle time of UDP flows one way.
+    /// Idle time-out of UDP flows with packets in one direction.
     pub udp_timeout: Duration,
-    /// Idle time of UDP flows both ways.
+    /// Idle time-out of UDP flows with packets in both directions.
     pub udp_stream_timeout: Duration,
 }
 
-/// Settings, checked. Durations are exact; addresses of servers are `None` where they are turned
-/// off.
+/// The checked settings. The address of a server is `None` if the server is turned off.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
     /// How the kernel is programmed.
     pub mode: ProxyMode,
     /// `hostnameOverride`.
     pub hostname_override: Option<String>,
-    /// The node's address, where the operator names one.
+    /// `bindAddress`: the node's address, if the operator names one.
     pub bind_address: Option<IpAddr>,
-    /// `/healthz` and `/livez`.
+    /// The address that serves `/healthz` and `/livez`.
     pub healthz_bind_address: Option<SocketAddr>,
-    /// `/metrics` and others.
+    /// The address that serves `/metrics` and other pages.
     pub metrics_bind_address: Option<SocketAddr>,
-    /// End when an address cannot be bound.
+    /// The agent ends when an address cannot be bound.
     pub bind_address_hard_fail: bool,
-    /// Local pods.
+    /// How rules recognise local pods.
     pub detect_local: DetectLocal,
-    /// NodePorts.
+    /// Which addresses answer NodePorts.
     pub node_ports: NodePortSelector,
-    /// NodePorts on 127.0.0.0/8.
+    /// NodePorts also answer on 127.0.0.0/8.
     pub localhost_node_ports: bool,
-    /// Masquerade everything to ClusterIPs.
+    /// Everything that is sent to ClusterIPs is masqueraded.
     pub masquerade_all: bool,
-    /// Bit of the mark, 0 to 31.
+    /// Bit of the packet mark that requests masquerading, 0 to 31.
     pub masquerade_bit: u8,
-    /// Time between verifications.
+    /// Time between two checks of the rules.
     pub sync_period: Duration,
-    /// Shortest time between syncs.
+    /// Shortest time between two syncs.
     pub min_sync_period: Duration,
-    /// Mode ipvs.
+    /// Settings of mode ipvs.
     pub ipvs: IpvsSettings,
-    /// Connection tracking.
+    /// Sizes and timeouts of connection tracking.
     pub conntrack: Conntrack,
-    /// For `/proc/self/oom_score_adj`.
+    /// The value to write to `/proc/self/oom_score_adj`.
     pub oom_score_adj: i64,
-    /// Feature gate `AllowServiceExternalIPs`.
+    /// Feature gate `AllowServiceExternalIPs`: rules include externalIPs.
     pub allow_external_ips: bool,
     /// Feature gate `ComponentFlagz`: `/flagz` is served.
     pub serves_flagz: bool,
     /// Feature gate `ComponentStatusz`: `/statusz` is served.
     pub serves_statusz: bool,
-    /// What was asked for and means nothing here, or is less than it seems: each names setting and
-    /// reason.
+    /// Given settings that have no effect, each with the reason.
     pub notes: Vec<String>,
-    /// The whole as a `KubeProxyConfiguration`, for `/configz`.
+    /// All settings as a `KubeProxyConfiguration`, for `/configz`.
     pub document: Json,
 }
 
-/// Checks one setting after the other, and gathers what is wrong.
+/// Checks one setting after the other, and collects the problems.
 struct Checker<'a> {
     raw: &'a Raw,
     problems: Vec<String>,
@@ -153,12 +151,12 @@ struct Checker<'a> {
 }
 
 impl Settings {
-    /// Checks what was given.
+    /// Checks the given values.
     ///
     /// # Errors
-    /// Every problem, each with the name of the setting and the remedy.
+    /// Values are invalid. Returns every problem, with the name of the setting and the remedy.
     pub fn check(raw: &Raw) -> Result<Self, Vec<String>> {
-        let mut checker = Checker { raw, problems: Vec::new(), notes: raw.meaningless() };
+        let mut checker = Checker { raw, problems: Vec::new(), notes: raw.without_effect() };
         let settings = checker.settings();
         if checker.problems.is_empty() { Ok(settings) } else { Err(checker.problems) }
     }
@@ -170,11 +168,12 @@ impl Checker<'_> {
         self.problems.push(format!("{name}: {what}"));
     }
 
-    /// The value, or a problem and what stands in for it until all are gathered.
-    fn or_problem<T>(&mut self, checked: Result<T, String>, stand_in: T) -> T {
+    /// Returns the value. For an error, records the problem and returns `placeholder`, so that the
+    /// check continues with the other settings.
+    fn or_problem<T>(&mut self, checked: Result<T, String>, placeholder: T) -> T {
         checked.unwrap_or_else(|problem| {
             self.problems.push(problem);
-            stand_in
+            placeholder
         })
     }
 
@@ -186,7 +185,7 @@ impl Checker<'_> {
         let loopback = if is_v6 { "[::1]:10249" } else { "127.0.0.1:10249" };
         let hostname_override = Some(raw.text("hostnameOverride")).filter(|name| !name.is_empty());
         let mode = self.mode();
-        // As with kube-proxy, each mode has periods of its own.
+        // As in kube-proxy, each mode has its own periods.
         let [sync_period, min_sync_period] = match mode {
             ProxyMode::Auto | ProxyMode::Iptables => ["iptables.syncPeriod", "iptables.minSyncPeriod"],
             ProxyMode::Ipvs => ["ipvs.syncPeriod", "ipvs.minSyncPeriod"],
@@ -238,7 +237,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Names what was set of a mode that is not in use.
+    /// Notes the given settings that belong to a mode that is not in use.
     fn note_unused_section(&mut self, prefix: &str) {
         let mode = self.raw.text("mode");
         let mode = if mode.is_empty() { "auto" } else { &mode };
@@ -256,8 +255,8 @@ impl Checker<'_> {
         self.or_problem(address, any)
     }
 
-    /// An address to serve on. A port that is left out is that of a flag which kube-proxy calls
-    /// deprecated, as kube-proxy has it: its default, unless it was given.
+    /// The address of a server; `None` if it is turned off. As in kube-proxy, an address without a
+    /// port gets the port of the deprecated flag `port_flag`, or the default of that flag.
     fn server(&mut self, id: &str, default: &str, port_flag: &str) -> Option<SocketAddr> {
         let text = self.raw.text(id);
         let port = u16::try_from(self.raw.int(port_flag)).unwrap_or(0);
@@ -312,7 +311,7 @@ impl Checker<'_> {
         }
     }
 
-    /// CIDRs of a text with commas: one per family at most.
+    /// Parses CIDRs separated by commas. Two CIDRs of one family are a problem.
     fn one_per_family(&mut self, id: &str) -> Vec<IpNet> {
         let text = self.raw.text(id);
         let mut cidrs: Vec<IpNet> = Vec::new();
@@ -370,7 +369,7 @@ impl Checker<'_> {
         } else if name.len() > INTERFACE_NAME_MAX || name.contains(|c: char| c == '/' || c == '+' || c.is_whitespace())
         {
             let what = format!(
-                "{name:?} cannot be an interface; write up to {INTERFACE_NAME_MAX} letters without space, / and +"
+                "{name:?} is not the name of an interface; write at most {INTERFACE_NAME_MAX} characters, without spaces, / or +"
             );
             self.problem(id, &what);
         }
@@ -413,14 +412,14 @@ impl Checker<'_> {
         }
     }
 
-    /// Feature gates that mean something here; each is on unless it is turned off, as in kube-proxy
+    /// The feature gates that the agent uses. Each is on unless it is turned off, as in kube-proxy
     /// 1.36.
     fn gates(&mut self) -> [bool; 3] {
         const GATES: [&str; 3] = ["AllowServiceExternalIPs", "ComponentFlagz", "ComponentStatusz"];
         let gates = self.raw.gates("featureGates");
         let name = self.raw.name("featureGates");
         let others = gates.keys().filter(|gate| !GATES.contains(&gate.as_str()));
-        self.notes.extend(others.map(|gate| format!("{name} {gate} (no such gate here)")));
+        self.notes.extend(others.map(|gate| format!("{name} {gate} (Headgate does not use this gate)")));
         GATES.map(|gate| gates.get(gate).copied().unwrap_or(true))
     }
 }

@@ -1,37 +1,37 @@
-//! Every setting of kube-proxy 1.36, in one table: where it stands in the configuration file, which
-//! flag sets it, what it may hold, and what it means here. Files and flags are read by it, and
-//! `docs/configuration.md` is written from it.
+//! A table of all settings of kube-proxy 1.36: the field in the configuration file, the flag, the
+//! kind of values, and the effect in Headgate. Files and flags are parsed with this table, and
+//! `docs/configuration.md` is generated from it.
 
 use super::value::Kind;
 
-/// What a setting means to Headgate.
+/// The effect of a setting in Headgate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Meaning {
-    /// It does this.
+    /// The setting has this effect.
     Used(&'static str),
-    /// Nothing, for this reason. A value other than the default is named in a warning.
+    /// The setting has no effect, for this reason. A warning names a value other than the default.
     Ignored(&'static str),
 }
 
 /// One setting.
 #[derive(Debug, Clone, Copy)]
 pub struct Field {
-    /// Path in a `KubeProxyConfiguration`, with dots; empty where only a flag exists.
+    /// The path in a `KubeProxyConfiguration`, separated by dots; empty if only a flag exists.
     pub path: &'static str,
-    /// Name of the flag without dashes; empty where there is none.
+    /// The name of the flag, without leading dashes; empty if there is no flag.
     pub flag: &'static str,
-    /// Another name of the flag.
+    /// Another name of the flag; empty if there is none.
     pub alias: &'static str,
-    /// What it may hold.
+    /// The kind of values.
     pub kind: Kind,
-    /// The default, as the flag takes it; empty for unset.
+    /// The default in the syntax of the flag; empty if the setting is unset by default.
     pub default: &'static str,
-    /// What it does here.
+    /// The effect in Headgate.
     pub meaning: Meaning,
 }
 
 impl Field {
-    /// What settings are filed under: the path, or the flag where there is none.
+    /// The key of the setting in [`super::Raw`]: the path, or the flag if the path is empty.
     #[must_use]
     pub fn id(&self) -> &'static str {
         if self.path.is_empty() { self.flag } else { self.path }
@@ -56,108 +56,114 @@ const fn ignored(
     field(path, flag, kind, default, Meaning::Ignored(why))
 }
 
-const NO_API: &str = "the agent holds no API credentials: it is served by --control-plane";
+const NO_API: &str = "the agent holds no API credentials: it receives its state from --control-plane";
 const WINDOWS: &str = "for Windows only";
 const NFTABLES: &str = "only for mode nftables, which is not built yet";
-const LIBRARY: &str = "kube-proxy does not use it either: a library brings it";
+const LIBRARY: &str = "kube-proxy does not use it either: it belongs to a library";
 const LOGS: &str = "--log (or HEADGATE_LOG) sets what is logged; logs go to standard error as text";
 
 const NATURAL: Kind = Kind::Int(0, i64::MAX);
 const NUMBER: Kind = Kind::Int(i64::MIN, i64::MAX);
 
-/// The table.
+/// All settings of kube-proxy.
 pub const FIELDS: &[Field] = &[
     used(
         "mode",
         "proxy-mode",
         Kind::Choice(&["", "auto", "iptables", "ipvs", "nftables", "userspace"]),
         "auto",
-        "How the kernel is programmed: `auto` (also when empty) takes the best that the node can run, `iptables` and `ipvs` are built, others are refused until they are. Where a node lacks what `ipvs` needs, it runs `iptables`, and says so in the log, in `headgatectl agents` and in `/status` of the metrics port",
+        "How the kernel is programmed: `iptables` writes iptables rules, `ipvs` uses virtual servers of IPVS, and `auto` (also when empty) means `iptables`. Other modes are refused. If a node lacks what `ipvs` needs, it runs `iptables`, and reports this in the log, in `headgatectl agents` and in `/status` on the metrics port",
     ),
     used(
         "hostnameOverride",
         "",
         Kind::Text,
         "",
-        "Name of the node, where `--node-name` (or `--hostname-override`) gives none",
+        "Name of the node, if `--node-name` (or `--hostname-override`) is not given",
     ),
     used(
         "bindAddress",
         "bind-address",
         Kind::Text,
         "0.0.0.0",
-        "An address other than `0.0.0.0` and `::` is taken as the node's address of its family, before what the Node says; its family also decides on the defaults of `healthzBindAddress` and `metricsBindAddress`",
+        "The node's address in its family, if it is not `0.0.0.0` or `::`; it takes precedence over the addresses in the Node. Its family also decides the defaults of `healthzBindAddress` and `metricsBindAddress`",
     ),
     used(
         "healthzBindAddress",
         "healthz-bind-address",
         Kind::Text,
         "0.0.0.0:10256",
-        "Where `/healthz` and `/livez` are served. `0.0.0.0` and `[::]` both mean all addresses of both families, as with kube-proxy. As a flag, empty turns it off",
+        "The address that serves `/healthz` and `/livez`. `0.0.0.0` and `[::]` both mean all addresses of both families, as in kube-proxy. An empty flag turns the pages off",
     ),
     used(
         "metricsBindAddress",
         "metrics-bind-address",
         Kind::Text,
         "127.0.0.1:10249",
-        "Where `/metrics`, `/metrics/slis`, `/healthz`, `/proxyMode`, `/configz`, `/flagz`, `/statusz` and `/status` are served. `0.0.0.0` and `[::]` both mean all addresses of both families. As a flag, empty turns it off",
+        "The address that serves `/metrics`, `/metrics/slis`, `/healthz`, `/proxyMode`, `/configz`, `/flagz`, `/statusz` and `/status`. `0.0.0.0` and `[::]` both mean all addresses of both families. An empty flag turns the pages off",
     ),
     used(
         "",
         "healthz-port",
         Kind::Int(0, 65_535),
         "10256",
-        "Port of `--healthz-bind-address` where that names none. 0 turns the pages off. kube-proxy calls this flag deprecated",
+        "Port of `--healthz-bind-address`, if that flag names none. 0 turns the pages off. kube-proxy calls this flag deprecated",
     ),
-    used("", "metrics-port", Kind::Int(0, 65_535), "10249", "The same for `--metrics-bind-address`"),
+    used(
+        "",
+        "metrics-port",
+        Kind::Int(0, 65_535),
+        "10249",
+        "Port of `--metrics-bind-address`, if that flag names none. 0 turns the pages off. kube-proxy calls this flag deprecated",
+    ),
     used(
         "bindAddressHardFail",
         "bind-address-hard-fail",
         Kind::Bool,
         "false",
-        "The agent ends when one of these addresses cannot be bound. Otherwise it logs an error and tries again",
+        "The agent ends when `healthzBindAddress` or `metricsBindAddress` cannot be bound. Otherwise it logs an error and tries again",
     ),
     used(
         "clusterCIDR",
         "cluster-cidr",
         Kind::Text,
         "",
-        "Range of pod addresses, one per family, separated by commas: local pods are told by it in mode `ClusterCIDR`. Without a range of a family, nothing to ClusterIPs of the family is masqueraded",
+        "Ranges of pod addresses, at most one per family, separated by commas. In mode `ClusterCIDR`, rules recognise local pods by these ranges. Without a range of a family, nothing that is sent to ClusterIPs of that family is masqueraded",
     ),
     used(
         "detectLocalMode",
         "detect-local-mode",
         Kind::Choice(&["", "ClusterCIDR", "NodeCIDR", "BridgeInterface", "InterfaceNamePrefix"]),
         "ClusterCIDR",
-        "How local pods are told from other clients. `NodeCIDR` takes the Node's `podCIDRs`; when they change, rules are written anew (kube-proxy ends)",
+        "How rules distinguish local pods from other clients. `NodeCIDR` uses the Node's `podCIDRs`; when they change, the agent writes the rules again (kube-proxy ends)",
     ),
     used(
         "detectLocal.bridgeInterface",
         "pod-bridge-interface",
         Kind::Text,
         "",
-        "The bridge that local pods are on, for mode `BridgeInterface`",
+        "The bridge that local pods are connected to, for mode `BridgeInterface`",
     ),
     used(
         "detectLocal.interfaceNamePrefix",
         "pod-interface-name-prefix",
         Kind::Text,
         "",
-        "First letters of the names of local pods' interfaces, for mode `InterfaceNamePrefix`",
+        "Prefix of the names of local pods' interfaces, for mode `InterfaceNamePrefix`",
     ),
     used(
         "nodePortAddresses",
         "nodeport-addresses",
         Kind::List,
         "",
-        "Addresses of the node on which NodePorts answer: CIDRs, or `primary` for the node's own addresses. Empty means all; so do CIDRs of the other family alone. Interfaces are read again every `iptables.syncPeriod`",
+        "Addresses of the node on which NodePorts answer: CIDRs, or `primary` for the node's own addresses. Empty means all addresses. CIDRs of one family do not restrict the other family. The agent reads the addresses of the interfaces again every `iptables.syncPeriod`",
     ),
     used(
         "iptables.masqueradeBit",
         "iptables-masquerade-bit",
         Kind::Int(0, 31),
         "14",
-        "Bit of the packet mark that asks for masquerading",
+        "Bit of the packet mark that requests masquerading",
     ),
     used(
         "iptables.masqueradeAll",
@@ -171,7 +177,7 @@ pub const FIELDS: &[Field] = &[
         "iptables-localhost-nodeports",
         Kind::Bool,
         "true",
-        "NodePorts answer on 127.0.0.0/8 too (IPv4 only), which sets `route_localnet` and guards those addresses against neighbours",
+        "NodePorts also answer on 127.0.0.0/8 (IPv4 only). The agent then sets `route_localnet`, and its rules drop packets that other hosts send to these addresses",
     ),
     Field {
         alias: "sync-period",
@@ -180,7 +186,7 @@ pub const FIELDS: &[Field] = &[
             "iptables-sync-period",
             Kind::Duration,
             "30s",
-            "Time between two looks at whether somebody else removed or changed the rules; a change that waits for twice as long makes the agent unhealthy",
+            "How often the agent checks whether somebody else removed or changed rules. A change that waits for twice this time makes the agent unhealthy",
         )
     },
     Field {
@@ -190,7 +196,7 @@ pub const FIELDS: &[Field] = &[
             "iptables-min-sync-period",
             Kind::Duration,
             "0s",
-            "Shortest time between two syncs; changes in between are gathered. kube-proxy's default is 1s, since it writes large parts of the tables each time; here 0s means at once",
+            "Shortest time between two syncs; changes during this time are written together. kube-proxy's default is 1s, because it writes large parts of the tables each time. With 0s, the agent writes each change at once",
         )
     },
     used(
@@ -198,95 +204,113 @@ pub const FIELDS: &[Field] = &[
         "ipvs-scheduler",
         Kind::Text,
         "",
-        "Mode ipvs: how virtual servers choose endpoints: rr (also when empty), wrr, lc, wlc, lblc, lblcr, sh, dh, sed, nq, mh, fo or ovf. The annotation `headgate.io/scheduler` chooses another one for a Service",
+        "Mode ipvs: how virtual servers choose endpoints: rr (also when empty), wrr, lc, wlc, lblc, lblcr, sh, dh, sed, nq, mh, fo or ovf. The annotation `headgate.io/scheduler` sets another scheduler for one Service",
     ),
     used(
         "ipvs.excludeCIDRs",
         "ipvs-exclude-cidrs",
         Kind::List,
         "",
-        "Mode ipvs: virtual servers of these addresses are others', and never removed",
+        "Mode ipvs: virtual servers with addresses in these ranges belong to other software and are never removed",
     ),
     used(
         "ipvs.strictARP",
         "ipvs-strict-arp",
         Kind::Bool,
         "false",
-        "Mode ipvs: sets `arp_ignore` to 1 and `arp_announce` to 2, so that interfaces do not answer for the services' addresses",
+        "Mode ipvs: sets `arp_ignore` to 1 and `arp_announce` to 2, so that other interfaces do not answer ARP for the services' addresses",
     ),
     used(
         "ipvs.tcpTimeout",
         "ipvs-tcp-timeout",
         Kind::Duration,
         "0s",
-        "Mode ipvs: idle time after which an established TCP connection is forgotten; 0s leaves it as it is",
+        "Mode ipvs: idle time after which an established TCP connection is forgotten; 0s keeps the kernel's value",
     ),
-    used("ipvs.tcpFinTimeout", "ipvs-tcpfin-timeout", Kind::Duration, "0s", "Mode ipvs: the same after a FIN"),
-    used("ipvs.udpTimeout", "ipvs-udp-timeout", Kind::Duration, "0s", "Mode ipvs: the same for UDP flows"),
-    used("ipvs.syncPeriod", "ipvs-sync-period", Kind::Duration, "30s", "Mode ipvs: as `iptables.syncPeriod`"),
-    used("ipvs.minSyncPeriod", "ipvs-min-sync-period", Kind::Duration, "0s", "Mode ipvs: as `iptables.minSyncPeriod`"),
+    used(
+        "ipvs.tcpFinTimeout",
+        "ipvs-tcpfin-timeout",
+        Kind::Duration,
+        "0s",
+        "Mode ipvs: idle time after which a TCP connection is forgotten after a FIN; 0s keeps the kernel's value",
+    ),
+    used(
+        "ipvs.udpTimeout",
+        "ipvs-udp-timeout",
+        Kind::Duration,
+        "0s",
+        "Mode ipvs: idle time after which a UDP flow is forgotten; 0s keeps the kernel's value",
+    ),
+    used("ipvs.syncPeriod", "ipvs-sync-period", Kind::Duration, "30s", "Mode ipvs: like `iptables.syncPeriod`"),
+    used(
+        "ipvs.minSyncPeriod",
+        "ipvs-min-sync-period",
+        Kind::Duration,
+        "0s",
+        "Mode ipvs: like `iptables.minSyncPeriod`",
+    ),
     used(
         "conntrack.maxPerCore",
         "conntrack-max-per-core",
         NATURAL,
         "32768",
-        "Connections to track for each CPU, at most 1,048,576 together; 0 leaves `nf_conntrack_max` as it is",
+        "Connections to track per CPU, at most 1,048,576 in total; 0 keeps the present `nf_conntrack_max`",
     ),
     used(
         "conntrack.min",
         "conntrack-min",
         NATURAL,
         "131072",
-        "Connections to track at least, whatever the number of CPUs",
+        "Minimum number of connections to track, for any number of CPUs",
     ),
     used(
         "conntrack.tcpEstablishedTimeout",
         "conntrack-tcp-timeout-established",
         Kind::Duration,
         "24h0m0s",
-        "Idle time after which an established TCP connection is forgotten; 0s leaves it as it is",
+        "Idle time after which an established TCP connection is forgotten; 0s keeps the kernel's value",
     ),
     used(
         "conntrack.tcpCloseWaitTimeout",
         "conntrack-tcp-timeout-close-wait",
         Kind::Duration,
         "1h0m0s",
-        "The same for connections in CLOSE_WAIT",
+        "Idle time after which a TCP connection in CLOSE_WAIT is forgotten; 0s keeps the kernel's value",
     ),
     used(
         "conntrack.tcpBeLiberal",
         "conntrack-tcp-be-liberal",
         Kind::Bool,
         "false",
-        "TCP packets outside of the window are not INVALID; then the rule that drops INVALID packets is left out",
+        "Conntrack does not mark TCP packets outside of the window INVALID, and the agent writes no rule that drops INVALID packets",
     ),
     used(
         "conntrack.udpTimeout",
         "conntrack-udp-timeout",
         Kind::Duration,
         "0s",
-        "Idle time after which a UDP flow with packets one way is forgotten; 0s leaves it as it is",
+        "Idle time after which a UDP flow with packets in one direction is forgotten; 0s keeps the kernel's value",
     ),
     used(
         "conntrack.udpStreamTimeout",
         "conntrack-udp-timeout-stream",
         Kind::Duration,
         "0s",
-        "The same for UDP flows with packets both ways",
+        "Idle time after which a UDP flow with packets in both directions is forgotten; 0s keeps the kernel's value",
     ),
     used(
         "oomScoreAdj",
         "oom-score-adj",
         Kind::Int(-1000, 1000),
         "-999",
-        "Written to `/proc/self/oom_score_adj`; a failure is a warning",
+        "Written to `/proc/self/oom_score_adj`. If that fails, the agent logs a warning",
     ),
     used(
         "featureGates",
         "feature-gates",
         Kind::Gates,
         "",
-        "`AllowServiceExternalIPs=false` leaves externalIPs out of the rules, `ComponentFlagz=false` and `ComponentStatusz=false` turn `/flagz` and `/statusz` off; other gates mean nothing here and are named in a warning",
+        "`AllowServiceExternalIPs=false` leaves externalIPs out of the rules, `ComponentFlagz=false` and `ComponentStatusz=false` turn `/flagz` and `/statusz` off. Other gates have no effect and are named in a warning",
     ),
     ignored("clientConnection.kubeconfig", "kubeconfig", Kind::Text, "", NO_API),
     ignored("clientConnection.acceptContentTypes", "", Kind::Text, "", NO_API),
@@ -305,7 +329,7 @@ pub const FIELDS: &[Field] = &[
         "config-sync-period",
         Kind::Duration,
         "15m0s",
-        "the control plane's stream is checked against digests, and never listed anew",
+        "the agent compares digests with the control plane and never lists again",
     ),
     ignored("portRange", "proxy-port-range", Kind::Text, "", "kube-proxy does not use it either"),
     ignored(
@@ -313,7 +337,7 @@ pub const FIELDS: &[Field] = &[
         "profiling",
         Kind::Bool,
         "false",
-        "pages of the Go runtime: `perf record --call-graph dwarf -p PID` profiles the agent, whose binary tells names and lines",
+        "it turns on pages of the Go runtime; to profile the agent, use `perf record --call-graph dwarf -p PID`",
     ),
     ignored(
         "showHiddenMetricsForVersion",
@@ -345,13 +369,13 @@ pub const FIELDS: &[Field] = &[
     ignored("windowsRunAsService", "windows-service", Kind::Bool, "false", WINDOWS),
 ];
 
-/// The setting with that id.
+/// The setting with this [`Field::id`].
 #[must_use]
 pub fn by_id(id: &str) -> Option<&'static Field> {
     FIELDS.iter().find(|field| field.id() == id)
 }
 
-/// True for a mapping that fields stand in, such as `iptables`.
+/// True if `path` is a mapping that contains fields, such as `iptables`.
 #[must_use]
 pub fn is_section(path: &str) -> bool {
     FIELDS.iter().any(|field| field.path.strip_prefix(path).is_some_and(|rest| rest.starts_with('.')))
@@ -364,7 +388,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_unique_and_defaults_can_be_used() {
+    fn names_are_unique_and_defaults_are_valid() {
         let ids: BTreeSet<&str> = FIELDS.iter().map(Field::id).collect();
         assert_eq!(ids.len(), FIELDS.len());
         let named = FIELDS.iter().flat_map(|field| [field.flag, field.alias]).filter(|flag| !flag.is_empty());

@@ -38,7 +38,7 @@ pub enum ConfigError {
         error: String,
     },
     /// The file has more than one YAML document.
-    #[error("{0} holds several YAML documents; keep the one of kind {KIND} alone", KIND = raw::KIND)]
+    #[error("{0} holds several YAML documents; keep only the one of kind {KIND}", KIND = raw::KIND)]
     Several(String),
     /// Values are invalid. The error lists all of them.
     #[error("{} cannot be used:{}", .from, list(.problems))]

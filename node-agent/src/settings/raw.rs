@@ -1,5 +1,4 @@
-//! Settings as they were given, by flags or by a file, before anybody looks at what they mean
-//! together.
+//! Settings as flags or a file give them, before they are checked together.
 
 use std::{collections::BTreeMap, net::IpAddr, time::Duration};
 
@@ -12,40 +11,41 @@ use super::{
     yaml::Tree,
 };
 
-/// The `apiVersion` that is read.
+/// The `apiVersion` of the configuration file.
 pub const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
-/// The `kind` that is read.
+/// The `kind` of the configuration file.
 pub const KIND: &str = "KubeProxyConfiguration";
 
-/// Where settings come from, which decides on how they are named in messages.
+/// Where settings come from. Messages name a setting by its flag or by its field.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Origin {
-    /// Flags: `--cluster-cidr`.
+    /// Flags, such as `--cluster-cidr`.
     #[default]
     Flags,
-    /// A file: `clusterCIDR`.
+    /// A file, with fields such as `clusterCIDR`.
     File,
 }
 
-/// Settings by id. Whatever was not given has its default.
+/// The given settings, by [`Field::id`]. All others have their defaults.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Raw {
-    /// Where they come from.
+    /// Where the settings come from.
     pub origin: Origin,
     values: BTreeMap<&'static str, Value>,
 }
 
-/// What reading a file found besides the settings.
+/// Problems and notes about a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Findings {
-    /// Each says field, what is wrong and the remedy. The file cannot be used.
+    /// Errors, each with the field, the problem and the remedy. With an error, the file cannot be
+    /// used.
     pub problems: Vec<String>,
-    /// Each names a field that means nothing, and says why.
+    /// Fields that have no effect, each with the reason.
     pub notes: Vec<String>,
 }
 
 impl Raw {
-    /// Sets a value. A list's elements gather, and so do feature gates.
+    /// Sets a value. The elements of a list and feature gates are added to earlier ones.
     pub fn set(&mut self, id: &'static str, value: Value) {
         match (self.values.get_mut(id), value) {
             (Some(Value::List(held)), Value::List(more)) => held.extend(more),
@@ -62,14 +62,14 @@ impl Raw {
         self.values.contains_key(id)
     }
 
-    /// True when the setting was given, and differs from the default.
+    /// True when the setting was given and differs from the default.
     #[must_use]
     pub fn is_changed(&self, id: &str) -> bool {
         let field = fields::by_id(id);
         self.values.get(id).zip(field).is_some_and(|(value, field)| !is_default(field, value))
     }
 
-    /// How a message names a setting.
+    /// The name of a setting in messages: its flag or its field.
     #[must_use]
     pub fn name(&self, id: &str) -> String {
         match (self.origin, fields::by_id(id)) {
@@ -78,14 +78,14 @@ impl Raw {
         }
     }
 
-    /// The value, or the default.
+    /// The value, or the default if it was not given.
     #[must_use]
     pub fn value(&self, id: &str) -> Option<Value> {
         let default = || fields::by_id(id).filter(|f| !f.default.is_empty()).and_then(|f| f.kind.parse(f.default).ok());
         self.values.get(id).cloned().or_else(default)
     }
 
-    /// A truth value; false when unset.
+    /// A boolean; false when unset.
     #[must_use]
     pub fn bool(&self, id: &str) -> bool {
         matches!(self.value(id), Some(Value::Bool(true)))
@@ -115,16 +115,16 @@ impl Raw {
         if let Some(Value::Duration(duration)) = self.value(id) { duration } else { Duration::ZERO }
     }
 
-    /// Names and truth values; none when unset.
+    /// Feature gates by name; empty when unset.
     #[must_use]
     pub fn gates(&self, id: &str) -> BTreeMap<String, bool> {
         let Some(Value::Any(Json::Object(gates))) = self.value(id) else { return BTreeMap::new() };
         gates.into_iter().filter_map(|(name, value)| Some((name, value.as_bool()?))).collect()
     }
 
-    /// One sentence for each setting that was given and means nothing here.
+    /// The given settings that have no effect, each with the reason.
     #[must_use]
-    pub fn meaningless(&self) -> Vec<String> {
+    pub fn without_effect(&self) -> Vec<String> {
         let given = FIELDS.iter().filter(|field| self.is_set(field.id()));
         let why = |field: &Field| match field.meaning {
             Meaning::Ignored(why) => Some(format!("{} ({why})", self.name(field.id()))),
@@ -133,7 +133,7 @@ impl Raw {
         given.filter_map(why).collect()
     }
 
-    /// Everything, defaults included, as a `KubeProxyConfiguration`.
+    /// All settings, including defaults, as a `KubeProxyConfiguration`.
     #[must_use]
     pub fn to_json(&self) -> Json {
         let mut root = serde_json::json!({ "apiVersion": API_VERSION, "kind": KIND });
@@ -148,7 +148,7 @@ impl Raw {
         root
     }
 
-    /// Reads a document. Everything that is wrong with it is found, not only the first.
+    /// Reads a document, and finds all problems in it.
     pub(super) fn from_tree(tree: &Tree) -> (Self, Findings) {
         let (mut raw, mut findings) = (Self { origin: Origin::File, ..Self::default() }, Findings::default());
         let Tree::Mapping(entries) = tree else {
@@ -171,14 +171,13 @@ impl Raw {
             let path = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
             let is_repeated = entries[i + 1..].iter().any(|(later, _)| later == key);
             if is_repeated {
-                findings.notes.push(format!("{path} (stands more than once; the last counts)"));
+                findings.notes.push(format!("{path} (appears more than once; the last value is used)"));
                 continue;
             }
             if path == "apiVersion" || path == "kind" {
                 continue;
             }
-            // A dot in a key is no way into a section: `iptables.syncPeriod` at the top is a field
-            // that nobody knows.
+            // A key with a dot is not a path: `iptables.syncPeriod` at the top level is unknown.
             let field = fields::by_id(&path).filter(|field| !field.path.is_empty() && !key.contains('.'));
             match (field, tree) {
                 (_, Tree::Scalar(Json::Null)) => {}
@@ -195,8 +194,8 @@ impl Raw {
     fn read_field(&mut self, field: &'static Field, tree: &Tree, findings: &mut Findings) {
         let json = tree.to_json();
         match field.kind.from_json(&json) {
-            // kube-proxy cannot tell an empty value from one that was not given; kubeadm writes
-            // them all out.
+            // kube-proxy does not distinguish an empty value from an absent one, and kubeadm writes
+            // all fields, including empty ones.
             Ok(_) if means_unset(field, &json) => {}
             Ok(value) if is_default(field, &value) && matches!(field.meaning, Meaning::Ignored(_)) => {}
             Ok(value) => self.set(field.path, value),
@@ -204,21 +203,21 @@ impl Raw {
         }
     }
 
-    /// An address.
+    /// The IP address in a setting.
     ///
     /// # Errors
-    /// Names the setting and the remedy.
+    /// The value is not an address. The error names the setting and the remedy.
     pub fn address(&self, id: &str) -> Result<IpAddr, String> {
         let text = self.text(id);
         text.parse().map_err(|_| format!("{}: {text:?} is not an IP address; write one such as 0.0.0.0", self.name(id)))
     }
 
-    /// A CIDR, as one part of a setting. Bits behind the prefix are cleared, as kube-proxy does:
-    /// `10.244.1.5/16` is `10.244.0.0/16`. The kernel clears them in rules too, so with them no
-    /// rule would ever be as it is wanted.
+    /// Parses `text`, a part of the setting `id`, as a CIDR. As in kube-proxy, the bits after the
+    /// prefix are cleared: `10.244.1.5/16` becomes `10.244.0.0/16`. The kernel clears them in rules
+    /// too, so otherwise the rules in the kernel would never match the wanted rules.
     ///
     /// # Errors
-    /// Names the setting and the remedy.
+    /// The text is not a CIDR. The error names the setting and the remedy.
     pub fn cidr(&self, id: &str, text: &str) -> Result<IpNet, String> {
         let text = text.trim();
         let cidr: Result<IpNet, _> = text.parse();
@@ -227,6 +226,7 @@ impl Raw {
     }
 }
 
+/// The value in the configuration file of a setting that is unset.
 fn empty(kind: Kind) -> Json {
     match kind {
         Kind::Bool => Json::from(false),
@@ -238,14 +238,15 @@ fn empty(kind: Kind) -> Json {
     }
 }
 
-/// Empty values that kube-proxy replaces by the default. `false` and `0` are values of their own
-/// where the API has pointers.
+/// True for an empty value that kube-proxy replaces by the default. `false` and `0` are not empty
+/// if the field is a pointer in the API.
 fn means_unset(field: &Field, json: &Json) -> bool {
     match json {
         Json::Null => true,
         Json::String(text) if text.is_empty() => true,
         Json::String(_) if field.kind == Kind::Duration => {
-            // Of conntrack's durations zero means: leave it. They are pointers in the API.
+            // The durations of conntrack are pointers in the API, and zero keeps the kernel's
+            // value.
             !field.path.starts_with("conntrack.") && field.kind.from_json(json) == Ok(Value::Duration(Duration::ZERO))
         }
         Json::Array(list) => list.is_empty(),
@@ -256,21 +257,22 @@ fn means_unset(field: &Field, json: &Json) -> bool {
     }
 }
 
-/// True for the default, and for what stands in a file without saying anything.
+/// True for the default, and for a value that kubeadm writes for an unset field.
 fn is_default(field: &Field, value: &Value) -> bool {
     let default = field.kind.parse(field.default);
     match value {
-        Value::Any(json) => says_nothing(json) || json.to_string().trim_matches('"') == field.default,
+        Value::Any(json) => is_unset(json) || json.to_string().trim_matches('"') == field.default,
         Value::Text(text) if field.default.is_empty() => text.is_empty(),
         Value::List(list) if field.default.is_empty() => list.is_empty(),
         value => !field.default.is_empty() && default.is_ok_and(|default| default == *value),
     }
 }
 
-/// Sections as kubeadm writes them out: zeros, empty texts, and the defaults of logging.
-fn says_nothing(json: &Json) -> bool {
+/// True for the values of sections that kubeadm writes for unset fields: zeros, empty texts, and
+/// the defaults of logging.
+fn is_unset(json: &Json) -> bool {
     match json {
-        Json::Object(map) => map.values().all(says_nothing),
+        Json::Object(map) => map.values().all(is_unset),
         Json::Array(list) => list.is_empty(),
         Json::String(text) => ["", "0", "0s", "5s", "text"].contains(&text.as_str()),
         Json::Number(number) => number.as_f64() == Some(0.0),

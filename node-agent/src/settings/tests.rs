@@ -11,7 +11,7 @@ fn read(body: &str) -> Result<ConfigFile, ConfigError> {
     parse("config.yaml", format!("{HEAD}{body}"))
 }
 
-/// As kubeadm writes it, with every field.
+/// The configuration that kubeadm writes, with every field.
 const KUBEADM: &str = r#"
 bindAddress: 0.0.0.0
 bindAddressHardFail: false
@@ -38,7 +38,7 @@ winkernel: {enableDSR: false, forwardHealthCheckVip: false, networkName: "", roo
 "#;
 
 #[test]
-fn what_kubeadm_writes_is_read_without_noise() {
+fn a_file_of_kubeadm_is_read_without_needless_notes() {
     let file = read(KUBEADM).unwrap();
     assert_eq!(file.notes, Vec::<String>::new());
     let settings = Settings::check(&file.raw).unwrap();
@@ -56,7 +56,7 @@ fn what_kubeadm_writes_is_read_without_noise() {
 }
 
 #[test]
-fn ranges_stand_for_their_networks() {
+fn bits_after_the_prefix_of_ranges_are_cleared() {
     let ranges = "clusterCIDR: 10.244.1.5/16,fd00:10:244:1::5/48\nnodePortAddresses: [192.0.2.77/24]\nipvs: {excludeCIDRs: [198.18.7.9/24]}\n";
     let settings = Settings::check(&read(ranges).unwrap().raw).unwrap();
     let networks = |all: &[&str]| all.iter().map(|one| one.parse().unwrap()).collect::<Vec<_>>();
@@ -66,14 +66,14 @@ fn ranges_stand_for_their_networks() {
 }
 
 #[test]
-fn unknown_repeated_and_meaningless_fields_are_named() {
+fn unknown_and_repeated_fields_and_fields_without_effect_are_named() {
     let file =
         read("mode: iptables\nmode: auto\nfoo: 1\niptables: {bar: 2, masqueradeAll: true}\niptables.syncPeriod: 7s\nipvs: {scheduler: rr}\n")
             .unwrap();
     assert_eq!(
         file.notes,
         [
-            "mode (stands more than once; the last counts)",
+            "mode (appears more than once; the last value is used)",
             "foo (unknown)",
             "iptables.bar (unknown)",
             "iptables.syncPeriod (unknown)"
@@ -86,7 +86,7 @@ fn unknown_repeated_and_meaningless_fields_are_named() {
 }
 
 #[test]
-fn mode_ipvs_has_settings_and_periods_of_its_own() {
+fn mode_ipvs_has_its_own_settings_and_periods() {
     let file = read(
         "mode: ipvs\niptables: {syncPeriod: 7s}\nipvs: {scheduler: wlc, excludeCIDRs: [192.0.2.0/24], strictARP: true, syncPeriod: 9s, \
          tcpTimeout: 15m, tcpFinTimeout: 2m, udpTimeout: 5m}\n",
@@ -138,7 +138,7 @@ fn every_problem_is_named_with_its_field_and_the_remedy() {
 }
 
 #[test]
-fn another_kind_or_no_yaml_is_refused() {
+fn other_kinds_and_invalid_yaml_are_refused() {
     let error = parse("c", "apiVersion: v1\nkind: ConfigMap\n".into()).unwrap_err().to_string();
     assert!(error.contains("apiVersion: \"v1\" cannot be used; write kubeproxy.config.k8s.io/v1alpha1"), "{error}");
     assert!(error.contains("kind: \"ConfigMap\" cannot be used; write KubeProxyConfiguration"), "{error}");
@@ -148,12 +148,12 @@ fn another_kind_or_no_yaml_is_refused() {
     let two = format!("kind: ClusterConfiguration\n---\n{HEAD}");
     assert_eq!(
         parse("c", two).unwrap_err().to_string(),
-        "c holds several YAML documents; keep the one of kind KubeProxyConfiguration alone"
+        "c holds several YAML documents; keep only the one of kind KubeProxyConfiguration"
     );
 }
 
 #[test]
-fn defaults_written_are_read_back() {
+fn written_defaults_are_read_back() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("config.yaml");
     write_defaults(&path).unwrap();
@@ -161,12 +161,12 @@ fn defaults_written_are_read_back() {
     assert_eq!(file.notes, Vec::<String>::new());
     let (read, defaults) = (Settings::check(&file.raw).unwrap(), Settings::check(&Raw::default()).unwrap());
     assert_eq!(read, defaults, "{}", file.text);
-    // Where kube-proxy expects a number, it takes nothing else.
+    // kube-proxy rejects a file that has text in place of this number.
     assert!(file.text.contains("qps: 5\n"), "{}", file.text);
 }
 
 #[test]
-fn zero_is_a_value_where_the_api_can_tell_it_from_none() {
+fn zero_is_a_value_in_fields_that_are_pointers_in_the_api() {
     let file = read("conntrack: {maxPerCore: 0, tcpEstablishedTimeout: 0s}\niptables: {masqueradeBit: 0, localhostNodePorts: false}\n").unwrap();
     let settings = Settings::check(&file.raw).unwrap();
     assert_eq!((settings.conntrack.max_per_core, settings.conntrack.tcp_established_timeout), (0, Duration::ZERO));
@@ -181,7 +181,7 @@ proptest::proptest! {
     }
 
     #[test]
-    fn any_value_of_any_field_is_taken_or_refused_by_name(
+    fn any_value_of_any_field_is_accepted_or_refused_by_name(
         index in 0..fields::FIELDS.len(),
         value in proptest::sample::select(vec![
             "null", "true", "0", "-7", "1.5", "text", "10.0.0.0/8", "30s", "[a, b]", "{a: b}", "[{a: [1]}]", "''",
@@ -191,7 +191,7 @@ proptest::proptest! {
         if let Some((section, name)) = path.split_once('.').or(Some(("", path))).filter(|_| !path.is_empty()) {
             let body = if section.is_empty() { format!("{name}: {value}\n") } else { format!("{section}: {{{name}: {value}}}\n") };
             if let Err(error) = read(&body) {
-                // What is missing beside it may be named in its place.
+                // A value may be valid but require another field, which the error then names.
                 proptest::prop_assert!(error.to_string().contains(path) || error.to_string().contains("detectLocal"), "{error}");
             }
         }

@@ -1,10 +1,10 @@
-//! Values of settings, as flags and configuration files write them.
+//! Values of settings: parses and formats them for flags and configuration files.
 
 use std::time::Duration;
 
 use serde_json::Value as Json;
 
-/// What a setting holds.
+/// The value of a setting.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
     /// `true` or `false`.
@@ -13,37 +13,37 @@ pub enum Value {
     Int(i64),
     /// Text.
     Text(String),
-    /// Texts.
+    /// A list of texts.
     List(Vec<String>),
     /// A duration.
     Duration(Duration),
-    /// Anything; for settings that mean nothing here, and for feature gates.
+    /// Any JSON. Used for settings without effect and for feature gates.
     Any(Json),
 }
 
-/// What a setting may hold.
+/// The kind of values that a setting accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// `true` or `false`.
     Bool,
-    /// A whole number between two, both included.
+    /// A whole number from the first to the second bound, both included.
     Int(i64, i64),
     /// Text.
     Text,
-    /// One of a few texts. Case counts.
+    /// One of these texts; upper and lower case differ.
     Choice(&'static [&'static str]),
-    /// Texts; separated by commas where it is a flag.
+    /// A list of texts; in a flag, separated by commas.
     List,
-    /// As Go writes it: `1m0s`, `250ms`.
+    /// A duration in Go's syntax: `1m0s`, `250ms`.
     Duration,
-    /// Names and truth values: `A=true,B=false` where it is a flag.
+    /// Names and booleans; in a flag, `A=true,B=false`.
     Gates,
-    /// Anything; not looked at.
+    /// Any value. It is not checked.
     Any,
 }
 
 impl Kind {
-    /// What belongs there, for a message that begins with the wrong value.
+    /// The remedy for a wrong value, as the end of a message.
     #[must_use]
     pub fn expected(self) -> String {
         match self {
@@ -63,7 +63,7 @@ impl Kind {
         }
     }
 
-    /// For tables.
+    /// The name of the kind in `docs/configuration.md`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -78,10 +78,10 @@ impl Kind {
         }
     }
 
-    /// Reads what a flag was given. A list's flag gives one element at a time.
+    /// Parses the value of a flag.
     ///
     /// # Errors
-    /// A sentence with the wrong value and what belongs there.
+    /// The value is not of this kind. The error contains the value and the remedy.
     pub fn parse(self, text: &str) -> Result<Value, String> {
         let wrong = || format!("{text:?} cannot be used; {}", self.expected());
         match self {
@@ -105,10 +105,10 @@ impl Kind {
         }
     }
 
-    /// Reads what a file holds.
+    /// Converts the value of a field in a file.
     ///
     /// # Errors
-    /// As [`Self::parse`].
+    /// Like [`Self::parse`].
     pub fn from_json(self, json: &Json) -> Result<Value, String> {
         let wrong = || format!("{json} cannot be used; {}", self.expected());
         match (self, json) {
@@ -130,7 +130,7 @@ impl Kind {
 }
 
 impl Value {
-    /// As a configuration file holds it.
+    /// The value as it is written in a configuration file.
     #[must_use]
     pub fn to_json(&self) -> Json {
         match self {
@@ -144,7 +144,7 @@ impl Value {
     }
 }
 
-/// A truth value as Go reads it; `None` for anything else.
+/// Parses a boolean like Go's `strconv.ParseBool`; `None` for any other text.
 #[must_use]
 pub fn parse_bool(text: &str) -> Option<bool> {
     match text {
@@ -163,8 +163,9 @@ fn parse_gates(text: &str) -> Option<Json> {
     pairs.collect::<Option<serde_json::Map<String, Json>>>().map(Json::Object)
 }
 
-/// A duration as Go's `time.ParseDuration` reads it: numbers with units, one after the other, such
-/// as `1h30m`, `1.5h`, `250ms`; or `0`. Negative ones are refused: no setting takes any.
+/// Parses a duration like Go's `time.ParseDuration`: `0`, or numbers with units, such as `1h30m`,
+/// `1.5h` or `250ms`. Returns `None` for any other text, and for a negative duration, because no
+/// setting accepts one.
 #[must_use]
 pub fn parse_duration(text: &str) -> Option<Duration> {
     if text == "0" {
@@ -192,11 +193,11 @@ pub fn parse_duration(text: &str) -> Option<Duration> {
         sum = sum.checked_add(times(number, unit_nanoseconds)?)?;
         rest = tail;
     }
-    // Go counts nanoseconds in 63 bits: 292 years.
+    // Go stores nanoseconds in 63 bits, so the longest duration is 292 years.
     (sum.as_nanos() <= i64::MAX.unsigned_abs().into()).then_some(sum)
 }
 
-/// A decimal number times a unit, exactly as far as nanoseconds go.
+/// Multiplies a decimal number by a unit, and drops fractions of a nanosecond.
 fn times(number: &str, unit_nanoseconds: u64) -> Option<Duration> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     if (whole.is_empty() && fraction.is_empty()) || fraction.contains('.') {
@@ -212,7 +213,7 @@ fn times(number: &str, unit_nanoseconds: u64) -> Option<Duration> {
     u64::try_from(nanoseconds).ok().map(Duration::from_nanos)
 }
 
-/// As Go writes it: `1m0s`, `24h0m0s`, `250ms`, `0s`.
+/// Formats a duration like Go: `1m0s`, `24h0m0s`, `250ms`, `0s`.
 #[must_use]
 pub fn show_duration(duration: Duration) -> String {
     let nanoseconds = duration.as_nanos();
@@ -254,7 +255,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_are_read_as_go_reads_them() {
+    fn durations_are_parsed_like_in_go() {
         let milliseconds = |text: &str| parse_duration(text).map(|duration| duration.as_millis());
         for (text, expected) in [
             ("0", 0),
@@ -275,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn durations_are_written_as_go_writes_them() {
+    fn durations_are_formatted_like_in_go() {
         for text in ["0s", "250ms", "1.5ms", "30s", "1.25s", "1m0s", "1h0m0s", "24h0m0s", "2h3m4.5s", "12µs", "7ns"] {
             assert_eq!(show_duration(parse_duration(text).unwrap()), text);
         }
@@ -283,7 +284,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_back(nanoseconds in 0..=i64::MAX.unsigned_abs()) {
+        fn a_formatted_duration_is_parsed_to_the_same_duration(nanoseconds in 0..=i64::MAX.unsigned_abs()) {
             let duration = Duration::from_nanos(nanoseconds);
             prop_assert_eq!(parse_duration(&show_duration(duration)), Some(duration));
         }

@@ -17,11 +17,11 @@ fn row_110_a_file_is_read_leniently_and_flags_yield_to_it() {
         rig.agent(&[&format!("--config={}", file.display()), "--cluster-cidr=10.0.0.0/8", "--masquerade-all=false"]);
     rig.until_programmed();
     let log = agent.log();
-    let warnings: Vec<&str> = log.lines().filter(|line| line.contains("mean nothing to Headgate")).collect();
+    let warnings: Vec<&str> = log.lines().filter(|line| line.contains("have no effect in Headgate")).collect();
     assert_eq!(warnings.len(), 1, "{log}");
     for part in [
         "iptables.foo (unknown)",
-        "mode (stands more than once",
+        "mode (appears more than once",
         "ipvs.scheduler (not used while mode is iptables)",
         "clientConnection.kubeconfig (the agent holds no API credentials",
         "--cluster-cidr (--config is given",
@@ -87,7 +87,7 @@ fn row_110_the_defaults_can_be_written_and_used() {
     assert!(written.contains("kind: KubeProxyConfiguration") && written.contains("oomScoreAdj: -999"), "{written}");
     let agent = rig.agent(&[&format!("--config={}", file.display())]);
     rig.until_health("/livez", 200);
-    assert!(!agent.log().contains("mean nothing"), "{}", agent.log());
+    assert!(!agent.log().contains("have no effect"), "{}", agent.log());
 }
 
 // rows: 111
