@@ -1,6 +1,6 @@
-//! IPVS on a kernel that refuses some of what services want: everything else is there at any time,
-//! the ledger knows just what is lacking, and once the kernel takes it, trying that again is
-//! enough.
+//! IPVS on a kernel that rejects some objects of services. All other objects are programmed at any
+//! time, the ledger knows exactly which objects are missing, and a retry programs them as soon as
+//! the kernel accepts them.
 #![allow(clippy::unwrap_used)]
 
 use std::{collections::BTreeSet, net::SocketAddr};
@@ -14,23 +14,23 @@ use proptest::prelude::*;
 mod changes;
 use changes::{Event, any_event, node};
 
-/// What the kernel refuses.
+/// The operations that the kernel rejects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Refusal {
-    /// Endpoints whose addresses end so.
+enum Rejection {
+    /// Destinations whose addresses end with this byte.
     Destination(u8),
     /// Virtual servers of a protocol.
     Protocol(Protocol),
-    /// A time-out of persistence, also for servers that are there.
+    /// New or existing virtual servers with this persistence timeout.
     Persistence(u32),
-    /// Addresses on the device that end so.
+    /// Addresses of the device that end with this byte.
     Address(u8),
     /// Elements of a set.
     Element(Set),
 }
 
-impl Refusal {
-    fn refuses(self, op: &Op) -> bool {
+impl Rejection {
+    fn rejects(self, op: &Op) -> bool {
         let last = |address: std::net::IpAddr| match address {
             std::net::IpAddr::V4(address) => address.octets()[3],
             std::net::IpAddr::V6(address) => address.octets()[15],
@@ -39,27 +39,27 @@ impl Refusal {
             (Self::Persistence(seconds), Op::AddServer(_, settings) | Op::EditServer(_, settings)) => {
                 settings.persistence_seconds == Some(seconds)
             }
-            (refusal, op) => match (refusal, op.object()) {
+            (rejection, op) => match (rejection, op.object()) {
                 (Self::Destination(of), Some(Object::Destination(_, address))) => last(address.ip()) == of,
                 (Self::Protocol(protocol), Some(Object::Server(server))) => server.protocol == protocol,
                 (Self::Address(of), Some(Object::Address(address))) => last(address) == of,
-                (Self::Element(refused), Some(Object::Element(set, _))) => set == refused,
+                (Self::Element(rejected), Some(Object::Element(set, _))) => set == rejected,
                 _ => false,
             },
         }
     }
 }
 
-fn any_refusals() -> impl Strategy<Value = BTreeSet<Refusal>> {
+fn any_rejections() -> impl Strategy<Value = BTreeSet<Rejection>> {
     let any = prop_oneof![
-        (0u8..6).prop_map(Refusal::Destination),
-        Just(Refusal::Protocol(Protocol::Udp)),
-        Just(Refusal::Protocol(Protocol::Tcp)),
-        Just(Refusal::Persistence(10)),
-        Just(Refusal::Address(100)),
-        Just(Refusal::Address(1)),
-        Just(Refusal::Element(Set::LoopBack)),
-        Just(Refusal::Element(Set::NoEndpoints)),
+        (0u8..6).prop_map(Rejection::Destination),
+        Just(Rejection::Protocol(Protocol::Udp)),
+        Just(Rejection::Protocol(Protocol::Tcp)),
+        Just(Rejection::Persistence(10)),
+        Just(Rejection::Address(100)),
+        Just(Rejection::Address(1)),
+        Just(Rejection::Element(Set::LoopBack)),
+        Just(Rejection::Element(Set::NoEndpoints)),
     ];
     prop::collection::btree_set(any, 0..4)
 }
@@ -69,20 +69,20 @@ struct Rig {
     ledger: Ledger,
     state: State,
     node: NodeFacts,
-    refusals: BTreeSet<Refusal>,
+    rejections: BTreeSet<Rejection>,
 }
 
 impl Rig {
-    fn new(config: IpvsConfig, refusals: BTreeSet<Refusal>) -> Self {
+    fn new(config: IpvsConfig, rejections: BTreeSet<Rejection>) -> Self {
         let kernel = FakeKernel::new(&config);
-        Self { kernel, ledger: Ledger::new(config), state: State::default(), node: node(), refusals }
+        Self { kernel, ledger: Ledger::new(config), state: State::default(), node: node(), rejections }
     }
 
     fn run(&mut self, plan: &Plan) {
-        let refusals = &self.refusals;
-        let refused =
-            self.kernel.apply_rejecting(plan, |op| refusals.iter().any(|refusal| refusal.refuses(op))).unwrap();
-        assert_eq!(self.ledger.record(plan.ops(), &refused), [], "somebody wants everything");
+        let rejections = &self.rejections;
+        let rejected =
+            self.kernel.apply_rejecting(plan, |op| rejections.iter().any(|rejection| rejection.rejects(op))).unwrap();
+        assert_eq!(self.ledger.record(plan.ops(), &rejected), [], "services want all rejected objects");
         let existing = self.kernel.existing();
         assert!(self.ledger.matches(&existing));
         for (set, elements) in &existing.sets {
@@ -103,28 +103,31 @@ impl Rig {
         self.run(&plan);
     }
 
-    /// Everything is there that the kernel has not refused, and what is told to be lacking is
-    /// wanted.
+    /// Asserts that the kernel has exactly the wanted objects that are not deferred, and that every
+    /// deferred object is wanted.
     fn check(&self) {
         let mut wanted = FakeKernel::new(self.ledger.config());
         let plan = Ledger::new(self.ledger.config().clone()).full(&self.state, &self.node, &wanted.existing(), 0);
         wanted.apply(&plan).unwrap();
-        let lacks = |object: Object| self.ledger.is_deferred(&object);
+        let is_deferred = |object: Object| self.ledger.is_deferred(&object);
         for (set, elements) in &wanted.sets {
             for element in elements {
-                let is_there = self.kernel.sets[set].contains(element);
-                assert!(is_there != lacks(Object::Element(*set, *element)), "{element} in {set:?}");
+                let is_present = self.kernel.sets[set].contains(element);
+                assert!(is_present != is_deferred(Object::Element(*set, *element)), "{element} in {set:?}");
             }
         }
         for address in &wanted.device_addresses {
-            assert!(self.kernel.device_addresses.contains(address) != lacks(Object::Address(*address)), "{address}");
+            assert!(
+                self.kernel.device_addresses.contains(address) != is_deferred(Object::Address(*address)),
+                "{address}"
+            );
         }
         for (key, (settings, destinations)) in &wanted.servers {
             let found = self.kernel.servers.get(key);
-            assert!(found.is_some_and(|(found, _)| found == settings) != lacks(Object::Server(*key)), "{key}");
+            assert!(found.is_some_and(|(found, _)| found == settings) != is_deferred(Object::Server(*key)), "{key}");
             for (address, weight) in destinations {
-                let is_there = found.is_some_and(|(_, found)| found.get(address) == Some(weight));
-                assert!(is_there != lacks(Object::Destination(*key, *address)), "{address} of {key}");
+                let is_present = found.is_some_and(|(_, found)| found.get(address) == Some(weight));
+                assert!(is_present != is_deferred(Object::Destination(*key, *address)), "{address} of {key}");
             }
         }
         for (object, service) in self.ledger.deferred() {
@@ -134,10 +137,10 @@ impl Rig {
                 Object::Server(key) => wanted.servers.contains_key(&key),
                 Object::Destination(key, address) => wanted.servers[&key].1.contains_key(&address),
             };
-            // Elements and addresses of servers that drain are wanted by these.
+            // Draining servers may still need elements and addresses.
             let is_mark = matches!(object, Object::Element(..) | Object::Address(_));
-            assert!(is_wanted || is_mark, "{object:?} is wanted by nobody");
-            assert!(self.state.entry(service).is_some() || is_mark, "{service} is gone");
+            assert!(is_wanted || is_mark, "no service wants {object:?}");
+            assert!(self.state.entry(service).is_some() || is_mark, "{service} does not exist");
         }
     }
 
@@ -162,14 +165,14 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_rest_is_programmed_and_what_was_lacking_comes_by_being_tried_again(
+    fn other_objects_are_programmed_and_a_retry_programs_the_missing_ones(
         events in prop::collection::vec(any_event(5), 1..50),
         chunk in 1usize..8,
-        refusals in any_refusals(),
+        rejections in any_rejections(),
         restarts in any::<bool>(),
         family in prop_oneof![Just(Family::V4), Just(Family::V6)],
     ) {
-        let mut rig = Rig::new(config(family), refusals);
+        let mut rig = Rig::new(config(family), rejections);
         rig.full();
         for (i, part) in events.chunks(chunk).enumerate() {
             rig.step(part);
@@ -184,17 +187,17 @@ proptest! {
                 rig.check();
             }
         }
-        // In vain, and then not.
-        for is_refused in [true, false] {
-            if !is_refused {
-                rig.refusals.clear();
+        // The first retry fails, the second one succeeds.
+        for is_rejecting in [true, false] {
+            if !is_rejecting {
+                rig.rejections.clear();
             }
-            let lacking: Vec<Object> = rig.ledger.deferred().map(|(object, _)| object).collect();
-            let before = rig.ledger.retries(lacking.iter().copied());
-            prop_assert_eq!(before.len(), lacking.len(), "each by one step: {:?}", lacking);
+            let missing: Vec<Object> = rig.ledger.deferred().map(|(object, _)| object).collect();
+            let before = rig.ledger.retries(missing.iter().copied());
+            prop_assert_eq!(before.len(), missing.len(), "one operation for each object: {:?}", missing);
             rig.run(&Plan { before, ..Plan::default() });
             rig.check();
-            prop_assert_eq!(rig.ledger.deferred().count(), if is_refused { lacking.len() } else { 0 });
+            prop_assert_eq!(rig.ledger.deferred().count(), if is_rejecting { missing.len() } else { 0 });
         }
         rig.drain();
         let mut wanted = Rig::new(config(family), BTreeSet::new());

@@ -1,6 +1,6 @@
-//! IPVS: any order, split or squash of the same changes ends in the same virtual servers, sets,
-//! addresses and rules; every plan on the way is one that a kernel takes; connections are never cut
-//! off; what is not ours stays.
+//! Replay for IPVS. Changes that are replayed in another order, in other parts, or squashed produce
+//! equal virtual servers, sets, addresses and rules. The kernel accepts every plan, no plan breaks
+//! connections, and objects of other programs are not changed.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -23,7 +23,7 @@ const FAR_FUTURE_MS: u64 = 1 << 40;
 fn config(family: Family) -> IpvsConfig {
     let mut config = IpvsConfig { scheduler: Scheduler::WeightedLeastConnection, ..IpvsConfig::new(family) };
     config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap()));
-    // One of them is an externalIP of services as well, which is not bound then.
+    // 192.0.2.101 is also an externalIP of services. It must not be added to the device.
     config.node_port_addresses =
         ["192.0.2.1", "192.0.2.101", "2001:db8::1"].iter().map(|address| address.parse().unwrap()).collect();
     config.other_addresses = config.node_port_addresses.iter().copied().collect();
@@ -31,6 +31,7 @@ fn config(family: Family) -> IpvsConfig {
     config
 }
 
+/// Virtual servers of another program.
 fn foreign() -> [(ServerKey, Settings); 2] {
     let settings = Settings { scheduler: Scheduler::SourceHashing, persistence_seconds: None };
     let key = |address: &str, port| ServerKey { address: address.parse().unwrap(), protocol: Protocol::Tcp, port };
@@ -54,7 +55,7 @@ impl Rig {
         Self { kernel, ledger: Ledger::new(config), state: State::default(), node: node(), now_ms: 0 }
     }
 
-    /// Whether anything was to be done.
+    /// Runs a full plan. Returns false if it is empty.
     fn full(&mut self) -> bool {
         let plan = self.ledger.full(&self.state, &self.node, &self.kernel.existing(), self.now_ms);
         self.kernel.apply(&plan).unwrap();
@@ -66,12 +67,12 @@ impl Rig {
         self.ledger = Ledger::new(self.ledger.config().clone());
     }
 
-    /// The agent is killed when it has done some steps of a plan, and starts anew. The rules are
-    /// one step.
+    /// Runs the first operations of a plan and then restarts the agent, as if it was killed. The
+    /// script counts as one operation.
     fn killed_in(&mut self, plan: &Plan, at: prop::sample::Index) {
         for op in plan.ops() {
             let Op::DeleteDestination(key, address) = op else { continue };
-            assert_ne!(key.protocol, Protocol::Tcp, "{address} of {key} is cut off");
+            assert_ne!(key.protocol, Protocol::Tcp, "connections of {address} at {key} are broken");
         }
         let before = plan.before.len();
         let done = at.index(before + plan.after.len() + 2);
@@ -93,26 +94,31 @@ impl Rig {
         assert_eq!(plan.services_planned as usize, dirty.services.len());
         for op in plan.ops() {
             let Op::DeleteDestination(key, address) = op else { continue };
-            assert_ne!(key.protocol, Protocol::Tcp, "{address} of {key} is cut off: {:?}", before.servers[key]);
+            assert_ne!(
+                key.protocol,
+                Protocol::Tcp,
+                "connections of {address} at {key} are broken: {:?}",
+                before.servers[key]
+            );
         }
         self.kernel.apply(&plan).unwrap();
         self.check();
     }
 
-    /// What holds at any time.
+    /// Asserts the invariants after each plan.
     fn check(&self) {
         let config = self.ledger.config();
         for (key, _) in self.kernel.servers.iter().filter(|(key, _)| foreign().iter().all(|(other, _)| other != *key)) {
             let is_local =
                 self.kernel.device_addresses.contains(&key.address) || config.other_addresses.contains(&key.address);
-            assert!(is_local, "the node does not answer on {key}");
+            assert!(is_local, "the node does not have the address of {key}");
             let existing = self.kernel.existing();
             assert!(config.excludes(key.address) || existing.mark(key, config).is_some(), "{key} has no mark");
         }
         for (key, settings) in foreign() {
             assert_eq!(self.kernel.servers[&key], (settings, [(SocketAddr::new(key.address, 1), 1)].into()));
         }
-        let is_refused = |key: &ServerKey| {
+        let is_rejected_or_dropped = |key: &ServerKey| {
             [Set::NoEndpoints, Set::NoLocalEndpoints].iter().any(|set| self.kernel.sets[set].contains(&key.element()))
         };
         for set in Set::OF_SERVERS {
@@ -121,12 +127,15 @@ impl Rig {
                 let key = ServerKey { address, protocol, port };
                 let weights = self.kernel.servers.get(&key).map(|(_, destinations)| destinations);
                 let is_served = weights.is_some_and(|weights| weights.values().any(|weight| *weight > 0));
-                // Neither only while it drains for nobody.
+                // A server that no service wants any more may only drain.
                 let drains = weights.is_some_and(|weights| !weights.is_empty());
-                assert!(is_served || is_refused(&key) || drains, "{key} is neither served nor refused");
+                assert!(
+                    is_served || is_rejected_or_dropped(&key) || drains,
+                    "{key} is neither served nor rejected nor dropped"
+                );
             }
         }
-        self.check_new_connections_find_an_endpoint();
+        self.check_new_connections_have_a_destination();
         let existing = self.kernel.existing();
         assert!(self.ledger.matches(&existing));
         for (set, elements) in &existing.sets {
@@ -135,9 +144,9 @@ impl Rig {
         assert!(self.ledger.any_server().is_none_or(|server| existing.servers.contains_key(&server)));
     }
 
-    /// Whatever fails its health checks, some endpoint takes new connections where there are
-    /// endpoints.
-    fn check_new_connections_find_an_endpoint(&self) {
+    /// Asserts that a server has a destination for new connections if and only if its service port
+    /// has endpoints, also when all of them fail health checks.
+    fn check_new_connections_have_a_destination(&self) {
         for key in self.state.entries().map(|(key, _)| key) {
             for view in service_views(&self.state, key, self.ledger.config().family, &self.node) {
                 let Some(address) = view.cluster_ip else { continue };
@@ -146,15 +155,19 @@ impl Rig {
                     TrafficPolicy::Local => &view.local_endpoints,
                 };
                 let server = ServerKey { address, protocol: view.protocol, port: view.port };
-                let takes = |(_, destinations): &(Settings, BTreeMap<SocketAddr, u32>)| {
+                let has_destination = |(_, destinations): &(Settings, BTreeMap<SocketAddr, u32>)| {
                     destinations.values().any(|weight| *weight > 0)
                 };
-                assert_eq!(self.kernel.servers.get(&server).is_some_and(takes), !endpoints.is_empty(), "{server}");
+                assert_eq!(
+                    self.kernel.servers.get(&server).is_some_and(has_destination),
+                    !endpoints.is_empty(),
+                    "{server}"
+                );
             }
         }
     }
 
-    /// All connections end.
+    /// Ends all connections and removes the drained destinations.
     fn drain(&mut self) {
         for key in self.ledger.draining().collect::<Vec<_>>() {
             let none = self.kernel.servers[&key].1.keys().map(|address| (*address, 0)).collect();
@@ -166,7 +179,7 @@ impl Rig {
     }
 }
 
-/// Some services ask for a scheduler.
+/// Like [`any_event`], but some services request a scheduler.
 fn any_scheduled_event(services: u8) -> impl Strategy<Value = Event> {
     (any_event(services), prop_oneof![Just(""), Just("fo"), Just("fastest")]).prop_map(|(mut event, scheduler)| {
         if let Event::Change(change) = &mut event
@@ -203,7 +216,7 @@ proptest! {
                 rig.step(part);
                 if restarts && i % 3 == 2 {
                     rig.restart();
-                    prop_assert!(!rig.full(), "an agent that starts anew changes what was right");
+                    prop_assert!(!rig.full(), "a restarted agent must not change a correct kernel");
                 }
             }
             rig.drain();
@@ -212,9 +225,9 @@ proptest! {
             prop_assert!(!rig.full());
             rig.restart();
             prop_assert!(!rig.full());
-            // What somebody else has done is undone.
+            // Changes by other programs are detected and undone.
             if let Some(address) = rig.kernel.device_addresses.pop_first() {
-                prop_assert!(!rig.ledger.matches(&rig.kernel.existing()), "{} was taken away", address);
+                prop_assert!(!rig.ledger.matches(&rig.kernel.existing()), "the removal of {} must be detected", address);
             }
             rig.kernel.sets.get_mut(&Set::ClusterIp).unwrap().clear();
             if let Some((_, destinations)) = rig.kernel.servers.values_mut().find(|(settings, _)| settings.scheduler != Scheduler::SourceHashing) {
@@ -225,7 +238,7 @@ proptest! {
             rig.full();
             rig.drain();
             prop_assert_eq!(&rig.kernel, &wanted.kernel);
-            // And everything of ours goes away.
+            // A cleanup removes all objects of Headgate.
             let plan = Ledger::cleanup(rig.ledger.config(), &rig.kernel.existing());
             rig.kernel.apply(&plan).unwrap();
             let mut left = rig.kernel.servers.clone();
@@ -237,7 +250,7 @@ proptest! {
     }
 
     #[test]
-    fn an_agent_that_was_killed_at_any_step_and_starts_anew_puts_everything_in_order(
+    fn an_agent_that_was_killed_at_any_operation_repairs_the_kernel_after_its_restart(
         changes in prop::collection::vec(any_scheduled_event(6), 1..40),
         chunk in 1usize..6,
         kills in prop::collection::vec(any::<[prop::sample::Index; 2]>(), 1..10),
@@ -250,7 +263,7 @@ proptest! {
         for (part, [first, second]) in changes.chunks(chunk).zip(kills.iter().cycle()) {
             let mut dirty = Dirty::default();
             part.iter().for_each(|event| event.apply(&mut rig.state, &mut rig.node, &mut dirty));
-            // Before the first full sync nothing is programmed.
+            // Before the first full plan there are no sets.
             if !rig.kernel.sets.is_empty() {
                 let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty, rig.now_ms);
                 rig.killed_in(&plan, *first);
@@ -265,7 +278,7 @@ proptest! {
     }
 
     #[test]
-    fn connections_outlive_changes_and_end_with_the_limit(changes in prop::collection::vec(any_scheduled_event(4), 1..40)) {
+    fn connections_survive_changes_until_the_drain_limit(changes in prop::collection::vec(any_scheduled_event(4), 1..40)) {
         let limit = 60_000;
         let mut rig = Rig::new(IpvsConfig { drain_limit_ms: Some(limit), ..config(Family::V4) });
         rig.full();
@@ -282,7 +295,7 @@ proptest! {
         }
         for (key, destinations) in &ever {
             for address in destinations.keys() {
-                prop_assert!(rig.kernel.servers[key].1.contains_key(address), "{} of {} was cut off", address, key);
+                prop_assert!(rig.kernel.servers[key].1.contains_key(address), "connections of {} at {} were broken", address, key);
             }
         }
         rig.now_ms = limit;
@@ -296,7 +309,7 @@ proptest! {
 }
 
 #[test]
-fn servers_of_excluded_networks_stay_even_on_our_addresses() {
+fn servers_of_excluded_networks_are_kept_even_on_addresses_of_the_device() {
     let mut rig = Rig::new(config(Family::V4));
     let (key, _) = foreign()[1];
     rig.kernel.device_addresses.insert(key.address);

@@ -1,5 +1,5 @@
-//! A node's own facts change among the changes of services: whatever the order, the rules are those
-//! of the facts at the end.
+//! Changes of the node's facts among changes of services. In any order, the rules at the end match
+//! the last facts.
 #![allow(clippy::unwrap_used)]
 
 use std::net::IpAddr;
@@ -17,7 +17,7 @@ use changes::{any_change, last_of_each, node, subject};
 mod flat;
 use flat::flat;
 
-/// What can happen.
+/// A change of the node's zone, of its address, or of the shared state.
 #[derive(Debug, Clone)]
 enum Event {
     Zone(Option<u8>),
@@ -25,7 +25,7 @@ enum Event {
     Change(Box<Change>),
 }
 
-/// What an event is about; each has the last one's say.
+/// The object of an event. The last event of each subject determines the result.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Subject {
     Zone,
@@ -51,8 +51,7 @@ fn any_event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// What an agent does: services that changed are written anew, and everything is when the node has
-/// changed.
+/// A simplified agent. It programs the services that changed, or all services if the node changed.
 struct Agent {
     facts: NodeFacts,
     state: State,
@@ -67,7 +66,8 @@ impl Agent {
         Self { facts: node(), state: State::default(), kernel, ledger }
     }
 
-    fn take(&mut self, event: &Event, dirty: &mut Dirty) -> bool {
+    /// Applies an event. Returns true if the node changed.
+    fn apply(&mut self, event: &Event, dirty: &mut Dirty) -> bool {
         match event {
             Event::Zone(zone) => self.facts.zone = zone.map(|zone| format!("z{zone}").into()),
             Event::Address(last) => {
@@ -82,10 +82,10 @@ impl Agent {
         true
     }
 
-    /// Takes events up as one step.
+    /// Programs events in one step.
     fn step(&mut self, events: &[Event]) {
         let mut dirty = Dirty::default();
-        let needs_full = events.iter().fold(false, |needs_full, event| self.take(event, &mut dirty) | needs_full);
+        let needs_full = events.iter().fold(false, |needs_full, event| self.apply(event, &mut dirty) | needs_full);
         if needs_full {
             self.full();
         } else {
@@ -122,13 +122,13 @@ proptest! {
     ) {
         let mut at_once = Agent::new(layout, family);
         for event in &events {
-            at_once.take(event, &mut Dirty::default());
+            at_once.apply(event, &mut Dirty::default());
         }
         at_once.full();
         let wanted = at_once.rules();
 
-        // As they came; with all of the node's first, or last; the last of each alone, in their
-        // order and reversed.
+        // The sequences are: the original order; events of the node first; events of the node last;
+        // only the last event of each subject; these in reverse order.
         let (of_node, others): (Vec<Event>, Vec<Event>) =
             events.iter().cloned().partition(|event| !matches!(event, Event::Change(_)));
         let squashed = last_of_each(&events, Event::subject);

@@ -1,4 +1,5 @@
-//! Services whose rules the kernel refuses: the others are written, and the last good rules stay.
+//! Quarantine: if the kernel rejects the rules of a service, its last good rules stay, and the
+//! rules of other services are programmed.
 #![allow(clippy::unwrap_used)]
 
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
@@ -11,7 +12,7 @@ use headgate_core::{
     view::NodeFacts,
 };
 
-/// A kernel without the `recent` match, and a ledger on it.
+/// A kernel that rejects the match `recent`, with a ledger.
 struct Rig {
     kernel: FakeKernel,
     ledger: Ledger,
@@ -26,25 +27,26 @@ impl Rig {
         rig
     }
 
-    /// False when the script is refused. A table's part takes effect as a whole or not at all.
+    /// Runs a script. Returns false if the kernel rejects it. The part for one table takes effect
+    /// completely or not at all.
     fn run(&mut self, script: &Script) -> bool {
         let parts = script.to_string();
         let mut parts = parts.split_inclusive("COMMIT\n");
         parts.all(|part| !part.contains("-m recent") && self.kernel.restore(part).is_ok())
     }
 
-    fn confirmed(&mut self, script: &Script) -> bool {
-        let is_taken = self.run(script);
-        if is_taken {
+    fn run_and_confirm(&mut self, script: &Script) -> bool {
+        let is_accepted = self.run(script);
+        if is_accepted {
             self.ledger.confirm();
         }
-        is_taken
+        is_accepted
     }
 
     fn full(&mut self) -> bool {
         let existing = ExistingTables::parse(&Table::ALL.map(|table| self.kernel.save(table)).concat());
         let (script, _) = self.ledger.full(&self.state, &node(), &existing);
-        self.confirmed(&script)
+        self.run_and_confirm(&script)
     }
 
     fn step(&mut self, changes: impl IntoIterator<Item = Change>) -> bool {
@@ -53,34 +55,36 @@ impl Rig {
             self.state.apply(change, &mut dirty);
         }
         let (script, _) = self.ledger.changed(&self.state, &node(), &dirty);
-        self.confirmed(&script)
+        self.run_and_confirm(&script)
     }
 
-    fn takes(&mut self, names: &[&str]) -> bool {
+    /// Returns whether the kernel accepts a trial of these services.
+    fn accepts(&mut self, names: &[&str]) -> bool {
         let keys: Vec<Arc<ServiceKey>> = names.iter().map(|name| Arc::new(key(name))).collect();
         let trial = self.ledger.trial(&self.state, &node(), &keys);
         self.run(&trial)
     }
 
-    fn set_aside(&mut self, names: &[&str]) {
+    fn quarantine(&mut self, names: &[&str]) {
         let services: BTreeSet<_> = names.iter().map(|name| Arc::new(key(name))).collect();
         self.ledger.set_quarantined(&services);
     }
 
-    /// Lines that contain a text.
-    fn rules(&self, about: &str) -> Vec<String> {
+    /// Returns the lines of the kernel's rules that contain a text.
+    fn rules(&self, text: &str) -> Vec<String> {
         let saves = Table::ALL.map(|table| self.kernel.save(table)).concat();
-        saves.lines().filter(|line| line.contains(about)).map(str::to_owned).collect()
+        saves.lines().filter(|line| line.contains(text)).map(str::to_owned).collect()
     }
 
-    /// Lines for a service's addresses, and of the chains that they lead to; not those of trials.
+    /// Returns the lines with the addresses of a service, and the lines of the chains to which
+    /// these rules jump. Lines of trials are not included.
     fn rules_of(&self, name: &str) -> Vec<String> {
         let mut lines = self.rules("");
         lines.retain(|line| !line.contains(CANARY));
         let mut words: BTreeSet<String> = addresses(name).map(|address| format!("{address}/32")).into();
         loop {
-            let is_about = |line: &&String| line.split(' ').any(|word| words.contains(word.trim_start_matches(':')));
-            let found: Vec<String> = lines.iter().filter(is_about).cloned().collect();
+            let has_word = |line: &&String| line.split(' ').any(|word| words.contains(word.trim_start_matches(':')));
+            let found: Vec<String> = lines.iter().filter(has_word).cloned().collect();
             let chains = found.iter().flat_map(|line| line.split(' ')).filter(|word| is_chain_of_service(word));
             let before = words.len();
             words = chains.map(str::to_owned).chain(words.clone()).collect();
@@ -99,16 +103,16 @@ fn key(name: &str) -> ServiceKey {
     ServiceKey::new("ns", name)
 }
 
-/// The ClusterIP and the external IP.
+/// Returns the ClusterIP and the externalIP of a service.
 fn addresses(name: &str) -> [IpAddr; 2] {
     let low = name.bytes().last().unwrap();
     [IpAddr::from([10, 96, 0, low]), IpAddr::from([192, 0, 2, low])]
 }
 
-/// Not those that all services, or those of a group, have in common.
+/// True for the name of a chain that belongs to a single service.
 fn is_chain_of_service(word: &str) -> bool {
     let prefixes = ["KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-"];
-    // Dispatch groups have a dash more.
+    // The names of dispatch groups contain another dash.
     prefixes.iter().find_map(|prefix| word.strip_prefix(prefix)).is_some_and(|hash| !hash.contains('-'))
 }
 
@@ -129,18 +133,21 @@ fn endpoint(name: &str, low: u8) -> Change {
 const LAYOUTS: [Layout; 2] = [Layout::Classic, Layout::Compact];
 
 #[test]
-fn a_service_that_is_refused_keeps_its_rules_and_the_others_change() {
+fn a_rejected_service_keeps_its_last_good_rules_and_other_services_change() {
     for layout in LAYOUTS {
         let mut rig = Rig::new(layout);
         assert!(rig.step([service("web", false), endpoint("web", 1), service("api", false), endpoint("api", 2)]));
         let good = rig.rules_of("web");
         assert!(good.iter().any(|rule| rule.contains("-d 10.96.0.98/32")), "{good:?}");
         assert!(good.iter().any(|rule| rule.contains("--to-destination 10.244.0.1:8080")), "{good:?}");
-        assert!(!rig.step([service("web", true), endpoint("web", 3), endpoint("api", 4)]), "there is no such match");
+        assert!(
+            !rig.step([service("web", true), endpoint("web", 3), endpoint("api", 4)]),
+            "the kernel must reject the match"
+        );
 
-        assert!(!rig.takes(&["web", "api"]) && !rig.takes(&["web"]) && rig.takes(&["api"]));
+        assert!(!rig.accepts(&["web", "api"]) && !rig.accepts(&["web"]) && rig.accepts(&["api"]));
         assert_eq!(rig.rules_of("web"), good, "{layout:?}");
-        rig.set_aside(&["web"]);
+        rig.quarantine(&["web"]);
         assert!(rig.full());
         assert_eq!(rig.rules_of("web"), good, "{layout:?}");
         assert!(
@@ -149,53 +156,53 @@ fn a_service_that_is_refused_keeps_its_rules_and_the_others_change() {
         );
         assert_eq!(rig.rules("--to-destination 10.244.0.4:8080").len(), 1);
 
-        // Steps pass it over; dispatch chains are written with its lines.
+        // Steps skip the quarantined service, and dispatch chains keep its lines.
         assert!(rig.step([endpoint("web", 5), service("new", false), endpoint("new", 6)]));
         assert_eq!(rig.rules_of("web"), good);
         assert!(rig.full() && rig.rules_of("web") == good);
 
-        // It can be used again.
-        assert!(!rig.takes(&["web"]));
+        // The service changes, and the kernel accepts its rules again.
+        assert!(!rig.accepts(&["web"]));
         let mut dirty = Dirty::default();
         rig.state.apply(service("web", false), &mut dirty);
-        assert!(rig.takes(&["web"]) && rig.run(&Ledger::end_of_trials()));
-        rig.set_aside(&[]);
+        assert!(rig.accepts(&["web"]) && rig.run(&Ledger::end_of_trials()));
+        rig.quarantine(&[]);
         assert!(rig.step([endpoint("web", 7), service("web", false)]));
         assert_eq!(rig.rules("--to-destination 10.244.0.7:8080").len(), 1);
         let mut fresh = Rig::new(layout);
         fresh.state = std::mem::take(&mut rig.state);
         assert!(fresh.full());
-        assert_eq!(rig.kernel.save(Table::Nat), fresh.kernel.save(Table::Nat), "nothing of the trials is left");
+        assert_eq!(rig.kernel.save(Table::Nat), fresh.kernel.save(Table::Nat), "no rules of trials must be left");
         assert_eq!(rig.kernel.save(Table::Filter), fresh.kernel.save(Table::Filter));
     }
 }
 
 #[test]
-fn a_service_that_never_had_good_rules_has_none() {
+fn a_rejected_service_without_good_rules_has_no_rules() {
     for layout in LAYOUTS {
         let mut rig = Rig::new(layout);
         for change in [service("web", true), endpoint("web", 1), service("api", false), endpoint("api", 2)] {
             rig.state.apply(change, &mut Dirty::default());
         }
         assert!(!rig.full());
-        assert!(rig.takes(&["api"]) && !rig.takes(&["web"]));
-        rig.set_aside(&["web"]);
+        assert!(rig.accepts(&["api"]) && !rig.accepts(&["web"]));
+        rig.quarantine(&["web"]);
         assert!(rig.full());
         assert!(rig.rules_of("web").is_empty() && rig.rules("--to-destination 10.244.0.1:").is_empty());
         assert_eq!(rig.rules("--to-destination 10.244.0.2:8080").len(), 1);
-        // It goes without a trace.
-        rig.set_aside(&[]);
+        // Removing the service leaves no rules.
+        rig.quarantine(&[]);
         assert!(rig.step([Change::RemoveService(key("web"))]));
         assert!(rig.rules_of("web").is_empty());
     }
 }
 
 #[test]
-fn last_good_rules_that_somebody_removed_are_not_relied_on() {
+fn last_good_rules_that_are_no_longer_in_the_kernel_are_forgotten() {
     let mut rig = Rig::new(Layout::Classic);
     assert!(rig.step([service("web", false), endpoint("web", 1), service("api", false), endpoint("api", 2)]));
     assert!(!rig.step([service("web", true)]));
-    rig.set_aside(&["web"]);
+    rig.quarantine(&["web"]);
     let fresh = Rig::new(Layout::Classic);
     rig.kernel = fresh.kernel;
     assert!(rig.full());

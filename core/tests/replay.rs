@@ -1,5 +1,5 @@
-//! Any order, split or squash of the same changes ends in the same state, digests and rules, and
-//! every script on the way is one that a kernel takes.
+//! Changes that are replayed in another order, in other parts, or squashed produce equal states,
+//! digests and rules. The kernel accepts every script.
 #![allow(clippy::unwrap_used)]
 
 use std::{net::IpAddr, sync::Arc};
@@ -53,7 +53,7 @@ impl Rig {
         script.chains_written() + script.chains_deleted()
     }
 
-    /// Returns the number of services that were planned, and of those that were dirty.
+    /// Returns the number of services that were planned and the number of dirty services.
     fn step(&mut self, events: &[Event]) -> (usize, usize) {
         let mut dirty = Dirty::default();
         events.iter().for_each(|event| event.apply(&mut self.state, &mut self.node, &mut dirty));
@@ -62,8 +62,8 @@ impl Rig {
         (planned.services as usize, dirty.services.len())
     }
 
-    /// A full sync whose script leaves services' chains for the moment in which it is written; by
-    /// then, `meanwhile` has happened.
+    /// Runs a full script whose rules of services' chains are rendered late. The events of
+    /// `meanwhile` happen after the script is planned and before it is written.
     fn full_late(&mut self, writing: Writing, meanwhile: &[Event]) -> Result<(), String> {
         let saves = Table::ALL.map(|table| self.kernel.save(table)).concat();
         let (script, _) = self.ledger.full_by(writing, &self.state, &self.node, ExistingTables::parse(&saves));
@@ -84,13 +84,13 @@ impl Rig {
         self.kernel.restore(&script.to_string())
     }
 
-    /// Takes out all rules of the kernel's own chains.
-    fn unhook(&mut self) {
+    /// Deletes all rules of the built-in chains.
+    fn delete_jumps(&mut self) {
         for table in Table::ALL {
             let save = self.kernel.save(table);
-            let hooks =
+            let jumps =
                 save.lines().filter_map(|line| line.strip_prefix("-A ").filter(|rule| !rule.starts_with("KUBE-")));
-            let text: String = hooks.map(|rule| format!("-D {rule}\n")).collect();
+            let text: String = jumps.map(|rule| format!("-D {rule}\n")).collect();
             self.kernel.restore(&format!("*{table}\n{text}COMMIT\n")).unwrap();
         }
     }
@@ -100,14 +100,14 @@ impl Rig {
         self.ledger.matches(&ExistingTables::parse(&saves))
     }
 
-    /// The last of our chains in nat by name: a service's, where there is one.
+    /// Returns the last chain of Headgate in nat by name. It belongs to a service if there is one.
     fn some_chain(&self) -> String {
         let save = self.kernel.save(Table::Nat);
         let mut names = save.lines().filter_map(|line| line.strip_prefix(":KUBE")?.split(' ').next());
         format!("KUBE{}", names.next_back().unwrap())
     }
 
-    /// Jumps keep the order in which they came to stand; everything else is compared as it is.
+    /// Returns the rules of all tables.
     fn rules(&self) -> Vec<String> {
         Table::ALL.iter().map(|table| self.kernel.save(*table)).collect()
     }
@@ -124,7 +124,7 @@ proptest! {
         layout in prop_oneof![Just(Layout::Classic), Just(Layout::Compact)],
         family in prop_oneof![Just(Family::V4), Just(Family::V6)],
     ) {
-        // From the final state in one go.
+        // The wanted rules are those of a single full script for the final state.
         let mut wanted = Rig::new(config(family, layout));
         changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default()));
         wanted.full();
@@ -148,17 +148,17 @@ proptest! {
             prop_assert_eq!(flat(&rig.rules()), flat(&wanted.rules()));
             rig.full();
             prop_assert_eq!(flat(&rig.rules()), flat(&wanted.rules()));
-            // Nothing is left to do, also for an agent that starts anew and finds its rules.
+            // Nothing is left to do, also after a restart of the agent.
             rig.ledger = Ledger::new(ruleset(config(family, layout)));
             prop_assert_eq!(rig.full(), 0);
             prop_assert_eq!(rig.step(&[]), (0, 0));
             prop_assert!(rig.is_intact());
             let chain = rig.some_chain();
             rig.kernel.restore(&format!("*nat\n-A {chain} -j RETURN\nCOMMIT\n")).unwrap();
-            prop_assert!(!rig.is_intact(), "{chain} was changed by somebody else");
+            prop_assert!(!rig.is_intact(), "the change of {chain} by another program must be detected");
             prop_assert_eq!(rig.full(), 1);
             prop_assert!(rig.is_intact());
-            // And everything goes away.
+            // A cleanup removes everything.
             let saves = Table::ALL.map(|table| rig.kernel.save(table)).concat();
             rig.kernel.restore(&Ledger::cleanup(&ExistingTables::parse(&saves)).to_string()).unwrap();
             prop_assert_eq!(rig.kernel, FakeKernel::default());
@@ -171,18 +171,19 @@ proptest! {
         earlier in prop::collection::vec(any_event(8), 0..30),
         changes in prop::collection::vec(any_event(8), 1..30),
         meanwhile in prop::collection::vec(any_event(8), 0..20),
-        hooked in any::<bool>(),
+        has_jumps in any::<bool>(),
         writing in prop_oneof![Just(Writing::Late), Just(Writing::LateInSteps)],
         layout in prop_oneof![Just(Layout::Classic), Just(Layout::Compact)],
     ) {
-        // What an earlier run left, from which somebody may have taken the rules that lead to it.
+        // The kernel has rules of an earlier run. Another program may have deleted the jumps to
+        // them.
         let mut rig = Rig::new(config(Family::V4, layout));
         if !earlier.is_empty() {
             rig.full();
             rig.step(&earlier);
         }
-        if !hooked {
-            rig.unhook();
+        if !has_jumps {
+            rig.delete_jumps();
         }
         rig.ledger = Ledger::new(ruleset(config(Family::V4, layout)));
         changes.iter().for_each(|event| event.apply(&mut rig.state, &mut rig.node, &mut Dirty::default()));
@@ -195,7 +196,8 @@ proptest! {
         wanted.full();
         prop_assert_eq!(flat(&rig.rules()), flat(&wanted.rules()));
         prop_assert!(rig.is_intact());
-        // Groups may be cut anew, once.
+        // The next full script may divide the dispatch chains into other groups. Then nothing is
+        // left to do.
         rig.full();
         prop_assert_eq!(flat(&rig.rules()), flat(&wanted.rules()));
         prop_assert_eq!(rig.full(), 0);
@@ -238,8 +240,8 @@ fn crossing_the_dispatch_threshold_keeps_the_rules_right() {
         let (script, _) = rig.ledger.changed(&rig.state, &rig.node, &Dirty::default());
         assert!(script.is_empty());
         let is_two_level = before.concat().contains("KUBE-SVC-G-");
-        // 400 services are dispatched on two levels, and fewer than half of the threshold on one
-        // again.
+        // The layout for 400 services is compact. It becomes classic again at half of the
+        // threshold.
         assert_eq!(is_two_level, removed < 272, "{removed} removed");
     }
 }

@@ -1,5 +1,5 @@
-//! Chains of ours that somebody else's rules lead to: they stay as long as that is so, empty, and
-//! are nothing to repair.
+//! Chains of Headgate to which foreign rules jump. The kernel does not delete them, so they stay
+//! empty until the foreign rules are removed. Verification does not report them.
 #![allow(clippy::unwrap_used)]
 
 use std::net::IpAddr;
@@ -21,26 +21,26 @@ impl Rig {
         ExistingTables::parse(&Table::ALL.map(|table| self.kernel.save(table)).concat())
     }
 
-    /// Runs a script as a backend does: what the kernel does not delete is left, and noted. Returns
-    /// the chains that are news.
+    /// Runs a script as the agent does: if the kernel rejects the deletion of a chain, records that
+    /// the chain is undeletable. Returns the chains that were not recorded before.
     fn run(&mut self, script: &Script) -> Vec<String> {
         if self.kernel.restore(&script.to_string()).is_ok() {
             return Vec::new();
         }
         let (writes, deletions) = script.clone().split_deletions();
         self.kernel.restore(&writes.to_string()).unwrap();
-        let mut news = Vec::new();
+        let mut newly_recorded = Vec::new();
         for (table, name) in deletions {
-            let refused = self.kernel.restore(&Script::deleting(&[(table, name.clone())]).to_string()).is_err();
-            if refused && self.ledger.note_undeletable(table, &name) {
-                news.push(name);
+            let is_rejected = self.kernel.restore(&Script::deleting(&[(table, name.clone())]).to_string()).is_err();
+            if is_rejected && self.ledger.note_undeletable(table, &name) {
+                newly_recorded.push(name);
             }
         }
-        news
+        newly_recorded
     }
 
-    /// Returns the chains written or deleted, and the chains that are left and were not known to
-    /// be.
+    /// Returns the number of chains written or deleted, and the chains that are newly recorded as
+    /// undeletable.
     fn full(&mut self) -> (u32, Vec<String>) {
         let (script, _) = self.ledger.full(&self.state, &NodeFacts::named("n1"), &self.existing());
         (script.chains_written() + script.chains_deleted(), self.run(&script))
@@ -59,7 +59,8 @@ impl Rig {
         self.ledger.matches(&self.existing())
     }
 
-    fn by_hand(&mut self, rule: &str) {
+    /// Changes nat as another program.
+    fn change_by_hand(&mut self, rule: &str) {
         self.kernel.restore(&format!("*nat\n{rule}\nCOMMIT\n")).unwrap();
     }
 }
@@ -78,7 +79,7 @@ fn removal() -> [Change; 2] {
 }
 
 #[test]
-fn a_chain_that_somebody_else_leads_to_is_named_once_and_goes_when_it_can() {
+fn an_undeletable_chain_is_reported_once_and_deleted_when_possible() {
     let config = RenderConfig::new(Family::V4);
     let mut rig =
         Rig { kernel: FakeKernel::default(), ledger: Ledger::new(ruleset(config.clone())), state: State::default() };
@@ -87,30 +88,30 @@ fn a_chain_that_somebody_else_leads_to_is_named_once_and_goes_when_it_can() {
     let save = rig.kernel.save(Table::Nat);
     let chain = save.lines().find_map(|line| line.strip_prefix(":KUBE-SVC-")?.split(' ').next()).unwrap();
     let chain = format!("KUBE-SVC-{chain}");
-    rig.by_hand(&format!(":SOMEBODY - [0:0]\n-A SOMEBODY -j {chain}"));
-    assert!(rig.is_intact(), "a rule of somebody else's is nothing to repair");
+    rig.change_by_hand(&format!(":SOMEBODY - [0:0]\n-A SOMEBODY -j {chain}"));
+    assert!(rig.is_intact(), "a foreign rule must not be reported");
     assert_eq!(rig.step(removal()), [chain.as_str()]);
     for _ in 0..2 {
-        assert!(rig.is_intact(), "a chain that cannot be deleted is nothing to repair");
-        assert_eq!(rig.full(), (0, Vec::new()), "it is not tried again as long as the rule is there");
+        assert!(rig.is_intact(), "an undeletable chain must not be reported");
+        assert_eq!(rig.full(), (0, Vec::new()), "the deletion must not be tried again while the foreign rule exists");
     }
-    // An agent that starts anew finds out for itself, once.
+    // After a restart, the agent tries the deletion once.
     rig.ledger = Ledger::new(ruleset(config));
     assert_eq!(rig.full(), (1, vec![chain.clone()]));
     assert!(rig.is_intact());
 
-    rig.by_hand(&format!("-A {chain} -j RETURN"));
-    assert!(!rig.is_intact(), "a chain that is left has to be empty");
+    rig.change_by_hand(&format!("-A {chain} -j RETURN"));
+    assert!(!rig.is_intact(), "an undeletable chain must be empty");
     assert_eq!(rig.full(), (1, Vec::new()));
 
-    // The service comes back, and its chain is an ordinary one again.
+    // The service is created again, and its chain has rules again.
     rig.step(web());
     assert!(rig.is_intact());
     rig.step(removal());
     assert!(rig.is_intact());
 
-    rig.by_hand(&format!("-D SOMEBODY -j {chain}"));
-    assert!(!rig.is_intact(), "nothing keeps the chain any more");
+    rig.change_by_hand(&format!("-D SOMEBODY -j {chain}"));
+    assert!(!rig.is_intact(), "the chain can be deleted now, so it must be reported");
     assert_eq!(rig.full(), (1, Vec::new()));
     assert!(rig.is_intact() && !rig.kernel.save(Table::Nat).contains(&chain));
 }

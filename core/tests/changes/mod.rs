@@ -1,6 +1,6 @@
-//! Changes to replay: any services, endpoints and removals, among few names and addresses, so that
-//! they meet. Between two versions of a service anything may differ that can be written: families,
-//! addresses, ports, policies, affinity, source ranges, annotations.
+//! Generators of random changes: services, endpoints and removals. There are few names and
+//! addresses, so many changes are about one object. Two versions of a service may differ in
+//! families, addresses, ports, policies, affinity, source ranges and annotations.
 
 use std::{
     collections::BTreeSet,
@@ -27,7 +27,7 @@ fn any_protocol() -> impl Strategy<Value = Protocol> {
 }
 
 prop_compose! {
-    /// One port or two. Several services claim the same NodePort.
+    /// One or two ports. Several services may have one NodePort.
     fn any_ports(i: u8)(
         protocol in any_protocol(), port in 80u16..82, is_renamed in prop::bool::weighted(0.2), has_node_port in any::<bool>(),
         second in prop::option::of((any_protocol(), any::<bool>())),
@@ -44,8 +44,8 @@ prop_compose! {
 }
 
 prop_compose! {
-    /// Addresses from outside, in both families; several services claim the same ones. A ClusterIP,
-    /// too, is there in one family or in both.
+    /// ClusterIPs, externalIPs and load balancer IPs, each in one family or in both. Several
+    /// services may have one externalIP or load balancer IP.
     fn any_addresses(i: u8)(
         families in prop_oneof![4 => Just((true, true)), 1 => Just((true, false)), 1 => Just((false, true))],
         is_shared in any::<bool>(), has_external in any::<bool>(), has_balancer in any::<bool>(), has_v6 in any::<bool>(),
@@ -54,10 +54,10 @@ prop_compose! {
         if families.0 { cluster.push(IpAddr::from([10, 96, i, 1])); }
         if families.1 { cluster.push(format!("fd00:96::{i:x}").parse().unwrap()); }
         let last = if is_shared { 100 } else { 100 + i };
-        let of = |is_there: bool, v4: [u8; 3], v6: &str| -> Vec<IpAddr> {
+        let of = |is_present: bool, v4: [u8; 3], v6: &str| -> Vec<IpAddr> {
             let mut addresses = Vec::new();
-            if is_there { addresses.push(IpAddr::from([v4[0], v4[1], v4[2], last])); }
-            if is_there && has_v6 { addresses.push(format!("{v6}{last:x}").parse().unwrap()); }
+            if is_present { addresses.push(IpAddr::from([v4[0], v4[1], v4[2], last])); }
+            if is_present && has_v6 { addresses.push(format!("{v6}{last:x}").parse().unwrap()); }
             addresses
         };
         let external = of(has_external, [192, 0, 2], "2001:db8:e::");
@@ -65,7 +65,8 @@ prop_compose! {
     }
 }
 
-/// None, of clients, of the node itself, of the other family alone, of everybody.
+/// No ranges, ranges of clients, a range with the node, a range of IPv6 only, a range with all IPv4
+/// addresses.
 fn any_source_ranges() -> impl Strategy<Value = Vec<&'static str>> {
     prop_oneof![
         4 => Just(vec![]),
@@ -76,7 +77,7 @@ fn any_source_ranges() -> impl Strategy<Value = Vec<&'static str>> {
     ]
 }
 
-/// An index and what depends on it.
+/// A service number, and the ports and addresses that depend on it.
 fn any_number(services: u8) -> impl Strategy<Value = (u8, Vec<ServicePort>, [Vec<IpAddr>; 3])> {
     (0..services).prop_flat_map(|i| (Just(i), any_ports(i), any_addresses(i)))
 }
@@ -107,7 +108,8 @@ prop_compose! {
     }
 }
 
-/// Ready, published although it ends, ending and serving, ending and not serving, not ready.
+/// Ready (twice as likely), ready and terminating (publishNotReadyAddresses), serving and
+/// terminating, terminating, not ready.
 const CONDITIONS: [Conditions; 6] = [
     Conditions::READY,
     Conditions::READY,
@@ -117,7 +119,7 @@ const CONDITIONS: [Conditions; 6] = [
     Conditions { ready: false, serving: false, terminating: false },
 ];
 
-/// Hints: none, for zones, for nodes, for both.
+/// No hints, or hints for some zones and nodes.
 fn any_hints() -> impl Strategy<Value = Option<Arc<Hints>>> {
     let names = |letter: char| {
         prop::collection::btree_set(1u8..4, 0..3).prop_map(move |numbers| {
@@ -130,7 +132,7 @@ fn any_hints() -> impl Strategy<Value = Option<Arc<Hints>>> {
     ]
 }
 
-/// Few, in both families, which services share.
+/// One of a few addresses in both families. Services share them.
 fn any_address() -> impl Strategy<Value = IpAddr> {
     (0u8..6, any::<bool>()).prop_map(|(last, v6)| {
         if v6 { format!("fd00:244::{last:x}").parse().unwrap() } else { IpAddr::from([10, 244, 0, last]) }
@@ -149,7 +151,8 @@ fn any_conditions() -> impl Strategy<Value = Conditions> {
     prop::sample::select(CONDITIONS.to_vec())
 }
 
-/// What the ports of an endpoint carry themselves, in order: mostly nothing.
+/// The conditions and placements that the ports of an endpoint carry, in order. Most endpoints have
+/// none.
 fn any_carried() -> impl Strategy<Value = Vec<(Option<Conditions>, Option<Arc<Placement>>)>> {
     let one = (prop::option::weighted(0.6, any_conditions()), prop::option::weighted(0.4, any_placement()));
     prop_oneof![2 => Just(Vec::new()), 1 => prop::collection::vec(one, 1..4)]
@@ -186,7 +189,7 @@ pub(crate) fn any_change(services: u8) -> impl Strategy<Value = Change> {
     ]
 }
 
-/// The identity of what a change is about.
+/// Identifies the object of a change.
 pub(crate) fn subject(change: &Change) -> (ServiceKey, Option<IpAddr>) {
     match change {
         Change::Service(service) => (service.key.clone(), None),
@@ -197,7 +200,7 @@ pub(crate) fn subject(change: &Change) -> (ServiceKey, Option<IpAddr>) {
     }
 }
 
-/// Only the last of each subject.
+/// Returns the last item of each subject.
 pub(crate) fn last_of_each<T: Clone, S: Ord>(all: &[T], subject: impl Fn(&T) -> S) -> Vec<T> {
     let mut seen = BTreeSet::new();
     let mut last: Vec<T> = all.iter().rev().filter(|one| seen.insert(subject(one))).cloned().collect();
@@ -205,13 +208,13 @@ pub(crate) fn last_of_each<T: Clone, S: Ord>(all: &[T], subject: impl Fn(&T) -> 
     last
 }
 
-/// What happens to a state.
+/// A change of the state or of the failing endpoints.
 #[allow(dead_code)] // not every test that uses this module does
 #[derive(Debug, Clone)]
 pub(crate) enum Event {
-    /// A change comes.
+    /// A change of the state.
     Change(Box<Change>),
-    /// Of a service's endpoints, these ports fail the node's own health checks, and no others.
+    /// The endpoints of a service that fail health checks of the node.
     Failing(ServiceKey, BTreeSet<SocketAddr>),
 }
 
@@ -247,7 +250,7 @@ impl Event {
 }
 
 prop_compose! {
-    /// Any endpoints of a service that may be there or not, none of them, or more than it has.
+    /// A set of failing endpoints for a service. The service may not have these endpoints.
     fn any_failing(services: u8)(
         i in 0..services, failing in prop::collection::btree_set((any_address(), 0usize..4), 0..6),
     ) -> Event {
@@ -256,7 +259,7 @@ prop_compose! {
     }
 }
 
-/// Changes, and what health checks find now and then.
+/// Mostly changes of the state, and some changes of failing endpoints.
 #[allow(dead_code)] // not every test that uses this module does
 pub(crate) fn any_event(services: u8) -> impl Strategy<Value = Event> {
     prop_oneof![
@@ -265,7 +268,7 @@ pub(crate) fn any_event(services: u8) -> impl Strategy<Value = Event> {
     ]
 }
 
-/// Only the last event of each subject.
+/// Returns the last event of each subject.
 #[allow(dead_code)] // not every test that uses this module does
 pub(crate) fn squash(events: &[Event]) -> Vec<Event> {
     last_of_each(events, Event::subject)
