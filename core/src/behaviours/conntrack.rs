@@ -27,7 +27,7 @@ use std::{
 };
 
 use crate::{
-    behaviours::endpoint_choice::joins,
+    behaviours::endpoint_choice::belongs_to,
     model::{Endpoint, Family, Protocol, Service, ServiceKey, ServicePort},
     state::State,
     state::frontends::Frontend,
@@ -64,8 +64,8 @@ impl OriginalDestination {
 /// service port share one list.
 pub type Sources = Arc<[SocketAddr]>;
 
-/// The flows to a destination that may be stale. It limits the search; the [`Rule`] decides whether
-/// a flow is stale.
+/// The flows to a destination that may be stale. A cleanup searches only for these flows; the
+/// [`Rule`] decides whether a flow is stale.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Suspects {
     /// All flows, because the earlier endpoints are unknown.
@@ -366,7 +366,7 @@ impl Tracker {
             plan.cleanup.add(*destination, Rule { keep: Arc::clone(keep), keep_untranslated: false, suspects });
         }
         for (destination, sources) in used.iter().filter(|(destination, _)| !owned.contains_key(destination)) {
-            plan.cleanup.add(*destination, left_behind(state, *destination, sources));
+            plan.cleanup.add(*destination, rule_after_loss(state, *destination, sources));
         }
         for (destination, keep) in &owned {
             let sources = used.entry(*destination).or_insert_with(|| Arc::clone(keep));
@@ -381,7 +381,7 @@ impl Tracker {
 
 /// Returns the rule for a destination that a service used and no longer owns. Another service may
 /// own it now.
-fn left_behind(state: &State, destination: OriginalDestination, sources: &Sources) -> Rule {
+fn rule_after_loss(state: &State, destination: OriginalDestination, sources: &Sources) -> Rule {
     let keep = state
         .frontends()
         .owner(&destination.frontend())
@@ -425,7 +425,7 @@ fn keep<'a>(endpoints: impl Iterator<Item = &'a Endpoint>, port: &ServicePort, f
     let mut keep: Vec<SocketAddr> = endpoints
         .filter(|endpoint| Family::of(endpoint.address) == family)
         .flat_map(Endpoint::port_states)
-        .filter(|state| joins(state.port, port) && (state.conditions.serving || state.conditions.ready))
+        .filter(|state| belongs_to(state.port, port) && (state.conditions.serving || state.conditions.ready))
         .map(|state| SocketAddr::new(state.address, state.port.port))
         .collect();
     keep.sort_unstable();

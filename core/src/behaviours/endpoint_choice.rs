@@ -61,7 +61,7 @@ pub fn choose<'a>(
     let candidates = endpoints
         .filter(move |endpoint| Family::of(endpoint.address) == family)
         .flat_map(Endpoint::port_states)
-        .filter(move |candidate| joins(candidate.port, port));
+        .filter(move |candidate| belongs_to(candidate.port, port));
     let mode = TopologyMode::decide(candidates.clone().filter(|candidate| candidate.conditions.ready), node);
 
     let mut choice = EndpointChoice::default();
@@ -102,7 +102,7 @@ pub fn choose<'a>(
 
 /// True if an endpoint port belongs to a service port: name and protocol must be equal, the number
 /// does not matter.
-pub(crate) fn joins(candidate: &crate::model::EndpointPort, port: &ServicePort) -> bool {
+pub(crate) fn belongs_to(candidate: &crate::model::EndpointPort, port: &ServicePort) -> bool {
     candidate.name == port.name && candidate.protocol == port.protocol
 }
 

@@ -3,8 +3,8 @@
 //!
 //! An address with a port has hints by node and hints by zone. Only ready endpoints decide which
 //! kind of hint applies. A kind applies only if every ready endpoint has such a hint and at least
-//! one of these hints names this node or its zone. Otherwise the node might have no endpoint to
-//! use.
+//! one of these hints names this node or its zone. If neither kind applies, the node
+//! uses all ready endpoints. Hints therefore never leave a node without endpoints.
 
 use crate::{model::PortState, node_facts::NodeFacts};
 

@@ -8,14 +8,14 @@ const MAX_BYTES: usize = 253;
 ///
 /// # Errors
 ///
-/// A sentence that says what is wrong and what is allowed.
+/// Returns a sentence that says what is wrong with the name and which names are allowed.
 pub fn check_subdomain(name: &str) -> Result<(), String> {
     let is_label = |label: &str| {
         let is_allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
         !label.is_empty() && !label.starts_with('-') && !label.ends_with('-') && label.bytes().all(is_allowed)
     };
     if name.len() > MAX_BYTES {
-        return Err(format!("a name of {} bytes; at most {MAX_BYTES} are allowed", name.len()));
+        return Err(format!("the name has {} bytes; at most {MAX_BYTES} are allowed", name.len()));
     }
     if !name.split('.').all(is_label) {
         return Err(format!("{name:?} is no name: lower-case letters, digits, '-' and '.' are allowed"));

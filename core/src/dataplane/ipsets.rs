@@ -80,7 +80,7 @@ impl SetKind {
     /// Initial number of buckets of a hash.
     pub const HASH_SIZE: u32 = 1024;
 
-    /// The kernel's name for the type.
+    /// The name of the type in the kernel.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {

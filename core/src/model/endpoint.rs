@@ -76,7 +76,7 @@ pub struct Hints {
 /// have equal placements, so they share one value.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Placement {
-    /// The node, in lower case; `None` if the EndpointSlice names none.
+    /// The node, in lower case; `None` if the EndpointSlice does not name it.
     pub node: Option<Arc<str>>,
     /// The zone of the endpoint.
     pub zone: Option<Arc<str>>,

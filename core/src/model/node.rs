@@ -21,7 +21,7 @@ pub struct Node {
     pub going_away: bool,
 }
 
-/// The ranges from which ClusterIPs are allocated.
+/// A ServiceCIDR: ranges from which ClusterIPs are allocated.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServiceCidr {
     /// `metadata.name`.

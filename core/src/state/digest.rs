@@ -155,8 +155,8 @@ pub fn service_cidr_hash(service_cidr: &ServiceCidr) -> u128 {
     form.finish()
 }
 
-/// The canonical form of a value. It begins with a tag. Numbers are 8 bytes, little endian. Texts
-/// and addresses are their length, then their bytes.
+/// The canonical form of a value. It begins with a tag. A number is 8 bytes, little endian. A text
+/// is its length as a number, then its bytes. An address is its length in one byte, then its bytes.
 pub(crate) struct Form(Sha256);
 
 impl Form {

@@ -17,7 +17,7 @@ use crate::model::{Family, Protocol, Service, ServiceKey};
 pub enum Frontend {
     /// A ClusterIP, externalIP or load balancer IP, with protocol and port.
     Address(IpAddr, Protocol, u16),
-    /// A NodePort in one family, on every address of the node.
+    /// A NodePort in one family.
     NodePort(Family, Protocol, u16),
 }
 

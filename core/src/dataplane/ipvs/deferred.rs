@@ -52,7 +52,7 @@ impl Deferred {
         self.revision += 1;
     }
 
-    /// Returns those of a server and its destinations that are deferred.
+    /// Returns the deferred objects among a server and its destinations.
     pub(super) fn of_server(&self, server: ServerKey) -> Vec<Object> {
         let least = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
         let is_of_server = |object: &&Object| matches!(object, Object::Destination(of, _) if *of == server);

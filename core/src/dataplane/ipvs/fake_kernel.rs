@@ -63,8 +63,8 @@ impl FakeKernel {
         let script = plan.script.to_string();
         for rule in script.lines().filter(|line| line.starts_with("-A ") || line.starts_with("-I ")) {
             for name in referred_sets(rule) {
-                let set = Set::parse(name, self.family).ok_or_else(|| format!("no such set: `{rule}`"))?;
-                self.sets.get(&set).ok_or_else(|| format!("set missing: `{rule}`"))?;
+                let set = Set::parse(name, self.family).ok_or_else(|| format!("not a set of Headgate: `{rule}`"))?;
+                self.sets.get(&set).ok_or_else(|| format!("set does not exist: `{rule}`"))?;
             }
         }
         self.iptables.restore(&script)?;
@@ -152,13 +152,13 @@ impl FakeKernel {
     }
 
     fn step(&mut self, op: Op) -> Result<(), &'static str> {
-        let exists = |is_new: bool| if is_new { Ok(()) } else { Err("it exists") };
-        let missing = |was_there: bool| if was_there { Ok(()) } else { Err("there is none") };
+        let exists = |is_new: bool| if is_new { Ok(()) } else { Err("already exists") };
+        let missing = |was_there: bool| if was_there { Ok(()) } else { Err("does not exist") };
         match op {
             Op::CreateSet(set) => exists(self.sets.insert(set, BTreeSet::new()).is_none()),
             Op::DestroySet(set) => {
                 if self.is_referred_to(set) {
-                    return Err("a rule refers to it");
+                    return Err("a rule refers to the set");
                 }
                 missing(self.sets.remove(&set).is_some())
             }
@@ -183,7 +183,7 @@ impl FakeKernel {
             }
             Op::DeleteServer(key) => {
                 let (_, destinations) = self.servers.remove(&key).ok_or("no such server")?;
-                missing(destinations.is_empty()).map_err(|_| "it has destinations")
+                missing(destinations.is_empty()).map_err(|_| "the server has destinations")
             }
             Op::AddDestination(key, address, weight) => {
                 exists(self.destinations(key)?.insert(address, weight).is_none())

@@ -40,18 +40,20 @@ impl FakeKernel {
         for line in script.lines() {
             let fault = |what: &str| format!("{what}: `{line}`");
             if let Some(name) = line.strip_prefix('*') {
-                let table =
-                    Table::ALL.into_iter().find(|table| table.as_str() == name).ok_or_else(|| fault("table"))?;
+                let table = Table::ALL
+                    .into_iter()
+                    .find(|table| table.as_str() == name)
+                    .ok_or_else(|| fault("unknown table"))?;
                 working = Some((table, self.tables[&table].clone()));
             } else if line == "COMMIT" {
-                let (table, chains) = working.take().ok_or_else(|| fault("no table"))?;
+                let (table, chains) = working.take().ok_or_else(|| fault("COMMIT outside of a table"))?;
                 self.tables.insert(table, chains);
             } else {
-                let (_, chains) = working.as_mut().ok_or_else(|| fault("no table"))?;
+                let (_, chains) = working.as_mut().ok_or_else(|| fault("command outside of a table"))?;
                 apply_line(chains, line).map_err(|what| fault(&what))?;
             }
         }
-        if working.is_some() { Err("no COMMIT at the end".to_owned()) } else { Ok(()) }
+        if working.is_some() { Err("COMMIT is missing at the end".to_owned()) } else { Ok(()) }
     }
 
     /// Returns a table as `iptables-save` prints it.
@@ -76,15 +78,15 @@ impl FakeKernel {
 
 fn apply_line(chains: &mut Chains, line: &str) -> Result<(), String> {
     if let Some(declaration) = line.strip_prefix(':') {
-        let name = declaration.strip_suffix(" - [0:0]").ok_or("declaration")?;
+        let name = declaration.strip_suffix(" - [0:0]").ok_or("invalid declaration")?;
         chains.insert(name.to_owned(), Vec::new());
         return Ok(());
     }
-    let (command, rest) = line.split_once(' ').ok_or("command")?;
+    let (command, rest) = line.split_once(' ').ok_or("command without arguments")?;
     if command == "-X" {
         return delete_chain(chains, rest);
     }
-    let (chain, rule) = rest.split_once(' ').ok_or("rule")?;
+    let (chain, rule) = rest.split_once(' ').ok_or("chain without a rule")?;
     check_target(chains, rule)?;
     let rules = chains.get_mut(chain).ok_or("no such chain")?;
     match command {
@@ -94,7 +96,7 @@ fn apply_line(chains: &mut Chains, line: &str) -> Result<(), String> {
             let position = rules.iter().position(|candidate| candidate == rule).ok_or("no such rule")?;
             rules.remove(position);
         }
-        _ => return Err("command".to_owned()),
+        _ => return Err("unknown command".to_owned()),
     }
     Ok(())
 }
@@ -106,17 +108,19 @@ fn target(rule: &str) -> Option<&str> {
 
 fn check_target(chains: &Chains, rule: &str) -> Result<(), String> {
     match target(rule) {
-        Some(target) if !VERDICTS.contains(&target) && !chains.contains_key(target) => Err("target missing".to_owned()),
+        Some(target) if !VERDICTS.contains(&target) && !chains.contains_key(target) => {
+            Err("target does not exist".to_owned())
+        }
         _ => Ok(()),
     }
 }
 
 fn delete_chain(chains: &mut Chains, name: &str) -> Result<(), String> {
     if !chains.get(name).ok_or("no such chain")?.is_empty() {
-        return Err("chain not empty".to_owned());
+        return Err("chain is not empty".to_owned());
     }
     if chains.values().flatten().any(|rule| target(rule) == Some(name)) {
-        return Err("chain still in use".to_owned());
+        return Err("chain is in use".to_owned());
     }
     chains.remove(name);
     Ok(())

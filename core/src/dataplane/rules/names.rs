@@ -181,12 +181,12 @@ impl ChainKind {
 
     /// The start of the name.
     ///
-    /// Groups that jump to chains of services have prefixes that begin like the prefixes of those
-    /// chains. When kube-proxy replaces Headgate on a node, it removes all chains with such names
-    /// that it does not know. If the groups remained, the kernel would not delete the chains to
-    /// which they jump, and every sync of kube-proxy would fail. Hairpin groups have a different
-    /// prefix. kube-proxy does not remove KUBE-HAIRPIN, which jumps to these groups, so it must not
-    /// try to remove the groups either.
+    /// The prefixes of groups that jump to chains of services extend the prefixes of these chains,
+    /// for example `KUBE-SVC-G-` extends `KUBE-SVC-`. When kube-proxy replaces Headgate on a node,
+    /// it removes all chains with such names that it does not know. If the groups remained, the
+    /// kernel would not delete the chains to which they jump, and every sync of kube-proxy would
+    /// fail. Hairpin groups have a different prefix. kube-proxy does not remove KUBE-HAIRPIN, which
+    /// jumps to these groups, so it must not try to remove the groups either.
     #[must_use]
     pub fn prefix(self) -> &'static str {
         match self {

@@ -99,9 +99,10 @@ impl Ledger {
         self.deferred.revision
     }
 
-    /// Returns the operations that create those of `objects` that are deferred, in order. A server
-    /// includes its deferred destinations. The caller tries the operations and
-    /// [records](Self::record) their outcome. The cost is linear in the number of objects.
+    /// Returns the operations that create `objects`, in order, without objects that are not
+    /// deferred. The result for a server includes its deferred destinations. The caller tries the
+    /// operations and [records](Self::record) their outcome. The cost is linear in the number of
+    /// objects.
     #[must_use]
     pub fn retries(&self, objects: impl IntoIterator<Item = Object>) -> Vec<Op> {
         let mut all = BTreeSet::new();

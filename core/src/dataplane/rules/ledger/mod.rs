@@ -63,7 +63,7 @@ struct Programmed {
     tally: Tally,
 }
 
-/// The amount of work of one planning step, for metrics and tests.
+/// The amount of work of one planning step.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Planned {
     /// Number of services whose views and rules were computed.
@@ -240,8 +240,8 @@ impl Ledger {
 
     fn layout_is_outgrown(&self, state: &State) -> bool {
         let is_compact = self.dispatch.is_compact();
-        // The size of groups is chosen for the number of services. When that number has grown to
-        // four times, the groups are too long, and a full pass is worth its cost.
+        // Groups are sized for the number of services at the last full script. If this number has
+        // quadrupled, the groups are too long, and a full script is worth its cost.
         let groups_are_outgrown = is_compact && state.service_count() > 4 * self.groups_sized_for.max(64);
         self.wants_compact(state, is_compact) != is_compact || groups_are_outgrown
     }

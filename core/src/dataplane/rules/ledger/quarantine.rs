@@ -136,8 +136,8 @@ impl Ledger {
     #[must_use]
     pub fn trial(&self, state: &State, node: &NodeFacts, services: &[Arc<ServiceKey>]) -> Script {
         let mut script = Script::default();
-        // All chains of services are in nat. The kernel must test the rules of filter before it
-        // changes them.
+        // The chains of services are in nat. Filter comes first, so that nat does not change if the
+        // kernel rejects filter.
         script.put_filter_first();
         for chain in self.ruleset.chains.iter().filter(|chain| chain.name != CANARY) {
             script.write_chain(chain.table, &chain.name, &chain.rules);
