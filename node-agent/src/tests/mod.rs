@@ -1,4 +1,5 @@
-//! The whole agent, with a backend without a kernel, against a scripted replica over real sockets.
+//! Tests of the whole agent with the in-memory dataplane. It connects over real sockets to a
+//! replica that the test controls.
 #![allow(clippy::unwrap_used)]
 
 mod moves;
@@ -39,7 +40,7 @@ use crate::{
     testing::{Replica, batch, endpoint, message, service},
 };
 
-/// Only ever waited for when a test fails.
+/// A timeout for steps that only a failing test reaches.
 const GUARD: Duration = Duration::from_secs(30);
 
 struct Agent {
@@ -51,7 +52,7 @@ struct Agent {
 
 impl Agent {
     fn start(arguments: &[String]) -> Self {
-        // A later --state-dir counts.
+        // The arguments may contain another --state-dir, which overrides this one.
         let head = [
             "headgate-node-agent",
             "--node-name=node-1",
@@ -87,7 +88,7 @@ fn store() -> Replica {
     store
 }
 
-/// Accepts a stream, serves it from the store, and returns what `Hello` said.
+/// Accepts a stream, serves it from the store, and returns the connection and its `Hello`.
 async fn serve(replica: &mut ScriptedReplica, store: &Replica) -> (Connection, v1::Hello) {
     let mut connection = replica.accept().await;
     let hello = connection.hello().await;
@@ -110,16 +111,16 @@ async fn after_an_unknown_reference_the_next_stream_resumes_by_digests() {
         .send(message(server_message::Body::Batch(v1::Batch { version: 2, changes, ..Default::default() })))
         .await;
     let (mut connection, hello) = serve(&mut replica, &store).await;
-    assert_eq!(hello.resume.unwrap().epoch, 0, "the log cannot bring what is missing");
+    assert_eq!(hello.resume.unwrap().epoch, 0, "the agent resumes by digests: the log lacks the resource");
     assert_eq!(connection.ack().await.version, 1);
-    connection.end(Status::unavailable("the test goes on")).await;
+    connection.end(Status::unavailable("the test continues")).await;
     let (_connection, hello) = serve(&mut replica, &store).await;
-    assert_eq!(hello.resume.unwrap().epoch, store.epoch, "once it has been brought, the log is good again");
+    assert_eq!(hello.resume.unwrap().epoch, store.epoch, "after that, the agent resumes from the log again");
     agent.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_change_is_acknowledged_once_it_is_programmed() {
+async fn a_change_is_acknowledged_after_it_is_programmed() {
     let mut replica = ScriptedReplica::start().await;
     let agent = Agent::of(&[&replica]);
     let mut store = store();
@@ -139,7 +140,7 @@ async fn a_change_is_acknowledged_once_it_is_programmed() {
         .await;
     assert!(connection.next_within(Duration::from_millis(200)).await.is_none(), "no ACK while the kernel is busy");
     agent.control.hold(false);
-    // The node's zone is taken up with the batch or after it, as the threads go.
+    // The agent programs the node's zone together with the batch or after it; both are correct.
     loop {
         let ack = connection.ack().await;
         assert_eq!(ack.version, 2);
@@ -154,7 +155,7 @@ async fn a_change_is_acknowledged_once_it_is_programmed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broken_stream_is_resumed_from_what_is_held() {
+async fn a_broken_stream_is_resumed_from_the_held_state() {
     let mut replica = ScriptedReplica::start().await;
     let agent = Agent::of(&[&replica]);
     let mut store = store();
@@ -168,15 +169,14 @@ async fn a_broken_stream_is_resumed_from_what_is_held() {
     assert_eq!(resume.positions[0].position, 1);
     let digests: Digests = digests_from_wire(&resume.digests.unwrap()).unwrap();
     assert_eq!(digests.resource_count(), 3);
-    // By log; first what was programmed before, unless the new version was quicker.
+    // The replica resumes from the log. The agent may first acknowledge version 1 again.
     while connection.ack().await.version != 2 {}
-    // The same replica again, with nothing new: the replica learns at once where the kernel is, and
-    // nothing is written.
+    // The agent returns to a replica without changes: it acknowledges at once and writes nothing.
     connection.end(Status::unavailable("bye")).await;
     let written = agent.control.calls().len();
     let (mut connection, _) = serve(&mut replica, &store).await;
     assert_eq!(connection.ack().await.version, 2);
-    // Another epoch with the same content.
+    // A replica with another epoch has the same resources.
     connection.end(Status::unavailable("bye")).await;
     let mut other = Replica::new(8, 4);
     other.commit(vec![
@@ -188,7 +188,7 @@ async fn a_broken_stream_is_resumed_from_what_is_held() {
     let (mut connection, hello) = serve(&mut replica, &other).await;
     assert_eq!(hello.resume.unwrap().version, 2);
     assert_eq!(connection.ack().await.version, 1);
-    assert_eq!(agent.control.calls().len(), written, "no kernel write for equal states");
+    assert_eq!(agent.control.calls().len(), written, "nothing is written to the kernel for equal states");
     agent.stop().await;
 }
 
@@ -206,7 +206,7 @@ async fn a_gap_between_versions_ends_the_stream() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_cannot_be_used_is_named_to_the_replica() {
+async fn a_rejected_resource_is_named_in_a_nack() {
     let mut replica = ScriptedReplica::start().await;
     let agent = Agent::of(&[&replica]);
     let (mut connection, _) = serve(&mut replica, &store()).await;
@@ -223,12 +223,12 @@ async fn what_cannot_be_used_is_named_to_the_replica() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_failed_apply_is_reported_and_made_good() {
+async fn a_failed_apply_is_reported_and_tried_again() {
     let mut replica = ScriptedReplica::start().await;
     let agent = Agent::of(&[&replica]);
     agent.control.fail_next(DataplaneError::new(ErrorKind::Retry, "locked"));
     let (mut connection, _) = serve(&mut replica, &store()).await;
-    // The ACK may overtake the failure when the retry is quick.
+    // After a quick retry, the agent sends only the ACK.
     match connection.next().await {
         Body::ApplyFailed(failed) => {
             assert_eq!((failed.version, failed.attempts, failed.error.as_str()), (1, 1, "locked"));
@@ -242,7 +242,7 @@ async fn a_failed_apply_is_reported_and_made_good() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_backend_that_degrades_is_shown_to_the_replica() {
+async fn a_degradation_is_reported_to_the_replica() {
     let mut replica = ScriptedReplica::start().await;
     let agent = Agent::of(&[&replica]);
     let mut store = store();
@@ -264,7 +264,7 @@ async fn a_backend_that_degrades_is_shown_to_the_replica() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn silence_ends_the_stream() {
+async fn a_stream_without_heartbeats_is_ended() {
     let mut replica = ScriptedReplica::start().await;
     let agent = Agent::of(&[&replica]);
     let mut connection = replica.accept().await;
@@ -273,7 +273,7 @@ async fn silence_ends_the_stream() {
     let Some(server_message::Body::Welcome(wire)) = &mut welcome.body else { unreachable!() };
     wire.heartbeat_interval_ms = 100;
     connection.send(welcome).await;
-    // Nothing more is said, and the connection stays open.
+    // The replica sends nothing more and keeps the connection open.
     let mut second = replica.accept().await;
     assert!(second.hello().await.resume.is_none());
     agent.stop().await;
@@ -305,12 +305,12 @@ async fn a_draining_replica_is_left_for_another() {
     let (mut connection, hello) = serve(second, &store).await;
     assert!(hello.resume.is_some());
     assert_eq!(connection.ack().await.version, 1);
-    assert_eq!(agent.control.calls().len(), 1, "nothing was written anew");
+    assert_eq!(agent.control.calls().len(), 1, "nothing was written again");
     agent.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_absent_control_plane_is_waited_for() {
+async fn the_agent_waits_for_an_absent_control_plane() {
     let reserved = ReservedPort::reserve().unwrap();
     let address = reserved.address();
     let agent = Agent::start(&[format!("--control-plane=http://{address}")]);
@@ -323,7 +323,7 @@ async fn an_absent_control_plane_is_waited_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn stopping_leaves_the_rules() {
+async fn rules_stay_when_the_agent_stops() {
     let mut replica = ScriptedReplica::start().await;
     let agent = Agent::of(&[&replica]);
     let (mut connection, _) = serve(&mut replica, &store()).await;
@@ -343,7 +343,7 @@ async fn get(address: SocketAddr, path: &str) -> Option<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn pages_are_served_also_when_the_address_was_taken_at_first() {
+async fn pages_are_served_after_their_address_becomes_free() {
     let reserved = ReservedPort::reserve().unwrap();
     let address = reserved.address();
     let taken = TcpListener::bind(address).await.unwrap();

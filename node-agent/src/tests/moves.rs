@@ -1,4 +1,4 @@
-//! When an agent leaves its replica for another, and when it stays.
+//! Tests of when an agent moves from its replica to another, and when it stays.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use headgate_proto::v1::{self, SourceState, server_message, source_position::Kin
 use super::{Agent, replica::ScriptedReplica, serve, store};
 use crate::testing::{batch, message, service};
 
-/// Long enough for an agent to ask the others once, and to move.
+/// Long enough for an agent to ask the other replicas once, and to move.
 const ASKED: Duration = Duration::from_secs(8);
 
 fn heartbeat(state: SourceState) -> v1::ServerMessage {
@@ -18,7 +18,8 @@ fn services_at(position: u64) -> Vec<v1::SourcePosition> {
     vec![v1::SourcePosition { kind: Kind::Services.into(), position }]
 }
 
-/// An agent that has programmed what one of two replicas has; that replica comes first.
+/// Starts two replicas, and an agent that has programmed the state of one. Returns that replica and
+/// its connection, the other replica, and the agent.
 async fn two() -> (ScriptedReplica, super::Connection, ScriptedReplica, Agent) {
     let (mut one, mut two) = (ScriptedReplica::start().await, ScriptedReplica::start().await);
     let agent = Agent::of(&[&one, &two]);
@@ -41,7 +42,7 @@ async fn two() -> (ScriptedReplica, super::Connection, ScriptedReplica, Agent) {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agent_leaves_a_replica_that_is_cut_off_for_one_that_follows() {
     let (_first, mut connection, mut second, agent) = two().await;
-    second.stands(8, SourceState::Following, services_at(9));
+    second.set_standing(8, SourceState::Following, services_at(9));
     connection.send(heartbeat(SourceState::CutOff)).await;
     let (mut connection, hello) = serve(&mut second, &store()).await;
     assert!(hello.resume.is_some());
@@ -50,19 +51,19 @@ async fn an_agent_leaves_a_replica_that_is_cut_off_for_one_that_follows() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_an_agent_learns_while_it_asks_does_not_make_other_replicas_look_behind() {
+async fn a_change_that_arrives_while_an_agent_asks_does_not_make_other_replicas_look_behind() {
     let (_first, mut connection, mut second, agent) = two().await;
-    second.stands(8, SourceState::Following, services_at(1));
-    second.holds_answers(true);
-    // The replica cannot watch one kind, and hears of the others.
+    second.set_standing(8, SourceState::Following, services_at(1));
+    second.delay_answers(true);
+    // The replica is cut off because it cannot watch one kind; changes of other kinds still arrive.
     connection.send(heartbeat(SourceState::CutOff)).await;
-    second.asked().await;
+    second.wait_until_asked().await;
     let mut change = batch(1, 2, &[service("web", 81)]);
     let Some(server_message::Body::Batch(wire)) = &mut change.body else { unreachable!() };
     wire.positions = services_at(2);
     connection.send(change).await;
     assert_eq!(connection.ack().await.version, 2);
-    second.holds_answers(false);
+    second.delay_answers(false);
     assert!(second.accept().await.hello().await.resume.is_some());
     agent.stop().await;
 }
@@ -72,7 +73,7 @@ async fn an_agent_with_a_state_stays_when_no_other_replica_follows() {
     let others = [
         (8, SourceState::CutOff, services_at(9)),
         (8, SourceState::Unlisted, vec![]),
-        // Behind the agent, which is at position 1 of the services.
+        // Behind the agent, which holds position 1 of the services.
         (8, SourceState::Following, services_at(0)),
         // The agent's own replica, at another address.
         (7, SourceState::Following, services_at(9)),
@@ -81,10 +82,10 @@ async fn an_agent_with_a_state_stays_when_no_other_replica_follows() {
     for (epoch, state, positions) in others {
         running.push(tokio::spawn(async move {
             let (_first, mut connection, mut second, agent) = two().await;
-            second.stands(epoch, state, positions.clone());
+            second.set_standing(epoch, state, positions.clone());
             connection.send(heartbeat(SourceState::CutOff)).await;
             let moved = second.accept_within(ASKED).await;
-            assert!(moved.is_none(), "it moved to a replica that is {state:?} at {positions:?}, epoch {epoch}");
+            assert!(moved.is_none(), "the agent moved to a replica that is {state:?} at {positions:?}, epoch {epoch}");
             agent.stop().await;
         }));
     }
@@ -94,10 +95,10 @@ async fn an_agent_with_a_state_stays_when_no_other_replica_follows() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agent_without_a_state_leaves_a_replica_that_has_none_even_for_one_that_is_cut_off() {
+async fn an_agent_without_a_state_moves_from_an_unlisted_replica_even_to_one_that_is_cut_off() {
     let (mut one, mut two) = (ScriptedReplica::start().await, ScriptedReplica::start().await);
     for replica in [&one, &two] {
-        replica.stands(8, SourceState::CutOff, services_at(1));
+        replica.set_standing(8, SourceState::CutOff, services_at(1));
     }
     let agent = Agent::of(&[&one, &two]);
     let (mut connection, other) = tokio::select! {
@@ -115,16 +116,16 @@ async fn an_agent_without_a_state_leaves_a_replica_that_has_none_even_for_one_th
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agent_that_is_asked_to_go_for_balance_stays_when_no_other_replica_follows() {
+async fn an_agent_that_is_asked_to_move_for_balance_stays_when_no_other_replica_follows() {
     let drain = || {
         let (reconnect_within_ms, reason) = (10, "more than its share".into());
         message(server_message::Body::Drain(v1::Drain { reconnect_within_ms, reason, for_balance: true }))
     };
     let (_first, mut connection, mut second, agent) = two().await;
-    second.stands(8, SourceState::CutOff, services_at(9));
+    second.set_standing(8, SourceState::CutOff, services_at(9));
     connection.send(drain()).await;
     assert!(second.accept_within(Duration::from_secs(2)).await.is_none());
-    second.stands(8, SourceState::Following, services_at(9));
+    second.set_standing(8, SourceState::Following, services_at(9));
     connection.send(drain()).await;
     let (mut connection, _) = serve(&mut second, &store()).await;
     assert_eq!(connection.ack().await.version, 1);

@@ -1,4 +1,4 @@
-//! A replica that does what the test says, behind a real socket.
+//! A replica that the test controls, with a real socket.
 
 use std::{
     net::SocketAddr,
@@ -27,13 +27,15 @@ use super::GUARD;
 
 type Outgoing = Result<v1::ServerMessage, Status>;
 
-/// See the module. Stops when dropped.
+/// A replica that the test controls. It stops when it is dropped.
 pub(super) struct ScriptedReplica {
     pub(super) address: SocketAddr,
     connections: mpsc::Receiver<Connection>,
     standing: Standing,
+    /// Notified at each request for the standing.
     asked: Arc<Notify>,
-    holds_answers: watch::Sender<bool>,
+    /// While true, requests for the standing wait.
+    delays_answers: watch::Sender<bool>,
     _stops: DropGuard,
 }
 
@@ -47,10 +49,11 @@ struct Service {
     connections: mpsc::Sender<Connection>,
     standing: Standing,
     asked: Arc<Notify>,
-    holds_answers: watch::Receiver<bool>,
+    delays_answers: watch::Receiver<bool>,
 }
 
-/// What the replica says when it is asked how it stands; `None`: it is older than the question.
+/// The answer to a request for the standing. `None` means that the replica is too old to know this
+/// request.
 type Standing = Arc<Mutex<Option<v1::StandingResponse>>>;
 
 #[tonic::async_trait]
@@ -67,7 +70,7 @@ impl Discovery for Service {
     async fn standing(&self, _: Request<v1::StandingRequest>) -> Result<Response<v1::StandingResponse>, Status> {
         let standing = self.standing.lock().unwrap().clone();
         self.asked.notify_one();
-        let _ = self.holds_answers.clone().wait_for(|holds| !holds).await;
+        let _ = self.delays_answers.clone().wait_for(|delays| !delays).await;
         standing.map(Response::new).ok_or_else(|| Status::unimplemented("an older replica"))
     }
 }
@@ -92,22 +95,22 @@ impl ScriptedReplica {
         let server = tls.map_or_else(Server::builder, |tls| Server::builder().tls_config(tls).unwrap());
         let mut server = server;
         let standing = Standing::default();
-        let (asked, (holds_answers, holds)) = (Arc::<Notify>::default(), watch::channel(false));
+        let (asked, (delays_answers, delays)) = (Arc::<Notify>::default(), watch::channel(false));
         let service = Service {
             connections: sender,
             standing: Arc::clone(&standing),
             asked: Arc::clone(&asked),
-            holds_answers: holds,
+            delays_answers: delays,
         };
         let serving = server.add_service(DiscoveryServer::new(service));
         let serving = serving.serve_with_incoming(TcpListenerStream::new(listener));
         let stopped = stop.clone();
         tokio::spawn(async move { stopped.run_until_cancelled(serving).await });
-        Self { address, connections, standing, asked, holds_answers, _stops: stop.drop_guard() }
+        Self { address, connections, standing, asked, delays_answers, _stops: stop.drop_guard() }
     }
 
-    /// From now on it says this when it is asked how it stands.
-    pub(super) fn stands(&self, epoch: u64, state: v1::SourceState, positions: Vec<v1::SourcePosition>) {
+    /// Sets the answer to requests for the standing.
+    pub(super) fn set_standing(&self, epoch: u64, state: v1::SourceState, positions: Vec<v1::SourcePosition>) {
         let standing = v1::StandingResponse {
             replica: "test".into(),
             epoch,
@@ -119,13 +122,14 @@ impl ScriptedReplica {
         *self.standing.lock().unwrap() = Some(standing);
     }
 
-    /// While it holds answers, an agent that asks how it stands waits for what it says now.
-    pub(super) fn holds_answers(&self, holds: bool) {
-        self.holds_answers.send_replace(holds);
+    /// While `delays` is true, requests for the standing wait. Then they get the answer that was
+    /// set when they arrived.
+    pub(super) fn delay_answers(&self, delays: bool) {
+        self.delays_answers.send_replace(delays);
     }
 
-    /// An agent has asked how it stands.
-    pub(super) async fn asked(&self) {
+    /// Waits until an agent has requested the standing.
+    pub(super) async fn wait_until_asked(&self) {
         timeout(GUARD, self.asked.notified()).await.unwrap();
     }
 
@@ -140,7 +144,7 @@ impl ScriptedReplica {
 
 impl Connection {
     pub(super) async fn send(&mut self, message: v1::ServerMessage) {
-        // An agent that has gone is found by what it does not answer.
+        // A test notices a disconnected agent by its missing answers.
         let _ = timeout(GUARD, self.outgoing.send(Ok(message))).await.unwrap();
     }
 

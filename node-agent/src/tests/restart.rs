@@ -1,11 +1,12 @@
-//! What an agent that starts from its disk asks for, and when it programs what it has from there.
+//! Tests of an agent that starts with a state from disk: what it requests, and when it programs the
+//! state.
 
 use headgate_core::Change;
 use tempfile::TempDir;
 
 use super::*;
 
-/// An agent whose state is on disk.
+/// Starts an agent that saves its state in `folder`.
 fn start(folder: &TempDir, replica: &ScriptedReplica) -> Agent {
     Agent::start(&[
         format!("--control-plane=http://{}", replica.address),
@@ -13,7 +14,7 @@ fn start(folder: &TempDir, replica: &ScriptedReplica) -> Agent {
     ])
 }
 
-/// A batch that brings one endpoint and a Service without ports, which cannot be used.
+/// A batch with one endpoint, and with a Service without ports, which an agent rejects.
 fn unusable(previous_version: u64) -> v1::ServerMessage {
     let mut bad = batch(previous_version, previous_version + 1, &[endpoint("web", 3, 8080), service("bad", 1)]);
     let Some(server_message::Body::Batch(wire)) = &mut bad.body else { unreachable!() };
@@ -21,7 +22,7 @@ fn unusable(previous_version: u64) -> v1::ServerMessage {
     bad
 }
 
-/// Reads answers up to the ACK of a version.
+/// Waits for the ACK of a version, and ignores other messages.
 async fn acknowledged(connection: &mut Connection, version: u64) {
     loop {
         match connection.next().await {
@@ -32,7 +33,7 @@ async fn acknowledged(connection: &mut Connection, version: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_restarted_agent_asks_for_what_it_rejected_again() {
+async fn a_restarted_agent_requests_the_resources_again_that_it_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let mut replica = ScriptedReplica::start().await;
     let agent = start(&folder, &replica);
@@ -46,11 +47,11 @@ async fn a_restarted_agent_asks_for_what_it_rejected_again() {
     let agent = start(&folder, &replica);
     store.commit(vec![endpoint("web", 3, 8080), service("bad", 1)]);
     let (mut connection, hello) = serve(&mut replica, &store).await;
-    assert_eq!(hello.resume.unwrap().epoch, 0, "the log does not bring what was rejected");
+    assert_eq!(hello.resume.unwrap().epoch, 0, "the agent resumes by digests: the log lacks the rejected resource");
     acknowledged(&mut connection, 2).await;
     agent.stop().await;
 
-    // This time everything could be used.
+    // After that, no resource is rejected.
     let agent = start(&folder, &replica);
     let (_connection, hello) = serve(&mut replica, &store).await;
     let resume = hello.resume.unwrap();
@@ -58,8 +59,8 @@ async fn a_restarted_agent_asks_for_what_it_rejected_again() {
     agent.stop().await;
 }
 
-/// Starts an agent from its disk whose kernel has rules of the run before, and sends it all but the
-/// last message of what is new: nothing may be programmed before that one.
+/// Starts an agent with a state from disk and the rules of its earlier run. Sends it all messages
+/// of `steps` except the last one, and checks that the agent programs nothing before that message.
 async fn resume_with_a_pause_before_the_end(steps: Vec<Vec<Change>>) {
     let folder = tempfile::tempdir().unwrap();
     let mut replica = ScriptedReplica::start().await;
@@ -82,7 +83,10 @@ async fn resume_with_a_pause_before_the_end(steps: Vec<Vec<Change>>) {
     let wrote = |calls: &[Call]| calls.iter().any(|call| matches!(call, Call::Full(..) | Call::Apply(..)));
     let control = agent.control.clone();
     let waited = tokio::task::spawn_blocking(move || control.wait_for(Duration::from_millis(1_500), wrote));
-    assert!(!waited.await.unwrap(), "the state from disk was programmed, which may be older than the kernel's rules");
+    assert!(
+        !waited.await.unwrap(),
+        "the agent programmed the state from disk, which may be older than the kernel's rules"
+    );
     connection.send(last).await;
     acknowledged(&mut connection, store.version()).await;
     agent.stop().await;

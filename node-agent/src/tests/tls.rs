@@ -1,4 +1,4 @@
-//! mTLS: who is believed, and what happens when certificates change.
+//! Tests of mutual TLS: which certificates are accepted, and what happens when files change.
 
 use std::path::{Path, PathBuf};
 
@@ -21,7 +21,7 @@ impl Authority {
         self.0.pem()
     }
 
-    /// Certificate and key for names or addresses.
+    /// Issues a certificate for a name or address. Returns the certificate and its key as PEM.
     fn issue(&self, name: &str) -> (String, String) {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
@@ -52,7 +52,7 @@ fn start(replica: &ScriptedReplica, mut arguments: Vec<String>) -> Agent {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn both_sides_prove_who_they_are() {
+async fn agent_and_replica_authenticate_each_other() {
     let (authority, folder) = (Authority::new(), TempDir::new().unwrap());
     let mut replica = ScriptedReplica::start_tls(server_tls(&authority, &authority)).await;
     let agent = start(&replica, write_files(folder.path(), &authority, &authority));
@@ -75,7 +75,7 @@ async fn a_replica_of_another_authority_is_refused_until_the_file_changes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn files_that_are_no_certificates_close_nothing_but_this_way() {
+async fn an_agent_with_an_invalid_key_file_keeps_running_until_the_file_is_replaced() {
     let (authority, folder) = (Authority::new(), TempDir::new().unwrap());
     let mut replica = ScriptedReplica::start_tls(server_tls(&authority, &authority)).await;
     let arguments = write_files(folder.path(), &authority, &authority);
