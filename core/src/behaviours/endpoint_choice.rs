@@ -29,7 +29,7 @@ pub struct Destination {
     /// The endpoint runs on this node.
     pub is_local: bool,
     /// The endpoint runs on this node, or its node is unknown.
-    pub may_be_here: bool,
+    pub may_be_local: bool,
 }
 
 impl Destination {
@@ -81,7 +81,7 @@ pub fn choose<'a>(
             address: candidate.address,
             port: candidate.port.port,
             is_local,
-            may_be_here: is_local || candidate.placement.node.is_none(),
+            may_be_local: is_local || candidate.placement.node.is_none(),
         };
         if !conditions.ready || mode.admits(&candidate, node) {
             chosen.cluster.push(destination);

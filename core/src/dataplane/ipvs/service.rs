@@ -211,7 +211,7 @@ impl Port<'_> {
     /// Only the node of the endpoint needs them.
     fn loop_back(&self, plan: &mut ServicePlan) {
         let view = self.view;
-        for endpoint in view.reachable_endpoints().iter().filter(|endpoint| endpoint.may_be_here) {
+        for endpoint in view.reachable_endpoints().iter().filter(|endpoint| endpoint.may_be_local) {
             let Destination { address, port, .. } = *endpoint;
             plan.elements.insert((Set::LoopBack, Element::IpPortIp(address, view.protocol, port, address)));
         }

@@ -126,7 +126,7 @@ impl<'a> PortRules<'a> {
     /// is its own client. They are needed only on the node of the endpoint. An endpoint without a
     /// known node gets the lines on every node.
     fn hairpin_lines(&self, endpoints: &BTreeSet<Destination>, rules: &mut ServiceRules) {
-        for destination in endpoints.iter().filter(|destination| destination.may_be_here) {
+        for destination in endpoints.iter().filter(|destination| destination.may_be_local) {
             let address = destination.address;
             let line = |chain, target: &str| {
                 let mut rule = String::new();
