@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_have_names() {
+    fn error_numbers_are_described_in_words() {
         let said = |code: i32, set_type| reason(&Refusal::of_code(code), set_type);
         assert_eq!(said(4100, None), "the set is in use by a rule or a list, or being listed");
         assert_eq!(said(4114, None), "the set has no socket buffer marks");

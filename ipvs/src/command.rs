@@ -69,7 +69,9 @@ impl Command {
             (Self::AddService(_), libc::EEXIST) => "it already exists",
             (Self::AddDestination(..), libc::EEXIST) => "it already exists",
             (Self::SetDestination(..) | Self::RemoveDestination(..), libc::ENOENT) => "there is no such destination",
-            (Self::AddDestination(..), libc::EINVAL) => "to this node it is no unicast address (see ip route get)",
+            (Self::AddDestination(..), libc::EINVAL) => {
+                "this node does not route the address as a unicast address (see ip route get)"
+            }
             (Self::AddDestination(..) | Self::SetDestination(..), libc::ERANGE) => {
                 "the weight is out of range, or the lower threshold is above the upper"
             }

@@ -137,7 +137,7 @@ impl Ipvs {
     }
 
     fn ask<T>(&mut self, request: Request, read: impl Fn(&[u8]) -> Result<T, Malformed>) -> Result<T, IpvsError> {
-        let mut found = Err(Malformed("there is none"));
+        let mut found = Err(Malformed("an answer without a message"));
         self.connection.ask(request, |_, payload| found = read(payload))?;
         Ok(found?)
     }

@@ -156,13 +156,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nonsense_ends_the_list() {
+    fn malformed_attributes_end_the_iteration() {
         assert_eq!(attributes(&[0, 0, 1, 0]).count(), 0);
         assert_eq!(attributes(&[9, 0, 1, 0, 1]).count(), 0);
     }
 
     #[test]
-    fn nonsense_is_an_error_where_nothing_may_be_missing() {
+    fn a_truncated_attribute_is_an_error_for_checked_attributes() {
         let bytes = [5, 0, 1, 0, 7, 0, 0, 0, 9, 0, 2, 0, 1];
         let found: Vec<_> = checked_attributes(&bytes).collect();
         assert_eq!(found, [Ok((1, &[7][..])), Err(Malformed("a truncated attribute"))]);
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn values() {
+    fn values_are_decoded() {
         assert_eq!(read_u8(&[3]), Ok(3));
         assert_eq!(read_be16(&[1, 2]), Ok(0x102));
         assert_eq!(read_be32(&[1, 2, 3, 4]), Ok(0x0102_0304));
@@ -187,7 +187,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_to_their_end(bytes in prop::collection::vec(any::<u8>(), 0..80)) {
+        fn the_iteration_over_any_bytes_ends(bytes in prop::collection::vec(any::<u8>(), 0..80)) {
             prop_assert!(attributes(&bytes).count() <= 20);
             let checked: Vec<_> = checked_attributes(&bytes).collect();
             prop_assert!(checked.iter().rev().skip(1).all(Result::is_ok));

@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_without_a_number() {
+    fn an_answer_without_the_familys_number_is_an_error() {
         assert!(family_id(&[1, 2]).is_err());
         assert!(family_id(&[1, 2, 0, 0]).is_err());
         assert!(family_id(&[1, 2, 0, 0, 9, 0, 1, 0]).is_err());

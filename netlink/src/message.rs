@@ -245,7 +245,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_reads_back() {
+    fn an_encoded_request_is_decoded_unchanged() {
         let request = Request::new(0x102, 0x300, &[2, 0, 0, 0])
             .attribute(5, &[1])
             .nested(7, |nested| nested.attribute(1, &[9, 9, 9, 9, 9]).attribute(2, &[8]));
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn several_messages_and_a_broken_one() {
+    fn messages_before_a_truncated_message_are_decoded() {
         let mut bytes = Request::new(1, 0, &[1, 2, 3]).finish(1).unwrap();
         bytes.extend(Request::new(2, 0, &[]).finish(2).unwrap());
         bytes.extend([200, 0, 0, 0, 1]);
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_ends_the_list() {
+    fn malformed_messages_end_the_iteration() {
         assert_eq!(messages(&[3]).count(), 1);
         assert!(messages(&[8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]).next().unwrap().is_err());
     }
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn extended_acknowledgements_are_read_behind_the_repeated_request() {
+    fn extended_acknowledgements_are_read_after_the_repeated_request() {
         let extension =
             Request::new(0, 0, &[]).text(ERROR_MESSAGE, "no").attribute(ERROR_OFFSET, &20_u32.to_ne_bytes());
         let repeated = Request::new(7, 0, &[1, 2, 3, 4]).finish(1).unwrap();
@@ -307,7 +307,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_messages_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
+        fn any_bytes_give_messages_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
             for message in messages(&bytes).flatten() {
                 let _ = message.error_status();
                 let _ = message.done_status();

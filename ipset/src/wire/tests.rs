@@ -8,10 +8,11 @@ fn hex(bytes: &[u8]) -> String {
     bytes.chunks(4).map(|word| word.iter().map(|byte| format!("{byte:02x}")).collect::<String>() + " ").collect()
 }
 
-/// Attribute types and lengths are in the machine's byte order.
+/// Compares with literal bytes of a little-endian machine: attribute types and lengths are in the
+/// machine's byte order.
 #[cfg(target_endian = "little")]
 #[test]
-fn requests_are_what_the_kernel_takes() {
+fn requests_are_encoded_as_the_kernel_expects() {
     let set = "02000000 05000100 07000000 06000200 61000000 ";
     let wanted = Specification::new("a", SetType::HashIpPort, Family::V6).with_comments().with_sizes(1024, 65536);
     assert_eq!(
@@ -111,7 +112,7 @@ fn sets_of_other_types_are_listed_by_their_headers() {
 }
 
 #[test]
-fn versions_are_agreed_on_by_both_ends() {
+fn protocol_versions_are_decoded() {
     let answer = request(commands::PROTOCOL, 0, 7).attribute(top::MINIMUM, &[6]);
     assert_eq!(protocol_versions(answer.payload()), Ok((6, 7)));
     assert_eq!(protocol_versions(request(commands::PROTOCOL, 0, 6).payload()), Ok((6, 6)));
@@ -120,7 +121,7 @@ fn versions_are_agreed_on_by_both_ends() {
 
 proptest! {
     #[test]
-    fn entries_read_back((set_type, entry) in any_entry()) {
+    fn encoded_entries_are_decoded_unchanged((set_type, entry) in any_entry()) {
         let bytes = listed(set_type, Family::V4, std::slice::from_ref(&entry));
         let part = read_part(&bytes).unwrap();
         let header = part.header.as_ref().unwrap();
@@ -130,7 +131,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_read_or_an_error(
+    fn any_bytes_are_decoded_or_give_an_error(
         (set_type, entry) in any_entry(), changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
         cut in 0..300_usize, other in prop::collection::vec(any::<u8>(), 0..100),
     ) {

@@ -23,7 +23,8 @@ fn encoded(of: &Command) -> String {
     hex(command(FAMILY, of).payload())
 }
 
-/// Numbers in headers and most values are in the machine's byte order.
+/// Compares with literal bytes of a little-endian machine: most numbers are in the machine's byte
+/// order.
 #[cfg(target_endian = "little")]
 mod golden {
     use super::*;
@@ -34,7 +35,7 @@ mod golden {
         "06000100 0a000000 06000200 84000000 14000300 fd000096 00000000 00000000 0000000a 06000400 00500000 ";
 
     #[test]
-    fn services() {
+    fn services_are_encoded_as_the_kernel_expects() {
         let service = Service::new(id(Protocol::Tcp, "10.96.0.10:80"), "rr");
         let options = "07000600 72720000 0c000700 00000000 fdffffff 08000800 00000000 08000900 ffffffff ";
         assert_eq!(encoded(&Command::AddService(service.clone())), format!("01010000 54000180 {V4}{options}"));
@@ -44,7 +45,7 @@ mod golden {
     }
 
     #[test]
-    fn services_with_every_option() {
+    fn every_option_of_a_service_is_encoded() {
         let mut service = Service::new(id(Protocol::Sctp, "[fd00:96::a]:80"), "mh").persistent(10_800);
         service.one_packet = true;
         service.scheduler_flags = SchedulerFlags { fallback: true, port: true, third: true };
@@ -66,7 +67,7 @@ mod golden {
     }
 
     #[test]
-    fn destinations() {
+    fn destinations_are_encoded_as_the_kernel_expects() {
         let service = id(Protocol::Tcp, "10.96.0.10:80");
         let name = "06000b00 02000000 14000100 0af40105 00000000 00000000 00000000 06000200 1f900000 ";
         let mut destination = Destination::new(at("10.244.1.5:8080")).weighing(3);
@@ -94,7 +95,7 @@ mod golden {
     }
 
     #[test]
-    fn questions() {
+    fn queries_are_encoded_as_the_kernel_expects() {
         let service = id(Protocol::Tcp, "10.96.0.10:80");
         assert_eq!(hex(list_services(FAMILY).payload()), "04010000 ");
         assert_eq!(hex(get_service(FAMILY, service).payload()), format!("04010000 30000180 {V4}"));
@@ -116,7 +117,7 @@ fn answer(fill: impl FnOnce(Request) -> Request) -> Vec<u8> {
 }
 
 #[test]
-fn counters_of_64_bits_win_and_rates_are_read() {
+fn counters_of_64_bits_take_precedence_and_rates_are_read() {
     let stats32 = |all: Request| all.attribute(1, &7_u32.to_ne_bytes()).attribute(4, &8_u64.to_ne_bytes());
     let stats64 = |all: Request| {
         (1_u16..=10)
@@ -135,10 +136,10 @@ fn counters_of_64_bits_win_and_rates_are_read() {
 }
 
 #[test]
-fn connections_and_unknown_attributes() {
+fn connections_are_read_and_unknown_attributes_are_ignored() {
     let bytes = answer(|all| {
         all.nested(top::DEST, |all| {
-            // No family, as from kernels before 3.18.
+            // Kernels before 3.18 do not send the family.
             all.attribute(dest::ADDR, &[10, 0, 0, 1])
                 .attribute(dest::PORT, &80_u16.to_be_bytes())
                 .attribute(dest::FWD_METHOD, &9_u32.to_ne_bytes())
@@ -153,11 +154,11 @@ fn connections_and_unknown_attributes() {
     assert_eq!(entry.destination.address, at("10.0.0.1:80"));
     assert_eq!(entry.destination.forwarding, Forwarding::Other(9));
     assert_eq!((entry.active_connections, entry.inactive_connections, entry.persistent_connections), (1, 2, 3));
-    assert!(destination(&bytes, Family::V6).is_err(), "four bytes are no address of IPv6");
+    assert!(destination(&bytes, Family::V6).is_err(), "four bytes are not an IPv6 address");
 }
 
 #[test]
-fn what_is_missing_is_named() {
+fn errors_name_the_missing_attribute() {
     let of = |fill: fn(Request) -> Request| service(&answer(|all| all.nested(top::SERVICE, fill)));
     assert_eq!(service(&[1, 1, 0]), Err(Malformed("a generic netlink message is shorter than its header")));
     assert_eq!(service(&[1, 1, 0, 0]), Err(Malformed("a message without its virtual service")));
@@ -174,7 +175,7 @@ fn what_is_missing_is_named() {
 }
 
 #[test]
-fn refusals_are_said_in_words() {
+fn refusals_are_described_in_words() {
     let service = Service::new(id(Protocol::Tcp, "10.96.0.10:80"), "no such");
     let refusal = headgate_netlink::Refusal::of_code;
     assert_eq!(
@@ -185,7 +186,7 @@ fn refusals_are_said_in_words() {
     assert_eq!(
         Command::AddDestination(service.id, crate::Destination::new(at("10.0.0.255:1")))
             .explain(&refusal(libc::EINVAL)),
-        "destination 10.0.0.255:1 of virtual service TCP 10.96.0.10:80: to this node it is no unicast address (see ip route get)"
+        "destination 10.0.0.255:1 of virtual service TCP 10.96.0.10:80: this node does not route the address as a unicast address (see ip route get)"
     );
     assert_eq!(
         Command::RemoveDestination(service.id, at("10.0.0.1:1")).explain(&refusal(libc::ENOENT)),
@@ -230,14 +231,14 @@ prop_compose! {
 
 proptest! {
     #[test]
-    fn services_read_back(expected in any_service()) {
+    fn encoded_services_are_decoded_unchanged(expected in any_service()) {
         let entry = service(command(FAMILY, &Command::AddService(expected.clone())).payload()).unwrap();
         prop_assert_eq!(entry.service, expected);
         prop_assert!(!entry.hashed);
     }
 
     #[test]
-    fn destinations_read_back(
+    fn encoded_destinations_are_decoded_unchanged(
         of in any_id(), ip in any::<IpAddr>(), port in any::<u16>(), weight in any::<u32>(), forwarding in 0_u32..8,
         thresholds in any::<(u32, u32)>(), tunnel in any::<(u8, u16, u16)>(),
     ) {
@@ -254,12 +255,12 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_read_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..160)) {
+    fn any_bytes_are_decoded_or_give_an_error(bytes in prop::collection::vec(any::<u8>(), 0..160)) {
         let _ = (service(&bytes), destination(&bytes, Family::V4), timeouts(&bytes), info(&bytes));
     }
 
     #[test]
-    fn changed_bytes_are_read_or_an_error(
+    fn changed_bytes_are_decoded_or_give_an_error(
         expected in any_service(), changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6), cut in 0..200_usize,
     ) {
         let mut bytes = command(FAMILY, &Command::AddService(expected)).payload().to_vec();

@@ -165,7 +165,7 @@ mod tests {
 
     #[cfg(target_endian = "little")]
     #[test]
-    fn changes_are_what_the_kernel_takes() {
+    fn changes_are_encoded_as_the_kernel_expects() {
         let add = |address: &str| Change::AddAddress { link: 7, address: Prefix::host(address.parse().unwrap()) };
         assert_eq!(hex(change(&add("10.96.0.1")).payload()), "022000fe 07000000 08000200 0a600001 08000100 0a600001 ");
         assert_eq!(
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_back() {
+    fn encoded_messages_are_decoded_unchanged() {
         let prefix = Prefix { address: "fd00:96::".parse().unwrap(), length: 112 };
         let added = change(&Change::AddAddress { link: 3, address: prefix });
         assert_eq!(address(added.payload()), Ok(Some((3, prefix))));
@@ -191,7 +191,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
+        fn any_bytes_are_decoded_or_give_an_error(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
             let _ = (link(&bytes), address(&bytes));
         }
     }
