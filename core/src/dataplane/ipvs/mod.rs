@@ -25,9 +25,9 @@
 //!
 //! An object is added before the objects that refer to it and removed after them. The order of a
 //! plan is: add elements, addresses, virtual servers and destinations; change rules; remove objects
-//! in the opposite order. When a port loses its last endpoint, it is added to its set before its
-//! destinations are removed. When it gets an endpoint again, it is removed from the set after the
-//! destination is added.
+//! in the opposite order. When a port loses its last endpoint, its addresses are added to
+//! [`Set::NoEndpoints`] or [`Set::NoLocalEndpoints`] before its destinations are removed. When it
+//! gets an endpoint again, its addresses are removed from the set after the destination is added.
 //!
 //! # Draining
 //!
