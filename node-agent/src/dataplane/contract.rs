@@ -88,7 +88,7 @@ pub trait Dataplane: Send {
     /// True when `found` is exactly what this dataplane has programmed.
     fn matches(&self, found: &Self::Found) -> bool;
 
-    /// Numbers about what is programmed since the last step. Does not read the kernel.
+    /// Counts of the programmed rules after the last step. Does not read the kernel.
     fn statistics(&self) -> Statistics {
         Statistics::default()
     }
@@ -197,7 +197,7 @@ impl Report {
     }
 }
 
-/// Numbers about what a dataplane has programmed for one family.
+/// Counts of the programmed rules of one family.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// Rules, by table; empty for dataplanes without rules.
@@ -226,7 +226,7 @@ pub struct FamilyStatistics {
     pub family: Family,
     /// How long the kernel took for the last step.
     pub took: Duration,
-    /// Numbers about what is programmed.
+    /// Counts of the programmed rules.
     pub statistics: Statistics,
 }
 

@@ -99,7 +99,7 @@ pub trait NodeDataplane: Send {
     /// The check failed. The rules may be complete or not.
     fn verify(&mut self) -> Result<bool, DataplaneError>;
 
-    /// Numbers about what is programmed, for each family. Does not read the kernel.
+    /// Counts of the programmed rules, for each family. Does not read the kernel.
     fn statistics(&self) -> Vec<FamilyStatistics>;
 
     /// Removes everything of this dataplane from the kernel.

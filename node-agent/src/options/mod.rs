@@ -36,8 +36,8 @@ pub enum OptionsError {
     /// [`AddressError`], because a source would repeat the text in the output.
     #[error("--control-plane: {0}")]
     ControlPlane(String),
-    /// No URL is given. clap does not notice this for `--cleanup=false`, which it takes for an
-    /// action.
+    /// No URL is given. clap reports a missing URL itself, except when an argument such as
+    /// `--cleanup=false` is given, because `--cleanup` needs no URL.
     #[error("--control-plane: pass at least one URL, such as https://192.0.2.10:7443")]
     NoControlPlane,
     /// A flag that names a TLS file is missing.

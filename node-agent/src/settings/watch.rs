@@ -4,8 +4,8 @@ use std::{path::PathBuf, time::Duration};
 
 use tracing::warn;
 
-/// How often the file is read. Polling is fast enough: a changed ConfigMap takes up to a minute to
-/// reach a node's disk.
+/// The interval at which the file is read. A shorter one would not help: a changed ConfigMap takes
+/// up to a minute to reach a node's disk.
 const PERIOD: Duration = Duration::from_secs(1);
 
 /// Returns when the content of the file differs from `text`. While the file cannot be read, waits:
