@@ -1,6 +1,6 @@
-//! `apiserver-load`: what the API server sees of one agent, of a hundred and of thousands: the same
-//! watches, the same requests, the same bytes. Beside it, what as many kube-proxies would be sent
-//! for the same changes, whose watch each of them holds.
+//! `apiserver-load`: the load on the API server with one agent, a hundred and thousands of agents.
+//! The numbers of watches, requests and bytes must be equal. They are compared with the load of an
+//! equal number of kube-proxies, each of which has its own watches.
 
 use anyhow::{Context as _, Result, ensure};
 
@@ -13,14 +13,16 @@ use crate::{
     fleet::{phase::Phase, stage::Stage},
 };
 
-/// Numbers of agents, unless one is given.
+/// The numbers of agents, unless one is given.
 const AGENTS: [usize; 3] = [1, 100, 5_000];
-/// A phase's part of the time: what is counted is the same after few changes as after many.
+/// The length of a phase is the given time divided by this number. Short phases suffice, because
+/// the counts per change do not depend on the length.
 const PHASES: u32 = 6;
-/// Bytes of the same changes may differ by this much: versions and generations grow by a digit.
+/// The largest relative difference of bytes between phases. Small differences occur when a version
+/// gets another digit.
 const SAME: f64 = 0.01;
 
-/// What the API server saw in a phase.
+/// The load on the API server in a phase.
 #[derive(Debug, Clone, Copy)]
 struct Seen {
     agents: usize,
@@ -28,7 +30,7 @@ struct Seen {
     requests: usize,
     connections: u64,
     bytes: u64,
-    /// What one kube-proxy would have been sent.
+    /// The bytes that one kube-proxy would have received.
     kube_proxy_bytes: u64,
     changes: u32,
 }
@@ -36,7 +38,7 @@ struct Seen {
 /// Runs the bench.
 ///
 /// # Errors
-/// When the API server sees more of many agents than of one.
+/// The load on the API server depends on the number of agents.
 pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let counts = load.agents.map_or_else(|| AGENTS.to_vec(), |agents| vec![1, agents.div_ceil(50), agents]);
     let most = counts.iter().copied().max().context("no number of agents")?;
@@ -52,7 +54,7 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
         let proxies = format!("{agents} kube-proxies");
         let per_change = |bytes: u64| bytes as f64 / f64::from(changes);
         figures.extend([
-            // Services, EndpointSlices, Nodes and ServiceCIDRs; a kube-proxy watches all four.
+            // Each kube-proxy watches Services, EndpointSlices, Nodes and ServiceCIDRs.
             Figure::against(name("watches"), watches as f64, "", &proxies, 4.0 * agents as f64),
             Figure::alone(name("requests-during-changes"), requests as f64, ""),
             Figure::against(
@@ -63,7 +65,7 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
                 per_change(kube_proxy_bytes) * agents as f64,
             ),
             Figure::against(
-                name("bytes-to-begin"),
+                name("initial-bytes"),
                 initial_bytes as f64 / 1e6,
                 "MB",
                 &proxies,
@@ -75,14 +77,14 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
 }
 
 fn measure(stage: &mut Stage, counts: &[usize], load: &Load) -> Result<Vec<Seen>> {
-    // A bookmark in one phase and none in another would be a difference that says nothing.
+    // Bookmarks are turned off, because a bookmark in only one phase would be a difference.
     let rarely = std::time::Duration::from_secs(3_600);
     stage.source.api().set_options(|options: &mut Options| options.bookmark_interval = rarely);
     stage.start_replica(&[])?;
     let mut seen = Vec::new();
     let mut joined = 0;
     for agents in counts.iter().copied() {
-        println!("{agents} agents of {} connect, and get everything", counts.iter().max().unwrap_or(&0));
+        println!("{agents} agents of {} connect and receive everything", counts.iter().max().unwrap_or(&0));
         stage.join(joined, agents.saturating_sub(joined), 0)?;
         joined = joined.max(agents);
         let api = stage.source.api();
@@ -106,12 +108,15 @@ fn measure(stage: &mut Stage, counts: &[usize], load: &Load) -> Result<Vec<Seen>
 
 fn check(seen: &[Seen]) -> Result<()> {
     let first = *seen.first().context("nothing was measured")?;
-    ensure!(first.watches == 4 && first.bytes > first.kube_proxy_bytes, "no watch was measured: {first:?}");
+    ensure!(first.watches == 4 && first.bytes > first.kube_proxy_bytes, "no events were measured: {first:?}");
     for other in seen {
         let is_same = (other.watches, other.requests, other.connections, other.changes)
             == (first.watches, first.requests, first.connections, first.changes);
         let bytes = other.bytes as f64 / first.bytes as f64;
-        ensure!(is_same && (bytes - 1.0).abs() < SAME, "the API server saw {other:?}, and with one agent {first:?}");
+        ensure!(
+            is_same && (bytes - 1.0).abs() < SAME,
+            "the load on the API server was {other:?}, and with the first number of agents {first:?}"
+        );
     }
     Ok(())
 }

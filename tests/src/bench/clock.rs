@@ -1,21 +1,21 @@
-//! Clocks.
+//! Measures wall-clock and CPU time.
 
 use std::time::{Duration, Instant};
 
-/// CPU time of the calling thread so far.
+/// The CPU time of the calling thread so far.
 #[must_use]
 pub fn thread_cpu() -> Duration {
     nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID).map(Duration::from).unwrap_or_default()
 }
 
-/// Milliseconds that `work` took, and what it returned.
+/// Runs `work`. Returns the wall-clock time in milliseconds, and the result of `work`.
 pub fn wall_ms<T>(work: impl FnOnce() -> T) -> (f64, T) {
     let start = Instant::now();
     let result = work();
     (start.elapsed().as_secs_f64() * 1e3, result)
 }
 
-/// Microseconds of CPU that `work` took on this thread, and what it returned.
+/// Runs `work`. Returns the CPU time of this thread in microseconds, and the result of `work`.
 pub fn cpu_us<T>(work: impl FnOnce() -> T) -> (f64, T) {
     let start = thread_cpu();
     let result = work();

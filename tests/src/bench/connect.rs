@@ -1,6 +1,6 @@
-//! `iptables-connect`: what a new TCP connection costs through the first and through the last of
-//! 10,000 services, beside a direct one and beside a ruleset of kube-proxy's shape, where the last
-//! service comes after 9,999 comparisons.
+//! `iptables-connect`: the time to open a TCP connection through the first and through the last of
+//! 10,000 Services. It is compared with a direct connection, and with a ruleset of kube-proxy's
+//! shape, in which the last Service matches after 9,999 comparisons.
 
 use std::{
     io::Read as _,
@@ -25,13 +25,14 @@ use crate::testbed::netns::Namespace;
 
 const ENDPOINTS: u32 = 10;
 const CONNECTIONS: usize = 2_000;
-/// The nft variant does not load kube-proxy's shape of 10,000 services within ten minutes.
+/// The size of the anchor in the nft variant, which does not load kube-proxy's shape with 10,000
+/// Services within ten minutes.
 const NFT_ANCHOR_SERVICES: u32 = 1_000;
 
 /// Runs the bench in both variants.
 ///
 /// # Errors
-/// When a namespace cannot be made, or a connection fails.
+/// A namespace cannot be created, or a connection fails.
 pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     let mut figures = Vec::new();
     for variant in [Variant::Legacy, Variant::Nft] {
@@ -40,11 +41,11 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
         let ours = in_namespace(services, || load_ours(variant, services))?;
         let name = |what: &str| format!("iptables-connect/{label}/{what}/{services}x{ENDPOINTS}");
         figures.push(Figure::against(name("first"), ours.first_us, "µs", "a direct connection", ours.direct_us));
-        figures.push(Figure::against(name("last"), ours.last_us, "µs", "the first service", ours.first_us));
+        figures.push(Figure::against(name("last"), ours.last_us, "µs", "the first Service", ours.first_us));
         let anchor_services = if variant == Variant::Nft { services.min(NFT_ANCHOR_SERVICES) } else { services };
         let anchor = in_namespace(anchor_services, || load_anchor(variant, anchor_services))?;
         let name = format!("iptables-connect/{label}/kube-proxy-shape-last/{anchor_services}x{ENDPOINTS}");
-        figures.push(Figure::against(name, anchor.last_us, "µs", "its first service", anchor.first_us));
+        figures.push(Figure::against(name, anchor.last_us, "µs", "the first Service of this shape", anchor.first_us));
     }
     Ok(figures)
 }
@@ -55,8 +56,8 @@ struct Costs {
     last_us: f64,
 }
 
-/// A namespace in which the endpoints of the first and the last service are addresses of its own,
-/// with a server on them.
+/// Measures connections in a new namespace. The namespace holds the addresses of the first and the
+/// last Service's endpoints, and runs a server on them.
 fn in_namespace(services: u32, load: impl FnOnce() -> Result<()> + Send) -> Result<Costs> {
     let namespace = Namespace::create(format!("hg{}-bench-connect", std::process::id()))?;
     let mut commands = String::from("link set lo up\nroute add 10.96.0.0/12 dev lo\n");
@@ -72,7 +73,7 @@ fn in_namespace(services: u32, load: impl FnOnce() -> Result<()> + Send) -> Resu
         std::thread::spawn(move || listener.incoming().for_each(drop));
         let direct = SocketAddr::new(workload::endpoint_ip(0, 0), 8080);
         let through = |service: u32| SocketAddr::new(workload::cluster_ip(service), 80);
-        // Taken in turns, so that whatever else the machine does falls on all alike.
+        // The targets are measured alternately, so that other load affects all of them equally.
         let targets = [direct, through(0), through(services - 1)];
         let mut times = [const { Vec::new() }; 3];
         for _ in 0..CONNECTIONS {
@@ -90,7 +91,7 @@ fn connect_us(target: SocketAddr) -> Result<f64> {
     let mut stream = TcpStream::connect_timeout(&target, Duration::from_secs(5))
         .with_context(|| format!("connecting to {target}"))?;
     let took = start.elapsed().as_secs_f64() * 1e6;
-    // The server closes at once; waiting for that keeps its backlog empty.
+    // The server closes the connection at once. Waiting for this keeps its backlog empty.
     let _ = stream.read(&mut [0]);
     Ok(took)
 }

@@ -1,8 +1,8 @@
-//! A thousand stale UDP flows among a million entries of the connection tracking table: what
-//! finding and deleting them costs, beside one list of the whole table.
+//! `conntrack`: the cost of finding and deleting 1,000 stale UDP flows among a million entries of
+//! the connection tracking table, compared with one listing of the whole table.
 //!
-//! The entries are made by netlink in a namespace of its own. How many the machine allows in all is
-//! a setting of the whole machine, which is raised for as long as the bench runs.
+//! The bench creates the entries over netlink in a new namespace. The limit of entries is a setting
+//! of the whole machine. The bench raises it while it runs.
 
 use std::{
     collections::BTreeSet,
@@ -43,19 +43,19 @@ const TIMEOUT: u16 = 7;
 const STATUS: u16 = 3;
 /// `IPS_SEEN_REPLY | IPS_ASSURED | IPS_CONFIRMED | IPS_SRC_NAT_DONE | IPS_DST_NAT_DONE`.
 const ESTABLISHED: u32 = 0x18e;
-/// Entries of tests must not end by themselves.
+/// A time-out that is long enough for all entries to outlive the bench.
 const TIMEOUT_SECONDS: u32 = 3600;
 
 /// An entry of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Flow {
-    /// IP protocol number.
+    /// The IP protocol number.
     pub protocol: u8,
-    /// Who asks.
+    /// The client.
     pub client: SocketAddr,
-    /// Where to.
+    /// The client's destination.
     pub to: SocketAddr,
-    /// Who answers.
+    /// The server that answers, which is the destination after translation.
     pub answered_by: SocketAddr,
 }
 
@@ -83,10 +83,10 @@ impl Flow {
     }
 }
 
-/// Makes entries in the namespace of the calling thread.
+/// Creates entries in the namespace of the calling thread.
 ///
 /// # Errors
-/// When the kernel refuses one.
+/// The kernel refuses an entry.
 pub fn insert(flows: impl IntoIterator<Item = Flow>) -> Result<()> {
     let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
     let mut flows = flows.into_iter().peekable();
@@ -95,7 +95,7 @@ pub fn insert(flows: impl IntoIterator<Item = Flow>) -> Result<()> {
         let mut refusal = None;
         connection.execute(batch, |_, error| refusal = Some(error))?;
         if let Some(error) = refusal {
-            return Err(error).context("making an entry of the connection tracking table");
+            return Err(error).context("creating an entry of the connection tracking table");
         }
     }
     Ok(())
@@ -104,7 +104,7 @@ pub fn insert(flows: impl IntoIterator<Item = Flow>) -> Result<()> {
 /// All TCP, UDP and SCTP entries of a family in the namespace of the calling thread.
 ///
 /// # Errors
-/// When the kernel does not list them.
+/// The kernel does not list the entries.
 pub fn entries(family: Family) -> Result<BTreeSet<Flow>> {
     let mut found = BTreeSet::new();
     list_all(family, |payload| found.extend(parse(payload)))?;
@@ -148,7 +148,8 @@ fn endpoint_address(last: u8) -> SocketAddr {
     SocketAddr::from(([10, 244, 0, last], 5353))
 }
 
-/// One endpoint of ten is replaced, or the service is new; what the tracker makes of it.
+/// The tracker's cleanups in two cases: one of ten endpoints is removed, or the tracker does not
+/// know the past of the Service.
 fn cleanups() -> Result<(Cleanup, Cleanup)> {
     let key = ServiceKey::new("kube-system", "dns");
     let udp = Protocol::Udp;
@@ -169,11 +170,14 @@ fn cleanups() -> Result<(Cleanup, Cleanup)> {
     let plan = tracker.plan(&state, &dirty.services);
     let replaced = tracker.commit(plan);
     let unknown = Tracker::default().plan(&state, &dirty.services).cleanup;
-    ensure!(replaced.filters(8) == [Filter::answered_by(endpoint_address(2))], "one endpoint is looked for by itself");
+    ensure!(
+        replaced.filters(8) == [Filter::answered_by(endpoint_address(2))],
+        "the cleanup is not a filter for one endpoint"
+    );
     Ok((replaced, unknown))
 }
 
-/// Flows that stay: one in ten UDP, the rest TCP, to other services.
+/// Flows to other Services, which stay. One in ten is UDP, the others are TCP.
 fn others(count: u32) -> impl Iterator<Item = Flow> {
     (0..count).map(|i| {
         let [_, high, middle, low] = i.to_be_bytes();
@@ -184,7 +188,7 @@ fn others(count: u32) -> impl Iterator<Item = Flow> {
     })
 }
 
-/// Flows to the service, answered by an endpoint that goes.
+/// Flows to the Service that the removed endpoint answers.
 fn stale(count: u32, run: u32) -> impl Iterator<Item = Flow> {
     (0..count).map(move |i| {
         let [_, _, middle, low] = i.to_be_bytes();
@@ -194,10 +198,10 @@ fn stale(count: u32, run: u32) -> impl Iterator<Item = Flow> {
     })
 }
 
-/// Runs it.
+/// Runs the bench.
 ///
 /// # Errors
-/// When a namespace cannot be made, the setting not be raised, or a stale flow stays.
+/// A namespace cannot be created, the setting cannot be raised, or a stale flow is not deleted.
 pub fn run() -> Result<Vec<Figure>> {
     let _raised = Raised::to(ENTRIES + 10 * STALE)?;
     let namespace = Namespace::create(format!("hg{}-bench-conntrack", std::process::id()))?;
@@ -214,12 +218,12 @@ fn measure() -> Result<Vec<Figure>> {
         let mut listed = 0_u32;
         let (ms, cpu_ms, result) = timed(|| list_all(Family::V4, |_| listed += 1));
         result?;
-        ensure!(listed >= ENTRIES, "{listed} entries are listed, fewer than {ENTRIES}");
+        ensure!(listed >= ENTRIES, "the kernel listed {listed} entries, fewer than {ENTRIES}");
         all_ms.push(ms);
         all_cpu_ms.push(cpu_ms);
     }
     let (all_ms, all_cpu_ms) = (median(all_ms), median(all_cpu_ms));
-    for (name, cleanup) in [("endpoint-gone", &replaced), ("past-unknown", &unknown)] {
+    for (name, cleanup) in [("endpoint-removed", &replaced), ("past-unknown", &unknown)] {
         let (mut times, mut cpu_times) = (Vec::new(), Vec::new());
         for run in 0..RUNS {
             insert(stale(STALE, run))?;
@@ -227,11 +231,11 @@ fn measure() -> Result<Vec<Figure>> {
             let (ms, cpu_ms, result) =
                 timed(|| sweep(cleanup, Family::V4, &NodeAddresses::read(cleanup, &NodePorts::default())?, &mut swept));
             result?;
-            ensure!(swept.deleted == u64::from(STALE), "{swept:?}: not {STALE} were deleted");
+            ensure!(swept.deleted == u64::from(STALE), "{swept:?}: expected {STALE} deleted flows");
             times.push(ms);
             cpu_times.push(cpu_ms);
         }
-        let beside = "one list of the whole table";
+        let beside = "one listing of the whole table";
         figures.push(Figure::against(format!("conntrack/{name}/wall"), median(times), "ms", beside, all_ms));
         figures.push(Figure::against(format!("conntrack/{name}/cpu"), median(cpu_times), "ms", beside, all_cpu_ms));
     }
@@ -244,7 +248,7 @@ fn timed<T>(work: impl FnOnce() -> T) -> (f64, f64, T) {
     (ms, (thread_cpu().saturating_sub(cpu)).as_secs_f64() * 1e3, result)
 }
 
-/// The machine's setting, put back when dropped.
+/// Raises the machine's limit of entries. Dropping this value restores the limit.
 struct Raised {
     before: String,
 }
@@ -260,7 +264,7 @@ impl Raised {
 impl Drop for Raised {
     fn drop(&mut self) {
         if let Err(error) = fs::write(MAX_SETTING, self.before.trim()) {
-            eprintln!("warning: {MAX_SETTING} stays raised: {error}");
+            eprintln!("warning: {MAX_SETTING} cannot be restored: {error}");
         }
     }
 }

@@ -1,7 +1,7 @@
-//! `control-plane-memory`: what a control plane's process takes for each endpoint, from a folder of
-//! manifests and from an API server (the stand-in), from 1,000 to 50,000 Services × 10 endpoints;
-//! beside it, what an agent takes that holds the same state. Real programs; the agent programs
-//! iptables, nft variant.
+//! `control-plane-memory`: the memory of a control plane for each endpoint, with a folder of
+//! manifests or the stand-in API server as its source, for 1,000 to 50,000 Services × 10 endpoints.
+//! It is compared with the memory of an agent with this state. The bench runs real programs. The
+//! agent uses the nft variant of iptables.
 
 use std::{
     fs,
@@ -25,14 +25,15 @@ use crate::{
     },
 };
 
-/// Numbers of Services, unless one is given.
+/// The numbers of Services, unless one is given.
 const SERVICES: [u32; 4] = [1_000, 10_000, 25_000, 50_000];
-/// With so many Services, what is the same for any number of them no longer shows.
+/// From this number of Services on, the fixed memory of the process is negligible.
 const LARGE: u32 = 50_000;
-/// What an endpoint may take in a large cluster, with everything else divided among the endpoints.
+/// The goal for a large cluster: memory of the process divided by the number of endpoints, in
+/// bytes.
 const MOST_BYTES: f64 = 600.0;
 const LONGEST_SYNC: Duration = Duration::from_secs(300);
-/// Memory is looked at so long after the agent has programmed everything.
+/// The time from the end of the first sync until memory is measured.
 const REST: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,10 +42,10 @@ enum From {
     Kubernetes,
 }
 
-/// Megabytes of resident memory.
+/// Resident memory in megabytes.
 struct Seen {
     control_plane: f64,
-    /// Of the control plane at any moment.
+    /// The peak of the control plane.
     highest: f64,
     agent: f64,
 }
@@ -52,8 +53,8 @@ struct Seen {
 /// Runs the bench.
 ///
 /// # Errors
-/// When a program does not start, the first sync does not end, or a large cluster takes more than
-/// it may.
+/// A program does not start, the first sync does not end in time, or a large cluster uses more
+/// memory than the goal.
 pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     let sizes = services.map_or_else(|| SERVICES.to_vec(), |services| vec![services]);
     let mut figures = Vec::new();
@@ -62,14 +63,14 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
         for services in &sizes {
             let seen = measure(from, *services)?;
             let name = |what: &str| format!("control-plane-memory/{source}/{what}/{services}x{ENDPOINTS}");
-            // The kernel counts in KiB, of which a thousand are a megabyte here.
+            // status_mb divides KiB by 1,000, so its megabyte has 1,024,000 bytes.
             let per_endpoint = |mb: f64| mb * 1.024e6 / f64::from(services * ENDPOINTS);
             let (all, grown) =
                 (per_endpoint(seen.control_plane), per_endpoint(seen.control_plane - empty.control_plane));
-            let agent = "an agent that holds the same";
+            let agent = "an agent with the same state";
             figures.extend([
                 Figure::against(name("resident"), seen.control_plane, "MB", agent, seen.agent),
-                Figure::against(name("highest"), seen.highest, "MB", "an empty control plane", empty.highest),
+                Figure::against(name("peak"), seen.highest, "MB", "an empty control plane", empty.highest),
                 Figure::against(name("per-endpoint"), all, "bytes", agent, per_endpoint(seen.agent)),
                 Figure::against(
                     name("growth-per-endpoint"),
@@ -81,7 +82,7 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
             ]);
             ensure!(
                 *services < LARGE || all <= MOST_BYTES,
-                "{source}: {all:.0} bytes for each of {} endpoints, of which there may be {MOST_BYTES}",
+                "{source}: {all:.0} bytes for each of {} endpoints, more than the goal of {MOST_BYTES}",
                 services * ENDPOINTS
             );
         }
@@ -90,11 +91,11 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
 }
 
 fn measure(from: From, services: u32) -> Result<Seen> {
-    println!("{services} services, {from:?}");
+    println!("measuring {services} Services, source {from:?}");
     let folder = tempfile::tempdir().context("making a folder")?;
     let namespace = Namespace::create(format!("hg{}-bench-cpmem", std::process::id()))?;
     namespace.ip_batch("link set lo up\n")?;
-    // Kept for as long as the control plane watches it.
+    // The API server must run as long as the control plane watches it.
     let mut source = None;
     let mut control_plane = Command::new(program("headgate-control-plane")?);
     match from {
@@ -149,7 +150,7 @@ fn watch(namespace: &Namespace, control_plane: &mut Process, agent: &mut Process
             });
         }
         if started.elapsed() > LONGEST_SYNC {
-            bail!("{services} services were not programmed within {} s", LONGEST_SYNC.as_secs());
+            bail!("{services} Services were not programmed within {} s", LONGEST_SYNC.as_secs());
         }
         std::thread::sleep(Duration::from_millis(100));
     }

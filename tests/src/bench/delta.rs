@@ -1,10 +1,10 @@
-//! `delta`: one endpoint changes among 100, 1,000 and 10,000 services × 10 endpoints. What it costs
-//! the control plane (commit, log, digest, encoding), what it costs the agent (decoding, state,
-//! digest, view, plan of both families), and how many bytes travel.
+//! `delta`: one endpoint changes among 100, 1,000 and 10,000 Services × 10 endpoints. The bench
+//! measures the CPU time of the control plane (commit, log, digest, encoding), the CPU time of the
+//! agent (decoding, state, digest, view, plan of both families), and the size of the message.
 //!
-//! The stages are called one after the other on one thread, without sockets and kernel, so that CPU
-//! time can be told apart. The anchor of a size is the smallest one; the anchor of the bytes is the
-//! EndpointSlice of ten endpoints, as JSON, that a watch of the API would carry.
+//! The stages run one after the other on one thread, without sockets and kernel, so that their CPU
+//! times can be measured separately. CPU times are compared with the smallest size. The message is
+//! compared with the JSON event of an EndpointSlice with ten endpoints.
 
 use std::{sync::Arc, time::Duration};
 
@@ -32,13 +32,13 @@ use super::{clock::thread_cpu, report::Figure, wire::slice_event, workload};
 const SIZES: [u32; 3] = [100, 1_000, 10_000];
 const ENDPOINTS: u32 = 10;
 const CHANGES: u32 = 2_000;
-/// HTTP/2 puts 9 bytes before each frame's payload (RFC 9113, 4.1).
+/// The size of an HTTP/2 frame header (RFC 9113, 4.1).
 const HTTP2_FRAME_HEADER_BYTES: usize = 9;
 
 /// Runs the bench.
 ///
 /// # Errors
-/// When a message cannot be understood, or a change touches more than its own service.
+/// A message cannot be decoded, or a change affects other Services than its own.
 pub fn run() -> Result<Vec<Figure>> {
     let mut figures = Vec::new();
     let mut smallest: Option<Costs> = None;
@@ -46,7 +46,7 @@ pub fn run() -> Result<Vec<Figure>> {
         let costs = measure(services)?;
         let name = |what: &str| format!("delta/{what}/{services}x{ENDPOINTS}");
         let beside = smallest.get_or_insert(costs);
-        let anchor = format!("the same at {}x{ENDPOINTS}", SIZES[0]);
+        let anchor = format!("the size {}x{ENDPOINTS}", SIZES[0]);
         let us = "µs";
         figures.push(Figure::against(
             name("control-plane-cpu"),
@@ -69,14 +69,14 @@ struct Costs {
     bytes: f64,
 }
 
-/// The control plane's part.
+/// The stages of the control plane.
 struct Replica {
     store: Store,
     cursor: Cursor,
     cpu: Duration,
 }
 
-/// The agent's part.
+/// The stages of the agent.
 struct Agent {
     machine: Machine,
     held: Held,
@@ -104,7 +104,7 @@ fn measure(services: u32) -> Result<Costs> {
 
     let (mut largest, mut frames) = (0, 0);
     for i in 0..CHANGES {
-        // Every other change takes back the one before.
+        // Changes alternate: one adds an endpoint, and the next removes it.
         let service = (i / 2 * 7919) % services;
         let change = if i % 2 == 0 {
             Change::Endpoint(workload::key(service), workload::endpoint(service, ENDPOINTS))
@@ -124,7 +124,7 @@ fn measure(services: u32) -> Result<Costs> {
 }
 
 impl Replica {
-    /// Commits one change and takes its message off the cursor.
+    /// Commits one change, and reads its message from the cursor.
     fn change(&mut self, change: Change, position: u64) -> Result<bytes::Bytes> {
         let start = thread_cpu();
         self.store.commit(Transaction {
@@ -135,7 +135,7 @@ impl Replica {
         let frame = self.store.next_frame(&mut self.cursor).context("no message for a change")?;
         self.cpu += thread_cpu().saturating_sub(start);
         if self.store.next_frame(&mut self.cursor).is_some() {
-            bail!("a change made more than one message");
+            bail!("a change caused more than one message");
         }
         Ok(frame)
     }
@@ -147,7 +147,7 @@ impl Agent {
         machine.begin(None);
         let welcome = v1::Welcome { epoch, resume: v1::welcome::ResumeMode::Full.into(), ..Default::default() };
         machine.on_message(v1::ServerMessage { body: Some(v1::server_message::Body::Welcome(welcome)) })?;
-        // The smallest size lies at the threshold between the layouts; all shall have the same.
+        // The layout is fixed, because the smallest size is at the threshold between the layouts.
         let render = |family| RenderConfig { layout: Layout::Compact, ..RenderConfig::new(family) };
         let ledgers = Family::BOTH.map(|family| Ledger::new(ruleset(render(family))));
         let node = NodeFacts::named("node-000");
@@ -160,7 +160,8 @@ impl Agent {
         }
     }
 
-    /// Takes a message and plans what it makes dirty, which must be as many services as said.
+    /// Processes a message. If `services` is given, also plans the dirty Services, and checks their
+    /// number.
     fn take(&mut self, frame: &[u8], services: Option<u32>) -> Result<()> {
         let start = thread_cpu();
         let message = v1::ServerMessage::decode(frame.get(PREFIX_BYTES..).context("no gRPC prefix")?)?;
@@ -177,7 +178,7 @@ impl Agent {
         for ledger in &mut self.ledgers {
             let (script, planned) = ledger.changed(self.held.state(), &self.node, &dirty);
             if planned.services != services || script.chains_written() > 3 {
-                bail!("one endpoint changed, and {planned:?} with {} chains", script.chains_written());
+                bail!("one endpoint changed, but the plan is {planned:?} with {} chains", script.chains_written());
             }
         }
         self.cpu += thread_cpu().saturating_sub(start);
@@ -185,7 +186,7 @@ impl Agent {
     }
 }
 
-/// The watch event that kube-proxies would receive for the same change: the whole slice.
+/// The size of the watch event that kube-proxies receive for this change: the whole slice.
 fn slice_event_bytes() -> usize {
     let endpoints: Vec<_> = (0..ENDPOINTS).map(|i| workload::endpoint(0, i)).collect();
     slice_event(&workload::key(0), &endpoints).to_string().len()

@@ -1,10 +1,10 @@
-//! `fleet`: thousands of agents on one replica that has one core, each with a TLS connection of its
-//! own, while endpoints change. Memory per agent, the time from a change to every agent, the
-//! replica's CPU time per delivered message, and where that goes.
+//! `fleet`: thousands of agents at one replica on one core, each with its own TLS connection, while
+//! endpoints change. The bench measures the memory for each agent, the latency of changes, the
+//! replica's CPU time for each delivered message, and a profile of this CPU time.
 //!
-//! Replica and load have a core each, and a network namespace each; packets are taken in by the
-//! core of the machine that they arrive at, as they would be on two machines. The replica is the
-//! real program, on a stand-in API server over real HTTP.
+//! Replica and load each have one core and one network namespace. Packets are received on the core
+//! of their destination, as on two machines. The replica is a real process with a stand-in API
+//! server over HTTP.
 
 use std::time::{Duration, Instant};
 
@@ -22,58 +22,59 @@ use crate::fleet::{
     stage::{Setup, Stage},
 };
 
-/// Pause before memory is looked at, in which what was needed for a moment is given back.
+/// The pause before memory is measured, in which temporary memory is released.
 pub(super) const SETTLING: Duration = Duration::from_secs(5);
-/// Shortest time for which samples are taken.
+/// The shortest duration of a CPU profile.
 const LEAST_SAMPLED: Duration = Duration::from_secs(5);
-/// A load generator that is busier than this is taken for the bottleneck.
+/// The share of its core from which the load generator counts as the bottleneck.
 const BUSY: f64 = 0.9;
-/// Other programs that take more of a core than this are worth a warning. The stand-in API server
-/// and the changes belong to the load's core.
+/// The share of a core used by other programs from which the bench warns. The stand-in API server
+/// and the source of changes also run on the load's core.
 const FOREIGN: f64 = 0.15;
-/// More than this of a core taken by other virtual machines is worth a warning.
+/// The share of stolen time of a core from which the bench warns.
 const STOLEN: f64 = 0.02;
-/// The delay that `--find-largest` holds.
+/// The p99 that `--find-largest` allows, in milliseconds.
 const HELD_P99_MS: f64 = 50.0;
-/// How long bare writes are measured, in seconds.
+/// The duration of the measurement of bare writes, in seconds.
 const BARE_SECONDS: u32 = 5;
-/// How far apart the last two numbers of agents are that `--find-largest` tries.
+/// `--find-largest` ends when the ratio of the smallest number of agents that fails and the largest
+/// number that succeeds is at most this.
 const CLOSE: f64 = 1.06;
 
-/// How large, how long, and on what.
+/// Options of the benches with a fleet.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Load {
-    /// Agents, of benches with a fleet [default: 5000; snapshots: 2000; slow: 1000; lagging: 500;
-    /// apiserver-load: 1, 100 and 5000]
+    /// Number of agents in benches with a fleet [default: 5000; snapshots: 2000; slow: 1000;
+    /// lagging: 500; apiserver-load: 1, 100 and 5000; failover: 100]
     #[arg(long, value_name = "N")]
     pub agents: Option<usize>,
-    /// Agents among them that decode everything into the state of a real agent
+    /// Number of these agents that decode all messages into the state of a real agent
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub full_agents: usize,
-    /// How long endpoints change, in seconds
+    /// Duration of the endpoint changes, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     pub seconds: u64,
-    /// Endpoint changes a second
+    /// Endpoint changes per second
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub rate: u32,
-    /// Pause of an agent between two ACKs, in milliseconds; each is drawn, up to two fifths less or
-    /// more
+    /// Average time between two ACKs of an agent, in milliseconds; the actual time differs by up to
+    /// 40 %
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 250)]
     pub ack_interval_ms: u64,
-    /// What is between replica and agents
+    /// The network between replica and agents
     #[arg(long, value_enum, default_value = "veth")]
     pub wire: Wire,
-    /// Search for the largest number of agents that holds a p99 of 50 ms, upwards or downwards from
-    /// --agents (fleet)
+    /// Search for the largest number of agents with a p99 of at most 50 ms, beginning with --agents
+    /// (fleet)
     #[arg(long)]
     pub find_largest: bool,
 }
 
 impl Load {
-    /// A stage for so many agents, with a core for each side.
+    /// Creates a stage for `agents` agents, with one core for the replicas and one for the load.
     ///
     /// # Errors
-    /// When something does not start.
+    /// A part of the stage does not start.
     pub(super) fn stage(&self, agents: usize, services: Option<u32>) -> Result<Stage> {
         Stage::set(Setup {
             services: services.unwrap_or(10_000),
@@ -91,26 +92,28 @@ impl Load {
     }
 }
 
-/// Runs a bench on a thread of its own: the thread is bound to a core, and other benches are to
-/// have all.
+/// Runs a bench on a new thread. The stage pins this thread to a core, and other benches need all
+/// cores.
 pub(super) fn apart<T: Send>(bench: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     std::thread::scope(|scope| scope.spawn(bench).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
 }
 
-/// Says so when the times of a phase are not the server's.
+/// Prints a warning if other load disturbs the times of a phase.
 pub(super) fn warn(phase: &Phase, agents: usize) {
     if phase.foreign_share() > FOREIGN {
         let percent = phase.foreign_share() * 100.0;
-        println!("other programs took {percent:.0} % of a core: the times below mean little, CPU times do");
+        println!(
+            "other programs used {percent:.0} % of a core: the latencies below are unreliable, the CPU times are not"
+        );
     }
     if phase.stolen_share() > STOLEN {
         let percent = phase.stolen_share() * 100.0;
-        println!("another virtual machine took {percent:.0} % of a core: the times below mean little");
+        println!("other virtual machines used {percent:.0} % of a core: the times below are unreliable");
     }
     if phase.load_share() > BUSY {
         println!(
-            "the load generator is the bottleneck ({:.0} % of its core): the times below are its own; by the server's CPU time alone, its core would \
-             serve {:.0} agents",
+            "the load generator is the bottleneck ({:.0} % of its core), so it determines the latencies below; by the replica's CPU time alone, one \
+             core would serve {:.0} agents",
             phase.load_share() * 100.0,
             phase.agents_by_cpu(agents)
         );
@@ -120,8 +123,8 @@ pub(super) fn warn(phase: &Phase, agents: usize) {
 /// Runs the bench.
 ///
 /// # Errors
-/// When an agent does not get everything, was sent what breaks the contract, or ends up with
-/// another state than the source's.
+/// An agent does not receive everything, finds a violation of the contract, or has another state
+/// than the source in the end.
 pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     apart(|| if load.find_largest { find_largest(load, services) } else { run_once(load, services) })
 }
@@ -140,7 +143,7 @@ fn run_once(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let connected = stage.fleet.ask(|worker| worker.summary())?;
     let least = stage.source.resources() * agents as u64;
     if connected.present.chunk_resources < least {
-        bail!("{agents} agents were sent {} resources, not {least}", connected.present.chunk_resources);
+        bail!("{agents} agents received {} resources, expected {least}", connected.present.chunk_resources);
     }
     let joined = stage.replicas[0].cpu()?.since(&cpu);
     std::thread::sleep(SETTLING);
@@ -157,7 +160,7 @@ fn run_once(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
         figure("memory-alone", alone as f64 / 1e6, "MB"),
         figure("memory-with-idle-agents", idle as f64 / 1e6, "MB"),
         figure("memory-at-end", end as f64 / 1e6, "MB"),
-        figure("memory-highest", highest as f64 / 1e6, "MB"),
+        figure("memory-peak", highest as f64 / 1e6, "MB"),
         figure("memory-per-idle-agent", idle.saturating_sub(alone) as f64 / 1e3 / agents as f64, "KB"),
         figure("memory-per-agent-at-end", end.saturating_sub(alone) as f64 / 1e3 / agents as f64, "KB"),
         figure("connecting-all", connecting, "s"),
@@ -168,11 +171,11 @@ fn run_once(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Every change has to have reached every agent, and been timed.
+/// Checks that every change has reached every agent and was measured.
 pub(super) fn check_deliveries(phase: &Phase, agents: usize) -> Result<()> {
     let least = u64::from(phase.changes) * agents as u64;
     if phase.latency.count() < least || least == 0 {
-        bail!("{} deliveries were measured of {least}", phase.latency.count());
+        bail!("{} of {least} deliveries were measured", phase.latency.count());
     }
     Ok(())
 }
@@ -182,7 +185,7 @@ fn phase_figures(phase: &Phase, bare: &BareWrites, agents: usize, label: &str) -
     let name = |what: &str| format!("fleet/{what}/{label}");
     let figure = |what: &str, value: f64, unit| Figure::alone(name(what), value, unit);
     let against = |what: &str, value: f64, unit, anchor: f64| {
-        Figure::against(name(what), value, unit, "bare writes to as many plain sockets", anchor)
+        Figure::against(name(what), value, unit, "bare writes to plain sockets", anchor)
     };
     let each = |seconds: f64| seconds * 1e6 / phase.messages.max(1) as f64;
     let deliveries = phase.latency.count().max(1) as f64;
@@ -215,25 +218,26 @@ fn phase_figures(phase: &Phase, bare: &BareWrites, agents: usize, label: &str) -
     ]
 }
 
-/// Where the replica's time goes, in a phase of its own: samples cost a process some of what they
-/// look at.
+/// Measures a CPU profile of the replica in a separate phase, because sampling slows the process
+/// down.
 fn profile(stage: &mut Stage, load: &Load) -> Result<Option<Profile>> {
     let Some(sampling) = Sampling::start(stage.replicas[0].id())? else { return Ok(None) };
     Phase::run(stage, 0, (load.time() / 4).max(LEAST_SAMPLED), load.rate)?;
     sampling.finish()
 }
 
-/// Where the replica's time for a message goes; it all adds up to that.
+/// The figures of a CPU profile: the replica's CPU time for a message, divided by purpose.
 fn profile_figures(profile: &Profile, phase: &Phase, label: &str) -> Vec<Figure> {
     let each = phase.server.busy() * 1e6 / phase.messages.max(1) as f64;
     let figure = |(what, share): (&str, f64)| {
-        let name = format!("fleet/where/{what}/{label}");
+        let name = format!("fleet/server-cpu-for/{what}/{label}");
         Figure::against(name, share * each, "µs", "all", each)
     };
     profile.shares().into_iter().map(figure).collect()
 }
 
-/// Adds agents, or sends some away, until the delay is just held. All of it on one replica.
+/// Searches for the largest number of agents with an allowed p99, by adding and suspending agents
+/// of one replica.
 fn find_largest(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let start = load.agents.unwrap_or(5_000);
     let most = (start * 4).min(Stage::most_agents()?).max(start);
@@ -276,20 +280,20 @@ fn find_largest(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
             (Some(holds), Some(fails)) => usize::midpoint(holds, fails),
             (Some(holds), None) if holds >= most => {
                 println!(
-                    "{most} agents are the most that are tried, four times as many as at first, or that the limit on open files has room for, and \
-                     all of them hold: begin with more (--agents) where the limit allows it"
+                    "the search ends at {most} agents, which still have an allowed p99: it tries at most four times the first number, within the \
+                     limit of open files; use a larger --agents or raise the limit"
                 );
                 break;
             }
             (Some(holds), None) => (holds * 5 / 4).min(most),
-            (None, Some(fails)) if fails <= 10 => bail!("not even {fails} agents get changes within {HELD_P99_MS} ms"),
+            (None, Some(fails)) if fails <= 10 => bail!("even {fails} agents have a p99 above {HELD_P99_MS} ms"),
             (None, _) => agents * 4 / 5,
         };
     }
     if is_ended_by_load {
         println!(
-            "the load generator, and not the replica, ends the search: see largest-by-server-cpu for what the replica's core would serve at its cost of \
-             the largest that held"
+            "the load generator, not the replica, limits the search: largest-by-server-cpu is the number of agents that the replica's core could \
+             serve, by its CPU time with the largest number of agents that succeeded"
         );
     }
     figures.push(Figure::alone("fleet/largest-within-50-ms", holds.unwrap_or_default() as f64, "agents"));

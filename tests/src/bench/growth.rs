@@ -1,7 +1,8 @@
-//! `iptables-growth`: the first sync of an agent in the nft variant over the size of the cluster,
-//! its memory, and that of the programs that it runs. Each size stands beside the one before it, so
-//! that a ratio above that of the sizes shows what grows faster than the cluster. Real programs: a
-//! control plane on a folder of manifests, and an agent.
+//! `iptables-growth`: the time of the first sync in the nft variant, the memory of the agent, and
+//! the memory of the iptables programs, for several sizes of the cluster. Each size is compared
+//! with the previous size. A value whose ratio is above the ratio of the sizes grows faster than
+//! the cluster. The bench runs real programs: a control plane with a folder of manifests, and an
+//! agent.
 
 use anyhow::Result;
 
@@ -16,7 +17,7 @@ const ENDPOINTS: u32 = 10;
 /// Runs the bench for one size or all.
 ///
 /// # Errors
-/// When a program does not start, or a first sync does not end.
+/// A program does not start, or a first sync does not end in time.
 pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     let sizes = services.map_or_else(|| SIZES.to_vec(), |services| vec![services]);
     let mut figures = Vec::new();
@@ -37,7 +38,7 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// What is shown of each size: name, unit, value.
+/// The figures of one size: name, unit, value.
 fn columns(measured: &Measured) -> [(&'static str, &'static str, f64); 3] {
     [
         ("first-sync", "s", measured.first_sync_seconds),

@@ -1,7 +1,7 @@
-//! `iptables-full` and `iptables-incremental`: the real backend on the real kernel, in a namespace,
-//! beside a ruleset of kube-proxy's shape, and beside the services alone as a skilled hand would
-//! write them. A change also stands beside the least that `iptables-restore` can be asked for with
-//! the same rules in the kernel: one rule in a chain that nothing leads to.
+//! `iptables-full` and `iptables-incremental`: the real dataplane on the real kernel, in a
+//! namespace. It is compared with a ruleset of kube-proxy's shape, and with a minimal ruleset for
+//! the Services alone. A change is also compared with the smallest possible change while Headgate's
+//! rules are in the kernel: one rule in a chain that no rule jumps to.
 
 use std::{
     io::Write as _,
@@ -30,9 +30,8 @@ use crate::testbed::netns::Namespace;
 const ENDPOINTS: u32 = 10;
 const CHANGES: u32 = 9;
 
-/// Largest number of services that the nft variant is given in kube-proxy's shape. It takes that in
-/// quadratic time: 10,000 services do not load within 600 s, so there Headgate's figure stands
-/// alone.
+/// The largest number of Services in kube-proxy's shape in the nft variant. Loading takes quadratic
+/// time: 10,000 Services do not load within 600 s. Larger sizes have no such anchor.
 const NFT_ANCHOR_MAX_SERVICES: u32 = 1_000;
 
 fn sizes(variant: Variant, services: Option<u32>) -> Vec<u32> {
@@ -43,23 +42,24 @@ fn sizes(variant: Variant, services: Option<u32>) -> Vec<u32> {
     }
 }
 
-/// In the nft variant, a transaction that adds any rule with a target makes the kernel walk all
-/// rules that a base chain leads to; the legacy variant takes and gives back the whole table.
+/// The smallest possible change. In the nft variant, a transaction that adds a rule with a target
+/// makes the kernel walk all rules that base chains lead to. The legacy variant reads and writes
+/// the whole table.
 const LEAST_CHANGE: &str = "*nat\n:BENCH-LEAST - [0:0]\n-A BENCH-LEAST -j RETURN\nCOMMIT\n";
 
-/// Which of the two benches to report; both come from one run.
+/// The bench to report. One run measures both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bench {
     /// The first sync.
     Full,
-    /// One endpoint changes.
+    /// The change of one endpoint.
     Incremental,
 }
 
 /// Runs a bench in both variants.
 ///
 /// # Errors
-/// When a namespace cannot be made, or a program fails.
+/// A namespace cannot be created, or a program fails.
 pub fn run(bench: Bench, services: Option<u32>) -> Result<Vec<Figure>> {
     let mut figures = Vec::new();
     for variant in [Variant::Legacy, Variant::Nft] {
@@ -87,10 +87,10 @@ fn measured(bench: Bench, variant: Variant, services: u32) -> Result<Vec<Figure>
         figures.push(Figure::against(name(what), pick(&ours), "ms", "a ruleset of kube-proxy's shape", pick(&beside)));
     }
     let by_hand = in_namespace("by-hand", |_| by_hand(variant, services))?;
-    let (figure, shape) = (name(&format!("{what}/of-two-level")), "the services alone, by hand, on two levels");
+    let (figure, shape) = (name(&format!("{what}/of-two-level")), "the Services alone, by hand, on two levels");
     figures.push(Figure::against(figure, pick(&ours), "ms", shape, pick(&by_hand)));
     if bench == Bench::Incremental {
-        let anchor = "one rule in a chain that nothing leads to, by hand";
+        let anchor = "one rule in a chain that no rule jumps to, by hand";
         figures.push(Figure::against(name("iptables-incremental/of-least"), ours.change_ms, "ms", anchor, least_ms));
     }
     Ok(figures)
@@ -106,7 +106,7 @@ fn in_namespace<T: Send>(name: &str, work: impl FnOnce(&Namespace) -> Result<T> 
     namespace.run(|| work(&namespace))
 }
 
-/// Headgate's timings, and what the least change takes meanwhile, in milliseconds.
+/// Headgate's timings, and the time of the smallest possible change, in milliseconds.
 fn ours(variant: Variant, services: u32) -> Result<(Timings, f64)> {
     let detector = LocalDetector::Cidr("11.0.0.0/8".parse().context("cluster CIDR")?);
     let masquerade = MasqueradeConfig { detector_v4: Some(detector), ..MasqueradeConfig::default() };
@@ -121,7 +121,7 @@ fn ours(variant: Variant, services: u32) -> Result<(Timings, f64)> {
         let (ms, result) = wall_ms(|| one_change(&mut backend, &mut state, &node, services, i));
         result?;
         times.push(ms);
-        // In turns, so that what else the machine does slows both down.
+        // Both are measured alternately, so that other load affects both equally.
         let (ms, result) = wall_ms(|| restore(variant, LEAST_CHANGE));
         result?;
         least.push(ms);
@@ -129,7 +129,7 @@ fn ours(variant: Variant, services: u32) -> Result<(Timings, f64)> {
     Ok((Timings { full_ms, change_ms: median(times) }, median(least)))
 }
 
-/// One endpoint comes to a service in the middle.
+/// Adds one endpoint to a Service in the middle of the list.
 fn one_change(
     backend: &mut IptablesDataplane,
     state: &mut State,
@@ -144,7 +144,7 @@ fn one_change(
     backend.plan(state, node, &dirty);
     let report = backend.apply()?;
     if report.services_planned != 1 || !(1..=2).contains(&report.objects_written) {
-        bail!("one endpoint changed, and {report:?}");
+        bail!("one endpoint changed, but the report is {report:?}");
     }
     Ok(())
 }
@@ -166,7 +166,7 @@ fn by_hand(variant: Variant, services: u32) -> Result<Timings> {
     Ok(Timings { full_ms, change_ms })
 }
 
-/// The median time of scripts, each of which changes one service in the middle.
+/// The median time of scripts, each of which changes one Service in the middle of the list.
 fn changes(variant: Variant, services: u32, script: impl Fn(u32) -> String) -> Result<f64> {
     let mut times = Vec::new();
     for i in 0..CHANGES {

@@ -1,9 +1,9 @@
-//! `ipvs`: the real backend on a real kernel's IPVS, inside User-Mode Linux, beside `ipvsadm` with
-//! the same table.
+//! `ipvs`: the real dataplane on a real kernel's IPVS, inside User-Mode Linux, compared with
+//! `ipvsadm` and the same table.
 //!
-//! The kernel there runs on one processor and makes system calls slowly, so that only ratios mean
-//! anything. What Headgate does includes what `ipvsadm` does not do: planning, the services'
-//! addresses on the device, the sets, and the rules.
+//! That kernel has one processor and slow system calls, so only the ratios are meaningful. Headgate
+//! does more work than `ipvsadm`: it also plans, and writes the addresses on the device, the sets
+//! and the rules.
 
 use std::{
     collections::BTreeSet,
@@ -32,13 +32,13 @@ const SERVICES: u32 = 10_000;
 const ENDPOINTS: u32 = 10;
 const LOADS: usize = 3;
 const CHANGES: u32 = 15;
-/// Services that change at once.
+/// The number of Services that change at once.
 const PIPELINED: u32 = 500;
 const TIME_LIMIT: Duration = Duration::from_secs(1200);
-/// Precedes what was measured in the output of the program inside.
+/// The prefix of the line with the measurements in the output of the program inside.
 const MARK: &str = "measured: ";
 
-/// Milliseconds.
+/// Times in milliseconds.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Measured {
     load: f64,
@@ -49,45 +49,42 @@ struct Measured {
     pipelined: f64,
 }
 
-/// Runs it, inside.
+/// Runs the bench inside User-Mode Linux.
 ///
 /// # Errors
-/// When User-Mode Linux cannot be run, or something is not as it should be inside.
+/// User-Mode Linux cannot run, or the bench fails inside.
 pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     let services = services.unwrap_or(SERVICES);
     let count = services.to_string();
     eprintln!(
-        "ipvs: {count} services are loaded {LOADS} times by each, inside User-Mode Linux; that takes some minutes"
+        "ipvs: Headgate and ipvsadm load {count} Services {LOADS} times each inside User-Mode Linux; this takes some minutes"
     );
     let arguments = ["--only", "ipvs", "--inside", "--services", &count];
     let output = uml::run_program_inside("bench ipvs", &arguments, TIME_LIMIT)?;
-    let line = output.lines().find_map(|line| line.strip_prefix(MARK)).context("nothing was measured inside")?;
-    let measured: Measured = serde_json::from_str(line).context("reading what was measured inside")?;
+    let line = output
+        .lines()
+        .find_map(|line| line.strip_prefix(MARK))
+        .context("the program inside printed no measurements")?;
+    let measured: Measured = serde_json::from_str(line).context("reading the measurements")?;
     let size = format!("{services}x{ENDPOINTS}");
     Ok(vec![
         Figure::against(format!("ipvs/load/{size}"), measured.load, "ms", "ipvsadm -R", measured.restore),
-        Figure::against(
-            format!("ipvs/start-anew/{size}"),
-            measured.load_again,
-            "ms",
-            "loading by ipvsadm -R",
-            measured.restore,
-        ),
+        Figure::against(format!("ipvs/restart/{size}"), measured.load_again, "ms", "ipvsadm -R", measured.restore),
         Figure::against(format!("ipvs/change/{size}"), measured.change, "ms", "one ipvsadm -a", measured.command),
         Figure::against(
             format!("ipvs/change-of-{PIPELINED}/{size}"),
             measured.pipelined,
             "ms",
-            "a change alone",
+            "one change",
             measured.change,
         ),
     ])
 }
 
-/// What [`run`] runs inside.
+/// Runs the measurements. [`run`] starts this inside User-Mode Linux.
 ///
 /// # Errors
-/// When something fails, or a table is not what it should be.
+/// A program fails, or a table in the kernel differs from the expected one.
 pub fn measure_inside(services: Option<u32>) -> Result<()> {
     uml::guest::mark_entered();
     let services = services.unwrap_or(SERVICES);
@@ -96,9 +93,9 @@ pub fn measure_inside(services: Option<u32>) -> Result<()> {
     Ok(())
 }
 
-/// Each load has a network namespace of its own: a kernel keeps removed real servers for two
-/// minutes, and each new one is looked for among them (`ip_vs_trash_get_dest`), so that a second
-/// load in the same place would measure what the first one left.
+/// Measures each load in its own network namespace. The kernel keeps removed real servers for two
+/// minutes and searches them for each new one (`ip_vs_trash_get_dest`). A second load in the same
+/// namespace would therefore be slower.
 fn measure(services: u32) -> Result<Measured> {
     let table = table(services);
     let (mut loads, mut restores) = (Vec::new(), Vec::new());
@@ -132,13 +129,13 @@ fn measure(services: u32) -> Result<Measured> {
 
 fn in_namespace<T: Send>(name: &str, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     let namespace = Namespace::create(format!("hg{}-bench-{name}", std::process::id()))?;
-    // IPVS takes every real server for a broadcast address as long as no address of the namespace's
-    // own has made its local routes.
+    // While the namespace has no address, it has no local routes, and IPVS rejects every real
+    // server as a broadcast address.
     namespace.ip_batch("link set lo up\n")?;
     namespace.run(work)
 }
 
-/// The median time of an endpoint's addition by one `ipvsadm` process.
+/// The median time in which one `ipvsadm` process adds an endpoint.
 fn one_command(services: u32) -> Result<f64> {
     let mut commands = Vec::new();
     for i in 0..CHANGES {
@@ -168,17 +165,17 @@ fn measure_changes(
     (measured.change, measured.pipelined) = (median(changes), ms);
     let expected = services * ENDPOINTS + CHANGES + pipelined;
     let found = lines_of_kernel()?.iter().filter(|line| line.starts_with("-a ")).count();
-    ensure!(found == expected as usize, "{found} destinations are programmed, not {expected}");
+    ensure!(found == expected as usize, "{found} destinations are programmed, expected {expected}");
     Ok(())
 }
 
-/// An agent that starts anew finds everything as it should be, and says after how many
+/// Starts a new dataplane, which must find everything correct. Returns the time of its full sync in
 /// milliseconds.
 fn start_anew(state: &State) -> Result<f64> {
     let mut anew = backend()?;
     let (ms, report) = wall_ms(|| anew.sync_full(&FixedState(state, &node())));
     let written = report?.objects_written;
-    ensure!(written == 0, "an agent that started anew wrote {written} objects");
+    ensure!(written == 0, "a restarted dataplane wrote {written} objects");
     Ok(ms)
 }
 
@@ -198,7 +195,7 @@ fn cleanup(backend: &mut IpvsDataplane) -> Result<()> {
     Ok(())
 }
 
-/// An endpoint comes to each of some services, all in one step.
+/// Adds an endpoint to each of `services` in one step.
 fn change(backend: &mut IpvsDataplane, state: &mut State, services: std::ops::Range<u32>) -> Result<()> {
     let count = services.end - services.start;
     let mut dirty = Dirty::default();
@@ -208,7 +205,7 @@ fn change(backend: &mut IpvsDataplane, state: &mut State, services: std::ops::Ra
     }
     backend.plan(state, &node(), &dirty);
     let report = backend.apply()?;
-    ensure!(report.services_planned == count, "{count} services changed, and {report:?}");
+    ensure!(report.services_planned == count, "{count} Services changed, but the report is {report:?}");
     Ok(())
 }
 
@@ -217,7 +214,7 @@ fn destination_line(service: u32, endpoint: u32) -> String {
     format!("-a -t {of}:80 -r {address}:8080 -m -w 1")
 }
 
-/// As `ipvsadm -S` prints it.
+/// The table in the format of `ipvsadm -S`.
 fn table(services: u32) -> String {
     let mut table = String::new();
     for service in 0..services {
@@ -252,11 +249,11 @@ fn lines_of_kernel() -> Result<BTreeSet<String>> {
     Ok(ipvsadm(&["-Sn"])?.lines().map(|line| line.trim_end().to_owned()).collect())
 }
 
-/// The kernel has this table and nothing else.
+/// Checks that the kernel has exactly this table.
 fn expect(table: &str) -> Result<()> {
     let wanted: BTreeSet<String> = table.lines().map(str::to_owned).collect();
     let found = lines_of_kernel()?;
     let (missing, more) = (wanted.difference(&found).next(), found.difference(&wanted).next());
-    ensure!(missing.is_none() && more.is_none(), "missing: {missing:?}; not wanted: {more:?}");
+    ensure!(missing.is_none() && more.is_none(), "missing: {missing:?}; unexpected: {more:?}");
     Ok(())
 }

@@ -1,6 +1,7 @@
-//! A ruleset of kube-proxy's shape for the workload: one list of all services, a chain a service, a
-//! chain an endpoint, without comments on endpoint rules as it writes them above 1,000 endpoints;
-//! and its partial sync, which writes the lists anew with the changed service's chains.
+//! A ruleset of kube-proxy's shape for the workload: one list of all Services, one chain for each
+//! Service and one chain for each endpoint. Endpoint rules have no comments, because kube-proxy
+//! writes none above 1,000 endpoints. A partial sync rewrites the lists and the chains of the
+//! changed Service.
 
 use std::fmt::Write as _;
 
@@ -11,20 +12,20 @@ use headgate_core::{
 
 use super::workload;
 
-/// Everything, as the first sync writes it.
+/// The script of the first sync.
 #[must_use]
 pub fn full(services: u32, endpoints: u32) -> String {
     let all: Vec<u32> = (0..services).collect();
     script(services, &all, endpoints)
 }
 
-/// One service's endpoints changed: the lists, and that service's chains.
+/// The script of a partial sync after a change of one Service's endpoints.
 #[must_use]
 pub fn partial(services: u32, endpoints: u32, changed: u32) -> String {
     script(services, &[changed], endpoints)
 }
 
-/// The jumps into the lists, which kube-proxy inserts by single commands.
+/// The jumps to the lists, which kube-proxy inserts with separate commands.
 pub const JUMPS: &str = "*nat\n-I PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n\
     -I OUTPUT -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n\
     -I POSTROUTING -m comment --comment \"kubernetes postrouting rules\" -j KUBE-POSTROUTING\nCOMMIT\n";

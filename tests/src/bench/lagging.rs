@@ -1,6 +1,7 @@
-//! `lagging`: agents move to a replica whose watch is held back, and wait there instead of being
-//! given older state; then they move to and fro while the watch is held and let go at random, and
-//! endpoints change. Nobody is ever sent a position of the source that is behind what it has.
+//! `lagging`: agents move to a replica whose watch is delayed. They must wait there and not receive
+//! older state. Then agents move between the replicas at random, while the watch is delayed and
+//! released at random and endpoints change. No agent may receive an older position of the source
+//! than its own.
 
 use std::time::{Duration, Instant};
 
@@ -12,53 +13,55 @@ use super::{
 };
 use crate::fleet::{Break, Client, relay::Relay, stage::Stage};
 
-/// How long the watch is held back at first: time enough for everybody to be welcomed.
+/// Longest wait until all agents are welcomed and wait.
 const LIMIT: Duration = Duration::from_secs(120);
-/// Moves to and fro.
+/// The number of random moves.
 const MOVES: u32 = 30;
-/// Longest time between two moves.
+/// Longest time between two moves, in milliseconds.
 const PAUSE_MS: u64 = 300;
-/// A replica behind its agents lets them wait longer than this takes.
+/// Options with which a delayed replica lets agents wait longer than the bench takes.
 const BEHIND_WAIT: &[&str] = &["--behind-wait-seconds", "600"];
 
-/// What was seen.
+/// The results of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Lagging {
-    /// Agents that the replica kept waiting because it was behind them.
+    /// The number of agents that waited because the replica was behind them.
     pub waits: f64,
-    /// Waits that ended by going back in time: none, ever.
+    /// The number of waits after which the replica sent older state. It must be 0.
     pub expired: f64,
-    /// Consistent points that agents were brought to, and compared with what they had.
+    /// The number of points that agents received and compared with their own point.
     pub points: u64,
-    /// Agents that were sent a position of the source behind what they had: none, ever.
+    /// The number of agents that received an older position of the source than their own. It must
+    /// be 0.
     pub older: usize,
-    /// From letting the watch go to the last agent having everything, in seconds.
+    /// The time from the release of the watch until all agents have everything, in seconds.
     pub catching_up_seconds: f64,
-    /// Streams in the part with random moves.
+    /// The number of streams during the random moves.
     pub streams: u64,
 }
 
 /// Runs the bench.
 ///
 /// # Errors
-/// When an agent is given older state, or does not get everything in the end.
+/// An agent receives older state, or does not have everything in the end.
 pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let agents = load.agents.unwrap_or(500);
     let lagging = apart(|| measure(&mut load.stage(agents, services)?, agents, MOVES, fastrand::u64(..)))?;
     let figure = |what: &str, value: f64, unit| Figure::alone(format!("lagging/{what}/{agents}"), value, unit);
     Ok(vec![
-        figure("kept-waiting", lagging.waits, ""),
-        figure("given-older-state", lagging.older as f64, ""),
+        figure("agents-that-waited", lagging.waits, ""),
+        figure("agents-with-older-state", lagging.older as f64, ""),
         figure("points-checked", lagging.points as f64, ""),
         figure("caught-up-after-release", lagging.catching_up_seconds, "s"),
         figure("streams-in-random-moves", lagging.streams as f64, ""),
     ])
 }
 
-/// Moves agents between two replicas of a stage that has none yet. `seed` decides the moves.
+/// Starts two replicas on a stage without replicas, and moves agents between them. `seed`
+/// determines the moves.
 ///
 /// # Errors
-/// See [`run`].
+/// An agent receives older state, or does not have everything in the end.
 pub fn measure(stage: &mut Stage, agents: usize, moves: u32, seed: u64) -> Result<Lagging> {
     let relay = Relay::start(stage.machines.server(), stage.source.api().address())?;
     let through = stage.kubeconfig_through(relay.address());
@@ -72,9 +75,9 @@ pub fn measure(stage: &mut Stage, agents: usize, moves: u32, seed: u64) -> Resul
     let (summary, older) = stage.fleet.ask(|worker| (worker.summary(), worker.violations().count()))?;
     let streams = summary.counts.connections - before;
     let points = summary.received.batches + summary.received.snapshots;
-    ensure!(older == 0 && points > 0, "{older} agents were sent what they must not be, of {points} points");
+    ensure!(older == 0 && points > 0, "{older} agents found a violation of the contract, in {points} points");
     let expired = metric(stage, behind, "headgate_behind_waits_expired_total")?;
-    ensure!(expired == 0.0, "{expired} agents were sent back in time");
+    ensure!(expired == 0.0, "{expired} agents received older state after a wait");
     Ok(Lagging { waits, expired, points, older, catching_up_seconds, streams })
 }
 
@@ -82,8 +85,9 @@ fn metric(stage: &Stage, replica: usize, name: &str) -> Result<f64> {
     stage.replicas[replica].metric(&stage.machines, name)
 }
 
-/// Everybody moves to a replica that is behind: all are welcomed, none is sent a resource, until it
-/// has caught up.
+/// Moves all agents to a replica that is behind them. All agents are welcomed, and none receives a
+/// resource until the replica has caught up. Returns the time from the release until all agents
+/// have everything in seconds, and the number of agents that waited.
 fn wait_for_one_behind(stage: &mut Stage, relay: &Relay, agents: usize, behind: usize) -> Result<(f64, f64)> {
     relay.hold();
     let mut version = 0;
@@ -98,7 +102,7 @@ fn wait_for_one_behind(stage: &mut Stage, relay: &Relay, agents: usize, behind: 
         worker.reconnect(Break::Close, &[address], |_| true)
     })?;
     let is_welcomed = |client: &Client| client.mode().is_some();
-    stage.fleet.wait_until("everybody is welcomed", LIMIT, move |worker| {
+    stage.fleet.wait_until("all agents are welcomed", LIMIT, move |worker| {
         worker.clients().iter().filter(|client| is_welcomed(client)).count() == worker.clients().len()
     })?;
     let until = Instant::now() + LIMIT;
@@ -108,8 +112,8 @@ fn wait_for_one_behind(stage: &mut Stage, relay: &Relay, agents: usize, behind: 
     }
     let waiting = stage.fleet.ask(|worker| worker.summary())?;
     let sent = waiting.present;
-    ensure!(waiting.following == 0, "{} agents go on with a replica that is behind them", waiting.following);
-    ensure!(sent.chunks + sent.batches + sent.snapshots == 0, "agents that have to wait were sent {sent:?}");
+    ensure!(waiting.following == 0, "{} agents follow a replica that is behind them", waiting.following);
+    ensure!(sent.chunks + sent.batches + sent.snapshots == 0, "agents that must wait received {sent:?}");
     let waits = metric(stage, behind, "headgate_behind_waits_total")?;
     let start = Instant::now();
     relay.release();

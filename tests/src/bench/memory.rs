@@ -1,9 +1,7 @@
-//! `agent-memory`: what the agent's process takes, without services and with 10,000 × 10 endpoints,
-//! at rest and at its highest; and what it takes together with the programs that it runs, at their
-//! highest during the first sync. Beside that, what `iptables-restore` takes when it is given the
-//! same rules in one piece by somebody who has no memory at all: less than that cannot be had with
-//! it, unless it is given less at once. Real programs: a control plane on a folder of manifests,
-//! and an agent.
+//! `agent-memory`: the memory of the agent's process, at rest and at its peak, without Services and
+//! with 10,000 Services × 10 endpoints; and the peak memory of the agent together with the programs
+//! that it runs. The programs are compared with `iptables-restore` alone, which loads all rules at
+//! once. The bench runs real programs: a control plane with a folder of manifests, and an agent.
 
 use std::{
     fmt::Write as _,
@@ -28,7 +26,7 @@ const LONGEST_SYNC: Duration = Duration::from_secs(120);
 /// Runs the bench in both variants.
 ///
 /// # Errors
-/// When a program does not start, or the first sync does not end.
+/// A program does not start, or the first sync does not end in time.
 pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     let services = services.unwrap_or(10_000);
     let mut figures = Vec::new();
@@ -38,44 +36,44 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
         let name = |what: &str| format!("agent-memory/{variant}/{what}/{services}x{ENDPOINTS}");
         let anchor = "an empty agent";
         figures.push(Figure::against(name("resident"), full.resident, "MB", anchor, empty.resident));
-        figures.push(Figure::against(name("highest"), full.highest, "MB", anchor, empty.highest));
+        figures.push(Figure::against(name("peak"), full.highest, "MB", anchor, empty.highest));
         figures.push(Figure::against(
-            name("highest-with-programs"),
+            name("peak-with-programs"),
             full.with_programs,
             "MB",
             anchor,
             empty.with_programs,
         ));
-        let alone = "the program alone, given all rules at once";
-        figures.push(Figure::against(name("programs-highest"), full.programs, "MB", alone, full.program_alone));
+        let alone = "iptables-restore alone, which loads all rules at once";
+        figures.push(Figure::against(name("programs-peak"), full.programs, "MB", alone, full.program_alone));
     }
     Ok(figures)
 }
 
-/// What an agent takes; memory in megabytes.
+/// Measurements of an agent. Memory is in megabytes.
 pub(super) struct Measured {
-    /// Memory of the agent, some seconds after the first sync.
+    /// The memory of the agent, some seconds after the first sync.
     pub(super) resident: f64,
-    /// Of the agent at any moment.
+    /// The peak memory of the agent.
     highest: f64,
-    /// Of the agent and its children together, at any moment that was looked at.
+    /// The largest sampled memory of the agent and its children together.
     with_programs: f64,
-    /// Of the children alone, when the comparison of every rule may have begun.
+    /// The largest sampled memory of the children. The first check of all rules may be included.
     programs: f64,
-    /// Of the children alone, during the first sync.
+    /// The largest sampled memory of the children during the first sync.
     pub(super) first_sync_programs: f64,
-    /// Of `iptables-restore` that is given the same rules in one piece, if that was asked for.
+    /// The peak memory of `iptables-restore` alone, or 0 if it is not measured.
     program_alone: f64,
-    /// What the agent says that its first sync took, in seconds.
+    /// The duration of the first sync in seconds, from the agent's metrics.
     pub(super) first_sync_seconds: f64,
 }
 
-/// Whether the program is measured alone as well.
+/// Whether `iptables-restore` alone is measured, too.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Alone {
-    /// It is not.
+    /// It is not measured.
     No,
-    /// With the rules that the agent made.
+    /// It is measured with the agent's rules.
     Too,
 }
 
@@ -107,7 +105,7 @@ pub(super) fn measure(variant: &str, services: u32, alone: Alone) -> Result<Meas
     measured.with_context(|| format!("the agent's log ends with:\n{log}"))
 }
 
-/// Watches until everything is programmed, and some seconds more.
+/// Samples memory until some seconds after the first sync.
 fn watch(namespace: &Namespace, agent: &mut Process, services: u32) -> Result<Measured> {
     let started = Instant::now();
     let (mut with_programs, mut programs): (f64, f64) = (0.0, 0.0);
@@ -138,14 +136,14 @@ fn watch(namespace: &Namespace, agent: &mut Process, services: u32) -> Result<Me
             });
         }
         if started.elapsed() > LONGEST_SYNC {
-            bail!("{services} services were not programmed within {} s", LONGEST_SYNC.as_secs());
+            bail!("{services} Services were not programmed within {} s", LONGEST_SYNC.as_secs());
         }
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-/// Loads the rules of a namespace into an empty one by the program alone, and looks at the most
-/// that it takes.
+/// Loads the rules of the namespace `full` into an empty namespace with `iptables-restore`, and
+/// returns the program's peak memory in megabytes.
 fn program_alone(variant: &str, full: &Namespace, rules: &Path) -> Result<f64> {
     let mut save = Command::new(format!("iptables-{variant}-save"));
     save.args(["-t", "nat"]).stdout(fs::File::create(rules)?);
@@ -159,7 +157,7 @@ fn program_alone(variant: &str, full: &Namespace, rules: &Path) -> Result<f64> {
     let mut child = empty.spawn(restore)?;
     let mut highest: f64 = 0.0;
     let status = loop {
-        // Once it has ended there is nothing to see.
+        // This fails after the program has ended.
         highest = highest.max(status_mb(child.id(), "VmHWM").unwrap_or_default());
         if let Some(status) = child.try_wait()? {
             break status;
@@ -167,12 +165,12 @@ fn program_alone(variant: &str, full: &Namespace, rules: &Path) -> Result<f64> {
         std::thread::sleep(Duration::from_millis(2));
     };
     if !status.success() || highest == 0.0 {
-        bail!("iptables-{variant}-restore alone: {status}, {highest} MB seen");
+        bail!("iptables-{variant}-restore alone: {status}, {highest} MB measured");
     }
     Ok(highest)
 }
 
-/// The agent's page of metrics.
+/// The agent's metrics page.
 pub(super) struct Page(String);
 
 impl Page {
@@ -188,13 +186,14 @@ impl Page {
         namespace.run(ask).ok().map(Self)
     }
 
-    /// A metric, the sum over its labels.
+    /// The sum of a metric over its labels.
     fn value(&self, name: &str) -> f64 {
         let lines = self.0.lines().filter(|line| line.starts_with(name));
         lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
     }
 
-    /// Rules are counted as they are programmed.
+    /// Whether the first sync of `services` Services is complete, by the version and the number of
+    /// rules.
     pub(super) fn is_programmed(&self, services: u32) -> bool {
         let rules = f64::from(services) * f64::from(ENDPOINTS);
         self.value("headgate_agent_version_programmed") >= f64::from(services.min(1))
@@ -210,7 +209,7 @@ pub(super) fn status_mb(process: u32, field: &str) -> Result<f64> {
     Ok(kilobytes.with_context(|| format!("{path} has no {field}"))? / 1e3)
 }
 
-/// Resident memory of the children; one that has ended meanwhile counts nothing.
+/// The resident memory of all children in megabytes. A child that has just ended counts 0.
 fn children_mb(process: u32) -> f64 {
     let Ok(tasks) = fs::read_dir(format!("/proc/{process}/task")) else { return 0.0 };
     let lists = tasks.flatten().filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
@@ -219,7 +218,7 @@ fn children_mb(process: u32) -> f64 {
     children.into_iter().filter_map(|child| status_mb(child, "VmRSS").ok()).sum()
 }
 
-/// Writes the cluster as manifests for a control plane, a hundred services a file.
+/// Writes the cluster as manifests for a control plane, with 100 Services in each file.
 pub(super) fn write_manifests(folder: &Path, services: u32) -> Result<()> {
     for first in (0..services).step_by(SERVICES_PER_FILE as usize) {
         let mut text = String::new();

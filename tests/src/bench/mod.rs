@@ -1,8 +1,8 @@
-//! Benches: each measures Headgate and an anchor in the same run, prints both with their ratio, and
-//! writes them as JSON.
+//! Benches. Each bench measures Headgate and an anchor, which is something comparable, in one run.
+//! It prints both values with their ratio, and writes them as JSON.
 //!
-//! Figures are medians of repeated runs. A bench fails when what it promises does not hold: counts,
-//! bytes, and ratios within one run. Times alone fail nothing, for machines differ.
+//! Figures are medians of repeated runs. Benches check counts, bytes and ratios within one run, and
+//! fail if a check fails. They do not check times alone, because machines differ.
 
 pub mod apiserver_load;
 pub mod clock;

@@ -1,10 +1,10 @@
-//! Where the CPU time of a process goes: the shares of samples that `perf` takes of it while it
-//! runs, by what the program and the kernel are doing.
+//! A CPU profile of a process: `perf` takes samples while the process runs, and this module counts
+//! them by purpose.
 //!
-//! A sample is a timer's interrupt, so each stands for the same CPU time, in the kernel and
-//! outside. In the kernel the call chain says which system call it is for; outside, where call
-//! chains are not kept, the function itself says what is done. A process that is sampled takes some
-//! percent longer, so times are measured without.
+//! A timer triggers the samples, so each sample represents an equal CPU time. For a sample in the
+//! kernel, the call chain determines the system call. For a sample in the program, only the
+//! function itself determines the purpose, because call chains are incomplete there. Sampling slows
+//! a process down by some percent, so benches measure times without it.
 
 use std::{
     collections::BTreeMap,
@@ -20,15 +20,15 @@ use nix::{
     unistd::Pid,
 };
 
-/// Samples a second; a prime, so that nothing periodic is always met or always missed.
+/// Samples per second. This is a prime, so that sampling does not synchronise with periodic work.
 const FREQUENCY: &str = "199";
 /// Longest time that `perf` may take to begin or to end.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Shares of fewer samples mean nothing.
+/// The smallest number of samples from which shares are computed.
 const FEWEST: u64 = 50;
 
-/// What CPU time is for, and what gives it away. The first line counts that is found in a sample:
-/// for a sample in the kernel any function of its chain, otherwise the function itself.
+/// Purposes of CPU time in the kernel, each with parts of function names. The first purpose whose
+/// part occurs in any kernel function of a sample's call chain counts.
 const KERNEL: &[(&str, &[&str])] = &[
     ("kernel-writes", &["sys_sendto", "sys_sendmsg", "sys_write", "sys_writev"]),
     ("kernel-reads", &["sys_recvfrom", "sys_recvmsg", "sys_read"]),
@@ -38,7 +38,8 @@ const KERNEL: &[(&str, &[&str])] = &[
     ("kernel-interrupts", &["asm_sysvec", "asm_common_interrupt", "softirq"]),
 ];
 const KERNEL_REST: &str = "kernel-other";
-/// See [`KERNEL`].
+/// Purposes of CPU time in the program, each with parts of function names. The first purpose whose
+/// part occurs in the sample's innermost function counts.
 const PROGRAM: &[(&str, &[&str])] = &[
     ("tls", &["rustls", "ring_core", "ring::aead", "ring::ec", "aes_", "gcm", "ghash", "chacha", "poly1305", "webpki"]),
     ("acks", &["serve::inbound", "serve::agents", "serve::fleet", "AgentMessage", "agent_message", "v1::Ack", "prost"]),
@@ -51,25 +52,25 @@ const PROGRAM: &[(&str, &[&str])] = &[
 ];
 const PROGRAM_REST: &str = "other";
 
-/// `perf` at work.
+/// A running `perf record`.
 pub struct Sampling {
     child: Child,
     data: PathBuf,
     _folder: tempfile::TempDir,
 }
 
-/// Samples by what the process was doing.
+/// The number of samples for each purpose.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Profile {
     samples: BTreeMap<&'static str, u64>,
 }
 
 impl Sampling {
-    /// Samples a process from now on. `None`, and a line that says what is missing, where there is
-    /// no `perf` or it may not.
+    /// Starts sampling a process. If `perf` is not installed or not permitted, prints the reason
+    /// and returns `None`.
     ///
     /// # Errors
-    /// When the system refuses a folder.
+    /// A temporary folder cannot be created, or `perf` does not begin in time.
     pub fn start(process: u32) -> Result<Option<Self>> {
         let folder = tempfile::tempdir().context("making a folder")?;
         let data = folder.path().join("perf.data");
@@ -80,7 +81,7 @@ impl Sampling {
         let child = match command.spawn() {
             Ok(child) => child,
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                println!("perf is not installed (Debian package linux-perf): where the CPU time goes is not measured");
+                println!("perf is not installed (Debian package linux-perf): no CPU profile is measured");
                 return Ok(None);
             }
             Err(error) => return Err(error).context("running `perf`"),
@@ -89,7 +90,7 @@ impl Sampling {
         let until = Instant::now() + LIMIT;
         while !sampling.data.exists() {
             if let Some(status) = sampling.child.try_wait().context("waiting for `perf`")? {
-                println!("perf may not sample here ({status}): where the CPU time goes is not measured");
+                println!("perf is not permitted to take samples ({status}): no CPU profile is measured");
                 return Ok(None);
             }
             if Instant::now() > until {
@@ -100,10 +101,11 @@ impl Sampling {
         Ok(Some(sampling))
     }
 
-    /// Ends it. `None`, and a line that says so, when there are too few samples to say anything.
+    /// Ends sampling, and returns the profile. If there are too few samples, prints their number
+    /// and returns `None`.
     ///
     /// # Errors
-    /// When `perf` cannot read what it wrote.
+    /// `perf` does not end in time, or cannot read its file.
     pub fn finish(mut self) -> Result<Option<Profile>> {
         self.stop()?;
         let mut command = Command::new("perf");
@@ -114,7 +116,7 @@ impl Sampling {
         }
         let profile = Profile::read(&String::from_utf8_lossy(&output.stdout));
         if profile.total() < FEWEST {
-            println!("perf took {} samples, too few to say where the CPU time goes", profile.total());
+            println!("perf took only {} samples: no CPU profile is measured", profile.total());
             return Ok(None);
         }
         Ok(Some(profile))
@@ -135,7 +137,7 @@ impl Sampling {
 
 impl Drop for Sampling {
     fn drop(&mut self) {
-        // It has ended by itself, unless something went wrong before.
+        // After `finish`, the process has already ended.
         if let Ok(None) = self.child.try_wait() {
             let _ = self.child.kill();
             let _ = self.child.wait();
@@ -144,8 +146,8 @@ impl Drop for Sampling {
 }
 
 impl Profile {
-    /// Reads call chains as `perf script` prints them: a line for each function, address first, the
-    /// innermost first; an empty line behind each sample.
+    /// Reads call chains in the format of `perf script`: one line for each function with its
+    /// address and name, the innermost function first, and an empty line after each sample.
     fn read(text: &str) -> Self {
         let mut profile = Self::default();
         let mut chain: Vec<(&str, &str)> = Vec::new();
@@ -162,13 +164,13 @@ impl Profile {
         profile
     }
 
-    /// Number of samples.
+    /// The number of samples.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.samples.values().sum()
     }
 
-    /// Purposes and their shares of the CPU time, the largest first.
+    /// The purposes with their shares of the CPU time, the largest first.
     #[must_use]
     pub fn shares(&self) -> Vec<(&'static str, f64)> {
         let total = self.total().max(1) as f64;
@@ -195,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn samples_are_told_apart() {
+    fn samples_are_counted_by_purpose() {
         let text = "
 \tffffffff81b3a2f5 tcp_sendmsg_locked
 \tffffffff81a00b87 __x64_sys_sendto

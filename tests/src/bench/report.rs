@@ -1,35 +1,35 @@
-//! What a bench found.
+//! The figures of a bench.
 
 use std::{fs, path::Path};
 
 use anyhow::{Context as _, Result};
 use serde::Serialize;
 
-/// One figure, with what it is compared with.
+/// One figure, with its anchor if it has one.
 #[derive(Debug, Clone, Serialize)]
 pub struct Figure {
-    /// Such as `iptables-full/legacy/10000x10`.
+    /// The name, such as `iptables-full/legacy/10000x10`.
     pub name: String,
     /// The measured value.
     pub value: f64,
-    /// Its unit, such as `ms` or `bytes`.
+    /// The unit, such as `ms` or `bytes`.
     pub unit: &'static str,
-    /// What it is compared with, in words; empty when it stands alone.
+    /// A description of the anchor; empty without an anchor.
     pub compared_with: String,
-    /// The anchor's value in the same unit.
+    /// The anchor's value, in the figure's unit.
     pub anchor: Option<f64>,
-    /// `value / anchor`: below 1 is better.
+    /// `value / anchor`. Less is better.
     pub ratio: Option<f64>,
 }
 
 impl Figure {
-    /// A figure that stands alone.
+    /// A figure without an anchor.
     #[must_use]
     pub fn alone(name: impl Into<String>, value: f64, unit: &'static str) -> Self {
         Self { name: name.into(), value, unit, compared_with: String::new(), anchor: None, ratio: None }
     }
 
-    /// A figure beside an anchor that was measured in the same run.
+    /// A figure with an anchor from the same run.
     #[must_use]
     pub fn against(
         name: impl Into<String>,
@@ -43,10 +43,11 @@ impl Figure {
     }
 }
 
-/// Prints the figures of a bench and writes them to `folder/name.json`.
+/// Prints the figures of a bench, and writes them to `folder/bench.json`, where `bench` is its
+/// name.
 ///
 /// # Errors
-/// When the file cannot be written.
+/// The file cannot be written.
 pub fn publish(bench: &str, figures: &[Figure], folder: &Path) -> Result<()> {
     for figure in figures {
         print!("{:<44} {:>12.3} {:<6}", figure.name, figure.value, figure.unit);
@@ -62,7 +63,8 @@ pub fn publish(bench: &str, figures: &[Figure], folder: &Path) -> Result<()> {
     fs::write(&path, serde_json::to_string_pretty(figures)?).with_context(|| format!("writing {}", path.display()))
 }
 
-/// The middle one; of an even number, the upper of the two in the middle. 0 of none.
+/// The median. For an even number of values it is the upper of the two middle values. 0 without
+/// values.
 #[must_use]
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);

@@ -1,7 +1,8 @@
-//! `slow`: agents that never read, and agents that read 1 KB a second, beside others on the same
-//! replica. Its memory does not grow while they stay, and the others do not feel them, be they slow
-//! from the beginning or after they had everything: phases without and with either take turns in
-//! one run.
+//! `slow`: agents that never read and agents that read 1 KB a second, together with normal agents
+//! on one replica. The replica's memory must not grow with time, and the latency of the normal
+//! agents must not increase. Some slow agents are slow from the beginning, and others only after
+//! they have everything (they hang). Phases without slow agents, with slow agents and with hanging
+//! agents alternate in one run.
 
 use std::{
     sync::mpsc::{self, RecvTimeoutError},
@@ -21,36 +22,36 @@ use crate::fleet::{
     stage::{CONVERGENCE_LIMIT, Stage},
 };
 
-/// Agents that never read.
+/// The number of agents that never read.
 const NEVER: usize = 100;
-/// Agents that read slowly.
+/// The number of agents that read slowly.
 const SLOW: usize = 100;
-/// What they read.
+/// The speed of agents that read slowly.
 const BYTES_PER_SECOND: u32 = 1_000;
-/// Times that phases without and with them follow each other: many short ones, since these times
-/// follow the machine's speed, which drifts.
+/// The number of rounds. Many short rounds are better than few long ones, because the machine's
+/// speed drifts.
 const ROUNDS: u32 = 8;
-/// Phases of a round.
+/// The number of phases in a round.
 const PHASES: u32 = 3;
-/// After this, connections that were reset cost nothing more.
+/// A pause after which the replica has dropped connections that were reset.
 const BREATH: Duration = Duration::from_secs(1);
-/// Changes are made for so long before times are measured beside agents that hang since a moment
-/// ago.
+/// The time from the moment at which agents hang until latencies are measured.
 const WARMING_UP: Duration = Duration::from_secs(2);
-/// The phase after the rounds, in which memory is looked at, takes this part of the time.
+/// The length of the phase that measures memory is the given time divided by this number.
 const WATCHED: u32 = 3;
-/// How often memory is looked at.
+/// How often memory is measured.
 const SAMPLING: Duration = Duration::from_millis(500);
-/// How much later than without them the others may have a change, at p99.
+/// The largest allowed ratio of the p99 with and without slow agents.
 const WORSE: f64 = 1.1;
-/// Memory that may come and go whatever agents do: an allocator's, and a log's that fills up to its
+/// Growth of memory that does not depend on agents: of the allocator, and of the log up to its
 /// bound.
 const SLACK_BYTES: u64 = 4 << 20;
 
 /// Runs the bench.
 ///
 /// # Errors
-/// When memory grows while slow agents stay, or the others get something late, or not at all.
+/// Memory grows with time beside slow agents, or the normal agents receive changes late or not at
+/// all.
 pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let agents = load.agents.unwrap_or(1_000);
     apart(|| {
@@ -59,8 +60,8 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     })
 }
 
-/// Agents for a replica of the stage that have a fault from the beginning: so many that never read,
-/// and so many that read slowly.
+/// Describes agents of a replica that are slow from the beginning: `never` agents that never read,
+/// and `slow` agents that read slowly.
 #[must_use]
 pub fn slow_members(stage: &Stage, never: usize, slow: usize, replica: usize) -> Vec<Member> {
     let member = |number| Member { fault: fault(number, never), ..unmeasured(stage, "slow", number, replica) };
@@ -76,7 +77,7 @@ fn fault(number: usize, never: usize) -> Fault {
     if number < never { Fault::NeverRead } else { Fault::SlowRead { bytes_per_second: BYTES_PER_SECOND } }
 }
 
-/// Name of the nodes whose agents are sound until they have everything.
+/// The prefix of the node names of hanging agents. They are sound until they have everything.
 const HANGING: &str = "hanging";
 
 fn is_hanging(client: &Client) -> bool {
@@ -89,7 +90,7 @@ fn is_slow(client: &Client) -> bool {
 
 fn measure(stage: &mut Stage, agents: usize, load: &Load) -> Result<Vec<Figure>> {
     stage.start_replica(&[])?;
-    // In the midst of the others, as nodes come.
+    // The hanging agents join between two halves of the normal agents.
     stage.join(0, agents / 2, 0)?;
     stage.fleet.join((0..NEVER + SLOW).map(|number| unmeasured(stage, HANGING, number, 0)).collect())?;
     stage.join(agents / 2, agents - agents / 2, 0)?;
@@ -124,24 +125,24 @@ fn measure(stage: &mut Stage, agents: usize, load: &Load) -> Result<Vec<Figure>>
     check_deliveries(&phase, agents)?;
     let growth = growth(&samples)?;
     let sockets_with = socket_bytes()?;
-    // They find the present state, and not what they missed.
+    // The hanging agents read again. They must receive the present state.
     stage.fleet.ask(|worker| worker.set_fault(Fault::None, is_hanging))?;
     let (_, version) = stage.source.change_for(BREATH, load.rate)?;
     stage.wait_for_all(version)?;
     stage.replicas[0].check_running()?;
     stage.compare_digests()?;
     let most = SLACK_BYTES.max(growth.first / 50);
-    ensure!(growth.last <= growth.first + most, "memory grows with time beside slow agents: {growth:?}");
+    ensure!(growth.last <= growth.first + most, "memory grows with time while slow agents are connected: {growth:?}");
     let label = format!("{agents}+{}", NEVER + SLOW);
     let name = |what: &str| format!("slow/{what}/{label}");
     let against = |what: &str, with: &Histograms, share: f64| {
-        Figure::against(name(what), with.ms(share), "ms", "the same without slow agents", without.ms(share))
+        Figure::against(name(what), with.ms(share), "ms", "without slow agents", without.ms(share))
     };
-    for (with, what) in [(&slow, "are slow from the beginning"), (&hanging, "begin to hang")] {
+    for (with, what) in [(&slow, "that are slow from the beginning"), (&hanging, "that hang")] {
         let (with_p99, without_p99) = (with.ms(0.99), without.ms(0.99));
         ensure!(
             with_p99 <= without_p99 * WORSE,
-            "agents that {what} make the others wait: p99 is {with_p99:.2} ms beside them, and {without_p99:.2} ms without"
+            "agents {what} delay normal agents: p99 is {with_p99:.2} ms with them and {without_p99:.2} ms without them"
         );
     }
     Ok(vec![
@@ -150,23 +151,23 @@ fn measure(stage: &mut Stage, agents: usize, load: &Load) -> Result<Vec<Figure>>
         against("p50-hanging", &hanging, 0.5),
         against("p99-hanging", &hanging, 0.99),
         Figure::against(
-            name("memory-late"),
+            name("memory-at-end"),
             growth.last as f64 / 1e6,
             "MB",
-            "early in the phase with slow agents",
+            "the start of the phase with slow agents",
             growth.first as f64 / 1e6,
         ),
         Figure::against(
             name("kernel-socket-memory"),
             sockets_with as f64 / 1e6,
             "MB",
-            "the same without slow agents",
+            "without slow agents",
             sockets_without as f64 / 1e6,
         ),
     ])
 }
 
-/// Has the agents join that are slow from the beginning, or come back.
+/// Connects the agents that are slow from the beginning.
 fn begin_slow(stage: &Stage, is_first: bool) -> Result<()> {
     let address = stage.replicas[0].address();
     if is_first {
@@ -178,14 +179,14 @@ fn begin_slow(stage: &Stage, is_first: bool) -> Result<()> {
     Ok(())
 }
 
-/// Has the agents come back that are sound until they have everything, and then hang.
+/// Connects the hanging agents, waits until they have everything, and then lets them hang.
 fn begin_hanging(stage: &Stage) -> Result<()> {
     let address = stage.replicas[0].address();
     stage.fleet.ask(move |worker| {
         worker.set_fault(Fault::None, is_hanging);
         worker.resume(&[address], is_hanging);
     })?;
-    let what = "the agents that are to hang have everything";
+    let what = "the agents that will hang have everything";
     stage.fleet.wait_until(what, CONVERGENCE_LIMIT, |worker| worker.having(0) == worker.sound())?;
     std::thread::sleep(BREATH);
     stage.fleet.ask(|worker| {
@@ -196,18 +197,18 @@ fn begin_hanging(stage: &Stage) -> Result<()> {
     })
 }
 
-/// Memory of all TCP sockets of this kernel: what was sent and is not read waits there, and not in
-/// the replica.
+/// The memory of all TCP sockets of this kernel, in bytes. Sent bytes that an agent does not read
+/// wait in sockets, not in the replica.
 fn socket_bytes() -> Result<u64> {
     let text = std::fs::read_to_string("/proc/net/sockstat").context("reading /proc/net/sockstat")?;
-    let line = text.lines().find(|line| line.starts_with("TCP:")).context("/proc/net/sockstat knows no TCP")?;
+    let line = text.lines().find(|line| line.starts_with("TCP:")).context("/proc/net/sockstat has no line for TCP")?;
     let pages =
         line.split_whitespace().skip_while(|word| *word != "mem").nth(1).and_then(|pages| pages.parse::<u64>().ok());
     Ok(pages.with_context(|| format!("/proc/net/sockstat: {line}"))? * 4_096)
 }
 
-/// Latencies of several phases. The median of their quantiles: one phase in which the machine was
-/// elsewhere decides nothing.
+/// The latencies of several phases. Figures are medians of the phases' quantiles, so one disturbed
+/// phase has little influence.
 #[derive(Default)]
 struct Histograms(Vec<Histogram>);
 
@@ -217,24 +218,22 @@ impl Histograms {
     }
 }
 
-/// Memory of the replica early and late in a phase: the highest of the first third, and of the
-/// last.
+/// The memory of the replica at the start and at the end of a phase.
 #[derive(Debug, Clone, Copy)]
 pub struct Growth {
-    /// In bytes.
+    /// The largest value in the first third of the phase, in bytes.
     pub first: u64,
-    /// In bytes.
+    /// The largest value in the last third of the phase, in bytes.
     pub last: u64,
 }
 
 fn growth(samples: &[u64]) -> Result<Growth> {
     let third = samples.len() / 3;
-    let highest =
-        |part: &[u64]| part.iter().copied().max().context("memory was looked at too rarely: let it last longer");
+    let highest = |part: &[u64]| part.iter().copied().max().context("too few samples of memory: increase --seconds");
     Ok(Growth { first: highest(&samples[..third])?, last: highest(&samples[samples.len() - third..])? })
 }
 
-/// A phase, and the replica's memory during it.
+/// Runs a phase, and samples the replica's memory meanwhile.
 fn with_memory(stage: &mut Stage, time: Duration, rate: u32) -> Result<(Phase, Vec<u64>)> {
     let memory = stage.replicas[0].memory();
     std::thread::scope(|scope| {

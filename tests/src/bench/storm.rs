@@ -1,6 +1,7 @@
-//! `storm`: a replica dies, and all agents come back at once: to another replica with nothing
-//! changed, to a third with 20 services changed meanwhile, and to the same with nothing changed.
-//! What they are sent is exactly what differs; time and CPU are reported.
+//! `storm`: all agents lose their connections and reconnect at once, in three ways. They move to
+//! another replica and nothing has changed; they move to another replica and 20 Services have
+//! changed; or they return to the same replica and nothing has changed. The bench checks that
+//! agents receive exactly the difference, and reports time and CPU.
 
 use std::time::{Duration, Instant};
 
@@ -17,51 +18,52 @@ use crate::fleet::{
     worker::{Summary, Worker},
 };
 
-/// Services that change while agents are away.
+/// The number of Services that change while agents are disconnected.
 pub const CHANGED: u32 = 20;
-/// Longest time until everybody is back.
+/// Longest time until all agents have reconnected.
 const LIMIT: Duration = Duration::from_secs(180);
-/// Share of sessions that must be resumed where agents come back to their replica: who is sent away
-/// in between comes without a ticket.
+/// The smallest share of TLS sessions that are resumed when agents return to their replica. An
+/// agent whose attempt is refused has no ticket left.
 const RESUMED: f64 = 0.95;
 
-/// How everybody came back.
+/// The measurements of one way to reconnect.
 #[derive(Debug, Clone)]
 pub struct Return {
-    /// From the moment that they lost their replica to the moment that the last had everything.
+    /// The time from the loss of the connections until all agents have everything, in seconds.
     pub seconds: f64,
-    /// CPU time of the replica that they came to.
+    /// The CPU time of the replica to which the agents connect.
     pub cpu: CpuTime,
-    /// What they were sent.
+    /// What the agents received.
     pub summary: Summary,
-    /// Handshakes that resumed a TLS session.
+    /// The number of TLS handshakes that resumed a session.
     pub resumed_handshakes: u64,
-    /// The replica's memory at its highest, in bytes.
+    /// The replica's peak memory, in bytes.
     pub highest_bytes: u64,
-    /// Services that the agents which hold a state would have had to program anew.
+    /// The number of Services that the agents with a state would have programmed.
     pub dirty_services: u64,
 }
 
-/// The three ways.
+/// The measurements of the three ways to reconnect.
 #[derive(Debug, Clone)]
 pub struct Storm {
-    /// To another replica, nothing has changed.
+    /// To another replica, and nothing has changed.
     pub elsewhere: Return,
-    /// To another replica, [`CHANGED`] services have changed.
+    /// To another replica, and [`CHANGED`] Services have changed.
     pub changed: Return,
-    /// To the same replica, nothing has changed.
+    /// To the same replica, and nothing has changed.
     pub same: Return,
 }
 
 /// Runs the bench.
 ///
 /// # Errors
-/// When agents are sent anything that they have, or do not end up with the source's state.
+/// Agents receive anything that they already have, or their state differs from the source.
 pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let agents = load.agents.unwrap_or(5_000);
     let storm = apart(|| measure(&mut load.stage(agents, services)?, agents))?;
     let mut figures = Vec::new();
-    for (way, back) in [("elsewhere", &storm.elsewhere), ("20-changed", &storm.changed), ("same-replica", &storm.same)]
+    for (way, back) in
+        [("other-replica", &storm.elsewhere), ("20-changed", &storm.changed), ("same-replica", &storm.same)]
     {
         let figure = |what: &str, value: f64, unit| Figure::alone(format!("storm/{way}/{what}/{agents}"), value, unit);
         let received = back.summary.present;
@@ -74,32 +76,33 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
             figure("services-to-program-per-agent", back.dirty_services as f64 / load.full_agents as f64, ""),
             figure("message-bytes-per-agent", each(received.bytes), "bytes"),
             figure("tls-sessions-resumed", each(back.resumed_handshakes) * 100.0, "%"),
-            figure("memory-highest", back.highest_bytes as f64 / 1e6, "MB"),
+            figure("memory-peak", back.highest_bytes as f64 / 1e6, "MB"),
         ]);
     }
     Ok(figures)
 }
 
-/// Lets a storm break over a stage without replicas. The stage's agents hold the source's state
-/// afterwards.
+/// Starts replicas on a stage without replicas, and lets the agents reconnect in the three ways. In
+/// the end the agents have the source's state.
 ///
 /// # Errors
-/// See [`run`].
+/// Agents receive anything that they already have, or their state differs from the source.
 pub fn measure(stage: &mut Stage, agents: usize) -> Result<Storm> {
-    ensure!(stage.setup().full_agents > 0, "an agent that holds a state is needed, for the digests of the others");
+    ensure!(stage.setup().full_agents > 0, "no agent holds a state: --full-agents must be at least 1");
     let (first, second) = (stage.start_replica(&[])?, stage.start_replica(&[])?);
     stage.join(0, agents, first)?;
-    everybody_says_their_digests(stage)?;
+    give_digests_to_all_agents(stage)?;
     let elsewhere = elsewhere(stage, agents, second)?;
-    everybody_says_their_digests(stage)?;
+    give_digests_to_all_agents(stage)?;
     let changed = changed_meanwhile(stage, agents)?;
     let same = same_replica(stage, agents)?;
     stage.compare_digests()?;
     Ok(Storm { elsewhere, changed, same })
 }
 
-/// Agents without a state resume by the digests of one that has: they are at the same version.
-fn everybody_says_their_digests(stage: &Stage) -> Result<()> {
+/// Lets agents without a state resume with the digests of an agent that holds one. All are at one
+/// version.
+fn give_digests_to_all_agents(stage: &Stage) -> Result<()> {
     let has_one = stage.fleet.ask(|worker| {
         worker.set_handshakes(usize::MAX);
         worker.refresh_reference()
@@ -112,7 +115,7 @@ fn elsewhere(stage: &mut Stage, agents: usize, second: usize) -> Result<Return> 
     let address = stage.replicas[second].address();
     stage.fleet.ask(move |worker| worker.redirect(&[address]))?;
     let timer = Timer::start(stage, second)?;
-    // The second is the first from now on.
+    // The second replica then has index 0.
     stage.kill_replica(0)?;
     let back = timer.wait(stage, 0, agents, 0, |summary| summary.by_digests)?;
     nothing_was_sent(&back, agents)?;
@@ -127,7 +130,7 @@ fn changed_meanwhile(stage: &mut Stage, agents: usize) -> Result<Return> {
     stage.kill_replica(0)?;
     let third = third - 1;
     let step = stage.source.services() / CHANGED;
-    ensure!(step > 0, "fewer services than change");
+    ensure!(step > 0, "the source has fewer than {CHANGED} Services");
     let services: Vec<u32> = (0..CHANGED).map(|number| number * step).collect();
     let mut version = 0;
     for service in &services {
@@ -136,7 +139,7 @@ fn changed_meanwhile(stage: &mut Stage, agents: usize) -> Result<Return> {
     let until = Instant::now() + LIMIT;
     while stage.replicas[third].metric(&stage.machines, "headgate_store_changes_total")? < changes + f64::from(CHANGED)
     {
-        ensure!(Instant::now() < until, "a replica does not learn of changes");
+        ensure!(Instant::now() < until, "a replica does not receive changes");
         std::thread::sleep(Duration::from_millis(20));
     }
     let timer = Timer::start(stage, third)?;
@@ -147,11 +150,15 @@ fn changed_meanwhile(stage: &mut Stage, agents: usize) -> Result<Return> {
     let expected = (buckets.len() as u64 * agents as u64, resources * agents as u64);
     if (received.buckets, received.chunk_resources) != expected {
         let sent = (received.buckets, received.chunk_resources);
-        bail!("{agents} agents were sent {sent:?} buckets and resources, where {expected:?} differ");
+        bail!("{agents} agents received {sent:?} buckets and resources, expected {expected:?}");
     }
-    ensure!(received.batch_resources == 0, "{} resources came in batches", received.batch_resources);
+    ensure!(received.batch_resources == 0, "{} resources arrived in batches", received.batch_resources);
     let expected = u64::from(CHANGED) * stage.setup().full_agents as u64;
-    ensure!(back.dirty_services == expected, "{} services would be programmed, not {expected}", back.dirty_services);
+    ensure!(
+        back.dirty_services == expected,
+        "agents would program {} Services, expected {expected}",
+        back.dirty_services
+    );
     Ok(back)
 }
 
@@ -166,14 +173,14 @@ fn same_replica(stage: &mut Stage, agents: usize) -> Result<Return> {
     Ok(back)
 }
 
-/// No snapshot, no resource, nothing to program.
+/// Checks that agents received no snapshot and no resource, and have no Service to program.
 fn nothing_was_sent(back: &Return, agents: usize) -> Result<()> {
     let received = back.summary.present;
     let sent = [received.chunk_bytes, received.chunk_resources, received.buckets, received.batch_resources];
-    ensure!(sent == [0; 4], "{agents} agents with nothing missing were sent {received:?}");
+    ensure!(sent == [0; 4], "{agents} agents received {received:?} although nothing had changed");
     ensure!(
         back.dirty_services == 0,
-        "{} services would be programmed, of which none has changed",
+        "agents would program {} Services although nothing had changed",
         back.dirty_services
     );
     Ok(())
@@ -191,7 +198,7 @@ impl Timer {
         Ok(Self { start: Instant::now(), cpu: stage.replicas[replica].cpu()?, resumed_handshakes })
     }
 
-    /// Waits until so many agents came back in the way that `count` counts, and have everything.
+    /// Waits until `count` of the summary equals `agents` and all agents have everything.
     fn wait(
         self,
         stage: &Stage,
@@ -201,7 +208,7 @@ impl Timer {
         count: fn(&Summary) -> usize,
     ) -> Result<Return> {
         let are_back = move |worker: &Worker| count(&worker.summary()) == agents && worker.having(slices) == agents;
-        stage.fleet.wait_until("everybody is back", LIMIT, are_back)?;
+        stage.fleet.wait_until("all agents have reconnected", LIMIT, are_back)?;
         let seconds = self.start.elapsed().as_secs_f64();
         let replica = &stage.replicas[replica];
         let (summary, dirty_services) = stage.fleet.ask(|worker| {

@@ -1,22 +1,22 @@
-//! The workload as a skilled hand would write it for iptables: a chain a service with its DNAT
-//! rules in it, and a dispatch on two levels. It has none of what a proxy needs besides (hairpins,
-//! external addresses, NodePorts, policies), so it shows what the kernel asks for the services
-//! alone.
+//! A minimal iptables ruleset for the workload, as an expert would write it by hand: one chain with
+//! DNAT rules for each Service, and a dispatch on two levels. It omits everything else that a proxy
+//! needs (hairpins, external addresses, NodePorts, policies). So it shows the kernel's cost of the
+//! Services alone.
 
 use std::{collections::BTreeSet, fmt::Write as _, net::IpAddr};
 
 use super::workload;
 
-/// Leading bits of an address that make a group: 256 services each.
+/// The prefix length of a group of the first dispatch level. A group has up to 256 Services.
 const GROUP_PREFIX: u8 = 24;
 
-/// Everything, with the jumps that lead to it.
+/// The complete ruleset, with the jumps from built-in chains.
 #[must_use]
 pub fn full(services: u32, endpoints: u32) -> String {
     let groups: BTreeSet<IpAddr> = (0..services).map(|service| group(workload::cluster_ip(service))).collect();
     let mut script = String::from("*nat\n");
-    // iptables-nft looks for each new chain's place from the start of a sorted list, so the last
-    // comes first.
+    // iptables-nft searches a sorted list from its start to insert each new chain. Descending order
+    // makes every search short.
     for service in (0..services).rev() {
         // Writing to a String cannot fail.
         let _ = writeln!(script, ":{} - [0:0]", service_chain(service));
@@ -40,7 +40,7 @@ pub fn full(services: u32, endpoints: u32) -> String {
     script
 }
 
-/// One service's chain, written anew with so many endpoints.
+/// A script that replaces one Service's chain with a chain for `endpoints` endpoints.
 #[must_use]
 pub fn change(service: u32, endpoints: u32) -> String {
     let mut script = format!("*nat\n:{} - [0:0]\n", service_chain(service));

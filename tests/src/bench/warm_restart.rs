@@ -1,8 +1,8 @@
-//! `warm-restart`: agents that begin where their rules are in place, after SIGTERM, after SIGKILL,
-//! and while no control plane answers. It fails when one of them writes anything to the kernel, or
-//! a client notices: connections to the first and to the last service are opened all the while, and
-//! some are held. How long it takes until the rules are known to be right stands beside the first
-//! sync. Real programs: a control plane on a folder of manifests, and an agent.
+//! `warm-restart`: an agent restarts while its rules are in place, after SIGTERM, after SIGKILL,
+//! and while no control plane answers. The bench fails if the agent writes to the kernel or a
+//! connection fails. Clients open connections to the first and the last Service all the time, and
+//! keep some open. The time until the agent has verified the rules is compared with the first sync.
+//! The bench runs real programs: a control plane with a folder of manifests, and an agent.
 
 use std::{
     fs,
@@ -29,41 +29,41 @@ use crate::{
 
 const ENDPOINTS: u32 = 10;
 const SERVERS: &str = "0.0.0.0:8080";
-/// Guards: what they bound takes seconds, or far less.
+/// Longest wait for any state of the agent. Usually it takes seconds or less.
 const LONGEST_SYNC: Duration = Duration::from_secs(240);
 const LONGEST_ANSWER: Duration = Duration::from_secs(5);
-/// Between two connections of a client.
+/// The pause between two connections of a client.
 const PAUSE: Duration = Duration::from_millis(5);
-/// What the agent logs when it leaves the rules of the last run alone until it hears from a control
-/// plane.
+/// A part of the message that the agent logs when it keeps the rules of the last run until a
+/// control plane answers.
 const LEFT_ALONE: &str = "stay as they are until a control plane answers";
 
 /// Runs the bench in both variants.
 ///
 /// # Errors
-/// A warm restart wrote to the kernel or failed a connection, or a program does not start.
+/// A warm restart writes to the kernel, a connection fails, or a program does not start.
 pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     let services = services.unwrap_or(10_000);
     let mut figures = Vec::new();
     for variant in ["legacy", "nft"] {
-        figures.extend(measure(variant, services).with_context(|| format!("{variant}, {services} services"))?);
+        figures.extend(measure(variant, services).with_context(|| format!("{variant}, {services} Services"))?);
     }
     Ok(figures)
 }
 
-/// How the agent ends that was there before.
+/// How the previous agent ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Sigterm,
     Sigkill,
-    /// SIGKILL, and the control plane is away until the next agent has looked at the rules.
+    /// With SIGKILL. The control plane is also killed, and starts again after the next agent has
+    /// checked the rules.
     Alone,
 }
 
 const ENDS: [(&str, End); 3] = [("sigterm", End::Sigterm), ("sigkill", End::Sigkill), ("alone", End::Alone)];
 
-/// The machine: a namespace in which the endpoints of the first and of the last service are
-/// addresses of its own.
+/// The machine: a namespace that holds the addresses of the first and the last Service's endpoints.
 struct Machine {
     namespace: Namespace,
     folder: tempfile::TempDir,
@@ -71,7 +71,7 @@ struct Machine {
     variant: &'static str,
 }
 
-/// What runs on it.
+/// The programs that run on the machine.
 struct Programs<'a> {
     machine: &'a Machine,
     control_plane: Option<Process>,
@@ -87,7 +87,7 @@ fn measure(variant: &'static str, services: u32) -> Result<Vec<Figure>> {
         programs.until("the first sync", |page| value(page, "headgate_agent_version_programmed") > 0.0)
     });
     synced?;
-    // The next one begins with it.
+    // The next agent starts with the saved state.
     programs.until("the state to be saved", |page| value(page, "headgate_agent_state_bytes") > 0.0)?;
     let last = services - 1;
     let mut held = [0, last].map(|service| machine.namespace.run(|| connect(service)));
@@ -100,10 +100,10 @@ fn measure(variant: &'static str, services: u32) -> Result<Vec<Figure>> {
         });
         let restarted = ENDS.into_iter().try_for_each(|(label, end)| {
             let (ms, restarted) = wall_ms(|| programs.restart(end));
-            restarted.with_context(|| format!("an agent that began after {label}"))?;
+            restarted.with_context(|| format!("restarting the agent after {label}"))?;
             for held in &mut held {
                 let stream = held.as_mut().map_err(|error| anyhow!("{error:#}"))?;
-                exchange(stream).with_context(|| format!("a connection held through {label}"))?;
+                exchange(stream).with_context(|| format!("a connection that was open during {label}"))?;
             }
             figures.push(Figure::against(
                 name(&format!("until-verified-after-{label}")),
@@ -121,7 +121,7 @@ fn measure(variant: &'static str, services: u32) -> Result<Vec<Figure>> {
             .sum();
         restarted.and(opened)
     })?;
-    ensure!(opened > 100, "only {opened} connections were opened meanwhile: this shows nothing");
+    ensure!(opened > 100, "only {opened} connections were opened meanwhile, too few for a result");
     figures.push(Figure::alone(name("connections-opened-none-failed"), f64::from(opened), "connections"));
     Ok(figures)
 }
@@ -186,8 +186,8 @@ impl Programs<'_> {
         Ok(())
     }
 
-    /// Ends the agent and starts another one; once that knows that its rules are right, it has to
-    /// have written nothing.
+    /// Ends the agent, starts another one, and waits until it has verified its rules. Checks that
+    /// it has written nothing to the kernel.
     fn restart(&mut self, end: End) -> Result<()> {
         let before = self.machine.writes.count()?;
         let agent = self.agent.take().context("no agent runs")?;
@@ -201,26 +201,30 @@ impl Programs<'_> {
         fs::write(self.machine.path("agent.log"), "").context("emptying the agent's log")?;
         self.start_agent()?;
         if end == End::Alone {
-            wait_for("the agent to look at the rules", || {
+            wait_for("the agent to check the rules", || {
                 Ok(fs::read_to_string(self.machine.path("agent.log"))?.contains(LEFT_ALONE))
             })?;
             self.start_control_plane()?;
         }
         self.until("the rules to be verified", |page| value(page, "headgate_agent_version_programmed") > 0.0)?;
         let (page, written) = (self.machine.page()?, self.machine.writes.count()? - before);
-        ensure!(value(&page, "headgate_agent_state_restored") == 1.0, "it did not begin with the state from disk");
+        ensure!(
+            value(&page, "headgate_agent_state_restored") == 1.0,
+            "the agent did not start with the state from disk"
+        );
         let objects = value(&page, "headgate_agent_objects_written_total");
-        ensure!(written == 0 && objects == 0.0, "it wrote {objects} chains to the kernel, in {written} steps");
+        ensure!(written == 0 && objects == 0.0, "the agent wrote {objects} chains to the kernel, with {written} calls");
         Ok(())
     }
 
-    /// Waits until the agent's metrics are so.
+    /// Waits until `is_so` accepts the agent's metrics page. `what` completes the error "timed out
+    /// waiting for …".
     fn until(&mut self, what: &str, is_so: impl Fn(&str) -> bool) -> Result<()> {
         let agent = self.agent.as_mut().context("no agent runs")?;
         let machine = self.machine;
         wait_for(what, || {
             agent.check_running()?;
-            // Its page may not be served yet.
+            // The agent may not serve its page yet.
             Ok(machine.page().is_ok_and(|page| is_so(&page)))
         })
     }
@@ -229,19 +233,19 @@ impl Programs<'_> {
 fn wait_for(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
     let started = Instant::now();
     while !is_so()? {
-        ensure!(started.elapsed() < LONGEST_SYNC, "waited in vain for {what}");
+        ensure!(started.elapsed() < LONGEST_SYNC, "timed out waiting for {what}");
         thread::sleep(Duration::from_millis(20));
     }
     Ok(())
 }
 
-/// The value of a metric without labels; 0 where there is none.
+/// The value of a metric without labels, or 0 if it does not exist.
 fn value(page: &str, name: &str) -> f64 {
     let values = page.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse::<f64>().ok());
     values.sum()
 }
 
-/// Sends everything back until the client goes.
+/// Sends all bytes back until the client disconnects.
 fn echo(mut stream: TcpStream) {
     let mut byte = [0];
     while stream.read_exact(&mut byte).is_ok() && stream.write_all(&byte).is_ok() {}
@@ -251,7 +255,7 @@ fn connect(service: u32) -> Result<TcpStream> {
     let to = SocketAddr::new(workload::cluster_ip(service), 80);
     let stream = TcpStream::connect_timeout(&to, LONGEST_ANSWER).with_context(|| format!("connecting to {to}"))?;
     stream.set_read_timeout(Some(LONGEST_ANSWER))?;
-    // Ended by a reset, it keeps no port.
+    // A reset at the end releases the port at once.
     SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
     Ok(stream)
 }
@@ -262,7 +266,10 @@ fn exchange(stream: &mut TcpStream) -> Result<()> {
     stream.read_exact(&mut byte).context("no answer")
 }
 
-/// Opens one connection after the other until told to stop; how many. An error if one fails.
+/// Opens one connection after the other until `stop` is set. Returns the number of connections.
+///
+/// # Errors
+/// A connection fails.
 fn keep_connecting(service: u32, stop: &AtomicBool) -> Result<u32> {
     let mut opened = 0;
     while !stop.load(Ordering::Relaxed) {
