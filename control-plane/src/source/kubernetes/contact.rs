@@ -215,7 +215,7 @@ impl Contact {
         inner.is_cut_off = problem.is_some();
         match &problem {
             Some(problem) => {
-                tracing::warn!("cut off from the API server: {problem}; the last known state stays in service")
+                tracing::warn!("cut off from the API server: {problem}; the last known state stays in service");
             }
             None => tracing::info!("the API server answers again"),
         }
