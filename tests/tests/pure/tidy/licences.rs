@@ -110,7 +110,7 @@ fn no_dependency_is_banned_or_from_outside_the_registry() {
         assert!(!banned.contains(&package.name), "{} is banned by deny.toml", package.name);
         match package.source.as_deref() {
             None => {
-                assert!(members.contains(package.name.as_str()), "{} is not a package of the workspace", package.name)
+                assert!(members.contains(package.name.as_str()), "{} is not a package of the workspace", package.name);
             }
             Some(source) => assert!(source.starts_with("registry+"), "{} comes from {source}", package.name),
         }

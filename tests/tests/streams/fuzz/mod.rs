@@ -83,7 +83,7 @@ fn fuzz(target: &str, words: &[&str], run: impl Fn(&str, &[u8]) -> bool) {
         match trial(bytes.len(), || run(name, bytes)) {
             // Only files of earlier failures, named `bad-*`, may be invalid in every part.
             Ok(is_good) => {
-                assert!(is_good || name.starts_with("bad-"), "{target}: no part of {name} in the corpus is valid")
+                assert!(is_good || name.starts_with("bad-"), "{target}: no part of {name} in the corpus is valid");
             }
             Err(problem) => keep(target, bytes, &problem),
         }
