@@ -161,9 +161,9 @@ async fn failing_endpoints_are_kept_when_a_service_is_recreated_at_once_and_drop
 #[test]
 fn local_errors_do_not_count_as_failed_checks() {
     for code in [libc::EMFILE, libc::EADDRNOTAVAIL, libc::ENOBUFS] {
-        assert!(is_ours(&io::Error::from_raw_os_error(code)));
+        assert!(is_local_error(&io::Error::from_raw_os_error(code)));
     }
     for error in [io::ErrorKind::TimedOut.into(), io::Error::from_raw_os_error(libc::ECONNREFUSED)] {
-        assert!(!is_ours(&error));
+        assert!(!is_local_error(&error));
     }
 }
