@@ -1,10 +1,10 @@
-//! Which test proves which behaviour: the page `docs/behaviours.md`.
+//! Generates `docs/behaviours.md`, which lists the tests of each behaviour.
 //!
-//! [`rows`] is the checklist. A test names the rows that it proves in a comment `// rows: 31, 36`
-//! directly above its attributes, in any crate; `// rows of ipvs: 102` where it proves them for one
-//! backend only. A case of the packet table names them as data, and counts for the test that runs
-//! its group. [`scan`] finds both, [`report`] reads what became of the tests, and [`page`] writes
-//! the page. A row needs a test or a stated reason.
+//! [`rows`] is the checklist. A test of any crate lists the rows that it shows in a comment
+//! `// rows: 31, 36` directly above its attributes, or in `// rows of ipvs: 102` for one backend
+//! alone. A case of the packet table lists its rows as data, and they count for the test that runs
+//! its group. [`scan`] finds both, [`report`] reads the results of the tests, and [`page`] renders
+//! the page. Every row needs a test or a reason why it has none.
 
 pub mod page;
 pub mod report;

@@ -1,4 +1,4 @@
-//! The page.
+//! Renders the page.
 
 use std::fmt::Write as _;
 
@@ -8,24 +8,26 @@ use super::scan::Evidence;
 const HEAD: &str = "<!-- Written by `make behaviours` from the tests. Do not edit. -->
 # Behaviours
 
-What users of a Kubernetes service proxy rely on, row by row, and the tests that prove it. The tests of
-[`packets.rs`](../tests/tests/kernel/packets.rs) send real packets through the real kernel, over IPv4 and IPv6, for the
-legacy and the nft variant of iptables, each laid out classically and compactly, and for IPVS, which runs on a kernel of its own (User-Mode Linux).
+This page lists the behaviours that users of a Kubernetes service proxy rely on, and the tests that show each of them.
+The tests of [`packets.rs`](../tests/tests/kernel/packets.rs) send real packets through the real kernel, over IPv4 and
+IPv6, for five backends: the legacy and the nft variant of iptables, each in the classic and the compact layout, and
+IPVS. IPVS runs inside User-Mode Linux, with its own kernel.
 
-This page is made from a run in which all the tests that it names passed: `make test`, then `make behaviours`. A test says in a comment
-`// rows: 31, 36` above its attributes which rows it proves, `// rows of ipvs: 102` if for one backend alone; cases of the packet table say so in the table.
+`make behaviours` writes this page after `make test`. It writes the page only if all tests on the page have passed. A
+test lists its rows in a comment `// rows: 31, 36` above its attributes, or in `// rows of ipvs: 102` for one backend
+alone. Cases of the packet table list their rows in the table.
 ";
 
 const TAIL: &str = "
 ## nftables, userspace
 
-Not built yet. Every row applies to them as well, but for those that say whose they are.
+These backends do not exist yet. All rows apply to them, except rows that name their backend.
 ";
 
-/// The page, given the tests of each row, by backend.
+/// Renders the page from the tests of each row, for each backend.
 ///
 /// # Errors
-/// Rows without a test or a stated reason, one a line.
+/// Some rows have neither a test nor a reason. The error lists them, one per line.
 pub fn render(columns: &[(Column, Evidence)]) -> Result<String, String> {
     let mut page = HEAD.to_owned();
     let mut bare = String::new();
@@ -44,10 +46,8 @@ pub fn render(columns: &[(Column, Evidence)]) -> Result<String, String> {
                     }
                     None => {
                         let (backend, number, behaviour) = (column.name(), row.number, row.behaviour);
-                        let _ = writeln!(
-                            bare,
-                            "row {number} has neither a test nor a stated reason for {backend}: {behaviour}"
-                        );
+                        let _ =
+                            writeln!(bare, "row {number} has neither a test nor a reason for {backend}: {behaviour}");
                     }
                 }
             }

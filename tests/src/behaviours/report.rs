@@ -1,4 +1,4 @@
-//! What became of the tests, as nextest's JUnit report of the last run says.
+//! Reads the results of the last test run from nextest's JUnit report.
 
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -7,18 +7,18 @@ use anyhow::{Context, Result};
 
 use super::scan::ProvingTest;
 
-/// Where nextest writes reports, for each of our profiles.
+/// The paths of nextest's reports, for each profile.
 const PLACES: [&str; 2] = ["target/nextest/ci/junit.xml", "target/nextest/default/junit.xml"];
 
-/// Tests that ran: binary, full name, and whether they passed.
+/// The tests of a run: binary, full name, and whether the test passed.
 #[derive(Debug, Default)]
 pub struct Report(Vec<(String, String, bool)>);
 
 impl Report {
-    /// The newest report below `root`.
+    /// Reads the newest report below `root`.
     ///
     /// # Errors
-    /// There is none, or it cannot be read.
+    /// No report exists, or it cannot be read.
     pub fn newest(root: &Path) -> Result<Self> {
         let places = PLACES.map(|place| root.join(place));
         let age =
@@ -29,7 +29,7 @@ impl Report {
         Ok(Self::parse(&text))
     }
 
-    /// A JUnit document as nextest writes it.
+    /// Parses a JUnit document of nextest.
     #[must_use]
     pub fn parse(text: &str) -> Self {
         let mut tests = Vec::new();
@@ -43,7 +43,7 @@ impl Report {
         Self(tests)
     }
 
-    /// What keeps a test from counting as passed; `None` when all of that name passed.
+    /// The reason why a test does not count as passed; `None` if all runs of this test passed.
     #[must_use]
     pub fn objection(&self, test: &ProvingTest) -> Option<&'static str> {
         let binary_id = test.binary_id();
@@ -70,7 +70,7 @@ mod tests {
     use super::{ProvingTest, Report};
 
     #[test]
-    fn one_failure_among_several_of_a_name_counts() {
+    fn a_test_fails_if_one_of_its_runs_fails() {
         let report = Report::parse(
             r#"<testsuite name="headgate-tests::kernel">
                 <testcase name="packets::legacy::spread" classname="headgate-tests::kernel" time="1"></testcase>

@@ -1,4 +1,4 @@
-//! Finding the tests that name rows.
+//! Finds the tests that list rows.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use super::rows::{Column, SECTIONS};
 use crate::cases::{Case, table};
 
-/// Crates by their folder, and the binary ids that nextest gives them.
+/// The folders of the crates, and the package names that nextest uses in binary ids.
 const CRATES: [(&str, &str); 6] = [
     ("core", "headgate-core"),
     ("proto", "headgate-proto"),
@@ -15,47 +15,47 @@ const CRATES: [(&str, &str); 6] = [
     ("cli", "headgatectl"),
     ("tests", "headgate-tests"),
 ];
-/// Where the groups of the packet table are run.
+/// The file that runs the groups of the packet table.
 const PACKETS: &str = "tests/tests/kernel/packets.rs";
 
-/// What cannot be used, with file and line.
+/// Why a scan fails.
 #[derive(Debug, thiserror::Error)]
 pub enum ScanError {
     /// A file cannot be read.
     #[error("reading {path}: {error}")]
     Read {
-        /// Which.
+        /// The file or folder.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         error: std::io::Error,
     },
-    /// A comment that is none of ours, or stands where no test follows.
+    /// A comment is invalid, or no test follows it.
     #[error("{path}:{line}: {message}")]
     Comment {
-        /// File.
+        /// The file.
         path: PathBuf,
-        /// Line, from 1.
+        /// The line, from 1.
         line: usize,
-        /// What is wrong, and what to do.
+        /// The problem and its remedy.
         message: String,
     },
     /// A group of the table has no test.
-    #[error("{PACKETS}: no test is called {0}: the group of that name in cases::table::GROUPS is not run")]
+    #[error("{PACKETS}: no test is called {0}, so the group of this name in cases::table::GROUPS does not run")]
     Group(String),
 }
 
-/// A test that proves something.
+/// A test that shows behaviours.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProvingTest {
-    /// Its file, from the top level.
+    /// The file, relative to the top level of the repository.
     pub file: PathBuf,
-    /// Name of its function.
+    /// The name of the test function.
     pub name: String,
 }
 
 impl ProvingTest {
-    /// The id that nextest gives to the binary in which it is: crate, and file or folder for
-    /// integration tests.
+    /// The nextest id of the test's binary: the package, and for integration tests also the file or
+    /// folder.
     #[must_use]
     pub fn binary_id(&self) -> String {
         let mut parts = self.file.iter().map(|part| part.to_string_lossy());
@@ -68,8 +68,8 @@ impl ProvingTest {
         format!("{package}::{}", target.trim_end_matches(".rs"))
     }
 
-    /// The path of its module inside the binary, as names of tests begin with it. Empty where the
-    /// file is not part of an integration test with modules.
+    /// The path of the test's module, with which the full name of the test begins. Empty if the
+    /// file is not a module of an integration test.
     #[must_use]
     pub fn module(&self) -> String {
         let parts = self.file.iter().map(|part| part.to_string_lossy());
@@ -80,13 +80,13 @@ impl ProvingTest {
     }
 }
 
-/// Tests by row.
+/// The tests of each row.
 pub type Evidence = BTreeMap<u8, Vec<ProvingTest>>;
 
-/// Collects what proves a backend's rows from all sources under `root`.
+/// Collects the tests of a backend's rows from all sources under `root`.
 ///
 /// # Errors
-/// A comment names a row that does not exist, or stands above no test; a group has no test; a file
+/// A comment lists a row that does not exist, or no test follows it; a group has no test; or a file
 /// cannot be read.
 pub fn scan(root: &Path, column: Column) -> Result<Evidence, ScanError> {
     let mut evidence = Evidence::new();
@@ -128,7 +128,7 @@ fn read(root: &Path, file: &Path) -> Result<String, ScanError> {
     std::fs::read_to_string(root.join(file)).map_err(|error| ScanError::Read { path: file.to_owned(), error })
 }
 
-/// Rust files below a folder, which may be absent.
+/// The Rust files below a folder. Empty if the folder does not exist.
 fn sources(root: &Path, folder: &Path) -> Result<Vec<PathBuf>, ScanError> {
     let failed = |error| ScanError::Read { path: folder.to_owned(), error };
     if !root.join(folder).exists() {
@@ -148,7 +148,7 @@ fn sources(root: &Path, folder: &Path) -> Result<Vec<PathBuf>, ScanError> {
     Ok(found)
 }
 
-/// Tests with such a comment, and its rows.
+/// The tests of a file with a comment for the backend, and their rows.
 fn comments(file: &Path, text: &str, column: Column) -> Result<Vec<(String, Vec<u8>)>, ScanError> {
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
     let mut found = Vec::new();
@@ -158,10 +158,10 @@ fn comments(file: &Path, text: &str, column: Column) -> Result<Vec<(String, Vec<
         let failed = |message: String| ScanError::Comment { path: file.to_owned(), line: index + 1, message };
         let is_known = of.is_empty() || Column::ALL.iter().any(|column| of == format!(" of {}", column.name()));
         if !is_known {
-            return Err(failed(format!("\"rows{of}\" names no backend: write \"rows\" or \"rows of ipvs\"")));
+            return Err(failed(format!("\"rows{of}\" names no known backend: write \"rows\" or \"rows of ipvs\"")));
         }
         let rows = list.split(',').map(|number| known_row(number.trim())).collect::<Result<Vec<u8>, String>>();
-        let name = test_below(&lines[index + 1..]).ok_or("no test follows: put the comment right above #[test]");
+        let name = test_below(&lines[index + 1..]).ok_or("no test follows: put the comment directly above #[test]");
         let (name, rows) = (name.map_err(|message| failed(message.to_owned()))?, rows.map_err(failed)?);
         if of.is_empty() || of == format!(" of {}", column.name()) {
             found.push((name, rows));
@@ -171,12 +171,12 @@ fn comments(file: &Path, text: &str, column: Column) -> Result<Vec<(String, Vec<
 }
 
 fn known_row(text: &str) -> Result<u8, String> {
-    let row: u8 = text.parse().map_err(|_| format!("{text:?} is no row: write numbers with commas between them"))?;
+    let row: u8 = text.parse().map_err(|_| format!("{text:?} is not a row: write numbers separated by commas"))?;
     let is_known = SECTIONS.iter().flat_map(|section| section.rows).any(|known| known.number == row);
     is_known.then_some(row).ok_or_else(|| format!("the checklist has no row {row}: see behaviours::rows"))
 }
 
-/// Name of the test whose attributes begin here.
+/// The name of the test whose attributes begin with `lines`.
 fn test_below(lines: &[&str]) -> Option<String> {
     let mut is_test = false;
     for line in lines {
@@ -201,7 +201,7 @@ mod tests {
         comments(Path::new("core/src/x.rs"), text, Column::Ipvs).map_err(|error| error.to_string())
     }
 
-    // Written with a space too many, so that they are not found where they stand.
+    // The prefix is a constant, so that the scan of this file does not find the comments below.
     const PREFIX: &str = "// rows";
 
     #[test]
@@ -213,15 +213,15 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_one_backend_are_not_the_others() {
+    fn comments_for_another_backend_are_ignored() {
         let text = format!("{PREFIX} of iptables: 1\n#[test]\nfn a() {{}}\n{PREFIX} of ipvs: 2\n#[test]\nfn b() {{}}");
         assert_eq!(found(&text).unwrap(), [("b".to_owned(), vec![2])]);
         let error = found(&format!("{PREFIX} of ipsv: 2\n#[test]\nfn b() {{}}")).unwrap_err();
-        assert!(error.contains("names no backend"), "{error}");
+        assert!(error.contains("names no known backend"), "{error}");
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn errors_name_the_file_the_line_and_the_problem() {
         let error = found(&format!("\n{PREFIX}: 200\n#[test]\nfn a() {{}}")).unwrap_err();
         assert!(error.contains("core/src/x.rs:2") && error.contains("no row 200"), "{error}");
         assert!(found(&format!("{PREFIX}: x\n#[test]\nfn a() {{}}")).unwrap_err().contains("\"x\""));
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn binaries_are_called_as_nextest_calls_them() {
+    fn binary_ids_and_modules_are_those_of_nextest() {
         let id = |file: &str| ProvingTest { file: file.into(), name: String::new() }.binary_id();
         assert_eq!(id("core/src/iptables/tests.rs"), "headgate-core");
         assert_eq!(id("core/tests/replay.rs"), "headgate-core::replay");

@@ -1,4 +1,4 @@
-//! Writes `docs/behaviours.md` from the tests and the report of their last run.
+//! `make behaviours`: writes `docs/behaviours.md` from the tests and the report of their last run.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ fn main() -> Result<()> {
     objections.dedup();
     if !objections.is_empty() {
         bail!(
-            "the page shows tests that pass, and in the last run these did not:\n  {}\nrun `make test`, then this again",
+            "these tests on the page did not pass in the last run:\n  {}\nrun `make test`, then `make behaviours` again",
             objections.join("\n  ")
         );
     }

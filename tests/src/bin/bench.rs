@@ -1,4 +1,4 @@
-//! Runs benches: `make bench`, or `make bench ONLY=name`.
+//! Runs the benches: `make bench`, or `make bench ONLY=name` for one of them.
 
 use std::path::PathBuf;
 
@@ -11,23 +11,24 @@ use headgate_tests::bench::{
     slow, snapshots, storm, warm_restart, wire,
 };
 
-/// Measures Headgate beside an anchor in the same run; prints the figures and writes them as JSON
+/// Measures Headgate, compares it with an anchor in the same run, prints the figures and writes
+/// them as JSON
 #[derive(Debug, Parser)]
 #[command(
-    after_help = "The benches with a fleet need root, and two cores. While tuning the control plane, one round takes half a minute:\n  \
+    after_help = "Benches with a fleet need root and two cores. To tune the control plane, run a short round of half a minute:\n  \
 cargo build --release -p headgate-control-plane -p headgate-tests --bins\n  \
 target/release/bench --only fleet --agents 500 --seconds 10 --services 1000\n\
-Only the control plane has to be built anew after that; what counts then is server-cpu-per-message and memory-per-agent.\n\
-Where the control plane's CPU time goes is measured where perf is installed (Debian package linux-perf)."
+For the next round, build only the control plane again, and compare server-cpu-per-message and memory-per-idle-agent.\n\
+If perf is installed (Debian package linux-perf), the bench also prints a profile of the control plane's CPU time."
 )]
 struct Arguments {
     /// Run only this bench
     #[arg(long, value_name = "NAME")]
     only: Option<String>,
-    /// Number of services, where a bench has one size (default: each bench's own)
+    /// Number of Services, for benches with a configurable size (default: chosen by each bench)
     #[arg(long, value_name = "N")]
     services: Option<u32>,
-    /// Measure here, inside User-Mode Linux, for the bench that asked for it
+    /// Run the measurements of the bench ipvs inside User-Mode Linux
     #[arg(long, hide = true)]
     inside: bool,
     /// Folder for the JSON files
@@ -43,44 +44,44 @@ struct Arguments {
 type Bench = fn(&Arguments) -> Result<Vec<Figure>>;
 
 const BENCHES: &[(&str, &str, Bench)] = &[
-    ("delta", "one endpoint changes: CPU of both sides and bytes, at three sizes", |_| delta::run()),
-    ("fleet", "thousands of agents on one replica: delay, CPU and memory", |a| fleet::run(&a.load, a.services)),
-    ("wire", "bytes of an endpoint's change per node, alone and in bursts; fails above its goals", |_| wire::run()),
-    ("storm", "all agents come back at once", |a| storm::run(&a.load, a.services)),
-    ("snapshots", "thousands of agents that have nothing come at once; fails when order or memory is not kept", |a| {
-        snapshots::run(&a.load, a.services)
-    }),
-    ("slow", "agents that read slowly or not at all, beside others", |a| slow::run(&a.load, a.services)),
-    ("apiserver-load", "what the API server sees of 1, 100 and 5,000 agents", |a| {
+    ("delta", "one endpoint changes: CPU time of both sides and bytes, for three sizes", |_| delta::run()),
+    ("fleet", "thousands of agents at one replica: latency, CPU time and memory", |a| fleet::run(&a.load, a.services)),
+    ("wire", "bytes of an endpoint's change for a node, alone and in bursts; fails above its goals", |_| wire::run()),
+    ("storm", "all agents reconnect at once", |a| storm::run(&a.load, a.services)),
+    (
+        "snapshots",
+        "thousands of agents without state connect at once; fails if order or memory exceeds its bounds",
+        |a| snapshots::run(&a.load, a.services),
+    ),
+    ("slow", "agents that read slowly or not at all, beside normal agents", |a| slow::run(&a.load, a.services)),
+    ("apiserver-load", "load on the API server from 1, 100 and 5,000 agents", |a| {
         apiserver_load::run(&a.load, a.services)
     }),
-    ("lagging", "agents move to a replica whose watch is held back", |a| lagging::run(&a.load, a.services)),
-    (
-        "failover",
-        "100 agents while replicas lose their API servers; fails when they are late or move to and fro",
-        |a| failover::run(a.load.agents, a.services),
-    ),
+    ("lagging", "agents move to a replica whose watch is delayed", |a| lagging::run(&a.load, a.services)),
+    ("failover", "100 agents while replicas lose their API servers; fails if agents are late or move too often", |a| {
+        failover::run(a.load.agents, a.services)
+    }),
     ("iptables-full", "the first sync, legacy and nft", |a| iptables::run(iptables::Bench::Full, a.services)),
     ("iptables-incremental", "one endpoint changes, legacy and nft", |a| {
         iptables::run(iptables::Bench::Incremental, a.services)
     }),
-    ("iptables-growth", "the first sync from 1,000 to 50,000 services, nft: time and memory", |a| {
+    ("iptables-growth", "the first sync of 1,000 to 50,000 Services, nft: time and memory", |a| {
         growth::run(a.services)
     }),
-    ("ipvs", "loads and changes beside ipvsadm, inside User-Mode Linux", |a| ipvs::run(a.services)),
-    ("conntrack", "a thousand stale UDP flows among a million entries", |_| conntrack::run()),
+    ("ipvs", "loads and changes compared with ipvsadm, inside User-Mode Linux", |a| ipvs::run(a.services)),
+    ("conntrack", "deletion of 1,000 stale UDP flows among a million entries", |_| conntrack::run()),
     (
         "warm-restart",
-        "agents that begin where their rules are in place; fails when one writes, or a client notices",
+        "an agent restarts while its rules are in place; fails if it writes, or a connection fails",
         |a| warm_restart::run(a.services),
     ),
-    ("agent-memory", "memory of the agent and the programs it runs", |a| memory::run(a.services)),
+    ("agent-memory", "memory of the agent and the programs that it runs", |a| memory::run(a.services)),
     (
         "control-plane-memory",
-        "memory of the control plane for an endpoint, from 1,000 to 50,000 services; fails above its goal",
+        "memory of the control plane for each endpoint, with 1,000 to 50,000 Services; fails above its goal",
         |a| control_plane_memory::run(a.services),
     ),
-    ("iptables-connect", "a new connection through the first and the last service", |a| connect::run(a.services)),
+    ("iptables-connect", "a new connection through the first and the last Service", |a| connect::run(a.services)),
 ];
 
 fn main() -> Result<()> {
@@ -96,7 +97,7 @@ fn main() -> Result<()> {
         BENCHES.iter().filter(|(name, ..)| arguments.only.as_deref().is_none_or(|only| only == *name)).collect();
     if chosen.is_empty() {
         let names: Vec<_> = BENCHES.iter().map(|(name, ..)| *name).collect();
-        bail!("no bench is called {:?}; there are {}", arguments.only.unwrap_or_default(), names.join(", "));
+        bail!("no bench is called {:?}; the benches are {}", arguments.only.unwrap_or_default(), names.join(", "));
     }
     for (name, _, bench) in chosen {
         publish(name, &bench(&arguments)?, &arguments.out)?;

@@ -1,4 +1,4 @@
-//! Ctrl-C, SIGTERM and SIGHUP ask the demo to take everything down and end.
+//! Ctrl-C, SIGTERM and SIGHUP make the demo clean up and end.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,14 +7,15 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Whether somebody wants the demo to end.
+/// Tells whether a signal has asked the demo to end.
 #[derive(Debug)]
 pub(crate) struct Interrupt {
     came: Arc<AtomicBool>,
 }
 
 impl Interrupt {
-    /// Catches the signals from now on. A second one changes nothing: taking down is under way.
+    /// Installs the handlers of the signals. Further signals have no effect, because the clean-up
+    /// has already begun.
     pub(crate) fn install() -> Result<Self> {
         let came = Arc::new(AtomicBool::new(false));
         let runtime =
@@ -39,12 +40,12 @@ impl Interrupt {
         Ok(Self { came })
     }
 
-    /// True once a signal has come.
+    /// Whether a signal has arrived.
     pub(crate) fn came(&self) -> bool {
         self.came.load(Ordering::Relaxed)
     }
 
-    /// An error once a signal has come.
+    /// Returns an error if a signal has arrived.
     pub(crate) fn check(&self) -> Result<()> {
         if self.came() {
             bail!("interrupted");

@@ -1,4 +1,4 @@
-//! Commands to try while everything runs, and the guarantee that nothing stays behind.
+//! Prints commands to try while the demo runs, and removes leftover namespaces at its end.
 
 use std::fs;
 use std::os::unix::process::CommandExt as _;
@@ -14,7 +14,7 @@ use headgate_tests::testbed::{Backend, Family, Testbed};
 use crate::screen::Screen;
 use crate::story::{CLIENT, SERVICE, url};
 
-/// Prints commands that work as they stand, from any folder, as long as the demo runs.
+/// Prints commands that the user can copy. They work in any folder while the demo runs.
 pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
     let name = |machine: &str| -> Result<String> { Ok(bed.machines().machine(machine)?.name().to_owned()) };
     let control = plan::address(CONTROL).context("the control plane has an address")?.v4;
@@ -31,10 +31,10 @@ pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
     let node_port = bed.address(SERVICE, Via::NodePort("node-b"), Family::V4, "http")?;
     let manifests = bed.machines().folder().join("manifests/cluster.yaml");
 
-    screen.step("Everything keeps running; try it from another terminal, as root");
+    screen.step("The demo keeps running; try these commands as root in another terminal");
     let groups = [
         (
-            "What do the nodes have programmed?",
+            "What the nodes have programmed",
             vec![
                 format!("{headgatectl} agents"),
                 format!("{headgatectl} services"),
@@ -43,7 +43,7 @@ pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
             ],
         ),
         (
-            "The same by grpcurl",
+            "The same information over gRPC",
             vec![
                 format!("{grpcurl} {control}:{CONTROL_PORT} list"),
                 format!("{grpcurl} {control}:{CONTROL_PORT} headgate.v1.Inspect/ListAgents"),
@@ -55,13 +55,13 @@ pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
         ),
         ("The rules of node-a", vec![format!("{on_node} {save} -t nat | grep {NAMESPACE}/{SERVICE}")]),
         (
-            "Requests, from a pod and from outside",
+            "Requests from a pod and from outside the cluster",
             vec![
                 format!("ip netns exec {} curl -s {}", name(CLIENT)?, url(cluster)),
                 format!("ip netns exec {} curl -s {}", name("outside-1")?, url(node_port)),
             ],
         ),
-        ("Change something, and see it arrive", vec![format!("${{EDITOR:-vi}} {}", manifests.display())]),
+        ("Edit the manifests; the nodes program the change", vec![format!("${{EDITOR:-vi}} {}", manifests.display())]),
     ];
     for (purpose, commands) in groups {
         screen.plain("");
@@ -71,11 +71,11 @@ pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
         }
     }
     screen.plain("");
-    screen.note("Ctrl-C ends it and takes everything down.");
+    screen.note("Ctrl-C ends the demo and removes everything.");
     Ok(())
 }
 
-/// The grpcurl that `make demo KEEP=1` has fetched, or the one on the path.
+/// The grpcurl in `target/tools`, where `make demo KEEP=1` installs it, or else the one on `PATH`.
 fn grpcurl() -> String {
     let own = std::env::current_exe().ok();
     let fetched = own.as_deref().and_then(|own| own.parent()?.parent()).map(|target| target.join("tools/grpcurl"));
@@ -85,8 +85,8 @@ fn grpcurl() -> String {
     }
 }
 
-/// Removes namespaces of this process that are still there: a second Ctrl-C may have killed the
-/// `ip` that was about to remove one. In a process group of its own, `ip` is safe from that.
+/// Removes remaining namespaces of this process. A second Ctrl-C may have interrupted an earlier
+/// removal. `ip` runs in its own process group here, so Ctrl-C does not reach it.
 pub(crate) fn remove_leftovers() -> Result<()> {
     let folder = Path::new("/run/netns");
     if !folder.exists() {
@@ -102,7 +102,7 @@ pub(crate) fn remove_leftovers() -> Result<()> {
         command.args(["netns", "del", &name]).stdin(Stdio::null()).process_group(0);
         let status = command.status().context("running `ip`")?;
         if !status.success() && folder.join(&name).exists() {
-            bail!("the namespace {name} cannot be removed; `make clean-namespaces` tries again");
+            bail!("the namespace {name} cannot be removed; run `make clean-namespaces`");
         }
     }
     Ok(())

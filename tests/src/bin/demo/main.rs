@@ -1,9 +1,9 @@
-//! `make demo`: a control plane on a folder of manifests, three nodes in network namespaces, a web
-//! service, and live changes.
+//! `make demo`: a control plane with a folder of manifests, three nodes in network namespaces, a
+//! web Service, and changes of it.
 //!
-//! Ends with the line `demo: ok` and exit code 0 when every step behaved, with 1 and the reason
-//! when one did not, with 130 when interrupted. Whatever happens, namespaces, processes and files
-//! go away again.
+//! If all steps succeed, the demo prints `demo: ok` and exits with code 0. If a step fails, the demo
+//! prints the reason and exits with code 1. After an interruption it exits with code 130. In all
+//! cases it removes its namespaces and files, and ends its processes.
 
 mod interrupt;
 mod keep;
@@ -50,23 +50,23 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let told = story::tell(backend, args.keep, &screen, &interrupt);
+    let result = story::tell(backend, args.keep, &screen, &interrupt);
     let clean = keep::remove_leftovers();
-    match (told, clean) {
-        // What an interruption breaks on its way is no finding.
+    match (result, clean) {
+        // An error after an interruption is expected.
         (Err(_), Ok(())) if interrupt.came() => {
-            eprintln!("demo: interrupted; everything is taken down");
+            eprintln!("demo: interrupted; everything is removed");
             ExitCode::from(130)
         }
         (Err(error), clean) => {
             eprintln!("demo: failed: {error:#}");
             if let Err(error) = clean {
-                eprintln!("demo: and something stays behind: {error:#}");
+                eprintln!("demo: the clean-up failed, too: {error:#}");
             }
             ExitCode::FAILURE
         }
         (Ok(()), Err(error)) => {
-            eprintln!("demo: failed: something stays behind: {error:#}");
+            eprintln!("demo: failed: the clean-up failed: {error:#}");
             ExitCode::FAILURE
         }
         (Ok(()), Ok(())) => {

@@ -1,5 +1,5 @@
-//! What the demo writes: numbered steps, what was seen, a bar for each pod. Colours on a terminal
-//! only.
+//! The output of the demo: numbered steps, results, and a bar for each pod. It has colours only on
+//! a terminal.
 
 use std::cell::Cell;
 use std::io::{IsTerminal as _, Write as _};
@@ -43,21 +43,21 @@ impl Screen {
         format!("\u{1b}[{code}m{text}\u{1b}[0m")
     }
 
-    /// Nobody may be reading any more (`| head`): the demo goes on, and what counts is its exit
-    /// code.
+    /// Prints a line. Errors are ignored, because the reader may have closed the pipe (`| head`).
+    /// The demo then still reports its result with the exit code.
     fn line(&self, text: &str) {
         let mut out = std::io::stdout().lock();
         let _ = writeln!(out, "{text}");
         let _ = out.flush();
     }
 
-    /// The title and a sentence below it.
+    /// Prints the title, and a sentence below it.
     pub(crate) fn title(&self, title: &str, sentence: &str) {
         self.line(&self.ink(Ink::Bold, title));
         self.line(&self.ink(Ink::Faint, sentence));
     }
 
-    /// Begins the next step: what happens, in one sentence.
+    /// Begins the next step. The sentence describes what happens.
     pub(crate) fn step(&self, sentence: &str) {
         self.steps.set(self.steps.get() + 1);
         let number = format!("{:>2}", self.steps.get());
@@ -65,42 +65,43 @@ impl Screen {
         self.line(&format!("{}  {}", self.ink(Ink::Bold, &number), self.ink(Ink::Bold, sentence)));
     }
 
-    /// The number of the step that is under way.
+    /// The number of the present step.
     pub(crate) fn current_step(&self) -> u32 {
         self.steps.get()
     }
 
-    /// What was seen and was right.
+    /// Prints a successful result.
     pub(crate) fn seen(&self, sentence: &str) {
         self.line(&format!("    {} {sentence}", self.ink(Ink::Good, "✓")));
     }
 
-    /// Something to know.
+    /// Prints additional information.
     pub(crate) fn note(&self, sentence: &str) {
         self.line(&format!("    {}", self.ink(Ink::Faint, sentence)));
     }
 
-    /// A plain line, such as a command to copy.
+    /// Prints a plain line, such as a command to copy.
     pub(crate) fn plain(&self, text: &str) {
         self.line(text);
     }
 
-    /// A bar for `count` out of `total` requests that a pod answered; `node` chooses the colour.
+    /// Prints a bar for the number of requests that a pod answered. The bar of the count `largest`
+    /// has the full length. `node` determines the colour.
     pub(crate) fn bar(&self, label: &str, node: usize, count: usize, largest: usize) {
         let columns = if count == 0 { 0 } else { (count * BAR_COLUMNS / largest.max(1)).max(1) };
         let bar = self.ink(Ink::Bar(node), &"█".repeat(columns));
         self.line(&format!("    {label:<12} {bar}{} {count}", " ".repeat(BAR_COLUMNS - columns)));
     }
 
-    /// The verdict.
+    /// Prints the final result.
     pub(crate) fn last_line(&self, text: &str) {
         self.line("");
-        // Without colour, whoever looks: programs wait for exactly this line.
+        // The line has no colour, because programs look for exactly this text.
         self.line(text);
     }
 }
 
-/// A duration as people say it.
+/// Formats a duration in milliseconds or seconds.
 pub(crate) fn shown(duration: Duration) -> String {
     if duration < Duration::from_secs(1) {
         format!("{} ms", duration.as_millis())

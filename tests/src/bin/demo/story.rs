@@ -1,5 +1,5 @@
-//! The steps of the demo. Each does one thing, looks, and fails if what it sees is not what was
-//! promised.
+//! The steps of the demo. Each step makes one change, checks the result, and fails if the result is
+//! not the expected one.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -14,29 +14,30 @@ use crate::interrupt::Interrupt;
 use crate::keep;
 use crate::screen::{Screen, shown};
 
-/// The web service.
+/// The web Service.
 pub(crate) const SERVICE: &str = "web";
-/// The pod that asks it.
+/// The pod that sends requests to the Service.
 pub(crate) const CLIENT: &str = "a3";
-/// Where the requests to node ports come from.
+/// The machine that sends requests to node ports.
 const OUTSIDE: &str = "outside-1";
 
-/// Enough that a pod of six which gets none of them shows a fault, not bad luck (once in 500
-/// million runs).
+/// The number of requests in a step. By chance one of six pods gets none of them only once in 500
+/// million runs.
 const REQUESTS: usize = 120;
 const START: [&str; 3] = ["a1", "b1", "c1"];
 const SCALED_UP: [&str; 6] = ["a1", "a2", "b1", "b2", "c1", "c2"];
 const SCALED_DOWN: [&str; 4] = ["a1", "b1", "b2", "c1"];
 /// The pod that dies.
 const VICTIM: &str = "b1";
-/// How long the control plane stays away.
+/// How long the control plane is stopped.
 const ABSENCE: Duration = Duration::from_secs(3);
 
-/// Runs all steps; with `keep`, waits for an interruption afterwards, which then is a good end.
+/// Runs all steps. With `keep`, prints commands to try and waits for an interruption, which then is
+/// a successful end.
 pub(crate) fn tell(backend: Backend, keep: bool, screen: &Screen, interrupt: &Interrupt) -> Result<()> {
     screen.title(
-        "Headgate: one control plane, three nodes, one web service",
-        "Network namespaces stand for machines; sockets, rules and programs are real.",
+        "Headgate: one control plane, three nodes, one web Service",
+        "Each machine is a network namespace. Sockets, rules and programs are real.",
     );
     let began = Instant::now();
     let demo = Demo::start(backend, screen, interrupt).with_context(|| format!("step {}", screen.current_step()))?;
@@ -48,7 +49,7 @@ pub(crate) fn tell(backend: Backend, keep: bool, screen: &Screen, interrupt: &In
         return Err(error);
     }
     screen.plain("");
-    screen.note(&format!("All steps behaved; {} in all.", shown(began.elapsed())));
+    screen.note(&format!("All steps succeeded in {}.", shown(began.elapsed())));
     if keep {
         keep::print_commands(&demo.bed, screen)?;
         interrupt.wait();
@@ -62,13 +63,13 @@ struct Demo<'a> {
     interrupt: &'a Interrupt,
 }
 
-/// Requests by the pod that answered.
+/// The number of answered requests of each pod.
 type Spread = BTreeMap<String, usize>;
 
 impl<'a> Demo<'a> {
     fn start(backend: Backend, screen: &'a Screen, interrupt: &'a Interrupt) -> Result<Self> {
         let address = plan::address(CONTROL).context("the control plane has an address")?.v4;
-        screen.step("A cluster comes up: control plane, node-a, node-b and node-c, eight pods");
+        screen.step("A cluster starts: control plane, node-a, node-b and node-c, eight pods");
         let began = Instant::now();
         let mut manifests = Manifests::default();
         let port = Port { name: "http", transport: Transport::Http, port: 80, target_port: HTTP_PORT };
@@ -79,7 +80,7 @@ impl<'a> Demo<'a> {
         let demo = Self { bed, screen, interrupt };
         interrupt.check()?;
         screen.note(&format!("manifests: {}", demo.bed.machines().folder().join("manifests").display()));
-        screen.note(&format!("control plane: http://{address}:{CONTROL_PORT}, without TLS, which a test address may"));
+        screen.note(&format!("control plane: http://{address}:{CONTROL_PORT}, without TLS, because this is a test"));
         let started = demo.start_programs();
         if let Err(error) = started {
             if !interrupt.came() {
@@ -90,7 +91,7 @@ impl<'a> Demo<'a> {
         let agents = demo.bed.agents()?;
         ensure!(agents.len() == NODES.len(), "{} agents are connected instead of {}", agents.len(), NODES.len());
         screen.seen(&format!(
-            "{} agents have programmed the service by {backend}, {} after the first namespace",
+            "{} agents have programmed the Service with {backend}, {} after the start",
             agents.len(),
             shown(began.elapsed())
         ));
@@ -118,18 +119,18 @@ impl<'a> Demo<'a> {
 
     fn cluster_ip(&self) -> Result<()> {
         let to = self.bed.address(SERVICE, Via::ClusterIp, Family::V4, "http")?;
-        self.screen.step(&format!("Pod {CLIENT} asks the ClusterIP, {}", url(to)));
+        self.screen.step(&format!("Pod {CLIENT} sends requests to the ClusterIP, {}", url(to)));
         self.ask_cluster_ip(&START)?;
         let to = self.bed.address(SERVICE, Via::ClusterIp, Family::V6, "http")?;
         let spread = self.spread(CLIENT, Via::ClusterIp, Family::V6, REQUESTS)?;
         expect(&spread, &START)?;
-        self.screen.seen(&format!("the same by IPv6, {}: {}", url(to), sentence(&spread)));
+        self.screen.seen(&format!("over IPv6, {}: {}", url(to), sentence(&spread)));
         Ok(())
     }
 
     fn node_port(&self) -> Result<()> {
         let port = self.bed.address(SERVICE, Via::NodePort("node-a"), Family::V4, "http")?.port();
-        self.screen.step(&format!("A machine outside of the cluster asks the NodePort {port} of every node"));
+        self.screen.step(&format!("A machine outside the cluster sends requests to the NodePort {port} of every node"));
         let mut total = Spread::new();
         for node in &NODES {
             let spread = self.spread(OUTSIDE, Via::NodePort(node.name), Family::V4, REQUESTS / NODES.len())?;
@@ -139,13 +140,13 @@ impl<'a> Demo<'a> {
         }
         expect(&total, &START)?;
         self.draw(&total);
-        self.screen.seen(&format!("{}, wherever they came in", sentence(&total)));
+        self.screen.seen(&format!("{}, over all three nodes", sentence(&total)));
         Ok(())
     }
 
     fn scale(&self, direction: &str, pods: &[&'static str]) -> Result<()> {
         let before = self.bed.service(SERVICE)?.endpoints.iter().filter(|endpoint| endpoint.ready).count();
-        self.screen.step(&format!("The service is scaled {direction}, from {before} pods to {}", pods.len()));
+        self.screen.step(&format!("The Service is scaled {direction}, from {before} pods to {}", pods.len()));
         self.edit(|service| {
             service.endpoints = ready(pods);
             Ok(())
@@ -154,11 +155,11 @@ impl<'a> Demo<'a> {
     }
 
     fn pod_dies(&self) -> Result<()> {
-        self.screen.step(&format!("Pod {VICTIM} dies: its network goes away, and its endpoint is not ready any more"));
+        self.screen.step(&format!("Pod {VICTIM} fails: its network goes down, and its endpoint becomes unready"));
         self.bed.machines().machine(VICTIM)?.ip_batch("link set eth0 down\n")?;
         self.edit(|service| {
             let endpoint = service.endpoints.iter_mut().find(|endpoint| endpoint.name == VICTIM);
-            let endpoint = endpoint.with_context(|| format!("{VICTIM} is no endpoint"))?;
+            let endpoint = endpoint.with_context(|| format!("{VICTIM} is not an endpoint"))?;
             (endpoint.ready, endpoint.serving) = (false, false);
             Ok(())
         })?;
@@ -166,9 +167,9 @@ impl<'a> Demo<'a> {
     }
 
     fn control_plane_leaves(&self) -> Result<()> {
-        self.screen.step("The control plane stops, and forwarding goes on without it");
+        self.screen.step("The control plane stops, and forwarding continues");
         self.bed.stop_control_plane()?;
-        ensure!(self.bed.agents().is_err(), "somebody still answers at the control plane's address");
+        ensure!(self.bed.agents().is_err(), "the stopped control plane still answers");
         let began = Instant::now();
         let mut total = Spread::new();
         while began.elapsed() < ABSENCE {
@@ -179,7 +180,7 @@ impl<'a> Demo<'a> {
         expect(&total, &survivors())?;
         self.draw(&total);
         self.screen.seen(&format!(
-            "{}, in {} without a control plane; none was lost",
+            "{}, in {} without a control plane; no request was lost",
             sentence(&total),
             shown(ABSENCE)
         ));
@@ -196,23 +197,24 @@ impl<'a> Demo<'a> {
         ensure!(agents.len() == NODES.len(), "{} agents are back instead of {}", agents.len(), NODES.len());
         for agent in &agents {
             let AgentInfo { node, resume, resumed_resources, .. } = agent;
-            self.screen.note(&format!("{node}: resumed by {resume}, {resumed_resources} resources sent"));
+            self.screen.note(&format!("{node}: resumed with {resume}, {resumed_resources} resources sent"));
             ensure!(
                 resume == "digests" && *resumed_resources == 0,
-                "{node} resumed by {resume:?} with {resumed_resources} resources, instead of by digests with none"
+                "{node} resumed with {resume:?} and {resumed_resources} resources, expected digests and 0 resources"
             );
         }
-        self.screen.seen(&format!("all agents are back after {}, and nothing had to be sent again", shown(waited)));
+        self.screen.seen(&format!("all agents are up to date after {}, and no resource was sent again", shown(waited)));
         self.scale("up again", &survivors_and_new())
     }
 
-    /// Writes the manifests, and says how long it took until every node had programmed that.
+    /// Changes the manifests, waits until every node has programmed the change, and prints the
+    /// time.
     fn edit(&self, change: impl FnOnce(&mut Service) -> Result<()>) -> Result<()> {
         self.interrupt.check()?;
         let began = Instant::now();
         self.bed.update(|manifests| change(manifests.service_mut(SERVICE)?))?;
         let waited = began.elapsed();
-        self.screen.note(&format!("{} from the edited manifest to rules on all nodes", shown(waited)));
+        self.screen.note(&format!("{} from the edit of the manifest until all nodes have the rules", shown(waited)));
         Ok(())
     }
 
@@ -224,7 +226,10 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    /// Asks `count` times; an error if one request is not answered.
+    /// Sends `count` requests, and counts the answers of each pod.
+    ///
+    /// # Errors
+    /// A request is not answered.
     fn spread(&self, from: &str, via: Via, family: Family, count: usize) -> Result<Spread> {
         let request = Request::new(Transport::Http, self.bed.address(SERVICE, via, family, "http")?);
         let mut spread = Spread::new();
@@ -249,7 +254,7 @@ impl<'a> Demo<'a> {
         }
     }
 
-    /// The ends of the programs' logs, for whoever has to find out.
+    /// Prints the ends of the programs' logs, to help to find the cause of a failure.
     fn print_logs(&self) {
         let Ok(entries) = std::fs::read_dir(self.bed.machines().folder()) else { return };
         let mut logs: Vec<_> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
@@ -274,16 +279,16 @@ fn survivors_and_new() -> Vec<&'static str> {
     survivors().into_iter().chain(["a2"]).collect()
 }
 
-/// An error unless exactly these pods answered.
+/// Checks that exactly these pods answered.
 fn expect(spread: &Spread, pods: &[&str]) -> Result<()> {
     let mut expected = pods.to_vec();
     expected.sort_unstable();
     let found: Vec<&str> = spread.keys().map(String::as_str).collect();
-    ensure!(found == expected, "answers came from {found:?} instead of {expected:?}");
+    ensure!(found == expected, "the pods {found:?} answered, expected {expected:?}");
     Ok(())
 }
 
-/// The URL of a web server, as people write it.
+/// The URL of a web server, without the default port.
 pub(crate) fn url(to: SocketAddr) -> String {
     match to {
         SocketAddr::V4(v4) if v4.port() == 80 => format!("http://{}/", v4.ip()),
