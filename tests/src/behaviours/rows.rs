@@ -148,7 +148,10 @@ pub const SECTIONS: &[Section] = &[
         rows: &[
             row(20, "Only ready endpoints are used, if there are any"),
             row(21, "If no endpoint is ready, endpoints that are serving and terminating are used"),
-            row(22, "Policy Local has an equal fallback among the node's own endpoints"),
+            row(
+                22,
+                "With policy Local, the node's own serving and terminating endpoints are used if none of its own is ready",
+            ),
             row(23, "Endpoints that are neither ready nor both serving and terminating are never used"),
             row(24, "Endpoints that are published before they are ready are used, also while they terminate"),
             row(

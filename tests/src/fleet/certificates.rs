@@ -70,7 +70,7 @@ impl Authority {
     /// Writes a replica's files into `folder`.
     ///
     /// # Errors
-    /// When a file cannot be written.
+    /// A file cannot be written.
     pub fn write_server_files(&self, folder: &Path) -> Result<ServerFiles> {
         let key = KeyPair::generate()?;
         let certificate = self.sign("control plane", SanType::DnsName(SERVER_NAME.try_into()?), &key)?;

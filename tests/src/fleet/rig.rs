@@ -323,7 +323,7 @@ impl Replica {
     /// Resident memory, in bytes.
     ///
     /// # Errors
-    /// When the process has ended.
+    /// The process has ended.
     pub fn resident_bytes(&self) -> Result<u64> {
         self.memory().resident_bytes()
     }
@@ -351,7 +351,7 @@ impl Memory {
     /// Resident memory, in bytes.
     ///
     /// # Errors
-    /// When the process has ended.
+    /// The process has ended.
     pub fn resident_bytes(self) -> Result<u64> {
         status_bytes(self.0, "VmRSS")
     }
