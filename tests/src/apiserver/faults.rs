@@ -44,9 +44,9 @@ pub enum RequestFault {
 /// The requests to which a fault applies. `None` matches all.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RequestFilter {
-    /// Only this verb.
+    /// The verb of the requests.
     pub verb: Option<Verb>,
-    /// Only this kind.
+    /// The kind of objects that the requests name.
     pub kind: Option<Kind>,
 }
 
@@ -74,7 +74,7 @@ impl RequestFilter {
 /// An order to one open watch.
 #[derive(Debug, Clone)]
 pub(super) enum Order {
-    /// End the response as a watch that timed out ends.
+    /// End the response, as after a time-out of the watch.
     Close,
     /// Send half an event, then cut.
     CutNow(Cut),

@@ -223,12 +223,12 @@ impl ApiServer {
         Ok((*self.shared.store.delete(kind, namespace, name)?).clone())
     }
 
-    /// One object as stored.
+    /// Returns an object as stored; `None` if it does not exist.
     pub fn get(&self, kind: Kind, namespace: &str, name: &str) -> Option<Value> {
         Some((*self.shared.store.get(kind, namespace, name)?).clone())
     }
 
-    /// Every object of a kind, ordered by namespace and name.
+    /// Returns all objects of a kind, ordered by namespace and name.
     pub fn list(&self, kind: Kind) -> Vec<Value> {
         let listed = self.shared.store.list(kind, None).map(|(_, objects)| objects);
         listed.unwrap_or_default().into_values().map(|object| (*object).clone()).collect()

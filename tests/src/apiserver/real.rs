@@ -133,7 +133,7 @@ impl RealApiServer {
     }
 
     fn try_start(assets: &Path, address: Ipv4Addr) -> Result<Self, RealServerError> {
-        let folder = tempfile::Builder::new().prefix("headgate-api").tempdir().map_err(host("make a data folder"))?;
+        let folder = tempfile::Builder::new().prefix("headgate-api").tempdir().map_err(host("create a data folder"))?;
         write_credentials(folder.path(), address)?;
         let [etcd_port, peer_port, port] = free_ports()?;
         let etcd = start_etcd(assets, folder.path(), etcd_port, peer_port)?;

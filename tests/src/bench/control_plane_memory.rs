@@ -92,7 +92,7 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
 
 fn measure(from: From, services: u32) -> Result<Seen> {
     println!("measuring {services} Services, source {from:?}");
-    let folder = tempfile::tempdir().context("making a folder")?;
+    let folder = tempfile::tempdir().context("creating a folder")?;
     let namespace = Namespace::create(format!("hg{}-bench-cpmem", std::process::id()))?;
     namespace.ip_batch("link set lo up\n")?;
     // The API server must run as long as the control plane watches it.

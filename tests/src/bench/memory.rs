@@ -78,7 +78,7 @@ pub(super) enum Alone {
 }
 
 pub(super) fn measure(variant: &str, services: u32, alone: Alone) -> Result<Measured> {
-    let folder = tempfile::tempdir().context("making a folder for manifests")?;
+    let folder = tempfile::tempdir().context("creating a folder for manifests")?;
     let manifests = folder.path().join("manifests");
     fs::create_dir(&manifests)?;
     write_manifests(&manifests, services)?;

@@ -72,7 +72,7 @@ impl Sampling {
     /// # Errors
     /// A temporary folder cannot be created, or `perf` does not begin in time.
     pub fn start(process: u32) -> Result<Option<Self>> {
-        let folder = tempfile::tempdir().context("making a folder")?;
+        let folder = tempfile::tempdir().context("creating a folder")?;
         let data = folder.path().join("perf.data");
         let mut command = Command::new("perf");
         // `cpu-clock` is a timer: virtual machines have it too.

@@ -58,7 +58,7 @@ pub fn publish(bench: &str, figures: &[Figure], folder: &Path) -> Result<()> {
             _ => println!(),
         }
     }
-    fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
+    fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
     let path = folder.join(format!("{bench}.json"));
     fs::write(&path, serde_json::to_string_pretty(figures)?).with_context(|| format!("writing {}", path.display()))
 }

@@ -128,7 +128,7 @@ fn measure(variant: &'static str, services: u32) -> Result<Vec<Figure>> {
 
 impl Machine {
     fn make(variant: &'static str, services: u32) -> Result<Self> {
-        let folder = tempfile::tempdir().context("making a folder")?;
+        let folder = tempfile::tempdir().context("creating a folder")?;
         let manifests = folder.path().join("manifests");
         fs::create_dir(&manifests)?;
         memory::write_manifests(&manifests, services)?;

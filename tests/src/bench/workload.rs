@@ -53,7 +53,7 @@ pub fn changes(services: u32, endpoints: u32) -> impl Iterator<Item = Change> {
     })
 }
 
-/// The cluster as a state.
+/// The state of the complete cluster.
 #[must_use]
 pub fn state(services: u32, endpoints: u32) -> State {
     let mut state = State::default();

@@ -20,7 +20,7 @@ impl WriteLog {
     pub(crate) fn create(folder: &Path) -> Result<Self> {
         let (tools, log) = (folder.join("tools"), folder.join("kernel-writes.log"));
         let scripts = folder.join("kernel-writes.scripts");
-        std::fs::create_dir(&tools).context("making a folder for tools")?;
+        std::fs::create_dir(&tools).context("creating a folder for tools")?;
         for family in ["iptables", "ip6tables"] {
             for variant in ["-legacy", "-nft", ""] {
                 let name = format!("{family}{variant}-restore");

@@ -50,7 +50,7 @@ impl Replica {
         let text = api.kubeconfig().replace(&api.url(), &format!("http://{}", gate.address));
         fs::write(&kubeconfig, text).with_context(|| format!("writing {}", kubeconfig.display()))?;
         let log = folder.join(format!("{name}.log"));
-        let file = File::create(&log).with_context(|| format!("making {}", log.display()))?;
+        let file = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
         let mut command = Command::new(program("headgate-control-plane")?);
         command.args(["--source=kubernetes", "--insecure-loopback", "--replica-name", name]);
         command.args(["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"]);

@@ -101,7 +101,7 @@ fn write_all(streams: &[TcpStream], rounds: u32, rate: u32, start: Instant) -> R
 
 fn read_all(streams: Vec<TcpStream>, rounds: u32, rate: u32, start: Instant) -> Result<Histogram> {
     pin_this_thread(LOAD_CORE)?;
-    let mut poll = Poll::new().context("making an epoll instance")?;
+    let mut poll = Poll::new().context("creating an epoll instance")?;
     let mut streams: Vec<_> = streams.into_iter().map(|stream| (mio::net::TcpStream::from_std(stream), 0)).collect();
     for (index, (stream, _)) in streams.iter_mut().enumerate() {
         poll.registry().register(stream, Token(index), Interest::READABLE)?;

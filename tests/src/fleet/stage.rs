@@ -76,7 +76,7 @@ impl Stage {
             rig::pin_this_thread(LOAD_CORE)?;
         }
         rig::allow_open_files(FILES_PER_AGENT * setup.agents as u64 + SPARE_FILES)?;
-        let folder = tempfile::tempdir().context("making a folder")?;
+        let folder = tempfile::tempdir().context("creating a folder")?;
         let authority = Arc::new(Authority::new()?);
         let files = authority.write_server_files(folder.path())?;
         let machines = Machines::create(setup.wire)?;

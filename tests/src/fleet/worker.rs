@@ -85,8 +85,8 @@ impl Worker {
         authority: Arc<Authority>,
         timetable: Arc<Timetable>,
     ) -> Result<(Self, Arc<Waker>)> {
-        let poll = Poll::new().context("making an epoll instance")?;
-        let waker = Arc::new(Waker::new(poll.registry(), WAKE).context("making a waker")?);
+        let poll = Poll::new().context("creating an epoll instance")?;
+        let waker = Arc::new(Waker::new(poll.registry(), WAKE).context("creating a waker")?);
         let worker = Self {
             settings,
             authority,

@@ -75,7 +75,7 @@ impl Testbed {
     /// Starts the machines and writes the manifests. Control plane and agents are not started.
     pub fn machines_only(backend: Backend, manifests: Manifests) -> Result<Self> {
         let machines = Machines::start()?;
-        std::fs::create_dir(machines.folder().join("manifests")).context("making the folder of manifests")?;
+        std::fs::create_dir(machines.folder().join("manifests")).context("creating the folder of manifests")?;
         let bed = Self {
             processes: Mutex::default(),
             desired: Mutex::new(Desired { manifests, generation: 0 }),
@@ -86,7 +86,7 @@ impl Testbed {
         Ok(bed)
     }
 
-    /// Machines and clients.
+    /// The machines, from which tests send requests.
     pub fn machines(&self) -> &Machines {
         &self.machines
     }

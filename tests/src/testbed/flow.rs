@@ -149,6 +149,6 @@ pub fn while_asking(flows: &[Flow], work: impl FnOnce() -> Result<()>) -> Result
         result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })?;
     let asked = asked.into_inner();
-    ensure!(asked >= flows.len(), "{} clients asked {asked} times meanwhile", flows.len());
+    ensure!(asked >= flows.len(), "{} clients sent only {asked} requests meanwhile", flows.len());
     Ok(())
 }

@@ -64,7 +64,7 @@ struct Folder {
 impl Folder {
     fn create() -> Result<Self> {
         let folder =
-            tempfile::Builder::new().prefix("headgate-testbed-").tempdir().context("making a temporary folder")?;
+            tempfile::Builder::new().prefix("headgate-testbed-").tempdir().context("creating a temporary folder")?;
         Ok(Self { path: folder.keep(), keep: AtomicBool::new(false) })
     }
 }

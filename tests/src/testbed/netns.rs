@@ -71,9 +71,9 @@ fn owner(name: &str) -> Option<u32> {
 impl Namespace {
     /// Creates a namespace called `name`, as `ip netns add` does, without starting a program.
     pub fn create(name: String) -> Result<Self> {
-        std::fs::create_dir_all(NAMESPACES).with_context(|| format!("making {NAMESPACES}"))?;
+        std::fs::create_dir_all(NAMESPACES).with_context(|| format!("creating {NAMESPACES}"))?;
         let path: PathBuf = Path::new(NAMESPACES).join(&name);
-        let context = || format!("making the network namespace {name}");
+        let context = || format!("creating the network namespace {name}");
         OpenOptions::new().write(true).create_new(true).open(&path).with_context(context)?;
         // The bind mount keeps the namespace after the thread has ended.
         let make = || {

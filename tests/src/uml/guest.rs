@@ -126,7 +126,7 @@ fn prepare(slot: &Path) -> Result<()> {
         [("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", "/run"), ("tmpfs", "/dev/shm"), ("devpts", "/dev/pts")]
     {
         if place.starts_with("/dev/") {
-            std::fs::create_dir_all(place).with_context(|| format!("making {place}"))?;
+            std::fs::create_dir_all(place).with_context(|| format!("creating {place}"))?;
         }
         mount(Some(kind), place, Some(kind), MsFlags::empty(), None::<&str>)
             .with_context(|| format!("mounting {place}"))?;
@@ -204,7 +204,7 @@ fn take(slot: &Path) -> Result<Option<Request>> {
 fn run_test(slot: &Path, request: &Request) -> Result<Outcome> {
     // Virtual servers, sets, rules and links belong to a namespace. A new namespace therefore has
     // none of the previous test.
-    unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
+    unshare(CloneFlags::CLONE_NEWNET).context("creating a network namespace")?;
     run(Command::new("ip").args(["link", "set", "lo", "up"]))?;
     let output = open_for_appending(&slot.join(request.output()))?;
     println!("uml-init: {}", request.test);
@@ -320,5 +320,5 @@ fn clean_up() -> Result<()> {
         }
     }
     std::fs::remove_dir_all(TEMPORARY).with_context(|| format!("emptying {TEMPORARY}"))?;
-    std::fs::create_dir(TEMPORARY).with_context(|| format!("making {TEMPORARY}"))
+    std::fs::create_dir(TEMPORARY).with_context(|| format!("creating {TEMPORARY}"))
 }

@@ -39,9 +39,9 @@ impl Slot {
         let run = all.join(run_id());
         for number in 0..MAX_SLOTS {
             let folder = run.join(number.to_string());
-            std::fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
+            std::fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
             let path = folder.join("lock");
-            let lock = File::create(&path).with_context(|| format!("making {}", path.display()))?;
+            let lock = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
             match lock.try_lock() {
                 Ok(()) => return Ok(Self { folder, _lock: lock }),
                 Err(TryLockError::WouldBlock) => {}

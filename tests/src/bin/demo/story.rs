@@ -27,7 +27,7 @@ const REQUESTS: usize = 120;
 const START: [&str; 3] = ["a1", "b1", "c1"];
 const SCALED_UP: [&str; 6] = ["a1", "a2", "b1", "b2", "c1", "c2"];
 const SCALED_DOWN: [&str; 4] = ["a1", "b1", "b2", "c1"];
-/// The pod that dies.
+/// The pod that fails.
 const VICTIM: &str = "b1";
 /// How long the control plane is stopped.
 const ABSENCE: Duration = Duration::from_secs(3);
@@ -194,7 +194,7 @@ impl<'a> Demo<'a> {
         self.bed.wait_programmed()?;
         let waited = began.elapsed();
         let agents = self.bed.agents()?;
-        ensure!(agents.len() == NODES.len(), "{} agents are back instead of {}", agents.len(), NODES.len());
+        ensure!(agents.len() == NODES.len(), "{} agents are connected instead of {}", agents.len(), NODES.len());
         for agent in &agents {
             let AgentInfo { node, resume, resumed_resources, .. } = agent;
             self.screen.note(&format!("{node}: resumed with {resume}, {resumed_resources} resources sent"));
