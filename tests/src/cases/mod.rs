@@ -7,8 +7,8 @@
 //! - [`affinity`], [`payloads`]: cases that need more than one request.
 //! - [`changes`]: Services, slices and Nodes that change. [`settings`]: settings of agents.
 //! - [`health`]: active health checks.
-//! - [`rules`]: rules that the agent writes and other programs change. [`raw`]: packets that only a
-//!   raw socket can send.
+//! - [`rules`]: rules that the agent writes and other programs change. [`raw`]: packets that
+//!   well-behaved clients do not send.
 //! - [`ipvs`]: cases of mode ipvs alone.
 //! - [`live`]: Services that change while connections run. [`lifecycle`]: programs that stop and
 //!   crash, rules of other programs, and `--cleanup`.

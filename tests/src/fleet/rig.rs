@@ -415,10 +415,10 @@ impl CpuTime {
         self.user + self.system + self.interrupts
     }
 
-    /// The CPU time of a process plus the interrupts on its core, which is `self`. Without
-    /// `CONFIG_IRQ_TIME_ACCOUNTING` the kernel may also count an interrupt as time of the process,
-    /// so the result is limited to the core's busy time. If `self` is zero, the result is the
-    /// process's time.
+    /// Adds the interrupts of a core to the CPU time of a process that runs on it. `self` is the
+    /// core's time. Without `CONFIG_IRQ_TIME_ACCOUNTING` the kernel may also count an interrupt as
+    /// time of the process, so the result is at most the core's busy time. If the core's time is
+    /// unknown and therefore zero, the result is the process's time.
     #[must_use]
     pub fn with_interrupts(&self, process_seconds: f64) -> f64 {
         (process_seconds + self.interrupts).min(self.busy()).max(process_seconds)

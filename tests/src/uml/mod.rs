@@ -15,8 +15,8 @@
 //!   slot while it runs. A test run therefore boots one machine for each test that runs at a time,
 //!   not one for each test. A machine boots when a test finds its slot without one, and turns
 //!   itself off when it has been idle for a while.
-//! - Results cannot be stale: a slot belongs to one test run, and every request has an identifier
-//!   that its outcome repeats. An outcome counts only if the test itself has created a mark.
+//! - Results cannot be stale: a slot belongs to one test run, and the name of an outcome contains
+//!   the identifier of its request. An outcome counts only if the test itself has created a mark.
 //! - If the kernel ends or panics, if the test exceeds its time limit, if the kernel does not
 //!   answer or if a program is missing, the present test fails. The next test gets a new machine.
 //!   The kernel's log stays in the slot, and failures name it.
