@@ -4,7 +4,7 @@ use std::{io, ops::ControlFlow};
 
 use super::{
     Malformed, NetlinkError, Refusal, Request, message,
-    socket::{Options, Socket},
+    socket::{BUFFER_BYTES, Socket},
 };
 
 /// The size of the receive buffer in bytes. The kernel sends at most 32 KiB at once.
@@ -55,15 +55,7 @@ impl Connection {
     /// # Errors
     /// The kernel creates no socket.
     pub fn open(protocol: libc::c_int) -> Result<Self, NetlinkError> {
-        Self::open_with(protocol, &Options::default())
-    }
-
-    /// Like [`Connection::open`], with socket options.
-    ///
-    /// # Errors
-    /// The kernel creates no socket.
-    pub fn open_with(protocol: libc::c_int, options: &Options) -> Result<Self, NetlinkError> {
-        let socket = Socket::open(protocol, options).map_err(NetlinkError::Open)?;
+        let socket = Socket::open(protocol, BUFFER_BYTES).map_err(NetlinkError::Open)?;
         Ok(Self { socket, sequence: 0, buffer: vec![0; RECEIVE_BUFFER_BYTES], outgoing: Vec::new() })
     }
 

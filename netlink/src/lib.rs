@@ -10,7 +10,7 @@
 //! - [`generic`] looks up generic netlink families and encodes their requests.
 //! - [`netfilter`] encodes requests to netfilter subsystems and executes transactions.
 //! - [`Listener`] receives the notifications of multicast groups.
-//! - [`route`] manages links, addresses and local routes.
+//! - [`route`] manages links and addresses, and decodes notifications of their changes.
 
 mod attribute;
 mod connection;
@@ -30,4 +30,3 @@ pub use connection::{BATCH_BYTES, BATCH_REQUESTS, Connection, Dumped};
 pub use error::{Malformed, NetlinkError, Refusal};
 pub use listener::{Heard, Listener, Notification};
 pub use message::Request;
-pub use socket::Options;

@@ -6,9 +6,15 @@
 
 mod wire;
 
-use std::{fmt, net::IpAddr};
+use std::{
+    fmt,
+    net::{IpAddr, Ipv4Addr},
+};
 
-use super::{Connection, Malformed, NetlinkError, Options, Refusal};
+use super::{Connection, Malformed, NetlinkError, Notification, Refusal};
+
+/// The multicast groups of `NETLINK_ROUTE` whose notifications [`event`] decodes.
+pub const GROUPS: [u32; 3] = [libc::RTNLGRP_LINK, libc::RTNLGRP_IPV4_IFADDR, libc::RTNLGRP_IPV6_IFADDR];
 
 /// A network, or an address with its prefix length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -60,6 +66,44 @@ impl Link {
     }
 }
 
+/// An address of a link. The kernel tells the addresses of a node apart by these fields.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct LinkAddress {
+    /// The index of the link.
+    pub link: u32,
+    /// The address.
+    pub address: Prefix,
+    /// IPv4: the other end of a point-to-point link, or the address itself. A link can have several
+    /// addresses that differ only in this field. IPv6: none.
+    pub peer: Option<Ipv4Addr>,
+}
+
+/// A change of links or addresses, which any program may have made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// A link was added or changed, for example renamed.
+    Link {
+        /// The interface index.
+        index: u32,
+        /// The interface name.
+        name: String,
+    },
+    /// A link with this index was removed. Events about the removal of its addresses came before.
+    RemovedLink(u32),
+    /// An address was added or changed.
+    Address(LinkAddress),
+    /// An address was removed.
+    RemovedAddress(LinkAddress),
+}
+
+/// Decodes a notification of one of the [`GROUPS`]. None if it reports no [`Event`].
+///
+/// # Errors
+/// The notification is truncated, or lacks an attribute. Links and addresses have to be listed.
+pub fn event(notification: &Notification<'_>) -> Result<Option<Event>, Malformed> {
+    wire::event(notification.kind, notification.payload)
+}
+
 /// One change of a link's addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
@@ -94,8 +138,7 @@ impl Routing {
     /// # Errors
     /// The kernel creates no socket.
     pub fn open() -> Result<Self, NetlinkError> {
-        let options = Options { strict: true, ..Options::default() };
-        Ok(Self { connection: Connection::open_with(libc::NETLINK_ROUTE, &options)? })
+        Ok(Self { connection: Connection::open(libc::NETLINK_ROUTE)? })
     }
 
     /// The link with a name, or none.
@@ -140,12 +183,20 @@ impl Routing {
     /// # Errors
     /// The kernel does not list them, or interrupts every attempt to list them.
     pub fn addresses(&mut self, link: u32) -> Result<Vec<Prefix>, NetlinkError> {
-        let mut all = Vec::new();
-        for family in [libc::AF_INET, libc::AF_INET6] {
-            let list = wire::list_addresses(family, link);
-            all.extend(self.list(&list, |payload| Ok(wire::address(payload)?.filter(|(of, _)| *of == link)))?);
-        }
-        Ok(all.into_iter().map(|(_, address)| address).collect())
+        let found = self.list_addresses(link, |found| found.link == link)?;
+        Ok(found.into_iter().map(|found| found.address).collect())
+    }
+
+    /// All IPv4 and IPv6 addresses of all links that `is_wanted` accepts. The kernel lists all of
+    /// them; the others are not kept.
+    ///
+    /// # Errors
+    /// As [`Routing::addresses`].
+    pub fn all_addresses(
+        &mut self,
+        is_wanted: impl Fn(&LinkAddress) -> bool,
+    ) -> Result<Vec<LinkAddress>, NetlinkError> {
+        self.list_addresses(0, is_wanted)
     }
 
     /// Executes changes, many in one send. `refused` receives the index of each change that the
@@ -161,14 +212,22 @@ impl Routing {
         self.connection.execute(changes.into_iter().map(wire::change), refused)
     }
 
-    fn list<T>(
+    /// Lists the addresses of a link, or of all links for index 0. Kernels before 4.20 always list
+    /// the addresses of all links.
+    fn list_addresses(
         &mut self,
-        request: &super::Request,
-        read: impl Fn(&[u8]) -> Result<Option<T>, Malformed>,
-    ) -> Result<Vec<T>, NetlinkError> {
-        self.connection.list(request, |found: &mut Vec<T>, payload| {
-            found.extend(read(payload)?);
-            Ok(())
-        })
+        link: u32,
+        is_wanted: impl Fn(&LinkAddress) -> bool,
+    ) -> Result<Vec<LinkAddress>, NetlinkError> {
+        let mut all = Vec::new();
+        for family in [libc::AF_INET, libc::AF_INET6] {
+            let request = wire::list_addresses(family, link);
+            let found: Result<_, NetlinkError> = self.connection.list(&request, |found: &mut Vec<_>, payload| {
+                found.extend(wire::address(payload)?.filter(&is_wanted));
+                Ok(())
+            });
+            all.append(&mut found?);
+        }
+        Ok(all)
     }
 }

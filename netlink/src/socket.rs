@@ -11,25 +11,10 @@ use libc::c_int;
 /// The kernel answers within `send`, so this timeout ends only waits that are caused by an error.
 const RECEIVE_TIMEOUT_SECONDS: libc::time_t = 30;
 
-/// The options of a socket.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Options {
-    /// The size of the send buffer in bytes. More than the kernel's limit of some 200 KB
-    /// (`net.core.wmem_max`) needs `CAP_NET_ADMIN`; without it the limit applies.
-    pub send_buffer_bytes: u32,
-    /// The size of the receive buffer in bytes. More than the kernel's limit (`net.core.rmem_max`)
-    /// also needs `CAP_NET_ADMIN`.
-    pub receive_buffer_bytes: u32,
-    /// Whether the kernel checks the headers of list requests and filters by their fields
-    /// (`NETLINK_GET_STRICT_CHK`, Linux 4.20). Older kernels list everything.
-    pub strict: bool,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self { send_buffer_bytes: 1 << 20, receive_buffer_bytes: 1 << 20, strict: false }
-    }
-}
+/// The size of the send buffer at first, and of the receive buffer of a connection, in bytes. More
+/// than the kernel's limits of some 200 KB (`net.core.wmem_max`, `net.core.rmem_max`) needs
+/// `CAP_NET_ADMIN`; without it the limits apply.
+pub(super) const BUFFER_BYTES: u32 = 1 << 20;
 
 /// A blocking netlink socket that accepts messages only from the kernel.
 #[derive(Debug)]
@@ -40,23 +25,24 @@ pub(super) struct Socket {
 }
 
 impl Socket {
-    pub(super) fn open(protocol: c_int, options: &Options) -> io::Result<Self> {
+    pub(super) fn open(protocol: c_int, receive_buffer_bytes: u32) -> io::Result<Self> {
         // SAFETY: the call takes and returns only integers.
         let fd = unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, protocol) };
         check(fd)?;
         // SAFETY: the descriptor is open, and nothing else owns it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        let socket = Self { fd, send_buffer_bytes: options.send_buffer_bytes };
+        let socket = Self { fd, send_buffer_bytes: BUFFER_BYTES };
         // The kernel omits the copy of the request in its error answers.
         socket.set_option(libc::SOL_NETLINK, libc::NETLINK_CAP_ACK, &1_i32)?;
         // Kernels before 4.12 have no extended acknowledgements, and kernels before 4.20 no strict
         // checks.
         socket.set_option_if_known(libc::SOL_NETLINK, libc::NETLINK_EXT_ACK, 1)?;
-        if options.strict {
+        // Checks the headers of list requests and filters by their fields.
+        if protocol == libc::NETLINK_ROUTE {
             socket.set_option_if_known(libc::SOL_NETLINK, libc::NETLINK_GET_STRICT_CHK, 1)?;
         }
-        socket.set_buffer(libc::SO_SNDBUFFORCE, libc::SO_SNDBUF, options.send_buffer_bytes)?;
-        socket.set_buffer(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF, options.receive_buffer_bytes)?;
+        socket.set_buffer(libc::SO_SNDBUFFORCE, libc::SO_SNDBUF, BUFFER_BYTES)?;
+        socket.set_buffer(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF, receive_buffer_bytes)?;
         let timeout = libc::timeval { tv_sec: RECEIVE_TIMEOUT_SECONDS, tv_usec: 0 };
         socket.set_option(libc::SOL_SOCKET, libc::SO_RCVTIMEO, &timeout)?;
         socket.bind()?;

@@ -1,6 +1,6 @@
 //! The connection to the kernel's nftables.
 
-use headgate_netlink::{Connection, Dumped, Malformed, NetlinkError, Options, Refusal, Request, netfilter};
+use headgate_netlink::{Connection, Dumped, Malformed, NetlinkError, Refusal, Request, netfilter};
 
 use crate::{
     Chain, Element, Family, Fault, Generation, Kernel, Listed, NftablesError, Rule, Set, Table, TableName, Transaction,
@@ -25,7 +25,7 @@ impl Nftables {
     /// # Errors
     /// [`NftablesError::Missing`] if the kernel has no nftables.
     pub fn open() -> Result<Self, NftablesError> {
-        let connection = Connection::open_with(libc::NETLINK_NETFILTER, &Options::default())?;
+        let connection = Connection::open(libc::NETLINK_NETFILTER)?;
         let port = connection.port()?;
         let mut opened = Self { connection, port };
         match opened.generation() {

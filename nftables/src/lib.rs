@@ -14,7 +14,7 @@ mod wire;
 
 pub use client::Nftables;
 pub use error::{Fault, NftablesError};
-pub use headgate_netlink::{Dumped, Malformed, NetlinkError, Options, Refusal};
+pub use headgate_netlink::{Dumped, Malformed, NetlinkError, Refusal};
 pub use kernel::Kernel;
 pub use model::*;
 pub use monitor::{Changed, Event, Monitor, Observed, Presence};

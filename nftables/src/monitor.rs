@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use headgate_netlink::{Heard, Listener, Malformed, Notification, Options};
+use headgate_netlink::{Heard, Listener, Malformed, Notification};
 
 use crate::{
     Chain, Element, Generation, NftablesError, Set, Table, TableName,
@@ -86,12 +86,13 @@ pub enum Observed {
 pub struct Monitor(Listener);
 
 impl Monitor {
-    /// Subscribes to changes in the calling thread's network namespace.
+    /// Subscribes to changes in the calling thread's network namespace. Events that are not read
+    /// yet fill the receive buffer.
     ///
     /// # Errors
     /// The kernel creates no socket, or `CAP_NET_ADMIN` is missing.
-    pub fn open(options: &Options) -> Result<Self, NftablesError> {
-        Ok(Self(Listener::open(libc::NETLINK_NETFILTER, &[wire::GROUP], options)?))
+    pub fn open(receive_buffer_bytes: u32) -> Result<Self, NftablesError> {
+        Ok(Self(Listener::open(libc::NETLINK_NETFILTER, &[wire::GROUP], receive_buffer_bytes)?))
     }
 
     /// Reads once without blocking.

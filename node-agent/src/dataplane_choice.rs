@@ -5,7 +5,8 @@ use tracing::error;
 
 use crate::{
     dataplane::{DataplaneError, ErrorKind, Leftover, NodeDataplane, iptables, ipvs, xtables},
-    node_inputs::{NodeInputs, NodeSettings, interface_addresses},
+    interfaces,
+    node_inputs::{NodeInputs, NodeSettings},
     options::Options,
     settings::{IpvsSettings, ProxyMode, Settings},
     sysctl::Sysctls,
@@ -42,7 +43,7 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
 /// A parameter cannot be set.
 pub fn prepare(settings: &Settings) -> Result<(), DataplaneError> {
     let node = NodeSettings::of(settings);
-    let interfaces = if node.needs_interfaces() { interface_addresses() } else { Ok(Vec::new()) };
+    let interfaces = if node.needs_interfaces() { interfaces::list() } else { Ok(Vec::new()) };
     let interfaces = interfaces.map_err(|error| {
         DataplaneError::new(ErrorKind::Retry, format!("the addresses of the interfaces cannot be read: {error}"))
     })?;

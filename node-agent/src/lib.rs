@@ -14,6 +14,7 @@
 //!    - [`packet_counters`]: the kernel's packet counters that rules use.
 //!    - [`progress`]: what the reconcile loop has programmed.
 //!    - [`settings`]: kube-proxy's settings, from flags or a file.
+//!    - [`interfaces`]: follows the addresses of the node's interfaces.
 //!    - [`node_inputs`]: local pods and NodePort addresses, resolved from settings and Node.
 //!    - [`sysctl`]: kernel parameters that are set once.
 //!    - `bisect` finds the faulty items of a batch, `listen` opens listening sockets, `memory`
@@ -41,6 +42,7 @@ pub mod dataplane_choice;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod http;
+pub mod interfaces;
 mod listen;
 mod memory;
 pub mod metric_registry;

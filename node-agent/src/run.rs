@@ -16,6 +16,7 @@ use crate::{
     dataplane::{DataplaneError, NodeDataplane},
     dataplane_choice,
     http::{self, Pages, listen::BindError},
+    interfaces::{self, Interfaces},
     metrics::Metrics,
     node_inputs::NodeSettings,
     observers::{
@@ -152,7 +153,10 @@ async fn run_configured(
     }
     let timing = Timing { min_sync_period, sync_period, ..Timing::default() };
     let (reconciler, progress) = Reconciler::new(dataplane, Arc::clone(&state), metrics.sync.clone(), timing);
-    let reconciler = reconciler.with_node_settings(node_settings);
+    let mut reconciler = reconciler.with_node_settings(node_settings);
+    let needs_interfaces = conntrack == Conntrack::Cleaned || reconciler.needs_interfaces();
+    let follow = || interfaces::follow(metrics.interfaces.clone(), interfaces::RECEIVE_BUFFER_BYTES);
+    let interfaces = needs_interfaces.then(follow).transpose()?;
     let node_ports = NodePorts::of_inputs(reconciler.inputs());
     let is_alive = is_alive(&state, sync_period);
     let (health_check_ports, health_check_server) =
@@ -160,8 +164,12 @@ async fn run_configured(
     let (checked_endpoints, checker) =
         endpoint_checks::new(options.check_timing(), Arc::clone(&state), metrics.endpoint_checks.clone());
     let mut observers: Vec<Box<dyn Observer>> = vec![Box::new(health_check_ports), Box::new(checked_endpoints)];
-    if conntrack == Conntrack::Cleaned {
-        observers.push(Box::new(ConntrackCleaner::start(metrics.conntrack.clone(), node_ports)?));
+    if let Some(interfaces) = &interfaces {
+        reconciler = reconciler.with_interfaces(interfaces.clone());
+        if conntrack == Conntrack::Cleaned {
+            let cleaner = ConntrackCleaner::start(metrics.conntrack.clone(), node_ports, interfaces.clone())?;
+            observers.push(Box::new(cleaner));
+        }
     }
     let reconciler = reconciler.with_observers(observers);
     let tls = tls.map(|files| AgentTls::new(files, metrics.session.tls.clone()));
@@ -183,6 +191,9 @@ async fn run_configured(
     // These two stop all parts when this function returns, also after an error.
     let running = shutdown.child_token();
     let _stops = running.clone().drop_guard();
+    if let Some(interfaces) = interfaces {
+        tokio::spawn(running.clone().run_until_cancelled_owned(report_interfaces(interfaces, Arc::clone(&state))));
+    }
     let stop_reconciler = StopOnDrop(state);
     for server in servers {
         tokio::spawn(server.run(running.clone()));
@@ -222,6 +233,15 @@ async fn run_configured(
     }
     info!("stopped; the rules stay in the kernel");
     ended_by.map_or(Ok(()), Err)
+}
+
+/// Wakes the reconcile loop after each change of the interfaces' addresses.
+async fn report_interfaces(mut interfaces: Interfaces, state: Arc<AgentState>) {
+    while interfaces.changed().await.is_ok() {
+        let state = Arc::clone(&state);
+        // The lock may be held for long.
+        let _ = task::spawn_blocking(move || state.interfaces_changed()).await;
+    }
 }
 
 /// The agent is alive unless a change has waited for longer than two sync periods, as for `/livez`.

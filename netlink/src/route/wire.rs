@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use super::{Change, Link, Prefix};
+use super::{Change, Event, Link, LinkAddress, Prefix};
 use crate::{Malformed, Request, checked_attributes, read_ip, read_text, read_u32};
 
 /// `IFLA_IFNAME`.
@@ -111,9 +111,8 @@ pub(super) fn list_addresses(family: libc::c_int, link: u32) -> Request {
     Request::new(libc::RTM_GETADDR, FLAG_DUMP, &address_header(family_number(family), 0, 0, link))
 }
 
-/// The link index and the address of an address message. None if the address is neither IPv4 nor
-/// IPv6.
-pub(super) fn address(payload: &[u8]) -> Result<Option<(u32, Prefix)>, Malformed> {
+/// The address of an address message. None if the message has no address.
+pub(super) fn address(payload: &[u8]) -> Result<Option<LinkAddress>, Malformed> {
     let short = Malformed("an address without its header");
     let header = payload.get(..ADDRESS_HEADER_BYTES).ok_or(short)?;
     let (mut local, mut other) = (None, None);
@@ -125,7 +124,26 @@ pub(super) fn address(payload: &[u8]) -> Result<Option<(u32, Prefix)>, Malformed
         }
     }
     let link = read_u32(&header[4..8])?;
-    Ok(local.or(other).map(|address| (link, Prefix { address, length: header[1] })))
+    // In IPv6 the peer is no part of the key: the kernel can change it (`inet6_addr_modify`).
+    let peer = other.and_then(|other| if let IpAddr::V4(peer) = other { Some(peer) } else { None });
+    let prefix = |address| Prefix { address, length: header[1] };
+    Ok(local.or(other).map(|address| LinkAddress { link, address: prefix(address), peer }))
+}
+
+/// What a notification reports. None if it is not about links and addresses as such.
+pub(super) fn event(kind: u16, payload: &[u8]) -> Result<Option<Event>, Malformed> {
+    Ok(match kind {
+        libc::RTM_NEWADDR => address(payload)?.map(Event::Address),
+        libc::RTM_DELADDR => address(payload)?.map(Event::RemovedAddress),
+        // A bridge sends messages of the same types about its ports, in the family `AF_BRIDGE`. It
+        // sends `RTM_DELLINK` when a link is no longer a port, although the link still exists
+        // (`br_ifinfo_notify` in `net/bridge/br_netlink.c`).
+        libc::RTM_NEWLINK | libc::RTM_DELLINK if payload.first() == Some(&family_number(libc::AF_UNSPEC)) => {
+            let Link { index, name, .. } = link(payload)?;
+            Some(if kind == libc::RTM_NEWLINK { Event::Link { index, name } } else { Event::RemovedLink(index) })
+        }
+        _ => None,
+    })
 }
 
 /// A `struct ifa_cacheinfo` with a preferred lifetime of 0 and an unlimited valid lifetime. IPv6
@@ -155,6 +173,8 @@ pub(super) fn change(change: &Change) -> Request {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use std::net::Ipv4Addr;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -179,11 +199,65 @@ mod tests {
         );
     }
 
+    fn bytes(hex: &str) -> Vec<u8> {
+        let digits: Vec<char> = hex.chars().filter(|c| !c.is_whitespace()).collect();
+        digits.chunks(2).map(|byte| u8::from_str_radix(&String::from_iter(byte), 16).unwrap()).collect()
+    }
+
+    /// Messages of Linux 6.18 to the groups.
+    #[cfg(target_endian = "little")]
+    #[test]
+    fn notifications_of_addresses_are_decoded() {
+        // ip addr add 192.0.2.1/24 dev d0
+        let added = bytes(
+            "02188000 03000000 08000100 c0000201 08000200 c0000201 07000300 64300000 08000800 80000000 \
+             14000600 ffffffff ffffffff fa3d0200 fa3d0200",
+        );
+        let on = |address: &str, length, peer: Option<[u8; 4]>| LinkAddress {
+            link: 3,
+            address: Prefix { address: address.parse().unwrap(), length },
+            peer: peer.map(Ipv4Addr::from),
+        };
+        let plain = on("192.0.2.1", 24, Some([192, 0, 2, 1]));
+        assert_eq!(event(libc::RTM_NEWADDR, &added), Ok(Some(Event::Address(plain))));
+        // ip addr del 192.0.2.1 peer 192.0.2.9 dev d0
+        let removed = bytes(
+            "02208000 03000000 08000100 c0000209 08000200 c0000201 07000300 64300000 08000800 80000000 \
+             14000600 ffffffff ffffffff 023e0200 023e0200",
+        );
+        let point_to_point = on("192.0.2.1", 32, Some([192, 0, 2, 9]));
+        assert_eq!(event(libc::RTM_DELADDR, &removed), Ok(Some(Event::RemovedAddress(point_to_point))));
+        // ip addr add 2001:db8::2 peer 2001:db8::9 nodad dev d0
+        let added = bytes(
+            "0a808200 03000000 14000200 20010db8 00000000 00000000 00000002 14000100 20010db8 00000000 \
+             00000000 00000009 14000600 ffffffff ffffffff 123e0200 123e0200 08000800 82000000",
+        );
+        assert_eq!(event(libc::RTM_NEWADDR, &added), Ok(Some(Event::Address(on("2001:db8::2", 128, None)))));
+        assert!(event(libc::RTM_NEWADDR, &added[..30]).is_err() && event(libc::RTM_NEWADDR, &[2]).is_err());
+    }
+
+    #[cfg(target_endian = "little")]
+    #[test]
+    fn notifications_of_links_are_decoded_and_those_of_bridge_ports_are_not() {
+        // The first attributes after: ip link del d1
+        let link = bytes("00000100 03000000 02100000 ffffffff 07000300 64310000 08000d00 e8030000");
+        assert_eq!(event(libc::RTM_DELLINK, &link), Ok(Some(Event::RemovedLink(3))));
+        assert_eq!(event(libc::RTM_NEWLINK, &link), Ok(Some(Event::Link { index: 3, name: "d1".into() })));
+        // ip link set d0 nomaster
+        let port = bytes(
+            "07000100 03000000 03100000 00000000 07000300 64300000 08000a00 04000000 08000400 dc050000 \
+             05001000 03000000 0a000100 72679cb2 d7d80000 08000500 02000000",
+        );
+        assert_eq!(event(libc::RTM_DELLINK, &port), Ok(None));
+        assert_eq!(event(libc::RTM_NEWROUTE, &link), Ok(None));
+    }
+
     #[test]
     fn encoded_messages_are_decoded_unchanged() {
         let prefix = Prefix { address: "fd00:96::".parse().unwrap(), length: 112 };
         let added = change(&Change::AddAddress { link: 3, address: prefix });
-        assert_eq!(address(added.payload()), Ok(Some((3, prefix))));
+        let expected = LinkAddress { link: 3, address: prefix, peer: None };
+        assert_eq!(address(added.payload()), Ok(Some(expected)));
         let link = link(add_dummy("d0").payload()).unwrap();
         assert_eq!((link.name.as_str(), link.kind.as_deref()), ("d0", Some("dummy")));
         assert!(link.is_without_arp() && !link.is_up());
@@ -193,6 +267,9 @@ mod tests {
         #[test]
         fn any_bytes_are_decoded_or_give_an_error(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
             let _ = (link(&bytes), address(&bytes));
+            for kind in [libc::RTM_NEWLINK, libc::RTM_DELLINK, libc::RTM_NEWADDR, libc::RTM_DELADDR] {
+                let _ = event(kind, &bytes);
+            }
         }
     }
 }

@@ -9,6 +9,7 @@ use std::fmt;
 
 use self::{kube_proxy::KubeProxyMetrics, process::ProcessMetrics};
 use crate::{
+    interfaces::InterfaceMetrics,
     metric_registry::MetricRegistry,
     observers::{
         conntrack::ConntrackMetrics, endpoint_checks::metrics::EndpointCheckMetrics,
@@ -31,6 +32,8 @@ pub struct Metrics {
     pub saves: SaveMetrics,
     /// Syncs.
     pub sync: SyncMetrics,
+    /// The thread that follows the addresses of the node's interfaces.
+    pub interfaces: InterfaceMetrics,
     /// The cleanup of connection tracking.
     pub conntrack: ConntrackMetrics,
     /// Health-check node ports.
@@ -52,6 +55,7 @@ impl Default for Metrics {
             session: SessionMetrics::default(),
             saves: SaveMetrics::default(),
             sync: SyncMetrics::default(),
+            interfaces: InterfaceMetrics::default(),
             conntrack: ConntrackMetrics::default(),
             health_check_ports: HealthCheckMetrics::default(),
             endpoint_checks: EndpointCheckMetrics::default(),
@@ -62,6 +66,7 @@ impl Default for Metrics {
         metrics.session.register(registry);
         metrics.saves.register(registry);
         metrics.sync.register(registry);
+        metrics.interfaces.register(registry);
         metrics.conntrack.register(registry);
         metrics.health_check_ports.register(registry);
         metrics.endpoint_checks.register(registry);

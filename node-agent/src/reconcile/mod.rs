@@ -26,8 +26,9 @@ use tracing::{error, info, warn};
 use crate::{
     backoff::{Backoff, Jitter},
     dataplane::{DataplaneError, ErrorKind, FamilyStatistics, Fault, NodeDataplane, Report},
+    interfaces::Interfaces,
     memory,
-    node_inputs::{NodeInputs, NodeSettings, interface_addresses},
+    node_inputs::{NodeInputs, NodeSettings},
     observers::{Observer, Scope},
     progress::{Failure, Programmed, Progress, Target},
     state::{AfterFailure, AgentState, Pace, Wake, Work},
@@ -92,6 +93,7 @@ pub struct Reconciler {
     quarantine: Quarantine,
     failures: Backoff,
     node_settings: NodeSettings,
+    interfaces: Interfaces,
     inputs: watch::Sender<NodeInputs>,
     /// The node was known when `inputs` were resolved.
     is_node_known: bool,
@@ -151,6 +153,7 @@ impl Reconciler {
             quarantine,
             failures,
             node_settings: NodeSettings::default(),
+            interfaces: watch::channel(None).1,
             inputs: watch::channel(NodeInputs::default()).0,
             is_node_known: false,
             done: None,
@@ -166,6 +169,20 @@ impl Reconciler {
     #[must_use]
     pub fn with_node_settings(mut self, settings: NodeSettings) -> Self {
         self.node_settings = settings;
+        self
+    }
+
+    /// Whether rules depend on the addresses of the node's interfaces.
+    #[must_use]
+    pub fn needs_interfaces(&self) -> bool {
+        self.node_settings.needs_interfaces() || self.dataplane.needs_interfaces()
+    }
+
+    /// The addresses of the node's interfaces. The caller calls [`AgentState::interfaces_changed`]
+    /// after each change.
+    #[must_use]
+    pub fn with_interfaces(mut self, interfaces: Interfaces) -> Self {
+        self.interfaces = interfaces;
         self
     }
 
@@ -194,6 +211,7 @@ impl Reconciler {
             let verify_at = due.into_iter().flatten().fold(self.verify_at, Instant::min);
             match self.shared.wait(self.done, self.pace, verify_at) {
                 Wake::Stop => return,
+                Wake::Interfaces => self.resolve_inputs(),
                 Wake::Work => self.sync(),
                 Wake::Verify if self.shared.is_unconfirmed() => self.check_rules_of_earlier_run(),
                 Wake::Verify if self.maintain_at().is_some_and(|due| due <= Instant::now()) => self.maintain(),
@@ -444,15 +462,9 @@ impl Reconciler {
     /// Resolves the settings that depend on the Node and on the interfaces of the machine. Requests
     /// a full sync if rules depend on what changed.
     fn resolve_inputs(&mut self) {
-        let needs_interfaces = self.node_settings.needs_interfaces() || self.dataplane.needs_interfaces();
-        let interfaces = if needs_interfaces { interface_addresses() } else { Ok(Vec::new()) };
-        let interfaces = match interfaces {
-            Ok(interfaces) => interfaces,
-            Err(error) => {
-                warn!(%error, "could not read the addresses of the interfaces; NodePorts keep the addresses that were read last");
-                return;
-            }
-        };
+        let interfaces = if self.needs_interfaces() { self.interfaces.borrow().clone() } else { Some([].into()) };
+        // Until the addresses are known, the inputs stay as they are.
+        let Some(interfaces) = interfaces else { return };
         let node = self.shared.node();
         let inputs = self.node_settings.resolve(node.as_ref(), &interfaces);
         self.is_node_known = node.is_some();
@@ -492,7 +504,6 @@ impl Reconciler {
 
     fn verify(&mut self) {
         self.verify_at = Instant::now() + self.timing.sync_period;
-        self.resolve_inputs();
         let verified = self.dataplane.verify();
         self.failed_verifications = if verified.is_err() { self.failed_verifications + 1 } else { 0 };
         let needs_full = match verified {

@@ -1,4 +1,6 @@
 #![allow(clippy::unwrap_used)]
+mod interfaces;
+
 use std::{sync::Mutex, thread::JoinHandle};
 
 use headgate_core::{

@@ -156,7 +156,7 @@ pub const FIELDS: &[Field] = &[
         "nodeport-addresses",
         Kind::List,
         "",
-        "Addresses of the node on which NodePorts answer: CIDRs, or `primary` for the node's own addresses. Empty means all addresses. CIDRs of one family do not restrict the other family. The agent reads the addresses of the interfaces again every `iptables.syncPeriod`",
+        "Addresses of the node on which NodePorts answer: CIDRs, or `primary` for the node's own addresses. Empty means all addresses. CIDRs of one family do not restrict the other family. When addresses of interfaces change, the agent updates the rules at once",
     ),
     used(
         "iptables.masqueradeBit",

@@ -72,6 +72,8 @@ struct Inner {
     dirty: Dirty,
     /// The next sync must be a full sync.
     needs_full: bool,
+    /// The addresses of the node's interfaces changed since [`AgentState::wait`] reported it.
+    interfaces_changed: bool,
     /// Counts the updates that a sync must program.
     generation: u64,
     stop: bool,
@@ -115,6 +117,8 @@ impl StateSource for AgentState {
 pub(crate) enum Wake {
     /// The agent stops.
     Stop,
+    /// The addresses of the node's interfaces changed.
+    Interfaces,
     /// Changes are to be programmed.
     Work,
     /// No changes are to be programmed, and it is time to verify the rules.
@@ -202,6 +206,7 @@ impl AgentState {
             node_revision: 0,
             dirty: Dirty::default(),
             needs_full: true,
+            interfaces_changed: false,
             generation: 0,
             stop: false,
         };
@@ -294,7 +299,7 @@ impl AgentState {
         let node = node.clone().or_else(|| inner.node.clone().map(|last| Node { going_away: true, ..last }));
         node.iter().for_each(|node| self.backlog.set_node(node));
         let facts = inner.facts_of(node.as_ref());
-        let pod_cidrs = |node: &Option<Node>| node.as_ref().map(|node| node.pod_cidrs.clone()).unwrap_or_default();
+        let pod_cidrs = |node: &Option<Node>| node.as_ref().map(|node| node.pod_cidrs.clone());
         if facts != inner.facts || pod_cidrs(&node) != pod_cidrs(&inner.node) {
             inner.facts = facts;
             inner.needs_full = true;
@@ -307,6 +312,13 @@ impl AgentState {
         }
         inner.node_revision = *revision;
         inner.generation += 1;
+        self.changed.notify_all();
+    }
+
+    /// Wakes the reconcile loop, because the addresses of the node's interfaces changed. Waits for
+    /// the lock, as [`Self::apply`] does.
+    pub fn interfaces_changed(&self) {
+        self.lock().interfaces_changed = true;
         self.changed.notify_all();
     }
 
@@ -362,6 +374,9 @@ impl AgentState {
         loop {
             if inner.stop {
                 return Wake::Stop;
+            }
+            if std::mem::take(&mut inner.interfaces_changed) {
+                return Wake::Interfaces;
             }
             let is_done = Some(inner.generation) == done || inner.is_unconfirmed;
             let due = match (inner.held.position(), is_done) {

@@ -16,14 +16,11 @@ use headgate_core::{
     conntrack::{Cleanup, Filter, Tracker},
 };
 use headgate_netlink::{BATCH_REQUESTS, Connection, Request, attributes};
-use headgate_node_agent::observers::{
-    NodePorts,
-    conntrack::{
-        NodeAddresses, Swept, sweep,
-        wire::{
-            self, DESTINATION_PORT, MESSAGE_NEW, PROTOCOL_NUMBER, SOURCE_PORT, TUPLE_IP, TUPLE_ORIGINAL,
-            TUPLE_PROTOCOL, TUPLE_REPLY, put_address,
-        },
+use headgate_node_agent::observers::conntrack::{
+    NodeAddresses, Swept, sweep,
+    wire::{
+        self, DESTINATION_PORT, MESSAGE_NEW, PROTOCOL_NUMBER, SOURCE_PORT, TUPLE_IP, TUPLE_ORIGINAL, TUPLE_PROTOCOL,
+        TUPLE_REPLY, put_address,
     },
 };
 
@@ -228,8 +225,7 @@ fn measure() -> Result<Vec<Figure>> {
         for run in 0..RUNS {
             insert(stale(STALE, run))?;
             let mut swept = Swept::default();
-            let (ms, cpu_ms, result) =
-                timed(|| sweep(cleanup, Family::V4, &NodeAddresses::read(cleanup, &NodePorts::default())?, &mut swept));
+            let (ms, cpu_ms, result) = timed(|| sweep(cleanup, Family::V4, &NodeAddresses::default(), &mut swept));
             result?;
             ensure!(swept.deleted == u64::from(STALE), "{swept:?}: expected {STALE} deleted flows");
             times.push(ms);

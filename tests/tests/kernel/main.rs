@@ -7,6 +7,7 @@ mod beside_kube_proxy;
 mod clients;
 mod conntrack;
 mod health_check;
+mod interfaces;
 mod packets;
 mod rule_text;
 mod testbed;

@@ -76,3 +76,6 @@ pub use scheduler::Scheduler;
 
 /// The dummy device that has the addresses of services.
 pub const DEVICE: &str = "kube-ipvs0";
+/// The dummy device that shows whether the kernel has such devices. It also has the addresses of
+/// [`DEVICE`] while that device is replaced.
+pub const PROBE_DEVICE: &str = "kube-ipvs-probe";

@@ -2,7 +2,7 @@
 
 use headgate_core::{
     Family,
-    ipvs::{Existing, IpvsConfig, Ledger},
+    ipvs::{Existing, IpvsConfig, Ledger, PROBE_DEVICE},
 };
 use ipnet::IpNet;
 
@@ -35,7 +35,7 @@ pub(crate) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), DataplaneError> 
         result = DataplaneError::join(result, removed);
     }
     // An agent that was killed during its probe leaves this device.
-    let probe = kernel.routing().and_then(|routing| routing.link(kernel::PROBE_DEVICE).map_err(of_routing));
+    let probe = kernel.routing().and_then(|routing| routing.link(PROBE_DEVICE).map_err(of_routing));
     let removed = probe.and_then(|link| match link {
         Some(link) => kernel.routing().and_then(|routing| routing.remove_link(link.index).map_err(of_routing)),
         None => Ok(()),

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use headgate_core::ipvs::DEVICE;
+use headgate_core::ipvs::{DEVICE, PROBE_DEVICE};
 use headgate_netlink::{
     NetlinkError,
     route::{Change, Link, Prefix, Routing},
@@ -21,10 +21,6 @@ use super::{
     Config, convert,
     sysctl::Sysctls,
 };
-
-/// A temporary device. The probe creates it to find out whether the kernel has dummy devices. It
-/// also carries the services' addresses while our device is replaced.
-pub(super) const PROBE_DEVICE: &str = "kube-ipvs-probe";
 
 /// Connections to IPVS, IP sets and rtnetlink. Each is opened when it is first needed, in the
 /// network namespace of the calling thread. Opening one makes the kernel load missing modules, if

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use headgate_core::{
     Family, Protocol,
-    ipvs::{Scheduler, ServerKey, Set, Settings},
+    ipvs::{PROBE_DEVICE, Scheduler, ServerKey, Set, Settings},
 };
 use ipset_netlink::IpSets;
 use ipvs_netlink::{Command, Ipvs};
@@ -13,7 +13,7 @@ use ipvs_netlink::{Command, Ipvs};
 use super::{
     super::{DataplaneError, ErrorKind},
     convert,
-    kernel::{PROBE_DEVICE, of_ipvs, of_routing, of_sets},
+    kernel::{of_ipvs, of_routing, of_sets},
     sysctl::Sysctls,
 };
 

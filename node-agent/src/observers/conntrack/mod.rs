@@ -28,6 +28,7 @@ use tracing::{debug, info, warn};
 
 use crate::{
     backoff::Backoff,
+    interfaces::Interfaces,
     metric_registry::{AGENT, FamilyLabel, KUBE_PROXY, MetricRegistry, sync_histogram},
     observers::{NodePorts, Observer, Scope},
 };
@@ -85,12 +86,13 @@ pub struct ConntrackCleaner {
 
 impl ConntrackCleaner {
     /// Starts the thread, which works in the network namespace of the caller. `node_ports` names
-    /// the addresses of the node that answer NodePorts.
+    /// the addresses of the node that answer NodePorts, or says that all of them do. `interfaces`
+    /// are all of them.
     ///
     /// # Errors
     /// The operating system cannot start a thread.
-    pub fn start(metrics: ConntrackMetrics, node_ports: NodePorts) -> io::Result<Self> {
-        let passes = Passes { metrics, node_ports };
+    pub fn start(metrics: ConntrackMetrics, node_ports: NodePorts, interfaces: Interfaces) -> io::Result<Self> {
+        let passes = Passes { metrics, node_ports, interfaces };
         let worker = Worker::start(move |cleanup| passes.pass(cleanup))?;
         Ok(Self::with(worker))
     }
@@ -216,11 +218,13 @@ fn work(inbox: &Inbox, mut pass: impl FnMut(&Cleanup) -> Result<(), SweepError>)
 struct Passes {
     metrics: ConntrackMetrics,
     node_ports: NodePorts,
+    interfaces: Interfaces,
 }
 
 impl Passes {
     fn pass(&self, cleanup: &Cleanup) -> Result<(), SweepError> {
-        let addresses = NodeAddresses::read(cleanup, &self.node_ports)?;
+        let interfaces = self.interfaces.borrow().clone();
+        let addresses = NodeAddresses::of(cleanup, &self.node_ports, interfaces.as_deref())?;
         let mut result = Ok(());
         for family in Family::BOTH {
             let (mut swept, started) = (Swept::default(), Instant::now());

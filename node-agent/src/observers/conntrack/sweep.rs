@@ -2,7 +2,6 @@
 
 use std::{
     collections::HashSet,
-    io,
     net::{IpAddr, Ipv4Addr},
 };
 
@@ -14,7 +13,7 @@ use headgate_core::{
 use headgate_netlink::{BATCH_REQUESTS, Connection, Dumped, NetlinkError, Refusal, Request};
 
 use super::wire::{self, Entry};
-use crate::{node_inputs::interface_addresses, observers::NodePorts};
+use crate::observers::NodePorts;
 
 /// Maximum number of filters per family. If a pass needs more, it lists all UDP entries of the
 /// family once: in a table of a million entries, one filtered list takes a quarter to a third of
@@ -41,9 +40,9 @@ pub enum SweepError {
         /// The error for the last of them.
         last: Refusal,
     },
-    /// The node's own addresses cannot be read. Rules for NodePorts need them.
-    #[error("cannot read the node's addresses: {0}")]
-    Addresses(#[source] io::Error),
+    /// The addresses of the node's interfaces are not known yet. Rules for NodePorts need them.
+    #[error("the addresses of the node's interfaces are not known yet")]
+    Addresses,
 }
 
 /// Counts of one pass.
@@ -66,29 +65,25 @@ pub struct NodeAddresses {
 }
 
 impl NodeAddresses {
-    /// Reads the addresses if the cleanup has rules for NodePorts. Otherwise the result is empty.
+    /// Selects the addresses if the cleanup has rules for NodePorts. Otherwise the result is empty.
+    /// `interfaces` are the addresses of the node's interfaces, or none while they are not known.
     ///
     /// # Errors
-    /// The kernel does not list the addresses of the interfaces.
-    pub fn read(cleanup: &Cleanup, node_ports: &NodePorts) -> Result<Self, SweepError> {
+    /// [`SweepError::Addresses`] if all addresses are needed and not known.
+    pub fn of(cleanup: &Cleanup, node_ports: &NodePorts, interfaces: Option<&[IpAddr]>) -> Result<Self, SweepError> {
         if !cleanup.needs_node_addresses() {
             return Ok(Self::default());
         }
         let mut own = HashSet::new();
-        let mut interfaces = None;
         for family in Family::BOTH {
             match node_ports.of(family) {
                 NodePortAddresses::Only(addresses) => own.extend(addresses),
                 NodePortAddresses::All => {
-                    let all = match interfaces.take() {
-                        Some(all) => all,
-                        None => interface_addresses().map_err(SweepError::Addresses)?,
-                    };
+                    let all = interfaces.ok_or(SweepError::Addresses)?;
                     own.extend(all.iter().filter(|address| Family::of(**address) == family));
                     if family == Family::V4 {
                         own.insert(LOCALHOST);
                     }
-                    interfaces = Some(all);
                 }
             }
         }

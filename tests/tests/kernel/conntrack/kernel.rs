@@ -11,9 +11,12 @@ use headgate_core::{
     conntrack::{Cleanup, Filter, OriginalDestination, Tracker},
 };
 use headgate_netlink::Connection;
-use headgate_node_agent::observers::{
-    NodePorts,
-    conntrack::{NodeAddresses, Swept, sweep, wire},
+use headgate_node_agent::{
+    interfaces,
+    observers::{
+        NodePorts,
+        conntrack::{NodeAddresses, Swept, sweep, wire},
+    },
 };
 use headgate_tests::{
     bench::conntrack::{Flow, entries, insert},
@@ -137,7 +140,7 @@ fn cleanup_of(changes: impl IntoIterator<Item = Change>) -> Cleanup {
 }
 
 fn swept(cleanup: &Cleanup) -> Result<Swept> {
-    let addresses = NodeAddresses::read(cleanup, &NodePorts::default())?;
+    let addresses = NodeAddresses::of(cleanup, &NodePorts::default(), Some(&interfaces::list()?))?;
     let mut swept = Swept::default();
     for family in Family::BOTH {
         sweep(cleanup, family, &addresses, &mut swept)?;

@@ -5,8 +5,8 @@ use std::{collections::BTreeSet, time::Duration};
 use anyhow::Result;
 use nftables_netlink::{
     Chain, Changed, DataType, Dumped, Element, Event, Existing, Expression, Family, Fault, Feature, Kernel as _,
-    Monitor, Nftables, NftablesError, Observed, Options, Presence, Rule, Set, Table, TableName, Transaction, Value,
-    Verdict, probe, refusals,
+    Monitor, Nftables, NftablesError, Observed, Presence, Rule, Set, Table, TableName, Transaction, Value, Verdict,
+    probe, refusals,
 };
 
 use super::{in_namespace, table_name};
@@ -224,7 +224,7 @@ fn only_the_owner_changes_a_table_until_another_client_adopts_it() {
 fn notifications_say_who_changed_what() {
     in_namespace("monitor", || {
         let mut kernel = Nftables::open()?;
-        let mut monitor = Monitor::open(&Options::default())?;
+        let mut monitor = Monitor::open(1 << 20)?;
         assert_eq!(monitor.read()?, Observed::Nothing);
         let table = with_map(&mut kernel);
         let mut all = Transaction::new();
@@ -290,8 +290,7 @@ fn read(monitor: &mut Monitor, mut transactions: usize) -> Vec<Event> {
 fn a_monitor_that_reads_too_late_reports_lost_events() {
     in_namespace("lost", || {
         let mut kernel = Nftables::open()?;
-        let options = Options { receive_buffer_bytes: 4096, ..Options::default() };
-        let mut monitor = Monitor::open(&options)?;
+        let mut monitor = Monitor::open(4096)?;
         let table = with_map(&mut kernel);
         let mut all = Transaction::new();
         all.add_elements(&table, "pairs", (0..1000).map(|key| entry(key, key)));

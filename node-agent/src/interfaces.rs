@@ -1,0 +1,349 @@
+//! Follows the addresses of the node's interfaces over rtnetlink (`linux/rtnetlink.h`).
+//!
+//! A thread subscribes to changes of links and addresses and lists the addresses. From then on, it
+//! applies each change. It lists the addresses again when the kernel drops notifications because
+//! they arrive faster than the thread reads them, and after an error. The thread publishes the
+//! addresses over a watch channel.
+
+use std::{
+    collections::BTreeSet,
+    io,
+    net::IpAddr,
+    os::fd::{AsFd as _, OwnedFd},
+    sync::Arc,
+    thread,
+};
+
+use headgate_core::ipvs;
+use headgate_netlink::{
+    Heard, Listener, NetlinkError,
+    route::{self, Event, LinkAddress, Routing},
+};
+use prometheus_client::metrics::counter::Counter;
+use tokio::{
+    io::{Interest, unix::AsyncFd},
+    sync::watch,
+};
+use tracing::{info, warn};
+
+use crate::{
+    backoff::Backoff,
+    metric_registry::{AGENT, MetricRegistry},
+};
+
+/// The addresses of the node's interfaces, sorted and without duplicates. None until they have been
+/// listed. The following addresses are not among them:
+///
+/// - addresses of the devices of mode ipvs, which are addresses of Services;
+/// - link-local addresses of IPv6, which mean nothing without their interface.
+pub type Interfaces = watch::Receiver<Option<Arc<[IpAddr]>>>;
+
+/// A receive buffer that holds about 10,000 notifications about addresses.
+///
+/// Notifications about addresses of Services arrive too, because the kernel does not select them by
+/// link. In mode ipvs, a first sync causes tens of thousands of notifications within seconds, and
+/// the thread reads them as they arrive. If the buffer overflows nevertheless, the thread lists all
+/// addresses, which takes tens of milliseconds. A larger buffer would not be worth its memory. The
+/// kernel uses the memory only while notifications wait in the buffer.
+pub const RECEIVE_BUFFER_BYTES: u32 = 4 << 20;
+
+/// The devices of mode ipvs.
+const IPVS_DEVICES: [&str; 2] = [ipvs::DEVICE, ipvs::PROBE_DEVICE];
+
+/// What the follower counts.
+#[derive(Debug, Clone, Default)]
+pub struct InterfaceMetrics {
+    /// Lists of all addresses.
+    pub lists: Counter,
+    errors: Counter,
+}
+
+impl InterfaceMetrics {
+    /// Registers all of them.
+    pub(crate) fn register(&self, registry: &mut MetricRegistry) {
+        let mut add = registry.adder(AGENT);
+        let help = "Lists of the addresses of the node's interfaces: one at start, and one whenever notifications of changes were lost";
+        add.counter("interface_lists", "", help, self.lists.clone());
+        let help = "Times that the agent could not list or follow the addresses of the node's interfaces, and used the last known ones";
+        add.counter("interface_errors", "", help, self.errors.clone());
+    }
+}
+
+/// Lists the addresses of the interfaces once: see [`Interfaces`] for what the list contains.
+///
+/// # Errors
+/// The kernel does not list them. A retry may succeed.
+pub fn list() -> Result<Vec<IpAddr>, NetlinkError> {
+    Ok(Addresses::list()?.distinct())
+}
+
+/// Lists the addresses, and starts a thread that follows their changes in the network namespace of
+/// the caller. If the list fails, the thread repeats it. The thread ends when all receivers are
+/// dropped.
+///
+/// # Errors
+/// The system cannot start the thread.
+pub fn follow(metrics: InterfaceMetrics, receive_buffer_bytes: u32) -> io::Result<Interfaces> {
+    let (published, receiver) = watch::channel(None);
+    let follower = Follower { metrics, receive_buffer_bytes, published };
+    let subscribed = follower.subscribe();
+    // With a runtime of its own, a long list delays no task of the agent.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    thread::Builder::new().name("interfaces".into()).spawn(move || runtime.block_on(follower.run(subscribed)))?;
+    Ok(receiver)
+}
+
+/// A subscription, and the addresses that were listed after it began.
+type Subscribed = Result<(Listener, Addresses), NetlinkError>;
+
+struct Follower {
+    metrics: InterfaceMetrics,
+    receive_buffer_bytes: u32,
+    published: watch::Sender<Option<Arc<[IpAddr]>>>,
+}
+
+impl Follower {
+    /// Subscribes to changes, lists the addresses, and publishes them. A change that the list
+    /// contains already may be notified too; applying it again changes nothing in the end.
+    fn subscribe(&self) -> Subscribed {
+        let listener = Listener::open(libc::NETLINK_ROUTE, &route::GROUPS, self.receive_buffer_bytes)?;
+        let addresses = Addresses::list()?;
+        self.metrics.lists.inc();
+        self.publish(&addresses);
+        Ok((listener, addresses))
+    }
+
+    async fn run(self, subscribed: Subscribed) {
+        tokio::select! {
+            () = self.published.closed() => {}
+            () = self.follow(subscribed) => {}
+        }
+    }
+
+    /// Follows the changes, and subscribes again whenever that is necessary.
+    async fn follow(&self, mut subscribed: Subscribed) {
+        let mut backoff = Backoff::default();
+        loop {
+            match self.apply_changes(subscribed).await {
+                Ok(()) => info!("listing the addresses of the node's interfaces again"),
+                Err(error) => {
+                    self.metrics.errors.inc();
+                    let pause = backoff.next_pause();
+                    let (attempts, pause_ms) = (backoff.attempts(), pause.as_millis());
+                    warn!(
+                        %error, attempts, pause_ms,
+                        "cannot follow the addresses of the node's interfaces; NodePorts stay on the last known addresses. If this repeats, check that the agent may open sockets of NETLINK_ROUTE (seccomp, limit of open files)"
+                    );
+                    tokio::time::sleep(pause).await;
+                }
+            }
+            subscribed = self.subscribe();
+            if subscribed.is_ok() {
+                backoff.reset();
+            }
+        }
+    }
+
+    /// Applies notifications as they arrive, and publishes the addresses after each burst. Returns
+    /// when the addresses have to be listed again.
+    async fn apply_changes(&self, subscribed: Subscribed) -> Result<(), NetlinkError> {
+        let (mut listener, mut addresses) = subscribed?;
+        let readable = readiness(&listener).map_err(NetlinkError::Open)?;
+        while !addresses.needs_list {
+            readable.readable().await.map_err(NetlinkError::Receive)?.clear_ready();
+            addresses.read(&mut listener)?;
+            if std::mem::take(&mut addresses.is_changed) && !addresses.needs_list {
+                self.publish(&addresses);
+            }
+        }
+        Ok(())
+    }
+
+    fn publish(&self, addresses: &Addresses) {
+        let now: Arc<[IpAddr]> = addresses.distinct().into();
+        self.published.send_if_modified(|last| {
+            let is_new = last.as_ref() != Some(&now);
+            if is_new {
+                *last = Some(now);
+            }
+            is_new
+        });
+    }
+}
+
+/// Becomes ready when notifications arrive.
+#[allow(unsafe_code)]
+fn readiness(listener: &Listener) -> io::Result<AsyncFd<OwnedFd>> {
+    let descriptor = listener.as_fd().try_clone_to_owned()?;
+    // SAFETY: the descriptor is open, and its owner neither closes nor replaces it before it is
+    // dropped together with the registration.
+    Ok(unsafe { AsyncFd::register_with_interest(descriptor, Interest::READABLE) }?)
+}
+
+/// The addresses by link. The cost of a change does not grow with the number of Services.
+#[derive(Debug, Default)]
+struct Addresses {
+    held: BTreeSet<LinkAddress>,
+    /// The indexes of the devices of mode ipvs. Their addresses are not held.
+    ipvs_devices: BTreeSet<u32>,
+    /// An address was added or removed since the addresses were published.
+    is_changed: bool,
+    /// The addresses have to be listed again.
+    needs_list: bool,
+}
+
+impl Addresses {
+    fn list() -> Result<Self, NetlinkError> {
+        let mut routing = Routing::open()?;
+        let mut addresses = Self::default();
+        for name in IPVS_DEVICES {
+            addresses.ipvs_devices.extend(routing.link(name)?.map(|link| link.index));
+        }
+        addresses.held = routing.all_addresses(|address| addresses.is_wanted(address))?.into_iter().collect();
+        Ok(addresses)
+    }
+
+    /// The addresses as they are published.
+    fn distinct(&self) -> Vec<IpAddr> {
+        let distinct: BTreeSet<IpAddr> = self.held.iter().map(|held| held.address.address).collect();
+        distinct.into_iter().collect()
+    }
+
+    fn is_wanted(&self, of: &LinkAddress) -> bool {
+        let is_link_local = matches!(of.address.address, IpAddr::V6(address) if address.is_unicast_link_local());
+        !is_link_local && !self.ipvs_devices.contains(&of.link)
+    }
+
+    /// Applies all notifications that have arrived.
+    fn read(&mut self, listener: &mut Listener) -> Result<(), NetlinkError> {
+        loop {
+            let mut result = Ok(());
+            let heard = listener.receive(|notification| match route::event(&notification) {
+                Ok(event) => event.into_iter().for_each(|event| self.apply(event)),
+                Err(error) => result = Err(error),
+            })?;
+            result?;
+            match heard {
+                Heard::Notifications => {}
+                Heard::Nothing => return Ok(()),
+                Heard::Lost => {
+                    self.needs_list = true;
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    fn apply(&mut self, event: Event) {
+        match event {
+            Event::Address(address) if self.is_wanted(&address) => self.is_changed |= self.held.insert(address),
+            Event::Address(_) => {}
+            Event::RemovedAddress(address) => self.is_changed |= self.held.remove(&address),
+            Event::Link { index, name } if IPVS_DEVICES.contains(&name.as_str()) => {
+                if self.ipvs_devices.insert(index) {
+                    // Another link was renamed, or the list was made before this device existed.
+                    self.held.retain(|held| held.link != index);
+                    self.is_changed = true;
+                }
+            }
+            // A device of mode ipvs was renamed. Its addresses count from now on.
+            Event::Link { index, .. } => self.needs_list |= self.ipvs_devices.contains(&index),
+            Event::RemovedLink(index) => drop(self.ipvs_devices.remove(&index)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use headgate_netlink::route::Prefix;
+
+    use super::*;
+
+    fn on(link: u32, address: &str) -> LinkAddress {
+        let (address, length) = address.split_once('/').unwrap();
+        let address: IpAddr = address.parse().unwrap();
+        let peer = if let IpAddr::V4(peer) = address { Some(peer) } else { None };
+        LinkAddress { link, address: Prefix { address, length: length.parse().unwrap() }, peer }
+    }
+
+    fn named(index: u32, name: &str) -> Event {
+        Event::Link { index, name: name.into() }
+    }
+
+    /// Addresses after these events: as text, and whether they have to be listed again.
+    fn after(events: impl IntoIterator<Item = Event>) -> (String, bool) {
+        let mut addresses = Addresses::default();
+        events.into_iter().for_each(|event| addresses.apply(event));
+        let text: Vec<_> = addresses.distinct().iter().map(IpAddr::to_string).collect();
+        (text.join(" "), addresses.needs_list)
+    }
+
+    fn add(address: LinkAddress) -> Event {
+        Event::Address(address)
+    }
+
+    fn remove(address: LinkAddress) -> Event {
+        Event::RemovedAddress(address)
+    }
+
+    #[test]
+    fn an_address_stays_while_any_link_has_it() {
+        let added = [add(on(2, "192.0.2.2/24")), add(on(1, "192.0.2.1/24")), add(on(2, "192.0.2.1/32"))];
+        assert_eq!(after(added.clone()), ("192.0.2.1 192.0.2.2".into(), false));
+        let after_removal = |removed| after(added.clone().into_iter().chain(removed));
+        let first = remove(on(1, "192.0.2.1/24"));
+        assert_eq!(after_removal(vec![first.clone()]), ("192.0.2.1 192.0.2.2".into(), false));
+        assert_eq!(after_removal(vec![first, remove(on(2, "192.0.2.1/32"))]), ("192.0.2.2".into(), false));
+    }
+
+    #[test]
+    fn addresses_with_different_peers_are_removed_separately() {
+        let near = on(3, "192.0.2.1/32");
+        let far = LinkAddress { peer: Some([192, 0, 2, 9].into()), ..near };
+        assert_eq!(after([add(near), add(far), remove(far)]).0, "192.0.2.1");
+        assert_eq!(after([add(near), add(far), remove(far), remove(near)]).0, "");
+    }
+
+    #[test]
+    fn an_unchanged_or_unwanted_address_is_no_change() {
+        let mut addresses = Addresses::default();
+        addresses.apply(named(7, ipvs::DEVICE));
+        addresses.apply(add(on(2, "2001:db8::1/64")));
+        assert!(std::mem::take(&mut addresses.is_changed));
+        addresses.apply(add(on(2, "2001:db8::1/64")));
+        addresses.apply(add(on(2, "fe80::1/64")));
+        addresses.apply(add(on(7, "10.96.0.1/32")));
+        addresses.apply(remove(on(7, "10.96.0.1/32")));
+        addresses.apply(named(2, "eth0"));
+        assert!(!addresses.is_changed && addresses.held.len() == 1);
+    }
+
+    #[tokio::test]
+    async fn an_error_is_counted_and_the_addresses_are_listed_again() {
+        let (published, mut receiver) = watch::channel(None);
+        let metrics = InterfaceMetrics::default();
+        let follower = Follower { metrics: metrics.clone(), receive_buffer_bytes: RECEIVE_BUFFER_BYTES, published };
+        let followed = tokio::spawn(follower.run(Err(NetlinkError::Open(io::ErrorKind::PermissionDenied.into()))));
+        receiver.wait_for(Option::is_some).await.unwrap();
+        assert_eq!((metrics.errors.get(), metrics.lists.get()), (1, 1));
+        drop(receiver);
+        followed.await.unwrap();
+    }
+
+    #[test]
+    fn addresses_of_the_ipvs_devices_do_not_count() {
+        for name in IPVS_DEVICES {
+            let service = add(on(7, "10.96.0.1/32"));
+            assert_eq!(after([named(7, name), service.clone()]), (String::new(), false));
+            assert_eq!(
+                after([service.clone(), named(7, name)]),
+                (String::new(), false),
+                "the device is newer than the list"
+            );
+            assert_eq!(after([named(7, name), named(7, "other")]), (String::new(), true), "renamed");
+            let reused = [named(7, name), Event::RemovedLink(7), named(7, "eth0"), service];
+            assert_eq!(after(reused), ("10.96.0.1".into(), false));
+        }
+    }
+}

@@ -1,0 +1,33 @@
+//! The addresses of the node's interfaces change.
+
+use std::net::IpAddr;
+
+use headgate_core::iptables::NodePortAddresses;
+
+use super::*;
+use crate::settings::NodePortSelector;
+
+#[test]
+fn new_addresses_of_interfaces_are_used_at_once() {
+    let node_ports = NodePortSelector::Cidrs(vec!["10.0.0.0/8".parse().unwrap()]);
+    let (addresses, interfaces) = watch::channel(None);
+    let shared = Arc::new(AgentState::new("node-1"));
+    let dataplane = Box::new(InMemoryDataplane::new().0);
+    let (reconciler, _progress) = Reconciler::new(dataplane, Arc::clone(&shared), SyncMetrics::default(), timing());
+    let settings = NodeSettings { node_ports, ..NodeSettings::default() };
+    let reconciler = reconciler.with_node_settings(settings).with_interfaces(interfaces);
+    let mut inputs = reconciler.inputs();
+    let thread = std::thread::spawn(|| reconciler.run());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    for known in [&["10.0.0.1"][..], &["10.0.0.1", "10.0.0.2", "192.0.2.1"], &[]] {
+        let known: Vec<IpAddr> = known.iter().map(|address| address.parse().unwrap()).collect();
+        let selected = known.iter().copied().filter(|address| address.to_string().starts_with("10.")).collect();
+        addresses.send_replace(Some(known.into()));
+        shared.interfaces_changed();
+        let expected = NodePortAddresses::Only(selected);
+        let resolved = inputs.wait_for(|inputs| inputs.node_ports_v4 == expected);
+        runtime.block_on(async { tokio::time::timeout(GUARD, resolved).await.unwrap().map(drop) }).unwrap();
+    }
+    shared.stop();
+    thread.join().unwrap();
+}
