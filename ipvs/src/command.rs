@@ -14,8 +14,6 @@ pub enum Command {
     SetService(Service),
     /// Removes a virtual service and its destinations.
     RemoveService(ServiceId),
-    /// Sets the counters of a virtual service and of its destinations to zero.
-    ZeroService(ServiceId),
     /// Adds a destination to a virtual service. The kernel rejects it if the destination exists.
     AddDestination(ServiceId, Destination),
     /// Changes the weight, forwarding method and thresholds of a destination. Its connections are
@@ -33,7 +31,6 @@ impl Command {
         match self {
             Self::AddService(service) | Self::SetService(service) => service.id,
             Self::RemoveService(id)
-            | Self::ZeroService(id)
             | Self::AddDestination(id, _)
             | Self::SetDestination(id, _)
             | Self::RemoveDestination(id, _) => *id,
@@ -50,7 +47,7 @@ impl Command {
             Self::AddService(service) | Self::SetService(service) => {
                 format!("virtual service {of} with scheduler {:?}: {reason}", service.scheduler)
             }
-            Self::RemoveService(_) | Self::ZeroService(_) => format!("virtual service {of}: {reason}"),
+            Self::RemoveService(_) => format!("virtual service {of}: {reason}"),
             Self::AddDestination(_, destination) | Self::SetDestination(_, destination) => {
                 format!("destination {} of virtual service {of}: {reason}", destination.address)
             }

@@ -7,8 +7,8 @@ mod wire;
 pub use command::Command;
 pub use headgate_netlink::{Malformed, NetlinkError, Refusal};
 pub use model::{
-    Destination, DestinationEntry, Family, Forwarding, Info, Netmask, Persistence, Protocol, SchedulerFlags, Service,
-    ServiceEntry, ServiceId, Statistics, Timeouts, Tunnel, TunnelKind,
+    Destination, DestinationEntry, Family, Forwarding, Netmask, Persistence, Protocol, SchedulerFlags, Service,
+    ServiceEntry, ServiceId, Timeouts,
 };
 
 use headgate_netlink::{Connection, Request, generic};
@@ -62,22 +62,6 @@ impl Ipvs {
         }
     }
 
-    /// The version of IPVS and the size of its connection table.
-    ///
-    /// # Errors
-    /// The kernel rejects the query or does not answer.
-    pub fn info(&mut self) -> Result<Info, IpvsError> {
-        self.ask(wire::get_info(self.family), wire::info)
-    }
-
-    /// The idle timeouts of connections.
-    ///
-    /// # Errors
-    /// The kernel rejects the query or does not answer.
-    pub fn timeouts(&mut self) -> Result<Timeouts, IpvsError> {
-        self.ask(wire::get_timeouts(self.family), wire::timeouts)
-    }
-
     /// Sets the idle timeouts of connections. Zero keeps the current value.
     ///
     /// # Errors
@@ -126,14 +110,6 @@ impl Ipvs {
         let requests = commands.into_iter().map(|command| wire::command(family, command));
         self.connection.execute(requests, |index, refusal| all_refused.push(Refused { index, refusal }))?;
         Ok(all_refused)
-    }
-
-    /// Removes every virtual service of the network namespace, including those of other programs.
-    ///
-    /// # Errors
-    /// The kernel rejects the request.
-    pub fn flush(&mut self) -> Result<(), IpvsError> {
-        Ok(self.connection.ask(wire::flush(self.family), |_, _| {})?)
     }
 
     fn ask<T>(&mut self, request: Request, read: impl Fn(&[u8]) -> Result<T, Malformed>) -> Result<T, IpvsError> {

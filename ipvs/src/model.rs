@@ -121,7 +121,7 @@ pub struct Persistence {
     pub netmask: Netmask,
 }
 
-/// Flags whose meaning depends on the scheduler (`IP_VS_SVC_F_SCHED1` to `3`).
+/// Flags whose meaning depends on the scheduler (`IP_VS_SVC_F_SCHED1` and `2`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct SchedulerFlags {
     /// sh, mh: use another destination if the selected one has weight 0 or is overloaded
@@ -129,8 +129,6 @@ pub struct SchedulerFlags {
     pub fallback: bool,
     /// sh, mh: include the client's port in the hash (`sh-port`, `mh-port`).
     pub port: bool,
-    /// The third flag. No scheduler of the kernel uses it.
-    pub third: bool,
 }
 
 /// A virtual service.
@@ -189,31 +187,6 @@ pub enum Forwarding {
     Other(u32),
 }
 
-/// A tunnel's encapsulation (`IP_VS_CONN_F_TUNNEL_TYPE_…`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-pub enum TunnelKind {
-    /// IP in IP.
-    #[default]
-    Ipip,
-    /// Generic UDP encapsulation.
-    Gue,
-    /// Generic routing encapsulation.
-    Gre,
-    /// Another encapsulation, by its number.
-    Other(u8),
-}
-
-/// The tunnel to a destination. Other forwarding methods ignore it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-pub struct Tunnel {
-    /// The encapsulation.
-    pub kind: TunnelKind,
-    /// The port of the encapsulation at the destination ([`TunnelKind::Gue`]).
-    pub port: u16,
-    /// The flags `IP_VS_TUNNEL_ENCAP_FLAG_…`: 1 for a checksum, 2 for a remote checksum.
-    pub flags: u16,
-}
-
 /// A destination (real server) of a virtual service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Destination {
@@ -230,22 +203,13 @@ pub struct Destination {
     /// After the upper threshold was reached, the destination gets new connections again when it
     /// has fewer than this many. 0 means three quarters of the upper threshold.
     pub lower_threshold: u32,
-    /// The tunnel that [`Forwarding::Tunnel`] uses.
-    pub tunnel: Tunnel,
 }
 
 impl Destination {
     /// A destination of weight 1 with masquerading and without thresholds.
     #[must_use]
     pub fn new(address: SocketAddr) -> Self {
-        Self {
-            address,
-            forwarding: Forwarding::Masquerade,
-            weight: 1,
-            upper_threshold: 0,
-            lower_threshold: 0,
-            tunnel: Tunnel::default(),
-        }
+        Self { address, forwarding: Forwarding::Masquerade, weight: 1, upper_threshold: 0, lower_threshold: 0 }
     }
 
     /// Sets the weight.
@@ -256,46 +220,13 @@ impl Destination {
     }
 }
 
-/// Counters since the object was created or its counters were zeroed, and estimated rates over the
-/// last seconds. The kernel updates these numbers every two seconds
-/// (`net/netfilter/ipvs/ip_vs_est.c`). The connection numbers of a [`DestinationEntry`] are always
-/// current.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Statistics {
-    /// Connections scheduled.
-    pub connections: u64,
-    /// Packets from clients.
-    pub incoming_packets: u64,
-    /// Packets to clients.
-    pub outgoing_packets: u64,
-    /// Bytes from clients.
-    pub incoming_bytes: u64,
-    /// Bytes to clients.
-    pub outgoing_bytes: u64,
-    /// Connections per second.
-    pub connections_per_second: u64,
-    /// Packets from clients per second.
-    pub incoming_packets_per_second: u64,
-    /// Packets to clients per second.
-    pub outgoing_packets_per_second: u64,
-    /// Bytes from clients per second.
-    pub incoming_bytes_per_second: u64,
-    /// Bytes to clients per second.
-    pub outgoing_bytes_per_second: u64,
-}
-
 /// A virtual service as the kernel lists it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServiceEntry {
     /// The configuration.
     pub service: Service,
-    /// Whether the service is in the kernel's table (`IP_VS_SVC_F_HASHED`). This is true for every
-    /// created service.
-    pub hashed: bool,
     /// Flags that [`Service`] does not represent.
     pub other_flags: u32,
-    /// The counters of the service.
-    pub statistics: Statistics,
 }
 
 /// A destination as the kernel lists it.
@@ -309,8 +240,6 @@ pub struct DestinationEntry {
     pub inactive_connections: u32,
     /// Persistence entries that point to this destination.
     pub persistent_connections: u32,
-    /// The counters of the destination.
-    pub statistics: Statistics,
 }
 
 /// Idle timeouts of connections, in seconds.
@@ -322,14 +251,4 @@ pub struct Timeouts {
     pub tcp_fin_seconds: u32,
     /// Timeout of UDP connections.
     pub udp_seconds: u32,
-}
-
-/// Properties of the kernel's IPVS.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Info {
-    /// The version: the third-lowest byte is the major, the second-lowest the minor, and the lowest
-    /// the patch version.
-    pub version: u32,
-    /// The number of buckets in the connection table.
-    pub connection_table_size: u32,
 }

@@ -8,13 +8,13 @@ mod decode;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use decode::{destination, info, service, timeouts};
+pub(crate) use decode::{destination, service};
 
 use std::net::{IpAddr, SocketAddr};
 
 use headgate_netlink::{Request, generic};
 
-use crate::{Command, Destination, Family, Forwarding, Netmask, Protocol, Service, ServiceId, Timeouts, TunnelKind};
+use crate::{Command, Destination, Family, Forwarding, Netmask, Protocol, Service, ServiceId, Timeouts};
 
 /// `IPVS_CMD_…`.
 mod commands {
@@ -27,10 +27,6 @@ mod commands {
     pub(super) const DEL_DEST: u8 = 7;
     pub(super) const GET_DEST: u8 = 8;
     pub(super) const SET_CONFIG: u8 = 12;
-    pub(super) const GET_CONFIG: u8 = 13;
-    pub(super) const GET_INFO: u8 = 15;
-    pub(super) const ZERO: u8 = 16;
-    pub(super) const FLUSH: u8 = 17;
 }
 
 /// `IPVS_CMD_ATTR_…`.
@@ -53,9 +49,7 @@ mod svc {
     pub(super) const FLAGS: u16 = 7;
     pub(super) const TIMEOUT: u16 = 8;
     pub(super) const NETMASK: u16 = 9;
-    pub(super) const STATS: u16 = 10;
     pub(super) const PE_NAME: u16 = 11;
-    pub(super) const STATS64: u16 = 12;
 }
 
 /// `IPVS_DEST_ATTR_…`.
@@ -69,12 +63,7 @@ mod dest {
     pub(super) const ACTIVE_CONNS: u16 = 7;
     pub(super) const INACT_CONNS: u16 = 8;
     pub(super) const PERSIST_CONNS: u16 = 9;
-    pub(super) const STATS: u16 = 10;
     pub(super) const ADDR_FAMILY: u16 = 11;
-    pub(super) const STATS64: u16 = 12;
-    pub(super) const TUN_TYPE: u16 = 13;
-    pub(super) const TUN_PORT: u16 = 14;
-    pub(super) const TUN_FLAGS: u16 = 15;
 }
 
 /// `IP_VS_SVC_F_…`.
@@ -84,7 +73,6 @@ mod flag {
     pub(super) const ONEPACKET: u32 = 0x4;
     pub(super) const SCHED1: u32 = 0x8;
     pub(super) const SCHED2: u32 = 0x10;
-    pub(super) const SCHED3: u32 = 0x20;
 }
 
 const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
@@ -140,26 +128,6 @@ impl Forwarding {
             1 => Self::Local,
             2 => Self::Tunnel,
             3 => Self::Direct,
-            other => Self::Other(other),
-        }
-    }
-}
-
-impl TunnelKind {
-    fn number(self) -> u8 {
-        match self {
-            Self::Ipip => 0,
-            Self::Gue => 1,
-            Self::Gre => 2,
-            Self::Other(number) => number,
-        }
-    }
-
-    fn of_number(number: u8) -> Self {
-        match number {
-            0 => Self::Ipip,
-            1 => Self::Gue,
-            2 => Self::Gre,
             other => Self::Other(other),
         }
     }
@@ -222,7 +190,6 @@ fn service_flags(service: &Service) -> u32 {
         (service.one_packet, flag::ONEPACKET),
         (service.scheduler_flags.fallback, flag::SCHED1),
         (service.scheduler_flags.port, flag::SCHED2),
-        (service.scheduler_flags.third, flag::SCHED3),
     ];
     flags.into_iter().filter(|(set, _)| *set).fold(0, |flags, (_, flag)| flags | flag)
 }
@@ -241,9 +208,6 @@ fn put_destination(request: Request, destination: &Destination) -> Request {
             .attribute(dest::WEIGHT, &destination.weight.to_ne_bytes())
             .attribute(dest::U_THRESH, &destination.upper_threshold.to_ne_bytes())
             .attribute(dest::L_THRESH, &destination.lower_threshold.to_ne_bytes())
-            .attribute(dest::TUN_TYPE, &[destination.tunnel.kind.number()])
-            .attribute(dest::TUN_PORT, &destination.tunnel.port.to_be_bytes())
-            .attribute(dest::TUN_FLAGS, &destination.tunnel.flags.to_ne_bytes())
     })
 }
 
@@ -254,21 +218,12 @@ pub(crate) fn command(family: generic::Family, command: &Command) -> Request {
         Command::AddService(service) => put_whole_service(family.request(commands::NEW_SERVICE, 0), service),
         Command::SetService(service) => put_whole_service(family.request(commands::SET_SERVICE, 0), service),
         Command::RemoveService(id) => about(commands::DEL_SERVICE, *id),
-        Command::ZeroService(id) => about(commands::ZERO, *id),
         Command::AddDestination(id, destination) => put_destination(about(commands::NEW_DEST, *id), destination),
         Command::SetDestination(id, destination) => put_destination(about(commands::SET_DEST, *id), destination),
         Command::RemoveDestination(id, address) => {
             about(commands::DEL_DEST, *id).nested(top::DEST, |request| put_address(request, *address))
         }
     }
-}
-
-pub(crate) fn get_info(family: generic::Family) -> Request {
-    family.request(commands::GET_INFO, 0)
-}
-
-pub(crate) fn get_timeouts(family: generic::Family) -> Request {
-    family.request(commands::GET_CONFIG, 0)
 }
 
 pub(crate) fn set_timeouts(family: generic::Family, timeouts: &Timeouts) -> Request {
@@ -289,8 +244,4 @@ pub(crate) fn get_service(family: generic::Family, id: ServiceId) -> Request {
 
 pub(crate) fn list_destinations(family: generic::Family, id: ServiceId) -> Request {
     put_service(family.request(commands::GET_DEST, FLAG_DUMP), id, |service| service)
-}
-
-pub(crate) fn flush(family: generic::Family) -> Request {
-    family.request(commands::FLUSH, 0)
 }

@@ -3,20 +3,13 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
-use headgate_netlink::{
-    Malformed, checked_attributes, generic, read_be16, read_text, read_u8, read_u16, read_u32, read_u64,
-};
+use headgate_netlink::{Malformed, checked_attributes, generic, read_be16, read_text, read_u16, read_u32};
 
 use super::{dest, flag, svc, top};
 use crate::{
-    Destination, DestinationEntry, Family, Forwarding, Info, Netmask, Persistence, Protocol, SchedulerFlags, Service,
-    ServiceEntry, ServiceId, Statistics, Timeouts, TunnelKind,
+    Destination, DestinationEntry, Family, Forwarding, Netmask, Persistence, Protocol, SchedulerFlags, Service,
+    ServiceEntry, ServiceId,
 };
-
-/// `IPVS_INFO_ATTR_VERSION`.
-const INFO_VERSION: u16 = 1;
-/// `IPVS_INFO_ATTR_CONN_TAB_SIZE`.
-const INFO_CONN_TAB_SIZE: u16 = 2;
 
 fn family(number: u16) -> Result<Family, Malformed> {
     [Family::V4, Family::V6]
@@ -54,7 +47,6 @@ pub(crate) fn service(payload: &[u8]) -> Result<ServiceEntry, Malformed> {
     let (mut of, mut protocol, mut ip, mut port, mut mark) = (None, None, None, None, None);
     let (mut scheduler, mut engine) = (None, None);
     let (mut flags, mut timeout_seconds, mut netmask) = (0, 0, None);
-    let (mut statistics, mut statistics64) = (None, None);
     for attribute in checked_attributes(nested(payload, top::SERVICE, "a message without its virtual service")?) {
         let (kind, value) = attribute?;
         match kind {
@@ -69,8 +61,6 @@ pub(crate) fn service(payload: &[u8]) -> Result<ServiceEntry, Malformed> {
             svc::FLAGS => flags = read_u32(value.get(..4).ok_or(Malformed("truncated flags"))?)?,
             svc::TIMEOUT => timeout_seconds = read_u32(value)?,
             svc::NETMASK => netmask = Some(value),
-            svc::STATS => statistics = Some(value),
-            svc::STATS64 => statistics64 = Some(value),
             _ => {}
         }
     }
@@ -92,23 +82,17 @@ pub(crate) fn service(payload: &[u8]) -> Result<ServiceEntry, Malformed> {
         Some(Persistence { timeout_seconds, netmask })
     };
     let is_set = |flag: u32| flags & flag != 0;
-    let known = flag::PERSISTENT | flag::HASHED | flag::ONEPACKET | flag::SCHED1 | flag::SCHED2 | flag::SCHED3;
+    let known = flag::PERSISTENT | flag::HASHED | flag::ONEPACKET | flag::SCHED1 | flag::SCHED2;
     Ok(ServiceEntry {
         service: Service {
             id,
             scheduler: scheduler.ok_or(Malformed("a virtual service without a scheduler"))?,
             persistence,
             one_packet: is_set(flag::ONEPACKET),
-            scheduler_flags: SchedulerFlags {
-                fallback: is_set(flag::SCHED1),
-                port: is_set(flag::SCHED2),
-                third: is_set(flag::SCHED3),
-            },
+            scheduler_flags: SchedulerFlags { fallback: is_set(flag::SCHED1), port: is_set(flag::SCHED2) },
             persistence_engine: engine,
         },
-        hashed: is_set(flag::HASHED),
         other_flags: flags & !known,
-        statistics: read_statistics(statistics64.or(statistics))?,
     })
 }
 
@@ -125,7 +109,6 @@ fn read_netmask(family: Family, value: &[u8]) -> Result<Netmask, Malformed> {
 /// Reads a destination of a list. Kernels before 3.18 omit its family, which is then the service's.
 pub(crate) fn destination(payload: &[u8], service: Family) -> Result<DestinationEntry, Malformed> {
     let (mut of, mut ip, mut port, mut forwarding) = (None, None, None, None);
-    let (mut statistics, mut statistics64) = (None, None);
     let mut destination = Destination::new(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0)).weighing(0);
     let (mut active_connections, mut inactive_connections, mut persistent_connections) = (0, 0, 0);
     for attribute in checked_attributes(nested(payload, top::DEST, "a message without its destination")?) {
@@ -138,78 +121,14 @@ pub(crate) fn destination(payload: &[u8], service: Family) -> Result<Destination
             dest::WEIGHT => destination.weight = read_u32(value)?,
             dest::U_THRESH => destination.upper_threshold = read_u32(value)?,
             dest::L_THRESH => destination.lower_threshold = read_u32(value)?,
-            dest::TUN_TYPE => destination.tunnel.kind = TunnelKind::of_number(read_u8(value)?),
-            dest::TUN_PORT => destination.tunnel.port = read_be16(value)?,
-            dest::TUN_FLAGS => destination.tunnel.flags = read_u16(value)?,
             dest::ACTIVE_CONNS => active_connections = read_u32(value)?,
             dest::INACT_CONNS => inactive_connections = read_u32(value)?,
             dest::PERSIST_CONNS => persistent_connections = read_u32(value)?,
-            dest::STATS => statistics = Some(value),
-            dest::STATS64 => statistics64 = Some(value),
             _ => {}
         }
     }
     let ip = address(of.unwrap_or(service), ip.ok_or(Malformed("a destination without an address"))?)?;
     destination.address = SocketAddr::new(ip, port.ok_or(Malformed("a destination without a port"))?);
     destination.forwarding = forwarding.ok_or(Malformed("a destination without a forwarding method"))?;
-    Ok(DestinationEntry {
-        destination,
-        active_connections,
-        inactive_connections,
-        persistent_connections,
-        statistics: read_statistics(statistics64.or(statistics))?,
-    })
-}
-
-/// Reads `IPVS_STATS_ATTR_…`: 64-bit counters, or mostly 32-bit ones in the older attribute.
-fn read_statistics(value: Option<&[u8]>) -> Result<Statistics, Malformed> {
-    let mut statistics = Statistics::default();
-    for attribute in checked_attributes(value.unwrap_or_default()) {
-        let (kind, value) = attribute?;
-        let field = match kind {
-            1 => &mut statistics.connections,
-            2 => &mut statistics.incoming_packets,
-            3 => &mut statistics.outgoing_packets,
-            4 => &mut statistics.incoming_bytes,
-            5 => &mut statistics.outgoing_bytes,
-            6 => &mut statistics.connections_per_second,
-            7 => &mut statistics.incoming_packets_per_second,
-            8 => &mut statistics.outgoing_packets_per_second,
-            9 => &mut statistics.incoming_bytes_per_second,
-            10 => &mut statistics.outgoing_bytes_per_second,
-            _ => continue,
-        };
-        *field = if value.len() == 4 { u64::from(read_u32(value)?) } else { read_u64(value)? };
-    }
-    Ok(statistics)
-}
-
-/// Reads the answer to a query for timeouts.
-pub(crate) fn timeouts(payload: &[u8]) -> Result<Timeouts, Malformed> {
-    let mut timeouts = Timeouts::default();
-    for attribute in checked_attributes(generic::split(payload)?.1) {
-        match attribute? {
-            (top::TIMEOUT_TCP, value) => timeouts.tcp_seconds = read_u32(value)?,
-            (top::TIMEOUT_TCP_FIN, value) => timeouts.tcp_fin_seconds = read_u32(value)?,
-            (top::TIMEOUT_UDP, value) => timeouts.udp_seconds = read_u32(value)?,
-            _ => {}
-        }
-    }
-    Ok(timeouts)
-}
-
-/// Reads the answer to a query for the properties of IPVS.
-pub(crate) fn info(payload: &[u8]) -> Result<Info, Malformed> {
-    let (mut version, mut size) = (None, None);
-    for attribute in checked_attributes(generic::split(payload)?.1) {
-        match attribute? {
-            (INFO_VERSION, value) => version = Some(read_u32(value)?),
-            (INFO_CONN_TAB_SIZE, value) => size = Some(read_u32(value)?),
-            _ => {}
-        }
-    }
-    Ok(Info {
-        version: version.ok_or(Malformed("no version of IPVS"))?,
-        connection_table_size: size.ok_or(Malformed("no size of the connection table"))?,
-    })
+    Ok(DestinationEntry { destination, active_connections, inactive_connections, persistent_connections })
 }

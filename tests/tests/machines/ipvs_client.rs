@@ -13,7 +13,7 @@ use headgate_tests::{
 };
 use ipvs_netlink::{
     Command, Destination, DestinationEntry, Family, Forwarding, Ipvs, Netmask, Persistence, Protocol, SchedulerFlags,
-    Service, ServiceId, Timeouts, Tunnel, TunnelKind,
+    Service, ServiceId, Timeouts,
 };
 
 use crate::connect_soon;
@@ -37,7 +37,7 @@ fn table() -> (Vec<(Service, Vec<Destination>)>, &'static str) {
     let persistent = Service::new(tcp("10.96.0.10:80"), "rr").persistent(10_800);
     let mut one_packet = Service::new(ServiceId::new(Protocol::Udp, at("[fd00:96::a]:53")), "mh");
     one_packet.one_packet = true;
-    one_packet.scheduler_flags = SchedulerFlags { fallback: true, port: true, third: false };
+    one_packet.scheduler_flags = SchedulerFlags { fallback: true, port: true };
     let mut masked = Service::new(ServiceId::new(Protocol::Sctp, at("10.96.0.11:9")), "wrr");
     masked.persistence = Some(Persistence { timeout_seconds: 60, netmask: Netmask::V4([255, 255, 255, 0].into()) });
     let mut masked_v6 = Service::new(tcp("[fd00:96::b]:80"), "lc");
@@ -47,7 +47,6 @@ fn table() -> (Vec<(Service, Vec<Destination>)>, &'static str) {
     let marked_v6 = Service::new(ServiceId::FirewallMark { family: Family::V6, mark: 8 }, "nq");
     let mut tunnel = Destination::new(at("10.244.1.5:0"));
     tunnel.forwarding = Forwarding::Tunnel;
-    tunnel.tunnel = Tunnel { kind: TunnelKind::Gue, port: 6080, flags: 0 };
     let mut direct = Destination::new(at("[fd00:244::5]:0")).weighing(0);
     direct.forwarding = Forwarding::Direct;
     let mut limited = Destination::new(at("10.244.2.7:8080")).weighing(65_535);
@@ -69,7 +68,7 @@ fn table() -> (Vec<(Service, Vec<Destination>)>, &'static str) {
         -A --sctp-service 10.96.0.11:9 -s wrr -p 60 -M 255.255.255.0\n\
         -A -t [fd00:96::b]:80 -s lc -p 120 -M 64\n\
         -A -f 7 -s sh -b sh-port\n\
-        -a -f 7 -r 10.244.1.5:0 -i -w 1 --tun-type gue --tun-port 6080 --tun-nocsum\n\
+        -a -f 7 -r 10.244.1.5:0 -i -w 1 --tun-type ipip\n\
         -A -f 8 -6 -s nq\n\
         -a -f 8 -6 -r [fd00:244::5]:0 -g -w 0\n";
     (services, text)
@@ -79,7 +78,6 @@ fn table() -> (Vec<(Service, Vec<Destination>)>, &'static str) {
 fn listed(ipvs: &mut Ipvs) -> Vec<(Service, Vec<Destination>)> {
     let mut all = Vec::new();
     for entry in ipvs.services().unwrap() {
-        assert!(entry.hashed, "the kernel does not mark the service as hashed: {entry:?}");
         let destinations = ipvs.destinations(entry.service.id).unwrap();
         let mut destinations: Vec<_> = destinations.iter().map(|entry| entry.destination).collect();
         destinations.sort_by_key(|destination| destination.address);
@@ -151,7 +149,6 @@ fn services_and_destinations_are_changed_and_removed() {
                 Command::SetService(changed.clone()),
                 Command::SetDestination(service.id, destinations[1].weighing(0)),
                 Command::RemoveDestination(service.id, destinations[2].address),
-                Command::ZeroService(service.id),
             ],
         );
         assert_eq!(listed(&mut ipvs), [(changed, vec![destinations[0], destinations[1].weighing(0)])]);
@@ -159,24 +156,20 @@ fn services_and_destinations_are_changed_and_removed() {
         assert_eq!(ipvs.service(service.id).unwrap().unwrap().service, service, "the service has no persistence again");
         execute_all(&mut ipvs, &[Command::RemoveService(service.id)]);
         assert_eq!(listed(&mut ipvs), []);
-        execute_all(&mut ipvs, &[Command::AddService(service)]);
-        ipvs.flush().unwrap();
         assert_eq!(output("ipvsadm", &["-Sn"]), "");
     });
 }
 
 #[test]
-fn timeouts_are_read_as_set_and_the_version_is_known() {
+fn timeouts_are_set_and_zero_keeps_the_current_one() {
     uml::inside(|| {
         let mut ipvs = Ipvs::open().unwrap();
         ipvs.set_timeouts(&Timeouts { tcp_seconds: 1000, tcp_fin_seconds: 100, udp_seconds: 10 }).unwrap();
         let printed = output("ipvsadm", &["-L", "--timeout"]);
         assert_eq!(printed.trim(), "Timeout (tcp tcpfin udp): 1000 100 10");
         ipvs.set_timeouts(&Timeouts { udp_seconds: 20, ..Timeouts::default() }).unwrap();
-        assert_eq!(ipvs.timeouts().unwrap(), Timeouts { tcp_seconds: 1000, tcp_fin_seconds: 100, udp_seconds: 20 });
-        let info = ipvs.info().unwrap();
-        assert_eq!(info.version, 0x01_02_01);
-        assert!(info.connection_table_size.is_power_of_two());
+        let printed = output("ipvsadm", &["-L", "--timeout"]);
+        assert_eq!(printed.trim(), "Timeout (tcp tcpfin udp): 1000 100 20");
     });
 }
 
@@ -262,11 +255,6 @@ fn active_and_inactive_connections_are_counted() {
             server.read_exact(&mut [0; 5]).unwrap();
             let entry = ipvs.destinations(id).unwrap()[0];
             assert_eq!((entry.active_connections, entry.inactive_connections), (1, 0), "{entry:?}");
-            // The kernel updates these sums every two seconds.
-            let counted = wait_for(&mut ipvs, id, |entry| entry.statistics.connections == 1);
-            assert!(counted.statistics.incoming_bytes > 0, "{counted:?}");
-            let statistics = ipvs.service(id).unwrap().unwrap().statistics;
-            assert_eq!(statistics.connections, 1);
             // A destination of weight 0 keeps its connections. Graceful removal depends on this.
             execute_all(&mut ipvs, &[Command::SetDestination(id, destination.weighing(0))]);
             client.write_all(b"again").unwrap();

@@ -53,7 +53,7 @@ pub(super) fn settings(found: &ipvs::ServiceEntry) -> Option<Settings> {
 }
 
 fn scheduler_flags(scheduler: Scheduler) -> SchedulerFlags {
-    SchedulerFlags { fallback: scheduler.falls_back(), port: scheduler.hashes_source_port(), third: false }
+    SchedulerFlags { fallback: scheduler.falls_back(), port: scheduler.hashes_source_port() }
 }
 
 /// The destination to write to the kernel.
@@ -156,12 +156,7 @@ mod tests {
         for scheduler in Scheduler::ALL {
             for persistence_seconds in [None, Some(10_800)] {
                 let made = Settings { scheduler, persistence_seconds };
-                let entry = ipvs::ServiceEntry {
-                    service: service(key(Protocol::Sctp), made),
-                    hashed: true,
-                    other_flags: 0,
-                    statistics: ipvs::Statistics::default(),
-                };
+                let entry = ipvs::ServiceEntry { service: service(key(Protocol::Sctp), made), other_flags: 0 };
                 assert_eq!(settings(&entry), Some(made));
                 let by_packet = ipvs::Service { one_packet: true, ..entry.service.clone() };
                 assert_eq!(settings(&ipvs::ServiceEntry { service: by_packet, ..entry }), None);
