@@ -111,7 +111,7 @@ impl From<Denied> for tonic::Status {
 }
 
 impl Peer {
-    /// Checks whether the peer may follow `Discovery.Sync` as the agent of this node.
+    /// Checks whether the peer may call `Discovery.Sync` as the agent of this node.
     ///
     /// # Errors
     ///
@@ -127,7 +127,7 @@ impl Peer {
                  the certificate of {node_name}"
             )),
             Identity::Reader(name) => denied(format!(
-                "the client certificate is the reader {name}'s, and only nodes follow Discovery.Sync: give the agent a certificate with the URI \
+                "the client certificate is the reader {name}'s, and only nodes may call Discovery.Sync: give the agent a certificate with the URI \
                  headgate://node/{node_name}"
             )),
             Identity::Unusable(problem) => denied(problem.to_string()),
@@ -220,12 +220,12 @@ fn identify<'a>(
     let named = match (by_uri, common_name) {
         (Some(Identity::Node(by_uri)), Some(by_name)) if *by_uri != *by_name => {
             return Err(format!(
-                "contradicts itself: its URI is node {by_uri}'s, and its common name {NODE_COMMON_NAME_PREFIX}{by_name}"
+                "contradicts itself: its URI names node {by_uri}, but its common name is {NODE_COMMON_NAME_PREFIX}{by_name}"
             ));
         }
         (Some(Identity::Reader(_)), Some(by_name)) => {
             return Err(format!(
-                "contradicts itself: its URI is a reader's, and its common name {NODE_COMMON_NAME_PREFIX}{by_name}"
+                "contradicts itself: its URI names a reader, but its common name is {NODE_COMMON_NAME_PREFIX}{by_name}"
             ));
         }
         (Some(by_uri), _) => Some(by_uri),
@@ -243,7 +243,7 @@ fn identify<'a>(
     };
     match named {
         Some(Identity::Node(node)) if is_reader => {
-            Err(format!("contradicts itself: it is node {node}'s, and its organization {READER_ORGANIZATION}"))
+            Err(format!("contradicts itself: it names node {node}, but its organization is {READER_ORGANIZATION}"))
         }
         Some(identity) => Ok(identity),
         None if is_reader => Ok(Identity::Reader(READER_ORGANIZATION.into())),
@@ -318,19 +318,19 @@ mod tests {
                 "system:node:n2",
                 None,
                 &["headgate://node/n1"],
-                "its URI is node n1's, and its common name system:node:n2",
+                "its URI names node n1, but its common name is system:node:n2",
             ),
             (
                 "system:node:n2",
                 None,
                 &["headgate://reader/me"],
-                "its URI is a reader's, and its common name system:node:n2",
+                "its URI names a reader, but its common name is system:node:n2",
             ),
             ("system:node:N2", None, &[], "\"N2\" is no name"),
             ("system:node:n2", None, &[], "system:node:n2 without the organization system:nodes"),
             ("system:node:n2", Some("system:masters"), &[], "system:node:n2 without the organization system:nodes"),
             ("system:node:n2", Some("headgate:readers"), &[], "system:node:n2 without the organization system:nodes"),
-            ("agent", Some("headgate:readers"), &["headgate://node/n2"], "it is node n2's, and its organization"),
+            ("agent", Some("headgate:readers"), &["headgate://node/n2"], "it names node n2, but its organization is"),
         ];
         for (common_name, organization, uris, problem) in cases {
             let Identity::Unusable(text) = certificate(common_name, organization, uris) else {

@@ -110,7 +110,7 @@ impl Default for Metrics {
         catalogue.register(
             &mut registry,
             "control_plane_programmed_everywhere_seconds",
-            "Time from the arrival of a change at this replica until the kernels of all agents that were connected had it. Each ACK says how long before the kernel took the change",
+            "Time from the arrival of a change at this replica until the kernels of all agents that were connected had it. The time that an ACK waits at its agent does not count",
             programmed_everywhere.clone(),
         );
         let mut add = Adder(&mut catalogue, &mut registry);
@@ -130,7 +130,7 @@ impl Default for Metrics {
             resources: add.add("resources", "Resources in the store, by kind"),
             version: add.add("store_version", "Version of the newest change in the store"),
             tombstones: add.add("store_tombstones", "Removals that the store remembers"),
-            changes: add.add("store_changes", "Changes that changed the store"),
+            changes: add.add("store_changes", "Changes that the store applied; changes without effect do not count"),
             streams: add.add("streams", "Open streams of agents"),
             streams_opened: add.add("streams_opened", "Streams whose Hello was accepted"),
             streams_rejected: add.add("streams_rejected", "Streams that were refused, or ended because of an error of the agent, by reason"),

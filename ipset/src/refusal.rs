@@ -22,7 +22,7 @@ const NAMES: [&str; 19] = [
     "the entry already exists, or does not exist",
     "the prefix length is out of range",
     "the netmask is out of range",
-    "the family does not fit the set type",
+    "the set type does not support the family",
     "the set has no timeouts",
     "the set is in use by a rule or a list",
     "an IPv4 address is expected",

@@ -63,7 +63,7 @@ impl Folder {
             let problem = if kind == Kind::Authority {
                 "belongs to another authority; pass --force to replace it, or another --out"
             } else {
-                "exists already; pass --force to renew it, or omit its name"
+                "exists already; pass --force to renew it, or request only new certificates"
             };
             return Err(bad_file(&path, problem));
         }

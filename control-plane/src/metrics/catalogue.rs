@@ -12,7 +12,7 @@ use prometheus_client::{
 const HEAD: &str = "\
 # Metrics of the control plane
 
-<!-- Written by `make docs` from what control-plane/src/metrics.rs registers; edit that. -->
+<!-- `make docs` writes this page from control-plane/src/metrics.rs; edit that file instead. -->
 
 `GET /metrics` of each replica (`--metrics-listen`) answers in the Prometheus text format, or in the
 OpenMetrics format if the request asks for it. A metric with labels appears once it has a value. The

@@ -73,7 +73,7 @@ impl Carriers {
 #[derive(Debug)]
 struct Before {
     endpoint: Option<Endpoint>,
-    /// The oldest trigger time of the changes since then; 0 if none has one.
+    /// The oldest known trigger time of the pending changes; 0 if none is known.
     trigger_unix_ms: u64,
 }
 
@@ -98,7 +98,8 @@ pub(super) struct SliceConflict {
 /// All slices, and the changes of endpoints that result from them.
 #[derive(Debug, Default)]
 pub(super) struct Endpoints {
-    /// The slices in use, and whether this version of the slice is good.
+    /// The version in use of each slice, and whether it is good. A good version is used as written,
+    /// except for invalid entries.
     slices: HashMap<Arc<ObjectKey>, (Slice, bool)>,
     /// The slices of each service, for IPv4 and for IPv6.
     services: HashMap<ServiceKey, [Carriers; 2]>,
@@ -135,7 +136,7 @@ impl Endpoints {
     }
 
     /// Adds, changes or removes a slice. `times_changes` says whether the trigger time of the slice
-    /// belongs to this change. In a list it does not.
+    /// belongs to this change. The trigger time of a listed slice may belong to an earlier change.
     pub(super) fn set(
         &mut self,
         key: &ObjectKey,
@@ -288,7 +289,7 @@ impl Endpoints {
         std::mem::take(&mut self.conflicts)
     }
 
-    /// The endpoints that differ since the last call, by service and address.
+    /// The endpoints that have changed since the last call, by service and address.
     pub(super) fn take_changes(&mut self, interner: &mut Interner) -> BTreeMap<ServiceKey, Vec<EndpointChange>> {
         let mut changes = BTreeMap::new();
         for (service, addresses) in std::mem::take(&mut self.before) {
@@ -366,8 +367,8 @@ struct Entry<'a> {
 }
 
 impl Entry<'_> {
-    /// The endpoint with the ports of this slice only; `None` if there are none, because nothing
-    /// can be sent to it.
+    /// The endpoint with the ports of this slice only; `None` if the slice has no ports, because
+    /// nothing can be sent to an endpoint without ports.
     fn alone(self, address: IpAddr) -> Option<Endpoint> {
         (!self.ports.is_empty()).then(|| Endpoint {
             address,

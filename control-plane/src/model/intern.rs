@@ -27,7 +27,8 @@ impl Interner {
         self.ports.get(ports.as_slice(), || ports.as_slice().into())
     }
 
-    /// The shared copy of hints, sorted and without duplicates; `None` for none.
+    /// The shared copy of hints, sorted and without duplicates; `None` if there are no
+    /// hints.
     pub(super) fn hints(&mut self, mut hints: Hints) -> Option<Arc<Hints>> {
         for list in [&mut hints.zones, &mut hints.nodes] {
             list.sort_unstable();

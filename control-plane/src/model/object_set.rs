@@ -68,7 +68,8 @@ impl Verdict {
 /// The values in use, and the values before the pending changes.
 #[derive(Debug)]
 pub(super) struct ObjectSet<K, V> {
-    /// The value in use, and whether this version is good.
+    /// The value in use of each object, and whether it is good. A good value comes from the object
+    /// as written, except for invalid entries.
     held: HashMap<K, (V, bool)>,
     before: HashMap<K, Option<V>>,
 }

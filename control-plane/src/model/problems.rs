@@ -70,7 +70,7 @@ impl Findings {
 pub(super) enum Subject {
     /// One object.
     Object(ObjectKey),
-    /// One address of a service that is in several slices.
+    /// An address that several slices of a service contain.
     Endpoint(ServiceKey, IpAddr),
     /// A location that is not an object, such as a file.
     Location(String),

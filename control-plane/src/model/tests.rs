@@ -348,7 +348,7 @@ fn an_invalid_version_is_reported_and_the_last_good_one_stays() {
         assert!(problems.len() == 1 && problems[0].starts_with(&format!("Service x/s {field}")), "{problems:?}");
         assert!(problems[0].ends_with("its last good version stays in use"), "{problems:?}");
         bench.apply(&service("s", json!({})));
-        assert_eq!(bench.model.take_problems(), Some(Vec::new()), "corrected");
+        assert_eq!(bench.model.take_problems(), Some(Vec::new()), "the problem is resolved");
         bench.apply(&service("s", spec));
         bench.delete(ObjectKind::Service, "x", "s");
         bench.flush();

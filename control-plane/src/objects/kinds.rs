@@ -260,7 +260,7 @@ pub struct NodeStatus {
 /// `status.addresses[]` of a Node.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct NodeAddress {
-    /// Such as `InternalIP`.
+    /// The type, such as `InternalIP`.
     #[serde(default, rename = "type", deserialize_with = "nullable")]
     pub address_type: String,
     /// The address.

@@ -28,7 +28,7 @@ fn refused(arguments: &[&str]) -> String {
 #[test]
 fn unsupported_modes_are_refused_by_name() {
     let error = refused(&["--proxy-mode=nftables"]);
-    assert!(error.contains("--proxy-mode: nftables is not built yet; pass auto, iptables or ipvs"), "{error}");
+    assert!(error.contains("--proxy-mode: nftables is not supported; pass auto, iptables or ipvs"), "{error}");
     assert_eq!(settings(&["--proxy-mode=ipvs"]).mode, ProxyMode::Ipvs);
     assert_eq!(settings(&["--proxy-mode=iptables"]).mode, ProxyMode::Iptables);
     assert_eq!(settings(&[]).mode, ProxyMode::Auto);

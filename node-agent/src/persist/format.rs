@@ -58,7 +58,7 @@ pub(super) enum FormatError {
     Version(u32),
     #[error("ends in the middle of the record at byte {0}")]
     CutOff(u64),
-    #[error("is damaged at byte {0}: the checksum does not fit")]
+    #[error("is damaged at byte {0}: the checksum does not match")]
     Checksum(u64),
     #[error("is damaged at byte {0}: a record of kind {1} with {2} bytes is not valid")]
     Record(u64, u8, u32),

@@ -310,7 +310,7 @@ fn files_of_other_nodes_and_formats_have_distinct_errors() {
     assert!(reason(&bytes[..bytes.len() - 1], "node-1").starts_with("ends in the middle of the record at byte"));
     let mut flipped = bytes;
     flipped[60] ^= 1;
-    assert!(reason(&flipped, "node-1").contains("the checksum does not fit"));
+    assert!(reason(&flipped, "node-1").contains("the checksum does not match"));
 }
 
 #[test]

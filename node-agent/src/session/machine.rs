@@ -37,8 +37,8 @@ pub enum Violation {
     /// A second `Welcome` arrived.
     #[error("a second Welcome arrived")]
     SecondWelcome,
-    /// `Welcome.resume` or `Welcome.epoch` does not fit the agent's `Hello`.
-    #[error("Welcome does not fit Hello: {0}")]
+    /// `Welcome.resume` or `Welcome.epoch` does not match the agent's `Hello`.
+    #[error("Welcome does not match Hello: {0}")]
     Welcome(String),
     /// At least one batch was lost.
     #[error("a batch follows version {previous}, but the agent is at version {held}")]

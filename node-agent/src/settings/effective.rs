@@ -88,7 +88,8 @@ pub struct Conntrack {
     pub tcp_established_timeout: Duration,
     /// Idle time-out of TCP connections in CLOSE_WAIT.
     pub tcp_close_wait_timeout: Duration,
-    /// Conntrack does not mark TCP packets outside of the window INVALID.
+    /// Conntrack does not mark TCP packets outside of the window as INVALID, except resets
+    /// (`nf_conntrack_tcp_be_liberal`).
     pub tcp_be_liberal: bool,
     /// Idle time-out of UDP flows with packets in one direction.
     pub udp_timeout: Duration,
@@ -231,7 +232,7 @@ impl Checker<'_> {
             "iptables" => ProxyMode::Iptables,
             "ipvs" => ProxyMode::Ipvs,
             other => {
-                self.problem("mode", &format!("{other} is not built yet; pass auto, iptables or ipvs"));
+                self.problem("mode", &format!("{other} is not supported; pass auto, iptables or ipvs"));
                 ProxyMode::Auto
             }
         }
@@ -270,7 +271,7 @@ impl Checker<'_> {
         let alone = || text.trim_matches(['[', ']']).parse::<IpAddr>().ok().map(|address| (address, port).into());
         let address = text.parse().ok().or_else(alone).or_else(any_v6);
         if address.is_none() {
-            let what = format!("{text:?} is not an address and a port; write one such as {default}");
+            let what = format!("{text:?} is not an address with a port; write one such as {default}");
             self.problem(id, &what);
         }
         address

@@ -58,7 +58,7 @@ const fn ignored(
 
 const NO_API: &str = "the agent holds no API credentials: it receives its state from --control-plane";
 const WINDOWS: &str = "for Windows only";
-const NFTABLES: &str = "only for mode nftables, which is not built yet";
+const NFTABLES: &str = "only for mode nftables, which is not implemented yet";
 const LIBRARY: &str = "kube-proxy does not use it either: it belongs to a library";
 const LOGS: &str = "--log (or HEADGATE_LOG) sets what is logged; logs go to standard error as text";
 

@@ -130,7 +130,7 @@ fn every_problem_is_named_with_its_field_and_the_remedy() {
             "  oomScoreAdj: 2000 cannot be used; write a whole number from -1000 to 1000",
             "  detectLocal: 5 cannot be used; write a mapping",
             "  mode: \"fast\" cannot be used; write one of auto, iptables, ipvs, nftables, userspace",
-            "  healthzBindAddress: \"here\" is not an address and a port; write one such as 0.0.0.0:10256",
+            "  healthzBindAddress: \"here\" is not an address with a port; write one such as 0.0.0.0:10256",
             "  clusterCIDR: \"nonsense\" is not a CIDR; write one such as 10.0.0.0/8",
             "  nodePortAddresses: primary excludes everything else; write primary alone, or CIDRs alone",
         ]

@@ -41,7 +41,8 @@ pub fn refusing_endpoints_are_left_out(bed: &Testbed) -> Result<()> {
     let outcomes = client::ask_many(bed.machines().machine("a3")?, &Request::new(Transport::Tcp, unchecked), 40)?;
     ensure!(outcomes.contains(&Outcome::Refused), "without checks, some connections should be refused: {outcomes:?}");
 
-    eventually(|| expect_servers(bed, "checked", &["a1"])).context("the refusing endpoint is left out")?;
+    eventually(|| expect_servers(bed, "checked", &["a1"]))
+        .context("waiting until the refusing endpoint is left out")?;
     let mut held = hold_connections(bed, "checked")?;
     // None of many connections is sent to the refusing endpoint.
     for (from, to) in targets(bed, "checked")? {
@@ -56,13 +57,13 @@ pub fn refusing_endpoints_are_left_out(bed: &Testbed) -> Result<()> {
         Ok(listener)
     })?;
     let (mut inside, mut outside) =
-        eventually_connected(bed, to, &listener).context("the endpoint gets connections again")?;
+        eventually_connected(bed, to, &listener).context("waiting until the endpoint gets connections again")?;
 
     drop(listener);
-    eventually(|| expect_servers(bed, "checked", &["a1"])).context("the endpoint is left out again")?;
+    eventually(|| expect_servers(bed, "checked", &["a1"])).context("waiting until the endpoint is left out again")?;
     inside.write_all(b"still")?;
     outside.set_read_timeout(Some(GUARD))?;
-    outside.read_exact(&mut [0; 5]).context("the connection to an endpoint that fails continues")?;
+    outside.read_exact(&mut [0; 5]).context("using the old connection to the failed endpoint")?;
     held.iter_mut().try_for_each(client::HeldConnection::check)
 }
 

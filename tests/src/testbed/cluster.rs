@@ -35,13 +35,13 @@ impl Glance {
 }
 
 fn control_plane_url() -> Result<String> {
-    let address = plan::address(CONTROL).context("the control plane has an address")?;
+    let address = plan::address(CONTROL).context("the plan has no address for the control plane")?;
     Ok(format!("http://{}:{CONTROL_PORT}", address.v4))
 }
 
 /// Starts the control plane on a folder of manifests.
 pub(super) fn start_control_plane(machines: &Machines, manifests: &Path) -> Result<Process> {
-    let address = plan::address(CONTROL).context("the control plane has an address")?;
+    let address = plan::address(CONTROL).context("the plan has no address for the control plane")?;
     let mut command = Command::new(process::program("headgate-control-plane")?);
     command
         .args(["--source", &format!("files:{}", manifests.display())])

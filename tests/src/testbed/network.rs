@@ -123,7 +123,7 @@ fn uplink_commands(name: &str) -> Result<String> {
     ))
 }
 
-/// Routes the service addresses of an outside client to one node.
+/// Sends an outside client's packets for service addresses to one node.
 fn service_routes(via: &str) -> Result<String> {
     let gateway = address(via)?;
     let mut commands = String::new();
@@ -152,7 +152,7 @@ fn node_commands(node: &NodePlan, machines: &BTreeMap<&'static str, Namespace>) 
     }
     for other in NODES.iter().filter(|other| other.name != node.name) {
         let via = address(other.name)?;
-        let [v4, v6] = plan::pod_networks(other.name).context("a node of the plan has pod networks")?;
+        let [v4, v6] = plan::pod_networks(other.name).context("the plan has no pod networks for a node")?;
         let _ = writeln!(commands, "route add {v4} via {}\nroute add {v6} via {}", via.v4, via.v6);
     }
     Ok(commands)

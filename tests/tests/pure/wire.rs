@@ -1,4 +1,5 @@
-//! The size goals of the `wire` bench. Each run produces equal bytes, so a test can check them.
+//! The size goals of the `wire` bench. The measured sizes are equal in every run, so a test can
+//! check the goals.
 
 #[test]
 fn a_change_costs_no_more_bytes_than_the_goals_allow() {

@@ -69,7 +69,7 @@ fn a_service_that_is_too_large_for_a_message_is_refused() {
         assert!(bench.flush().is_empty(), "the last good version stays");
     }
     bench.apply(&service("s", json!({})));
-    assert_eq!(bench.flush().len(), 1, "corrected");
+    assert_eq!(bench.flush().len(), 1, "the corrected Service is served");
 }
 
 #[test]

@@ -95,7 +95,7 @@ impl Warnings {
         is_admitted
     }
 
-    /// Logs how many warnings were left out in intervals that have ended. To be called regularly.
+    /// Logs how many warnings were left out in intervals that have ended. Call this regularly.
     pub(crate) fn tick(&self, now: Instant) {
         for warning in Warning::ALL {
             self.end_interval(warning, now);

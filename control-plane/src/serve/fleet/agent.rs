@@ -143,13 +143,13 @@ impl Agent {
         }
     }
 
-    /// Lock order: the record first, then this.
+    /// Locks `counted`. A caller that needs both locks must lock the record first.
     fn counted(&self) -> MutexGuard<'_, Option<(Arc<Progress>, Counted)>> {
         self.counted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets the newest version that was sent. To be called before the message is written, so that
-    /// no ACK can come first.
+    /// Sets the newest version that the stream sends. Call this before the message is written, so
+    /// that no ACK of the version arrives earlier.
     pub(crate) fn set_sent_version(&self, version: u64) {
         self.sent_version.store(version, Ordering::Release);
     }

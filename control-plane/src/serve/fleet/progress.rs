@@ -273,7 +273,7 @@ impl Progress {
         Everywhere { p50: at(50), p99: at(99), max: at(100), commits: ages.len() }
     }
 
-    /// Sets the metrics that change with time. To be called before each scrape.
+    /// Sets the metrics that change with time. Call this before each scrape.
     pub(crate) fn refresh_metrics(&self) {
         let states = self.states();
         self.metrics.set_agents(NodeState::ALL.map(|state| {

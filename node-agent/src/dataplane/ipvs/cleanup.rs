@@ -9,7 +9,7 @@ use ipnet::IpNet;
 use super::{
     super::{DataplaneError, ErrorKind},
     kernel::{self, Kernel, of_routing},
-    read::{self, NetworkAddresses, SetsOfOtherSize},
+    read::{self, MismatchedSets, NetworkAddresses},
     write,
 };
 
@@ -55,7 +55,7 @@ fn remove(
     }
     if kernel::has_sets() {
         read::destroy_if_there(kernel.sets()?, read::DRAFT)?;
-        read::read_sets(kernel.sets()?, family, SetsOfOtherSize::Accept, &mut existing)?;
+        read::read_sets(kernel.sets()?, family, MismatchedSets::Accept, &mut existing)?;
     }
     if kernel::has_ipvs() {
         read::read_servers(kernel.ipvs()?, family, &mut existing)?;

@@ -17,8 +17,8 @@ use super::{
     kernel::{Kernel, of_ipvs, of_routing, of_sets},
 };
 
-/// Reads all objects of one family. The cost grows with their number. Creates sets again, with
-/// their elements, if their sizes differ from ours.
+/// Reads all objects of one family. The cost grows with their number. Recreates a set, with its
+/// elements, if its properties differ from the properties that we give it.
 pub(super) fn existing(
     kernel: &mut Kernel,
     device: u32,
@@ -27,7 +27,7 @@ pub(super) fn existing(
 ) -> Result<Existing, DataplaneError> {
     let mut existing = Existing { tables, ..Existing::default() };
     read_device(kernel.routing()?, device, family, NetworkAddresses::Remove, &mut existing)?;
-    read_sets(kernel.sets()?, family, SetsOfOtherSize::Recreate, &mut existing)?;
+    read_sets(kernel.sets()?, family, MismatchedSets::Recreate, &mut existing)?;
     read_servers(kernel.ipvs()?, family, &mut existing)?;
     Ok(existing)
 }
@@ -70,9 +70,10 @@ fn is_link_local(address: IpAddr) -> bool {
     matches!(address, IpAddr::V6(address) if address.is_unicast_link_local())
 }
 
-/// What to do with sets whose sizes differ from ours, such as kube-proxy's.
+/// What to do with sets that have our names but other properties, such as another maximum number of
+/// elements. kube-proxy creates sets with the same names and other properties.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum SetsOfOtherSize {
+pub(super) enum MismatchedSets {
     /// Create them again with their elements.
     Recreate,
     /// Accept them.
@@ -83,13 +84,13 @@ pub(super) enum SetsOfOtherSize {
 pub(super) fn read_sets(
     sets: &mut IpSets,
     family: Family,
-    sets_of_other_size: SetsOfOtherSize,
+    mismatched_sets: MismatchedSets,
     existing: &mut Existing,
 ) -> Result<(), DataplaneError> {
     for set in Set::ALL {
         let wanted = convert::specification(set, family);
         let Some(found) = sets.set(&wanted.name).map_err(of_sets)? else { continue };
-        if !found.header.fits(&wanted) && sets_of_other_size == SetsOfOtherSize::Recreate {
+        if !found.header.fits(&wanted) && mismatched_sets == MismatchedSets::Recreate {
             if found.header.is_of_type(&wanted) {
                 // The new set has no comments.
                 let bare = |entry: &Entry| Entry::new(entry.element);
@@ -121,7 +122,7 @@ pub(super) fn read_sets(
                 _ => foreign.push(Change::delete(&wanted.name, entry.element)),
             }
         }
-        if sets_of_other_size == SetsOfOtherSize::Recreate {
+        if mismatched_sets == MismatchedSets::Recreate {
             sets.execute(&foreign).map_err(of_sets)?;
         }
         existing.sets.insert(set, elements);

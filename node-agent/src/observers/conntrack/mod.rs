@@ -136,8 +136,8 @@ struct Inbox {
 
 #[derive(Debug, Default)]
 struct InboxState {
-    // Rules that the thread has not received yet. If a pass fails, they are merged into its rules
-    // before the next attempt.
+    // Rules that the thread has not received yet. After a failed pass, the thread merges them into
+    // the rules of that pass before the next attempt.
     newer: Cleanup,
     stop: bool,
 }

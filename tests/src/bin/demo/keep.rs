@@ -17,7 +17,7 @@ use crate::story::{CLIENT, SERVICE, url};
 /// Prints commands that the user can copy. They work in any folder while the demo runs.
 pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
     let name = |machine: &str| -> Result<String> { Ok(bed.machines().machine(machine)?.name().to_owned()) };
-    let control = plan::address(CONTROL).context("the control plane has an address")?.v4;
+    let control = plan::address(CONTROL).context("the plan has no address for the control plane")?.v4;
     let inside = format!("ip netns exec {}", name(CONTROL)?);
     let on_node = format!("ip netns exec {}", name("node-a")?);
     let headgatectl =

@@ -68,7 +68,7 @@ type Spread = BTreeMap<String, usize>;
 
 impl<'a> Demo<'a> {
     fn start(backend: Backend, screen: &'a Screen, interrupt: &'a Interrupt) -> Result<Self> {
-        let address = plan::address(CONTROL).context("the control plane has an address")?.v4;
+        let address = plan::address(CONTROL).context("the plan has no address for the control plane")?.v4;
         screen.step("A cluster starts: control plane, node-a, node-b and node-c, eight pods");
         let began = Instant::now();
         let mut manifests = Manifests::default();

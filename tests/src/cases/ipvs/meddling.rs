@@ -99,7 +99,7 @@ pub fn what_others_change_is_changed_back(bed: &Testbed) -> Result<()> {
     let added: Vec<&str> = saved.lines().filter(|line| line.starts_with(&format!("-a -t {server} "))).collect();
     ensure!(added.len() == 2, "{server} has the destinations {added:?}");
     for (line, change) in added.into_iter().zip([["-w", "0"], ["-x", "5"]]) {
-        let destination = line.split(' ').nth(4).context("a destination's address")?;
+        let destination = line.split(' ').nth(4).context("a destination without an address")?;
         tool(node, "ipvsadm", &[&["-e", "-t", &server, "-r", destination, "-m"][..], &change].concat())?;
     }
     tool(node, "ipvsadm", &["-a", "-t", &server, "-r", "198.18.77.1:80", "-g", "-w", "9"])?;

@@ -179,7 +179,7 @@ pub fn flushed_state_comes_back(bed: &Testbed) -> Result<()> {
         let listed = tool(node, "ipvsadm", &["-Sn"])?;
         let added =
             listed.lines().find(|line| line.starts_with(&format!("-a -t {server} "))).context("no destination")?;
-        let destination = added.split(' ').nth(4).context("a destination's address")?;
+        let destination = added.split(' ').nth(4).context("a destination without an address")?;
         tool(node, "ipvsadm", &["-d", "-t", &server, "-r", destination]).map(drop)
     };
     let steps: [(&str, &dyn Fn() -> Result<()>); 8] = [
@@ -312,7 +312,7 @@ pub fn destinations_drain(bed: &Testbed) -> Result<()> {
     let to = bed.address("steady", ClusterIp, Family::V4, "tcp")?;
     let client = bed.machines().machine("a3")?;
     let mut held = HeldConnection::open(client, to)?;
-    let server = crate::testbed::plan::address(&held.answer.server).context("the server has addresses")?.v4;
+    let server = crate::testbed::plan::address(&held.answer.server).context("the server has no address")?.v4;
     let destination = |transport: &str| -> Result<Option<String>> {
         let start = format!("-a -{transport} {}:", to.ip());
         let listed = tool(node, "ipvsadm", &["-Sn"])?;

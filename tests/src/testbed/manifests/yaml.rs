@@ -178,8 +178,8 @@ impl Manifests {
     }
 
     fn node(&self, node: &plan::NodePlan) -> Result<Value> {
-        let address = plan::address(node.name).context("every node has an address")?;
-        let pod_cidrs = plan::pod_networks(node.name).context("every node has pod networks")?;
+        let address = plan::address(node.name).context("the plan has no address for a node")?;
+        let pod_cidrs = plan::pod_networks(node.name).context("the plan has no pod networks for a node")?;
         let mut addresses: Vec<Value> =
             address.both().iter().map(|address| json!({ "type": "InternalIP", "address": address })).collect();
         addresses.push(json!({ "type": "Hostname", "address": node.name }));

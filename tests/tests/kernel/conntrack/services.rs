@@ -104,7 +104,7 @@ fn follows_its_service(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.remove("dns").map(drop))?;
     flows.iter().try_for_each(Flow::until_unanswered).context("after the service was deleted")?;
     if bed.backend() == Backend::Ipvs {
-        // Nothing may be left to delete: IPVS itself drops the entry of a flow to a removed
+        // The agent may have deleted no entries: IPVS itself drops the entry of a flow to a removed
         // destination when the next packet of the flow arrives.
         return Ok(());
     }
@@ -211,13 +211,13 @@ fn foreign_flows(bed: &Testbed) -> Result<Vec<SocketAddr>> {
         to.push(bed.address("dns", Via::NodePort("node-c"), family, "udp")?);
     }
     for address in &to {
-        // The packets of this machine pass node-a, which does not translate them.
+        // Packets from a3 pass node-a, which does not translate them.
         Flow::open(bed, "a3", *address)?.until("answered", |outcome| matches!(outcome, Outcome::Answered(_)))?;
     }
     Ok(to)
 }
 
-/// The number of these destinations in the node's table with an untranslated flow.
+/// Counts the destinations in `to` for which the node's table has an untranslated flow.
 fn foreign_entries(node: &headgate_tests::testbed::Namespace, to: &[SocketAddr]) -> Result<usize> {
     node.run(|| {
         let mut found = 0;

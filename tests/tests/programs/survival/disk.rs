@@ -27,7 +27,7 @@ fn damaged_file(bed: &Testbed) -> Result<()> {
     bed.stop_control_plane()?;
     while_asking(bed, "steady", || {
         bed.start_agent(NODE)?;
-        wait_until("the warning", || Ok(agent_log(bed)?.contains("the checksum does not fit")))?;
+        wait_until("the warning", || Ok(agent_log(bed)?.contains("the checksum does not match")))?;
         bed.start_control_plane()?;
         bed.wait_programmed()
     })?;

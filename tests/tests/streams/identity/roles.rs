@@ -75,7 +75,10 @@ async fn an_ambiguous_certificate_grants_no_role() {
         (named("n1", &["HEADGATE://node/n1"]), "which is neither"),
         (named("n1", &["headgate://node/"]), "\"\" is no name"),
         (named("n1", &["headgate://operator/n1"]), "which is neither"),
-        (named("system:node:n2", &["headgate://node/n1"]), "its URI is node n1's, and its common name system:node:n2"),
+        (
+            named("system:node:n2", &["headgate://node/n1"]),
+            "its URI names node n1, but its common name is system:node:n2",
+        ),
         (named("system:node:N1", &[]), "\"N1\" is no name"),
         (named("system:node:n1", &[]), "system:node:n1 without the organization system:nodes"),
     ];

@@ -89,8 +89,9 @@ async fn real_and_stand_in_servers_are_followed_alike() {
     }
 }
 
-/// A replica that listed earlier has a lower position of a kind without changes since then. An
-/// agent that comes from another replica need not wait for the next bookmark.
+/// A replica that listed a kind earlier than another replica has a lower position of this kind,
+/// even if no object of this kind has changed in between. An agent that comes from the other
+/// replica need not wait for the next bookmark.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_position_that_an_agent_saw_at_another_replica_is_requested_at_once() {
     for server in ApiUnderTest::all().await.unwrap() {

@@ -1,5 +1,5 @@
-//! The source `kubernetes`, against a server with every kind of fault, and against a real server if
-//! one is available.
+//! Tests of the source `kubernetes` against a server with every kind of fault, and against a real
+//! server if one is available.
 //!
 //! After each fault, the state must equal the server's objects, and nothing that was not deleted
 //! may have been removed in between.
@@ -128,7 +128,8 @@ fn first_objects() -> Vec<Value> {
     ]
 }
 
-/// Changed objects of every kind. Each `mark` gives other values, and nothing is removed.
+/// Changed objects of every kind, with values that depend on `mark`. No object is removed. The
+/// slice no longer contains the address of the previous mark.
 fn changed_objects(mark: u8) -> Vec<Value> {
     vec![
         web(&format!("10.0.1.{mark}")),
@@ -147,7 +148,7 @@ fn server(options: Options) -> ApiServer {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_state_is_listed_and_followed_with_selectors_on_the_server() {
+async fn objects_are_listed_and_watched_with_selectors_that_the_server_applies() {
     let server = server(Options::default());
     server.apply(service("shop", "dns").cluster_ip("None").port("", "TCP", 80, 80).build()).unwrap();
     let watching = Watching::synced(&server).await;
@@ -166,7 +167,7 @@ async fn the_state_is_listed_and_followed_with_selectors_on_the_server() {
     let mut removed = watching.removed();
     removed.sort();
     assert_eq!(removed, ["Endpoint shop/web 10.1.0.3", "Node n1", "Service shop/api", "ServiceCIDR kubernetes"]);
-    assert_eq!(server.requests(Verb::List, None), 0, "streaming lists need no lists");
+    assert_eq!(server.requests(Verb::List, None), 0, "with streaming lists, the source sends no LIST requests");
     let queries: Vec<String> = server
         .recorded()
         .iter()
@@ -389,7 +390,7 @@ async fn servers_before_1_31_are_followed() {
     watching.sink.look(|c| assert!(c.problems.is_empty(), "{:?}", c.problems));
 }
 
-/// This happens when one of several API servers has an older version.
+/// One of several API servers has an older version, which does not support the field selector.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_watch_at_an_older_server_continues_without_the_field_selector() {
     let server = server(Options::default());
@@ -511,7 +512,7 @@ async fn nothing_is_served_before_every_kind_is_listed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn bookmarks_count_as_heard_and_move_positions() {
+async fn bookmarks_count_as_contact_with_the_server_and_move_positions() {
     let server = server(Options::default());
     let watching = Watching::synced(&server).await;
     let before = watching.sink.look(|c| c.heard[&SourceKind::Nodes]);
@@ -527,7 +528,7 @@ async fn bookmarks_count_as_heard_and_move_positions() {
 
 /// The server accepts watches of one kind and sends nothing on them. Everything else works.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_silent_watch_is_opened_again_and_does_not_count_as_heard() {
+async fn a_silent_watch_is_opened_again_and_does_not_count_as_contact() {
     let options = Options { bookmark_interval: Duration::from_millis(100), ..Options::default() };
     let server = server(options);
     let watching = Watching::start_with(&server.kubeconfig(), Duration::from_secs(1));
@@ -544,7 +545,7 @@ async fn a_silent_watch_is_opened_again_and_does_not_count_as_heard() {
     server.wait_until("the watch is opened twice more", |_| opened() >= before + 3).await.unwrap();
     watching.sink.until("events of other kinds arrive", |c| c.heard[&SourceKind::Nodes] > others).await;
     watching.sink.look(|c| assert!(c.errors[&(SourceKind::EndpointSlices, "timeout")] >= 2));
-    assert_eq!(heard(), heard_before, "a silent watch counted as heard");
+    assert_eq!(heard(), heard_before, "a silent watch counted as contact with the server");
     server.release(Kind::EndpointSlice);
     let has_come = |c: &sink::Collected| c.endpoints("shop", "web").contains(&"10.1.0.77".to_owned());
     watching.sink.until("the change arrives", has_come).await;

@@ -138,7 +138,7 @@ impl Io {
         self.stream.poll_write_ready(cx)
     }
 
-    /// Tells the peer that nothing more will be written. To be called when everything is flushed.
+    /// Tells the peer that nothing more will be written. Call this after everything is flushed.
     ///
     /// # Errors
     ///

@@ -74,7 +74,7 @@ pub(super) fn find(set: impl Into<SetName>, result: LookupResult) -> Expression 
     Expression::Lookup { set: set.into(), key: Register::R1, result }
 }
 
-/// A step that adds one rule.
+/// A transaction that adds one rule.
 pub(super) fn rule(chain: &str, expressions: Vec<Expression>) -> Transaction {
     change(|all, table| all.add_rule(&Rule::new(table, chain, expressions)))
 }
