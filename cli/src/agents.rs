@@ -146,7 +146,7 @@ fn is_waiting_or_cut_off(agent: &AgentInfo) -> bool {
     matches!(agent.state.as_str(), "waiting" | "cut_off")
 }
 
-/// Whether the last attempt failed, or the agent rejects resources.
+/// Whether the agent's last attempt to program its kernel failed, or the agent rejects resources.
 fn is_failing(agent: &AgentInfo) -> bool {
     !agent.last_error.is_empty() || !agent.rejections.is_empty()
 }

@@ -108,7 +108,8 @@ pub struct AgentsArgs {
     /// replica that is cut off from its source
     #[arg(long)]
     pub behind: bool,
-    /// Only agents whose last attempt failed, or that reject resources
+    /// Only agents that failed in their last attempt to program the kernel, or that reject
+    /// resources
     #[arg(long)]
     pub failing: bool,
     /// Maximum number of rows in the table, the worst agents first; 0 for all

@@ -68,9 +68,9 @@ pub(crate) fn silent(server: &str) -> ConnectError {
     }
 }
 
-/// The URLs of all replicas that `servers` name. A host name that resolves to several addresses
-/// stands for one replica per address. The TLS options of a replica hold the name that its
-/// certificate must contain, if that differs from the URL's host.
+/// The URLs of all replicas that `servers` name, each with the TLS options to use. A host name that
+/// resolves to several addresses stands for one replica per address. The URLs of such replicas
+/// contain addresses, and `tls_server_name` is the name that their certificates must contain.
 pub async fn replicas(servers: &[String], tls: &TlsArgs) -> Result<Vec<(String, TlsArgs)>, ConnectError> {
     let mut replicas = Vec::new();
     for server in servers {
@@ -201,7 +201,7 @@ fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
         }
         Some(io::ErrorKind::TimedOut) => "The machine does not answer. Check the address, and firewalls on the path.",
         Some(io::ErrorKind::InvalidData) => {
-            "The TLS handshake failed. Check that --tls-ca signed the replica's certificate, and that it names this host \
+            "The TLS handshake failed. Check that --tls-ca signed the replica's certificate, and that the certificate names this host \
              (--tls-server-name)."
         }
         _ => "Check --server (or HEADGATE_SERVER): scheme, host and port.",
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn urls_that_cannot_be_used_say_what_to_write() {
+    fn errors_about_unusable_urls_say_what_to_write() {
         let refusal = |server: &str| endpoint(server, &NO_TLS).map(drop).unwrap_err().to_string();
         assert!(refusal("http://10.0.0.1:7443").contains("write https:// and give --tls-ca"));
         assert!(refusal("https://10.0.0.1:7443").contains("--tls-ca"));
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn half_a_pair_of_tls_files_is_refused() {
+    fn the_error_for_a_missing_tls_file_names_its_option() {
         let folder = std::env::temp_dir();
         let tls = TlsArgs { tls_ca: Some(folder.join("headgatectl-no-such-file")), ..NO_TLS };
         let error = endpoint("https://10.0.0.1:7443", &tls).map(drop).unwrap_err();

@@ -163,7 +163,7 @@ fn readiness(service: &ServiceInfo) -> Cell {
 
 fn policy(service: &ServiceInfo) -> String {
     let (internal, external) = (&service.internal_traffic_policy, &service.external_traffic_policy);
-    if internal == external { internal.clone() } else { format!("{internal} in, {external} out") }
+    if internal == external { internal.clone() } else { format!("internal {internal}, external {external}") }
 }
 
 fn health_check(service: &ServiceInfo) -> String {
@@ -225,7 +225,8 @@ fn hints(endpoint: &EndpointInfo) -> String {
     zones.chain(endpoint.hint_nodes.iter().map(|node| format!("node {node}"))).collect::<Vec<_>>().join(", ")
 }
 
-/// For replicas that report no agent states: an agent with a shorter lag is up to date.
+/// An agent with a shorter lag counts as up to date. Used only for replicas that report no agent
+/// states.
 pub const SETTLED_MS: u64 = 1000;
 
 /// Formats agents, one per row, in the given order. Lines below explain why a node lags or is
@@ -324,7 +325,8 @@ pub fn fleet(fleet: &FleetInfo) -> String {
     }
     if fleet.measured_commits > 0 {
         let shown = [fleet.everywhere_p50_ms, fleet.everywhere_p99_ms, fleet.everywhere_max_ms].map(units::duration);
-        let _ = write!(text, "; everywhere after p50 {} p99 {} max {}", shown[0], shown[1], shown[2]);
+        let _ =
+            write!(text, "; time until all nodes have a change: p50 {}, p99 {}, max {}", shown[0], shown[1], shown[2]);
     }
     text
 }

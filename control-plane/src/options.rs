@@ -37,8 +37,8 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
 
-    /// A watch that receives neither a change nor a bookmark for this time is opened again, in
-    /// seconds. API servers send a bookmark about every minute
+    /// Seconds without a change or a bookmark after which a watch is opened again. API servers send
+    /// a bookmark about every minute
     #[arg(long, value_name = "SECONDS", default_value_t = 150, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub watch_silence_seconds: u32,
 
@@ -82,8 +82,8 @@ pub struct Options {
     #[arg(long, value_name = "NAME")]
     pub replica_name: Option<String>,
 
-    /// Each agent receives at least one message in this time, in seconds. An agent that receives
-    /// nothing for three times as long connects again
+    /// Longest time between two messages to an agent, in seconds. An agent that receives nothing
+    /// for three times as long connects again
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub heartbeat_seconds: u32,
 

@@ -139,7 +139,7 @@ impl Connection {
         }
     }
 
-    /// Sends requests, many at once ([`BATCH_REQUESTS`], [`BATCH_BYTES`]), and waits until the
+    /// Sends requests, many in one send ([`BATCH_REQUESTS`], [`BATCH_BYTES`]), and waits until the
     /// kernel has executed them in order. `refused` receives the index of each request that the
     /// kernel rejects. The kernel executes the other requests. Only the last request of each send
     /// asks for an acknowledgement, because the kernel reports rejections anyway and one

@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls_that_cannot_be_used_say_why() {
+    fn errors_about_unusable_urls_say_why() {
         let error = |url: &str| ControlPlane::parse(url, true).unwrap_err().to_string();
         assert!(error("https://a").contains("no port"));
         assert!(error("https://a:1/x").contains("has a path"));

@@ -64,7 +64,7 @@ pub fn read() -> Result<PacketCounts, NetlinkError> {
 /// Removes the counters. Counters that rules still use stay.
 ///
 /// # Errors
-/// The kernel refuses for another reason than that a counter is in use or does not exist, or that
+/// The kernel refuses a removal. It is no error if a counter is in use or does not exist, or if
 /// `nfnetlink_acct` is missing.
 pub fn remove() -> Result<(), NetlinkError> {
     let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;

@@ -1,5 +1,6 @@
 //! What the reconcile loop has programmed or failed to program. The session reports it to the
-//! control plane, the pages show it, and the saver writes programmed states to disk.
+//! control plane, the HTTP pages for health and status show it, and [`crate::persist`] writes
+//! programmed states to disk.
 
 use std::{sync::Arc, time::Duration};
 
@@ -25,7 +26,7 @@ pub struct Progress {
     pub status: v1::AgentStatus,
     /// The newest state that is in the kernel.
     pub programmed: Option<Programmed>,
-    /// Why the last attempt failed; `None` when it succeeded.
+    /// Why the last sync failed; `None` if it succeeded.
     pub failure: Option<Failure>,
     /// Services whose rules the kernel rejects, and why. `programmed` excludes these Services.
     pub refused: Arc<[v1::Rejection]>,
@@ -48,19 +49,19 @@ pub struct Programmed {
     pub generation: u64,
     /// Time from the start of the sync until the kernel accepted the rules.
     pub took: Duration,
-    /// Services that the step planned.
+    /// Number of Services that the sync planned.
     pub services_planned: u32,
-    /// Chains, or the corresponding objects of the backend, that the step wrote.
+    /// Number of chains, or of the corresponding objects of the backend, that the sync wrote.
     pub objects_written: u32,
 }
 
-/// An attempt that failed.
+/// A sync that failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// The state that the attempt was to program.
+    /// The state that the sync was to program.
     pub target: Target,
     /// The error message of the backend.
     pub error: String,
-    /// Failed attempts since the last success.
+    /// Number of failed syncs since the last success.
     pub attempts: u32,
 }

@@ -21,8 +21,8 @@ pub(crate) struct UnusablePorts {
 /// A received list of ports.
 pub(crate) type PortList = Result<Arc<[EndpointPort]>, Arc<UnusablePorts>>;
 
-/// A [`Known::replace`] is due when the tables have more than this number of entries, plus twice
-/// the number of entries after the last [`Known::replace`].
+/// A [`Known::replace`] is due when the number of entries in the tables exceeds `LEARNED_MUCH` plus
+/// twice the number of entries after the last [`Known::replace`].
 const LEARNED_MUCH: usize = 4096;
 
 /// A reference whose target this side does not hold, or that has several targets.

@@ -11,8 +11,8 @@ mod known;
 pub use decode::{Decoder, digests_from_wire, node_from_wire};
 pub use encode::{ChangesBuilder, References, digests_to_wire, node_to_wire};
 use headgate_core::node_state::SourceState;
-/// Addresses where the protocol may be used without TLS, for programs that do not use the core
-/// crate.
+/// The check of DNS names, and the addresses where the protocol may be used without TLS, for
+/// programs that do not use the core crate.
 pub use headgate_core::{dns_name::check_subdomain, plaintext};
 pub use known::UnknownReference;
 
@@ -60,7 +60,7 @@ impl v1::Batch {
         self.follows_version.or_else(|| self.version.checked_sub(1))
     }
 
-    /// All source positions that the step changed.
+    /// All source positions that the batch changes.
     pub fn moved_positions(&self) -> impl Iterator<Item = v1::SourcePosition> {
         let slices = v1::SourcePosition {
             kind: v1::source_position::Kind::EndpointSlices.into(),

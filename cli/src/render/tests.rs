@@ -49,9 +49,9 @@ fn dns() -> ServiceInfo {
 #[test]
 fn services_are_a_table_with_conflicts_below() {
     let expected = "\
-NAMESPACE    NAME      CLUSTER-IP                EXTERNAL-IP               PORTS          READY  POLICY                 AFFINITY        VERSION
-demo         web       10.96.0.10,fd00:10:96::a  -                         80:30080/TCP     2/3  Cluster                -                    18
-kube-system  kube-dns  10.96.0.2                 198.51.100.7,203.0.113.9  53/UDP,53/TCP    0/0  Cluster in, Local out  ClientIP 3h00m        2
+NAMESPACE    NAME      CLUSTER-IP                EXTERNAL-IP               PORTS          READY  POLICY                            AFFINITY        VERSION
+demo         web       10.96.0.10,fd00:10:96::a  -                         80:30080/TCP     2/3  Cluster                           -                    18
+kube-system  kube-dns  10.96.0.2                 198.51.100.7,203.0.113.9  53/UDP,53/TCP    0/0  internal Cluster, external Local  ClientIP 3h00m        2
 kube-system/kube-dns: conflict: 203.0.113.9 53/UDP is held by Service prod/dns, which is older
 ";
     assert_eq!(services(&[web(), dns()], PLAIN), expected);
@@ -225,7 +225,8 @@ fn a_fleet_is_one_line() {
         everywhere_max_ms: 2300,
         ..info
     };
-    let expected = "fleet: 4,998 of 5,000 up to date, 2 behind; everywhere after p50 18ms p99 41ms max 2.3s";
+    let expected =
+        "fleet: 4,998 of 5,000 up to date, 2 behind; time until all nodes have a change: p50 18ms, p99 41ms, max 2.3s";
     assert_eq!(fleet(&info), expected);
     assert_eq!([0, 999, 1000, 1_234_567].map(thousands), ["0", "999", "1,000", "1,234,567"]);
 }

@@ -1,4 +1,5 @@
-//! The model as a whole: the changes and problems that result from objects.
+//! The model as a whole: the changes and problems that result from objects. A comment `// rows: 1`
+//! names the rows of docs/behaviours.md that a test shows.
 
 #![allow(clippy::unwrap_used, clippy::needless_pass_by_value)]
 
@@ -119,6 +120,8 @@ fn headless_and_external_name_services_are_not_served() {
     assert!(bench.problems()[0].contains("spec.clusterIP"));
 }
 
+/// A Service with the label service-proxy-name, or a slice with the label headless, is ignored
+/// while it has the label.
 // rows: 3, 4
 #[test]
 fn labels_hand_objects_off_and_back() {
@@ -139,6 +142,7 @@ fn labels_hand_objects_off_and_back() {
     }
 }
 
+/// Slices of type FQDN are ignored. Addresses of the wrong family are reported and left out.
 // rows: 5
 #[test]
 fn names_are_ignored_and_families_checked() {
@@ -159,7 +163,7 @@ fn slice_ports_need_a_name_and_a_number() {
     assert_eq!(bench.endpoints("s"), ["10.1.0.1:5,4"]);
     assert_eq!(bench.problems(), [""; 0]);
     let mut bench = Bench::with(&[slice("a", "s", json!([ready("10.1.0.1")]), json!([{"name": "a"}]))]);
-    assert_eq!(bench.endpoints("s"), [""; 0], "nothing can be sent to it");
+    assert_eq!(bench.endpoints("s"), [""; 0], "an endpoint without ports receives nothing");
     assert_eq!(bench.problems(), [""; 0]);
 }
 
@@ -230,7 +234,7 @@ fn addresses_are_canonical_and_of_the_services_families() {
     assert_eq!(texts(&service.external_ips), ["192.0.2.1"]);
     assert_eq!(texts(&service.load_balancer_ips), ["203.0.113.1", "203.0.113.3"]);
     let ranges: Vec<String> = service.load_balancer_source_ranges.iter().map(ToString::to_string).collect();
-    assert_eq!(ranges, ["198.51.100.0/24"], "a zero-length range opens its family");
+    assert_eq!(ranges, ["198.51.100.0/24"], "a /0 range allows all addresses of its family");
     assert_eq!((service.external_traffic_policy, service.health_check_node_port), (TrafficPolicy::Local, 30001));
     assert_eq!(bench.problems(), [""; 0]);
 }
@@ -247,6 +251,7 @@ fn the_unspecified_address_of_a_load_balancer_is_left_out_and_reported() {
     assert!(problems[0].starts_with("Service x/s status.loadBalancer.ingress[0].ip 0.0.0.0 is the"), "{problems:?}");
 }
 
+/// `externalTrafficPolicy: Local` is ignored for Services without external addresses or NodePorts.
 // rows: 52
 #[test]
 fn policies_count_where_they_have_an_effect() {
@@ -275,6 +280,7 @@ fn ports_change_live_and_services_come_back() {
     assert_eq!(bench.service("s").unwrap().cluster_ips[0].to_string(), "10.0.0.9");
 }
 
+/// Pending changes that cancel each other out are dropped.
 // rows: 19
 #[test]
 fn what_ends_as_it_began_drops_out() {
@@ -348,7 +354,7 @@ fn an_invalid_version_is_reported_and_the_last_good_one_stays() {
         assert!(problems.len() == 1 && problems[0].starts_with(&format!("Service x/s {field}")), "{problems:?}");
         assert!(problems[0].ends_with("its last good version stays in use"), "{problems:?}");
         bench.apply(&service("s", json!({})));
-        assert_eq!(bench.model.take_problems(), Some(Vec::new()), "the problem is resolved");
+        assert_eq!(bench.model.take_problems(), Some(Vec::new()), "a valid version removes the problem");
         bench.apply(&service("s", spec));
         bench.delete(ObjectKind::Service, "x", "s");
         bench.flush();

@@ -41,9 +41,9 @@ pub enum SourceSpec {
 /// The settings of a source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SourceSettings {
-    /// For `kubernetes`: the kubeconfig file; `None` for the in-cluster configuration.
+    /// The kubeconfig file; `None` for the in-cluster configuration. Only `kubernetes` uses it.
     pub kubeconfig: Option<PathBuf>,
-    /// For `kubernetes`: a watch that receives nothing for this time is opened again.
+    /// The time without a message after which a watch is opened again. Only `kubernetes` uses it.
     pub watch_silence: Duration,
 }
 

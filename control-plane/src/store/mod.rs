@@ -53,8 +53,8 @@ use names::Names;
 use nodes::Nodes;
 pub use nodes::{NodeObserver, OwnNode};
 
-/// A batch with more changes than this is not encoded at its commit, but by the first stream that
-/// needs it.
+/// The number of changes above which a batch is not encoded at its commit, but by the first stream
+/// that needs the batch.
 const EAGER_CHANGES: usize = 1024;
 
 /// Number of commits whose time is kept, to measure lag.

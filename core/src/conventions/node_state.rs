@@ -2,8 +2,8 @@
 
 use std::{fmt, time::Duration};
 
-/// Changes younger than this do not count when a replica decides whether a node is up to date. In a
-/// busy cluster some changes are always on their way to the node.
+/// The age from which a change counts when a replica decides whether a node is up to date. In a
+/// busy cluster, some newer changes are always on their way to the node.
 pub const SETTLED: Duration = Duration::from_secs(1);
 
 /// The state of the source of a control plane replica.
@@ -43,7 +43,7 @@ impl fmt::Display for SourceState {
 pub struct Reported {
     /// The node has acknowledged a complete state.
     pub has_state: bool,
-    /// The last attempt failed, or a resource is rejected.
+    /// The node's last attempt to program its kernel failed, or the node rejects a resource.
     pub is_failing: bool,
     /// The acknowledged state contains all changes that the replica has known for longer than
     /// [`SETTLED`].
@@ -58,7 +58,7 @@ pub enum NodeState {
     UpToDate,
     /// The node lacks a change that its replica has known for longer than [`SETTLED`].
     Behind,
-    /// The last attempt failed, or the node rejects a resource.
+    /// The node's last attempt to program its kernel failed, or the node rejects a resource.
     Failing,
     /// The node has acknowledged nothing on its stream, or the replica's source is unlisted. The
     /// kernel may hold rules from an earlier stream, but the replica does not know them.

@@ -138,7 +138,8 @@ impl Checks {
     }
 
     /// Replaces the checks that a service requests. The first check of a target is due at a random
-    /// time within one interval, so that not all nodes connect to a new endpoint at once.
+    /// time within one interval, so that not all nodes connect to a new endpoint at the same
+    /// time.
     pub fn set_service(&mut self, key: &Arc<ServiceKey>, wanted: Option<ServiceTargets>, now_ms: u64) {
         let (interval_ms, wanted) = match wanted {
             Some(wanted) => (wanted.interval_ms.unwrap_or(self.timing.interval_ms).max(1), wanted.addresses),

@@ -3,7 +3,7 @@
 
 use std::{borrow::Borrow, collections::HashSet, hash::Hash, sync::Arc};
 
-/// A pool with fewer values than this does not search for unused values.
+/// The number of values from which a pool searches for unused values.
 const SWEEP_FROM: usize = 1_024;
 
 /// Shared values of one type. The pool drops unused values each time its size has doubled, so the

@@ -228,7 +228,7 @@ impl NatFlags {
     pub const NONE: Self = Self(0);
     /// A random port.
     pub const RANDOM: Self = Self(4);
-    /// The same address for all connections of a client.
+    /// All connections of a client get the same address.
     pub const PERSISTENT: Self = Self(8);
     /// A random port from a generator whose results are unpredictable.
     pub const FULLY_RANDOM: Self = Self(16);

@@ -16,7 +16,7 @@ pub type Positions = BTreeMap<i32, u64>;
 /// Shortest and longest time that an agent waits for a replica that has not listed its source. Each
 /// agent draws a random time in between, so that the agents of a replica do not move together.
 const UNLISTED_PATIENCE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(4)];
-/// The same for a replica that is cut off from its source.
+/// Shortest and longest time that an agent waits for a replica that is cut off from its source.
 const CUT_OFF_PATIENCE: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(6)];
 /// Time without progress after which a stream without a complete state counts as stalled. It is
 /// shorter than the 30 seconds (by default) after which a replica that is behind the agent sends
@@ -89,8 +89,9 @@ pub struct Standing {
 /// ServiceCIDRs.
 ///
 /// The position of a folder does not count, because it comes from the clock of the replica that
-/// reads the folder. The position of Nodes does not count, because it concerns one agent's Node,
-/// which a replica that is behind withholds by itself (contract, 6).
+/// reads the folder. The position of Nodes does not count, because it concerns only the agent's own
+/// Node. A replica whose Nodes are behind does not send this Node, but sends everything else
+/// (contract, 6).
 #[must_use]
 pub fn comparable(positions: &[v1::SourcePosition]) -> Positions {
     let is_comparable = |kind| matches!(kind, Kind::Services | Kind::EndpointSlices | Kind::ServiceCidrs);
@@ -191,7 +192,7 @@ pub fn choose(trouble: Trouble, held: Option<&HeldState>, others: &[Standing]) -
 pub struct MoveLimits {
     stays: Backoff,
     last: Option<Instant>,
-    /// The agent does not move again before then.
+    /// The time before which the agent does not move again.
     stays_until: Option<Instant>,
 }
 

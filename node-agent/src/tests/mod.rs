@@ -1,4 +1,4 @@
-//! Tests of the whole agent with the in-memory dataplane. It connects over real sockets to a
+//! Tests of the whole agent with the in-memory dataplane. The agent connects over real sockets to a
 //! replica that the test controls.
 #![allow(clippy::unwrap_used)]
 
@@ -40,7 +40,7 @@ use crate::{
     testing::{Replica, batch, endpoint, message, service},
 };
 
-/// A timeout for steps that only a failing test reaches.
+/// Longest time that a test waits before it fails.
 const GUARD: Duration = Duration::from_secs(30);
 
 struct Agent {
@@ -171,7 +171,8 @@ async fn a_broken_stream_is_resumed_from_the_held_state() {
     assert_eq!(digests.resource_count(), 3);
     // The replica resumes from the log. The agent may first acknowledge version 1 again.
     while connection.ack().await.version != 2 {}
-    // The agent returns to a replica without changes: it acknowledges at once and writes nothing.
+    // The agent reconnects, and the replica has no new changes. The agent acknowledges at once and
+    // writes nothing.
     connection.end(Status::unavailable("bye")).await;
     let written = agent.control.calls().len();
     let (mut connection, _) = serve(&mut replica, &store).await;

@@ -262,8 +262,8 @@ fn start_etcd(assets: &Path, folder: &Path, port: u16, peer_port: u16) -> Result
         "--log-level=warn".to_owned(),
     ];
     let log = folder.join("etcd.log");
-    // The value of kubeadm. With the default, API servers before 1.31 send bookmarks only every ten
-    // minutes. The first name is for etcd up to 3.5, the second for etcd from 3.6 on.
+    // The interval of 5s is kubeadm's. With etcd's default, API servers before 1.31 send bookmarks
+    // only every ten minutes. The first name is for etcd up to 3.5, the second for later versions.
     let environment = ["ETCD_EXPERIMENTAL_WATCH_PROGRESS_NOTIFY_INTERVAL", "ETCD_WATCH_PROGRESS_NOTIFY_INTERVAL"];
     let mut command = Command::new(assets.join("etcd"));
     command.args(flags).envs(environment.map(|name| (name, "5s")));

@@ -29,7 +29,7 @@ enum Control {
 }
 
 /// The capacity of the queue of orders. Each caller waits for its order, so the queue is full only
-/// if 64 threads give orders at once.
+/// if 64 threads give orders at the same time.
 const ORDERS: usize = 64;
 
 /// The handle of the thread. Dropping it ends the thread.

@@ -20,7 +20,7 @@ use super::{
     store::Change,
 };
 
-/// The largest number of changes that are read at once.
+/// The largest number of changes in one read.
 const BATCH: usize = 256;
 
 /// The pause between half an event and the cut. In this time the half is written to the socket.

@@ -32,7 +32,7 @@ const SERVICES: u32 = 10_000;
 const ENDPOINTS: u32 = 10;
 const LOADS: usize = 3;
 const CHANGES: u32 = 15;
-/// The number of Services that change at once.
+/// The number of Services that change at the same time.
 const PIPELINED: u32 = 500;
 const TIME_LIMIT: Duration = Duration::from_secs(1200);
 /// The prefix of the line with the measurements in the output of the program inside.

@@ -1,5 +1,6 @@
-//! `snapshots`: thousands of agents without state connect at once, as after a complete outage. Each
-//! agent needs a full snapshot. The replica must serve them in order, with bounded memory.
+//! `snapshots`: thousands of agents without state connect at the same time, as after a complete
+//! outage. Each agent needs a full snapshot. The replica must serve them in order, with bounded
+//! memory.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,7 @@ use super::{
 };
 use crate::fleet::{Client, rig::CpuTime, stage::Stage, worker::Worker};
 
-/// The largest number of snapshots that a replica sends at once
+/// The largest number of snapshots that a replica sends at the same time
 /// (`control-plane/src/serve/stream/snapshot_queue.rs`).
 pub const IN_FLIGHT: usize = 64;
 /// Memory that each agent may use, in bytes.
@@ -36,7 +37,7 @@ pub struct Snapshots {
     pub cpu: CpuTime,
     /// The replica's memory before, and its peak memory, in bytes.
     pub bytes: (u64, u64),
-    /// The largest observed number of snapshots that were sent at once.
+    /// The largest observed number of snapshots that were sent at the same time.
     pub in_flight: usize,
     /// The largest observed number of agents that waited for a snapshot.
     pub waiting: usize,
@@ -51,8 +52,8 @@ pub struct Snapshots {
 /// Runs the bench.
 ///
 /// # Errors
-/// The replica sends too many snapshots at once, serves agents in a wrong order, or uses too much
-/// memory.
+/// The replica sends too many snapshots at the same time, serves agents in a wrong order, or uses
+/// too much memory.
 pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let agents = load.agents.unwrap_or(2_000);
     let seen = apart(|| measure(&mut load.stage(agents, services)?, agents))?;

@@ -1,6 +1,6 @@
-//! `storm`: all agents lose their connections and reconnect at once, in three ways. They move to
-//! another replica and nothing has changed; they move to another replica and 20 Services have
-//! changed; or they return to the same replica and nothing has changed. The bench checks that
+//! `storm`: all agents lose their connections and reconnect at the same time, in three ways. They
+//! move to another replica and nothing has changed; they move to another replica and 20 Services
+//! have changed; or they return to the same replica and nothing has changed. The bench checks that
 //! agents receive exactly the difference, and reports time and CPU.
 
 use std::time::{Duration, Instant};

@@ -122,7 +122,7 @@ fn alone(pods: Pods, slice: u32, figures: &mut Vec<Figure>) -> Result<()> {
     Ok(())
 }
 
-/// Measures bursts of 1,000 new endpoints: whole slices at once, and one endpoint in each of 1,000
+/// Measures bursts of 1,000 new endpoints: whole slices, and one endpoint in each of 1,000
 /// Services.
 fn burst(pods: Pods, slice: u32, figures: &mut Vec<Figure>) -> Result<()> {
     let json_of = |replica: &Replica, services: u32| -> usize {
@@ -241,7 +241,7 @@ fn aged(frame: &Bytes) -> Result<usize> {
     Ok(PREFIX_BYTES + message.encoded_len())
 }
 
-/// The TCP payload for `bytes` bytes of HTTP/2 payload that are sent at once.
+/// The TCP payload for `bytes` bytes of HTTP/2 payload that are sent together.
 fn on_tcp(bytes: usize) -> usize {
     let on_http2 = bytes + bytes.div_ceil(HTTP2_FRAME_PAYLOAD_BYTES) * HTTP2_FRAME_HEADER_BYTES;
     on_http2 + on_http2.div_ceil(TLS_RECORD_PLAINTEXT_BYTES) * TLS_RECORD_OVERHEAD_BYTES

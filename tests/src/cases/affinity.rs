@@ -35,8 +35,8 @@ fn only_server(bed: &Testbed, from: &str, service: &str, via: Via, family: Famil
     Ok(answers[0].server.clone())
 }
 
-/// A client stays with its server, whichever address of the service it uses. Clients have
-/// independent servers.
+/// A client stays with its server, whichever address of the service it uses. The choices of
+/// different clients are independent.
 pub fn sticks(bed: &Testbed) -> Result<()> {
     let mut seen = BTreeSet::new();
     for family in Family::BOTH {
@@ -61,7 +61,8 @@ pub fn sticks(bed: &Testbed) -> Result<()> {
             }
         }
     }
-    // Six clients choose in eight combinations. The probability of one server for all is 10⁻²⁸.
+    // Each of the six clients makes an independent choice for each of two families and four ports.
+    // All 48 choices are the same server with a probability of 10⁻²⁸.
     ensure!(seen.len() > 1, "all clients reached {seen:?}, but they should be independent");
     Ok(())
 }
@@ -101,8 +102,8 @@ pub fn expires(bed: &Testbed) -> Result<()> {
         ensure!(changed, "over {family} all clients still reach {first:?} after the time-out");
         Ok(())
     };
-    // The checks run at once, because they mostly wait. One uses TCP and the other UDP, which have
-    // separate records.
+    // The checks run in parallel, because they mostly wait. `expires_over` uses TCP and
+    // `is_renewed` uses UDP. TCP and UDP ports have separate affinity records.
     std::thread::scope(|scope| {
         let expiring = Family::BOTH.map(|family| scope.spawn(move || expires_over(family)));
         let renewed = Family::BOTH.map(|family| scope.spawn(move || is_renewed(bed, family, timeout_seconds)));
@@ -174,7 +175,8 @@ pub fn changes_live(bed: &Testbed) -> Result<()> {
                 bed.address("toggled", ClusterIp, family, "tcp")?,
             );
             let answers = answers(client::ask_many(bed.machines().machine("a3")?, &request, 60)?)?;
-            ensure!(shares(&answers).len() > 1, "{context}, over {family}: {:?}", shares(&answers));
+            let shares = shares(&answers);
+            ensure!(shares.len() > 1, "{context}, over {family}: expected several servers, but {shares:?} answered");
         }
         Ok(())
     };

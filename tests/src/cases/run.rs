@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use super::case::{Case, Expect, SourceAddress};
 use crate::testbed::{Answer, Family, Outcome, Request, Testbed, client, plan};
 
-/// The number of cases that run at once. They wait for time-outs during most of their time.
+/// The number of cases that run in parallel. They wait for time-outs during most of their time.
 const WORKERS: usize = 12;
 /// The number of requests that checks for equal shares. Each of four servers expects 75 ± 7.5 of
 /// them.

@@ -66,10 +66,10 @@ pub struct Outcome {
     pub start_seconds: f64,
     /// The number of agents at the replica that lost its API server, at that time.
     pub agents_at_cut: usize,
-    /// The time from the cut until all agents had programmed a change made after the cut. They were
-    /// all at the healthy replica then.
+    /// The time from the cut until all agents had programmed a change made after the cut. At
+    /// that time all agents were at the healthy replica.
     pub failover_seconds: f64,
-    /// The largest number of moves of one agent until then.
+    /// The largest number of moves of one agent until the failover was complete.
     pub most_moves: u64,
     /// The number of moves in the calm period after the failover.
     pub moves_in_calm: u64,

@@ -19,7 +19,7 @@
 //! Control plane and agents are the real programs, one process each, in the namespaces of their
 //! machines. Namespaces are named `hg<process id>-<number>-<machine>` and are removed with the
 //! [`Testbed`]. The next start removes namespaces that dead processes left behind. Several testbeds
-//! can run at once: they use equal machine names and addresses, and share nothing.
+//! can run in parallel: they use equal machine names and addresses, and share nothing.
 
 pub mod backend;
 mod bed;

@@ -212,7 +212,7 @@ fn hostile_and_vanishing_agents_do_not_affect_others() {
     }
     stage.wait_for_all(version).unwrap();
     assert!(metric(&stage, "headgate_rejected_resources_total") >= 1.0, "the NACKs were not counted");
-    // All agents reset their connections at once, and connect again.
+    // All agents reset their connections at the same time, and connect again.
     stage
         .fleet
         .ask(move |worker| worker.reconnect(Break::Reset, &[address], |client| client.member().is_measured))

@@ -75,8 +75,8 @@ impl CollectingSink {
         look(&self.0.lock().unwrap())
     }
 
-    /// Asks the source for its position, as for an agent that has seen `position` at another
-    /// replica.
+    /// Asks the source to check whether it has reached `position`. The store does so for an agent
+    /// that has seen `position` at another replica.
     pub(crate) fn want(&self, kind: SourceKind, position: u64) {
         self.1.send_modify(|wanted| {
             wanted.insert(kind, position);

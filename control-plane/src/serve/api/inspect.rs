@@ -36,7 +36,7 @@ pub(crate) struct Inspector(pub(crate) Arc<Fleet>);
 
 type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-/// The most bytes of problems in a status. Clients accept answers of up to 4 MiB.
+/// The maximum size of the problems in a status, in bytes. Clients accept answers of up to 4 MiB.
 const MAX_PROBLEM_BYTES: usize = 1 << 20;
 
 /// Converts as many problems as fit into an answer. If some do not fit, a last entry says how many.
@@ -251,8 +251,8 @@ impl Watcher {
         let (namespace, name) = (key.namespace.to_string(), key.name.to_string());
         let gone = |namespace, name| v1::ServiceInfo { namespace, name, version, ..Default::default() };
         let (action, service, endpoint) = match change {
-            // `None` if the Service was removed after the page was read. The removal is a change of
-            // its own.
+            // `service_info` returns `None` if the Service was removed after the page was read. The
+            // removal follows as a separate change.
             Change::Service(service) => ("changed", Some(service_info(&self.store, &service.key)?), None),
             Change::RemoveService(_) => ("removed", Some(gone(namespace, name)), None),
             Change::Endpoint(key, endpoint) => ("changed", None, Some(endpoint_info(&key, &endpoint, version))),

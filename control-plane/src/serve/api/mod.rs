@@ -1,5 +1,6 @@
 //! Everything that a replica answers besides streams: Inspect, `Standing`, health and reflection
-//! over gRPC, and pages over HTTP.
+//! over gRPC, and pages over HTTP. The *general server* of [`super::transport`] serves the gRPC
+//! requests.
 
 mod discovery;
 mod inspect;
@@ -24,10 +25,11 @@ use super::{
 use crate::identity::Peer;
 
 /// Longest message of a request to the general server. Such messages hold little more than names.
-/// The server allocates a message's memory as soon as it knows its length, so the limit is small.
+/// The limit is small because the server allocates memory for the whole message when it has read
+/// the message's length.
 const MAX_REQUEST_BYTES: usize = 64 << 10;
 
-/// Returns the services of the general server. Starts a task that keeps the health service current.
+/// Returns the services of the general server. Starts a task that updates the health service.
 ///
 /// # Errors
 ///

@@ -65,12 +65,13 @@ fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + u
     ([(CONTENT_TYPE, content_type)], text)
 }
 
-/// Reports that the process is alive, and how long ago the source sent news of each kind. A replica
-/// that is cut off from its source is alive too: it serves its state, which a restart would lose.
+/// Reports that the process is alive, and how long ago the last message about each kind arrived
+/// from the source. A replica that is cut off from its source is alive too: it serves its state,
+/// which a restart would lose.
 fn health(context: &Context) -> String {
     let mut text = "ok\n".to_owned();
     for (kind, age) in context.store.source_ages() {
-        text.push_str(&format!("{} heard {} s ago\n", kind_name(kind), age.as_secs()));
+        text.push_str(&format!("{}: last message from the source {} s ago\n", kind_name(kind), age.as_secs()));
     }
     text
 }

@@ -1,8 +1,9 @@
 //! `Discovery.Standing`: the state of this replica, for agents of other replicas that look for a
 //! better replica (contract, 15).
 //!
-//! An answer is cheap: it reads a few numbers. A client may ask for each node for which it may open
-//! a stream. Each request counts against the node's limit of new streams.
+//! An answer is cheap: it reads a few numbers. A request names a node, and the client must be
+//! allowed to open a stream for this node. Each request counts against the node's limit of new
+//! streams.
 
 use std::{
     collections::BTreeMap,

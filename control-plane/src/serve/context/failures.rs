@@ -17,7 +17,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// The sum of pauses that a network need not take.
 const FREE: Duration = Duration::from_secs(1);
 
-/// The most networks whose failures are remembered.
+/// The maximum number of networks whose failures are remembered.
 const MAX_NETWORKS: usize = 65_536;
 
 /// For each network, the time at which its pauses would end if the network took all of them,

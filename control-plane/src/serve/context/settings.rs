@@ -17,7 +17,8 @@ pub struct Settings {
     pub behind_wait: Duration,
     /// How long the agent of a new stream may take to send `Hello`.
     pub hello_timeout: Duration,
-    /// How long a client of the general server may read nothing of a pending response.
+    /// How long a client may read nothing of a pending response before the replica closes the
+    /// connection. Applies to all gRPC requests except streams of agents.
     pub stalled_response_timeout: Duration,
     /// How long agents have to move to another replica when this one stops.
     pub drain_grace: Duration,

@@ -11,7 +11,7 @@ use std::{
 
 use tokio::time::Instant;
 
-/// The most warnings of one kind that are logged within [`INTERVAL`].
+/// The maximum number of warnings of one kind that are logged within [`INTERVAL`].
 const MAX_LOGGED: u32 = 10;
 
 /// How long further warnings are counted before their number is logged.

@@ -30,8 +30,8 @@ use crate::store::NodeObserver;
 /// Once this many nodes are remembered, nodes that have their full allowance again are forgotten.
 const MAX_REMEMBERED: usize = 65_536;
 
-/// The number of streams that a node may open at once: its full allowance. The limit exists because
-/// for each new stream a large step of the log may have to be compacted.
+/// The number of streams that a node may open without a pause: its full allowance. The limit exists
+/// because for each new stream a large step of the log may have to be compacted.
 const STREAMS_AT_ONCE: u32 = 64;
 
 /// The time after which a node may open one more stream.

@@ -9,10 +9,10 @@ use std::{
 use headgate_core::node_state::Reported;
 use headgate_proto::v1;
 
-/// The most rejections, and the most other list items, that are kept for one agent.
+/// The maximum number of items that are kept of each list that an agent sent, such as rejections.
 const MAX_LISTED: usize = 64;
 
-/// The most bytes that are kept of a text that an agent sent.
+/// The maximum number of bytes that are kept of a text that an agent sent.
 const MAX_TEXT_BYTES: usize = 512;
 
 /// The longest age of a programmed version that is accepted from an ACK. Older entries are ignored.
@@ -58,7 +58,8 @@ impl Record {
         Reported { has_state: self.has_state(), is_failing: self.is_failing(), is_settled }
     }
 
-    /// Returns true if the last attempt failed, or a resource is rejected.
+    /// Returns true if the agent's last attempt to program its kernel failed, or the agent rejects
+    /// a resource.
     pub(crate) fn is_failing(&self) -> bool {
         !self.last_error.is_empty() || !self.rejections.is_empty()
     }

@@ -29,7 +29,7 @@ const MAX_TIMEOUT: Duration = Duration::from_secs(86_400);
 /// The shortest time between two messages.
 const PACE: Duration = Duration::from_millis(100);
 
-/// The most agents that one message names.
+/// The maximum number of agents that one message names.
 const MAX_NAMED: usize = 1000;
 
 /// The state of a `Wait` request.
@@ -144,8 +144,8 @@ impl Waiter {
         }
     }
 
-    /// Finds the version to wait for and sets `target`. Returns what is missing until then, as
-    /// `WaitProgress.waiting_for`; empty if nothing is missing.
+    /// Finds the version to wait for and sets `target`. Returns what is missing until the version
+    /// is known, as `WaitProgress.waiting_for`; empty if nothing is missing.
     fn find_target(&mut self) -> &'static str {
         // A replica that does not follow its source does not have the present state.
         if self.fleet.context.store.source_state() != SourceState::Following {

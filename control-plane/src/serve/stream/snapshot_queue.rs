@@ -1,8 +1,8 @@
 //! The queue of streams that wait to send a snapshot.
 //!
 //! A stream that sends a snapshot keeps its current encoded bucket in memory, and some kilobytes in
-//! its connection. After an outage all agents may need a snapshot at once. They are served in
-//! order, so that memory is bounded and the first agents are done soon. A slow reader does not
+//! its connection. After an outage all agents may need a snapshot at the same time. They are served
+//! in order, so that memory is bounded and the first agents are done soon. A slow reader does not
 //! block the others. Its turn ends after [`TURN`] if others wait. Then it moves to the end of the
 //! queue and keeps its cursor.
 
@@ -20,8 +20,8 @@ use crate::{
     serve::context::{Signal, Visit},
 };
 
-/// The most buckets of all snapshots that are sent at the same time: 64 full snapshots, or more
-/// partial snapshots.
+/// The maximum number of buckets of all snapshots that are sent at the same time: 64 full
+/// snapshots, or more partial snapshots.
 const MAX_BUCKETS_IN_FLIGHT: usize = 64 * BUCKETS;
 
 /// How long a snapshot may take while others wait.

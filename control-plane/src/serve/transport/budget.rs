@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// The bytes that may be read at once. A `Hello` and NACKs of very many resources fit.
+/// The number of bytes that may be read without a pause. A `Hello` and NACKs of very many resources
+/// fit.
 const BURST: u64 = 1 << 20;
 
 /// The bytes that may be read per second on average.

@@ -7,19 +7,21 @@ use std::{
 
 use crate::identity::Identity;
 
-/// The most connections of all clients together. Further connections are closed at once.
+/// The maximum number of connections of all clients together. Further connections are closed
+/// immediately.
 const MAX_CONNECTIONS: usize = 65_536;
 
-/// The most connections of one node: one that ends, one that replaces it, and some for people on
-/// the node who use `headgatectl`.
+/// The maximum number of connections of one node: one that ends, one that replaces it, and some for
+/// people on the node who use `headgatectl`.
 const MAX_CONNECTIONS_PER_NODE: usize = 16;
 
-/// The most connections of one reader, or of several clients with the same reader name.
+/// The maximum number of connections of one reader, or of several clients with the same reader
+/// name.
 const MAX_CONNECTIONS_PER_READER: usize = 256;
 
-/// The most connections of all clients together whose certificates name neither a node nor a
-/// reader. If the client authority is the cluster's own, other programs of the cluster have such
-/// certificates.
+/// The maximum number of connections of all clients together whose certificates name neither a node
+/// nor a reader. If the client authority is the cluster's own, other programs of the cluster have
+/// such certificates.
 const MAX_CONNECTIONS_OF_NOBODY: usize = 64;
 
 /// The open connections.

@@ -22,12 +22,12 @@ use tokio::{
 use super::sync_connection::frame::{HEADER_BYTES, Header, MAX_PAYLOAD_BYTES, PREFACE, flag, kind, put_settings};
 use crate::serve::stream::SYNC_PATH;
 
-/// The most bytes up to the end of the first request's headers. A connection that sends more is
-/// handed to the general server, which answers with the right error.
+/// The maximum number of bytes up to the end of the first request's headers. A connection that
+/// sends more is handed to the general server, which answers with the right error.
 const MAX_BYTES: usize = 64 << 10;
 
-/// The most bytes of a request's headers after HPACK decoding. The general server has this limit
-/// too.
+/// The maximum size of a request's headers after HPACK decoding, in bytes. The general server has
+/// this limit too.
 const MAX_HEADER_LIST_BYTES: u32 = 16 << 10;
 
 /// The bytes that were read until the first request's headers were complete or the wait was over.

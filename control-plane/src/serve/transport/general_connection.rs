@@ -34,7 +34,7 @@ use super::{
 };
 use crate::serve::context;
 
-/// The most requests that a connection may have open at the same time.
+/// The maximum number of requests that a connection may have open at the same time.
 const MAX_REQUESTS: u32 = 64;
 
 /// Flow-control window of a connection and of each request, in bytes. Requests are small.

@@ -38,7 +38,8 @@ use crate::{
 /// How long the peer of a handshake may be silent while another connection waits for the place.
 const SILENCE_LIMIT: Duration = Duration::from_secs(1);
 
-/// The most connections that wait for a handshake, and the most running handshakes.
+/// The maximum numbers of running handshakes and of connections that wait for a handshake, in total
+/// and for one network.
 #[derive(Debug, Clone, Copy)]
 struct Limits {
     running: usize,

@@ -28,11 +28,11 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 use crate::serve::context::Network;
 
-/// The most open connections: enough for probes and for some programs that collect metrics and keep
-/// their connections.
+/// The maximum number of open connections: enough for probes and for some programs that collect
+/// metrics and keep their connections.
 const MAX_CONNECTIONS: usize = 64;
 
-/// The most open connections of one network.
+/// The maximum number of open connections of one network.
 const MAX_CONNECTIONS_OF_NETWORK: usize = 16;
 
 /// The pause after an accept that failed. Without the pause, the next accept would usually fail

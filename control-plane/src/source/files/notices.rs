@@ -25,7 +25,7 @@ const LONGEST_UNREST: Duration = Duration::from_millis(500);
 /// A file that is written to and not closed is read after this time at the latest.
 const LONGEST_WRITING: Duration = Duration::from_secs(5);
 
-/// With more changed files than this, a scan is cheaper than reading each file.
+/// The number of changed files above which a scan is cheaper than reading each file.
 const FILES_LIMIT: usize = 10_000;
 
 /// What to read.

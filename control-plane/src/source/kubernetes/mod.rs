@@ -45,7 +45,7 @@ const STEPS_TOGETHER: usize = 4_096;
 /// and its slices change together.
 const LINGER: Duration = Duration::from_millis(1);
 
-/// No update waits longer than this for further updates.
+/// The longest time that an update waits for further updates.
 const LONGEST_LINGER: Duration = Duration::from_millis(5);
 
 /// How long it may take to connect to the server.

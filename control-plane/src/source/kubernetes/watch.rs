@@ -74,8 +74,8 @@ const ERROR_BODY_LIMIT_BYTES: usize = 64 * 1024;
 /// bookmark, so it is requested about as often as bookmarks arrive.
 const ABSENT_PAUSE: Duration = Duration::from_secs(50);
 
-/// A watch that ends sooner than this counts as a failure. Otherwise a server that ends every watch
-/// at once would receive requests without a pause.
+/// The shortest duration of a watch that does not count as a failure. Without this limit, a server
+/// that ends every watch immediately would receive requests without a pause.
 const SHORTEST_WATCH: Duration = Duration::from_secs(1);
 
 /// The time limit of a watch that is opened to learn the position of the server. Its bookmark

@@ -59,10 +59,10 @@ pub struct RenderConfig {
 }
 
 impl RenderConfig {
-    /// [`Layout::Auto`] is compact for more services than this.
+    /// The number of services above which [`Layout::Auto`] is compact.
     pub const CLASSIC_MAX_SERVICES: usize = 256;
 
-    /// [`Layout::Auto`] is compact for more endpoints than this.
+    /// The number of endpoints above which [`Layout::Auto`] is compact.
     pub const CLASSIC_MAX_ENDPOINTS: usize = 1000;
 
     /// Returns the defaults for a family: no local detector, and localhost NodePorts for IPv4, as

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::model::ServiceKey;
 
-/// Number of services whose chains are rendered and written at once.
+/// Number of services whose chains are rendered and written together.
 const SERVICES_AT_ONCE: usize = 256;
 
 /// Number of rules in one step of [`Writing::LateInSteps`], for chains that do not belong to a

@@ -26,7 +26,9 @@ fn slice(address: &str) -> Value {
 /// The seconds since the replica last heard from its source about a kind, from its health page.
 fn heard_ago(rig: &Rig, kind: &str) -> Result<u64, String> {
     let (_, page) = rig.replica_page("/healthz")?;
-    let line = page.lines().find_map(|line| line.strip_prefix(kind)?.strip_prefix(" heard ")?.strip_suffix(" s ago"));
+    let line = page.lines().find_map(|line| {
+        line.strip_prefix(kind)?.strip_prefix(": last message from the source ")?.strip_suffix(" s ago")
+    });
     line.and_then(|seconds| seconds.parse().ok()).ok_or(page.clone())
 }
 

@@ -68,7 +68,7 @@ fn wait_returns_once_the_kernel_has_the_change_and_otherwise_says_why_not() {
     assert!(counts.into_iter().all(|count| count > Some(0)), "{agent}");
     assert_eq!(measured(&rig) - before, 2);
     let fleet = rig.headgatectl(&["agents"]).unwrap();
-    assert!(fleet.contains("fleet: 1 of 1 up to date; everywhere after p50 "), "{fleet}");
+    assert!(fleet.contains("fleet: 1 of 1 up to date; time until all nodes have a change: p50 "), "{fleet}");
 }
 
 /// The kernel loses rules that the agent has acknowledged, by a flush or by a reboot. They no

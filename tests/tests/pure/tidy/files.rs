@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 
-/// The most lines of a source file.
+/// The maximum number of lines of a source file.
 const MAX_LINES: usize = 700;
 
 #[test]

@@ -36,7 +36,7 @@ static ALLOCATOR: &PeakMemAlloc<System> = &INSTRUMENTED_SYSTEM;
 
 const CASES: u64 = 1_500;
 
-/// The memory that a case may use at once: a base for tables that always exist, and a factor for
+/// The peak memory that a case may use: a base for tables that always exist, and a factor for
 /// parts of the input that are kept. Code that trusts a length before its bytes arrive would exceed
 /// this limit by far.
 const BASE_BYTES: usize = 2 << 20;

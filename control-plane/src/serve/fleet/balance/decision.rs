@@ -19,7 +19,7 @@ use tokio::time::Instant;
 /// and a half of this mean, so that replicas do not act at the same moment.
 pub(super) const STEP: Duration = Duration::from_secs(1);
 
-/// The most agents that a replica asks in one step.
+/// The maximum number of agents that a replica asks to move in one step.
 pub(super) const MAX_PER_STEP: usize = 5;
 
 /// How long a replica must be above its limit before it asks agents to move. The time starts again
@@ -57,9 +57,9 @@ pub(super) struct Band {
     pub(super) replicas: usize,
     /// The number of Nodes divided by the number of ready replicas, rounded up.
     pub(super) share: usize,
-    /// A replica with more agents than this begins to ask agents to move.
+    /// The number of agents above which a replica begins to ask agents to move.
     pub(super) limit: usize,
-    /// A replica that asks agents to move continues until it has no more agents than this.
+    /// The number of agents at which a replica stops asking agents to move.
     pub(super) target: usize,
 }
 

@@ -27,14 +27,14 @@ use crate::{
     },
 };
 
-/// The most bytes of unsent answers to pings, settings and other streams. A client that causes more
-/// answers without reading them is refused (RFC 9113, 10.5).
+/// The maximum size of unsent answers to pings, settings and other streams, in bytes. A client that
+/// causes more answers without reading them is refused (RFC 9113, 10.5).
 const MAX_ANSWER_BYTES: usize = 4 << 10;
 
-/// The most other streams that a client may try to open.
+/// The maximum number of other streams that a client may try to open.
 const MAX_OTHER_STREAMS: u32 = 100;
 
-/// No `DATA` frame is begun if the output buffer has less room than this.
+/// The free space, in bytes, that the output buffer needs before a `DATA` frame is begun.
 const MIN_ROOM_BYTES: usize = 256;
 
 /// The state of one connection.

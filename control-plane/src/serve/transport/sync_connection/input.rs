@@ -9,8 +9,8 @@
 
 use super::frame::{Code, DEFAULT_WINDOW, HEADER_BYTES, Header, MAX_PAYLOAD_BYTES, MAX_WINDOW, flag, kind};
 
-/// The most frames, and the most bytes, of one header block. Larger blocks are refused (RFC 9113,
-/// 10.5.1).
+/// The maximum numbers of frames and of bytes of one header block. Larger blocks are refused
+/// (RFC 9113, 10.5.1).
 const MAX_BLOCK: (u32, u32) = (64, 64 << 10);
 
 /// The meaning of a frame, or of a part of a frame.

@@ -17,9 +17,9 @@ use tokio::{
 
 use crate::serve::transport::budget::Budget;
 
-/// The most bytes that the kernel accepts before it has sent them (`TCP_NOTSENT_LOWAT`, tcp(7)).
-/// Without this limit it accepts megabytes for a peer that does not read. They would be out of date
-/// when the peer reads them.
+/// The maximum number of unsent bytes that the kernel accepts (`TCP_NOTSENT_LOWAT`, tcp(7)).
+/// Without this limit, the kernel accepts megabytes for a peer that does not read. These bytes
+/// would be out of date when the peer reads them.
 const MAX_UNSENT_BYTES: u32 = 64 << 10;
 
 /// A connection whose handshake is done.

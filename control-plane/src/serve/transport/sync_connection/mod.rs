@@ -47,10 +47,10 @@ use frame::{MAX_PAYLOAD_BYTES, PREFACE};
 use http2::Http2;
 use io::Io;
 
-/// The most bytes of one read.
+/// The maximum size of one read, in bytes.
 const READ_BYTES: usize = 16 << 10;
 
-/// The most bytes of plaintext of one write: one TLS record.
+/// The maximum size of one write, in bytes of plaintext: one TLS record.
 const WRITE_BYTES: usize = MAX_PAYLOAD_BYTES as usize;
 
 /// The bytes that a connection may read, and may write, before other connections get their turn.

@@ -1,6 +1,6 @@
-//! The kernel in memory answers as the real kernel does. The cases run against both. Each step is a
-//! transaction with the error number that both kernels must return, or 0 for success. After each
-//! step, both must hold equal objects.
+//! [`FakeKernel`] answers as the real kernel does. Each case runs against both kernels. Each step
+//! is a transaction with the error number that both kernels must return, or 0 for success. After
+//! each step, both kernels must hold equal objects.
 
 mod elements;
 mod objects;

@@ -26,7 +26,7 @@ fn replace(is_deleted_first: bool) -> Transaction {
 }
 
 #[test]
-fn both_kernels_agree_on_elements() {
+fn the_fake_and_the_real_kernel_agree_on_elements() {
     let exclusive = |element| change(|all, table| all.put_elements(table, "map", [element], Existing::Refused));
     let expiring = |fill: fn(Element) -> Element| {
         change(|all, table| {

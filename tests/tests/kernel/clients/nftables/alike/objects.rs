@@ -5,7 +5,7 @@ use nftables_netlink::{Existing, Kernel as _};
 use super::*;
 
 #[test]
-fn both_kernels_agree_on_tables() {
+fn the_fake_and_the_real_kernel_agree_on_tables() {
     let put = |existing| change(|all, table| all.put_table(&Table::new(table.clone()), existing));
     let with = |owned, persistent| {
         change(|all, table| all.add_table(&Table { owned, persistent, ..Table::new(table.clone()) }))
@@ -56,7 +56,7 @@ fn both_kernels_agree_on_tables() {
 }
 
 #[test]
-fn both_kernels_agree_on_chains() {
+fn the_fake_and_the_real_kernel_agree_on_chains() {
     let add = |chain: fn(&TableName) -> Chain, existing| change(|all, table| all.put_chain(&chain(table), existing));
     let delete =
         |names: &'static [&str]| change(|all, table| names.iter().for_each(|name| all.delete_chain(table, name)));
@@ -173,7 +173,7 @@ fn both_kernels_agree_on_chains() {
 }
 
 #[test]
-fn both_kernels_agree_on_sets() {
+fn the_fake_and_the_real_kernel_agree_on_sets() {
     let put = |existing, fill: fn(Set) -> Set| {
         change(|all, table| {
             all.put_set(&fill(Set::new(table, "set", &[DataType::Mark]).with_size(2)), existing);

@@ -68,7 +68,7 @@ fn add_change(random: &mut Rng, all: &mut Transaction, table: &TableName) {
 }
 
 #[test]
-fn both_kernels_agree_on_random_transactions() {
+fn the_fake_and_the_real_kernel_agree_on_random_transactions() {
     let table = table_name();
     let (differences, accepted) = in_namespace("random", || {
         let (mut real, mut fake) = (Nftables::open()?, FakeKernel::new().connect());

@@ -1,4 +1,4 @@
-//! Rules, and the kernel's checks of chains that packets can reach.
+//! The fake and the real kernel: rules, and the checks of chains that packets can reach.
 
 use nftables_netlink::{AddressFamily, DynamicSet, DynamicSetOperation, Generator, MetaKey, NatFlags, NatKind, Reject};
 
@@ -42,7 +42,7 @@ fn dnat() -> Vec<E> {
 }
 
 #[test]
-fn both_kernels_agree_on_rules() {
+fn the_fake_and_the_real_kernel_agree_on_rules() {
     let masquerade = || vec![E::Masquerade { port: None, flags: NatFlags::FULLY_RANDOM }];
     let two = change(|all, table| {
         all.add_rule(&Rule::new(table, "a", vec![E::counter()]));
