@@ -26,14 +26,6 @@ pub enum IpSetError {
     /// The kernel does not have this set type and found no module for it.
     #[error("this kernel has no sets of the type {0}: load its module (modprobe ip_set_{module})", module = module(*.0))]
     MissingType(SetType),
-    /// The kernel's revision of the set type is too old for comments.
-    #[error("the kernel has revision {revision} of the set type {set_type}, which does not support comments")]
-    NoComments {
-        /// The set type.
-        set_type: SetType,
-        /// The newest revision of the type in this kernel.
-        revision: u8,
-    },
     /// The kernel and this crate have no protocol version in common.
     #[error("the kernel supports ipset protocol versions {0} to {1}, but {PROTOCOL_MIN} to {PROTOCOL} are needed")]
     Protocol(u8, u8),
@@ -143,9 +135,6 @@ impl IpSets {
     pub fn create(&mut self, wanted: &Specification) -> Result<(), IpSetError> {
         let set_type = wanted.set_type;
         let revision = self.revision(set_type, wanted.family)?;
-        if wanted.comments && revision < set_type.comment_revision() {
-            return Err(IpSetError::NoComments { set_type, revision });
-        }
         let request = wire::create(self.protocol, revision, wanted);
         self.ask(request, || format!("making the set {} of type {set_type}", wanted.name), Some(set_type))
     }
@@ -156,14 +145,6 @@ impl IpSets {
     /// [`IpSetError::Refused`] if a rule uses the set, or with `ENOENT` if it does not exist.
     pub fn destroy(&mut self, set: &str) -> Result<(), IpSetError> {
         self.ask(wire::destroy(self.protocol, set), || format!("destroying the set {set}"), None)
-    }
-
-    /// Removes all entries of a set.
-    ///
-    /// # Errors
-    /// [`IpSetError::Refused`] with `ENOENT` if the set does not exist.
-    pub fn flush(&mut self, set: &str) -> Result<(), IpSetError> {
-        self.ask(wire::flush(self.protocol, set), || format!("flushing the set {set}"), None)
     }
 
     /// Atomically swaps the contents of two sets of the same type and family. Rules that use one of
@@ -189,30 +170,12 @@ impl IpSets {
         Ok(all_refused)
     }
 
-    /// Lists the headers of all sets of the network namespace.
-    ///
-    /// # Errors
-    /// The kernel does not list them. Retry if [`NetlinkError::is_transient`].
-    pub fn headers(&mut self) -> Result<Vec<Header>, IpSetError> {
-        let sets = self.read(&wire::list(self.protocol, None, false))?;
-        Ok(sets.into_iter().map(|set| set.header).collect())
-    }
-
     /// The header of a set. None if no set has this name.
     ///
     /// # Errors
     /// The kernel does not list it. Retry if [`NetlinkError::is_transient`].
     pub fn header(&mut self, name: &str) -> Result<Option<Header>, IpSetError> {
         Ok(self.read_one(name, false)?.map(|set| set.header))
-    }
-
-    /// Lists all sets of the network namespace with their entries. Sets of types outside
-    /// [`SetType`] are listed without entries.
-    ///
-    /// # Errors
-    /// The kernel does not list them. Retry if [`NetlinkError::is_transient`].
-    pub fn list(&mut self) -> Result<Vec<Set>, IpSetError> {
-        self.read(&wire::list(self.protocol, None, true))
     }
 
     /// A set with its entries. None if no set has this name.
@@ -224,7 +187,7 @@ impl IpSets {
     }
 
     fn read_one(&mut self, name: &str, entries: bool) -> Result<Option<Set>, IpSetError> {
-        match self.read(&wire::list(self.protocol, Some(name), entries)) {
+        match self.read(&wire::list(self.protocol, name, entries)) {
             Err(error) if error.refusal_code() == Some(libc::ENOENT) => Ok(None),
             result => Ok(result?.pop()),
         }

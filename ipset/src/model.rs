@@ -26,8 +26,6 @@ impl fmt::Display for Family {
 pub enum SetType {
     /// `hash:ip`
     HashIp,
-    /// `hash:net`
-    HashNet,
     /// `hash:ip,port`
     HashIpPort,
     /// `hash:ip,port,ip`
@@ -40,15 +38,14 @@ pub enum SetType {
 
 impl SetType {
     /// All supported types.
-    pub const ALL: [Self; 6] =
-        [Self::HashIp, Self::HashNet, Self::HashIpPort, Self::HashIpPortIp, Self::HashIpPortNet, Self::BitmapPort];
+    pub const ALL: [Self; 5] =
+        [Self::HashIp, Self::HashIpPort, Self::HashIpPortIp, Self::HashIpPortNet, Self::BitmapPort];
 
     /// The kernel's name for the type.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::HashIp => "hash:ip",
-            Self::HashNet => "hash:net",
             Self::HashIpPort => "hash:ip,port",
             Self::HashIpPortIp => "hash:ip,port,ip",
             Self::HashIpPortNet => "hash:ip,port,net",
@@ -68,20 +65,9 @@ impl SetType {
     pub(crate) fn wanted_revision(self) -> u8 {
         match self {
             Self::HashIp => 4,
-            Self::HashNet => 6,
             Self::HashIpPort | Self::HashIpPortIp => 5,
             Self::HashIpPortNet => 7,
             Self::BitmapPort => 3,
-        }
-    }
-
-    /// The first revision that supports comments.
-    pub(crate) fn comment_revision(self) -> u8 {
-        match self {
-            Self::HashIp | Self::BitmapPort => 2,
-            Self::HashNet => 4,
-            Self::HashIpPort | Self::HashIpPortIp => 3,
-            Self::HashIpPortNet => 5,
         }
     }
 }
@@ -120,32 +106,16 @@ pub struct Specification {
     /// Hash types: the maximum number of entries. None uses the kernel's default (65,536). Since
     /// Linux 5.6 sets with many buckets accept somewhat more.
     pub max_elements: Option<u32>,
-    /// Bitmap types: the first and the last port.
-    pub port_range: (u16, u16),
-    /// Whether entries may have comments.
-    pub comments: bool,
 }
 
 impl Specification {
+    /// Bitmap types: the first and the last port.
+    pub(crate) const PORT_RANGE: (u16, u16) = (0, u16::MAX);
+
     /// A set without comments and with the kernel's default sizes. A port bitmap covers all ports.
     #[must_use]
     pub fn new(name: impl Into<String>, set_type: SetType, family: Family) -> Self {
-        Self {
-            name: name.into(),
-            set_type,
-            family,
-            hash_size: None,
-            max_elements: None,
-            port_range: (0, u16::MAX),
-            comments: false,
-        }
-    }
-
-    /// Enables comments.
-    #[must_use]
-    pub fn with_comments(mut self) -> Self {
-        self.comments = true;
-        self
+        Self { name: name.into(), set_type, family, hash_size: None, max_elements: None }
     }
 
     /// Sets the sizes of the hash.
@@ -162,8 +132,6 @@ impl Specification {
 pub enum Element {
     /// An entry of `hash:ip`.
     Ip(IpAddr),
-    /// An entry of `hash:net`: network and prefix length, at least 1.
-    Net(IpAddr, u8),
     /// An entry of `hash:ip,port`.
     IpPort(IpAddr, Protocol, u16),
     /// An entry of `hash:ip,port,ip`.
@@ -191,9 +159,6 @@ impl fmt::Display for Element {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Ip(ip) => write!(f, "{ip}"),
-            Self::Net(net, 32) if net.is_ipv4() => write!(f, "{net}"),
-            Self::Net(net, 128) => write!(f, "{net}"),
-            Self::Net(net, length) => write!(f, "{net}/{length}"),
             Self::IpPort(ip, protocol, port) => write!(f, "{ip},{protocol}:{port}"),
             Self::IpPortIp(ip, protocol, port, other) => write!(f, "{ip},{protocol}:{port},{other}"),
             Self::IpPortNet(ip, protocol, port, net, 32) if net.is_ipv4() => write!(f, "{ip},{protocol}:{port},{net}"),
@@ -205,43 +170,13 @@ impl fmt::Display for Element {
 }
 
 /// An entry of a set.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Entry {
     /// The fields that the set matches.
     pub element: Element,
-    /// A comment of at most 255 bytes. The set must support comments.
-    pub comment: Option<String>,
     /// The entry is an exception: addresses in it do not match, although a larger network in the
     /// set contains them. Only types with networks support this.
     pub nomatch: bool,
-}
-
-impl Entry {
-    /// An entry without a comment.
-    #[must_use]
-    pub fn new(element: Element) -> Self {
-        Self { element, comment: None, nomatch: false }
-    }
-
-    /// An entry of `hash:ip,port`.
-    #[must_use]
-    pub fn ip_port(ip: IpAddr, protocol: Protocol, port: u16) -> Self {
-        Self::new(Element::IpPort(ip, protocol, port))
-    }
-
-    /// Turns the entry into an exception, see [`Entry::nomatch`].
-    #[must_use]
-    pub fn excepted(mut self) -> Self {
-        self.nomatch = true;
-        self
-    }
-
-    /// Sets the comment.
-    #[must_use]
-    pub fn with_comment(mut self, comment: impl Into<String>) -> Self {
-        self.comment = Some(comment.into());
-        self
-    }
 }
 
 /// The properties of a set as the kernel lists them.
@@ -290,9 +225,9 @@ impl Header {
     pub fn fits(&self, wanted: &Specification) -> bool {
         let is_bitmap = wanted.set_type == SetType::BitmapPort;
         self.is_of_type(wanted)
-            && self.comments == wanted.comments
+            && !self.comments
             && !self.changes_entries
-            && (!is_bitmap || self.port_range == Some(wanted.port_range))
+            && (!is_bitmap || self.port_range == Some(Specification::PORT_RANGE))
             && wanted.max_elements.is_none_or(|wanted| self.max_elements == Some(wanted))
     }
 }
@@ -310,7 +245,7 @@ pub struct Set {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
     /// Adds an entry. If the entry exists, its comment is replaced.
-    Add(String, Entry),
+    Add(String, Element),
     /// Deletes an entry. A missing entry is no error.
     Delete(String, Element),
 }
@@ -318,8 +253,8 @@ pub enum Change {
 impl Change {
     /// Adds an entry to a set.
     #[must_use]
-    pub fn add(set: impl Into<String>, entry: Entry) -> Self {
-        Self::Add(set.into(), entry)
+    pub fn add(set: impl Into<String>, element: Element) -> Self {
+        Self::Add(set.into(), element)
     }
 
     /// Deletes an entry from a set.

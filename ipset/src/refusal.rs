@@ -80,15 +80,11 @@ impl Change {
     /// Describes a rejection of this change in words, with the set and the entry.
     #[must_use]
     pub fn explain(&self, refusal: &Refusal) -> String {
-        match self {
-            Self::Add(set, entry) => {
-                let reason = reason(refusal, Some(type_of(&entry.element)));
-                format!("adding {} to the set {set}: {reason}", entry.element)
-            }
-            Self::Delete(set, element) => {
-                format!("deleting {element} from the set {set}: {}", reason(refusal, Some(type_of(element))))
-            }
-        }
+        let (doing, element, set) = match self {
+            Self::Add(set, element) => ("adding", element, format!("to the set {set}")),
+            Self::Delete(set, element) => ("deleting", element, format!("from the set {set}")),
+        };
+        format!("{doing} {element} {set}: {}", reason(refusal, Some(type_of(element))))
     }
 }
 
@@ -96,7 +92,6 @@ fn type_of(element: &crate::Element) -> SetType {
     use crate::Element;
     match element {
         Element::Ip(_) => SetType::HashIp,
-        Element::Net(..) => SetType::HashNet,
         Element::IpPort(..) => SetType::HashIpPort,
         Element::IpPortIp(..) => SetType::HashIpPortIp,
         Element::IpPortNet(..) => SetType::HashIpPortNet,

@@ -18,7 +18,6 @@ mod commands {
     pub(super) const PROTOCOL: u8 = 1;
     pub(super) const CREATE: u8 = 2;
     pub(super) const DESTROY: u8 = 3;
-    pub(super) const FLUSH: u8 = 4;
     pub(super) const SWAP: u8 = 6;
     pub(super) const LIST: u8 = 7;
     pub(super) const ADD: u8 = 9;
@@ -43,7 +42,6 @@ mod top {
 /// `IPSET_ATTR_…` within `DATA`.
 mod data {
     pub(super) const IP: u16 = 1;
-    pub(super) const CIDR: u16 = 3;
     pub(super) const PORT: u16 = 4;
     pub(super) const PORT_TO: u16 = 5;
     pub(super) const TIMEOUT: u16 = 6;
@@ -58,7 +56,6 @@ mod data {
     pub(super) const NETMASK: u16 = 20;
     pub(super) const IP2: u16 = 20;
     pub(super) const CIDR2: u16 = 21;
-    pub(super) const COMMENT: u16 = 26;
 }
 
 /// `IPSET_ATTR_IPADDR_IPV4`.
@@ -151,11 +148,8 @@ pub(crate) fn create(protocol: u8, revision: u8, of: &Specification) -> Request 
         .attribute(top::REVISION, &[revision])
         .attribute(top::FAMILY, &[family_number(of.set_type, of.family)])
         .nested(top::DATA, |mut request| {
-            if of.comments {
-                request = put_u32(request, data::CADT_FLAGS, WITH_COMMENT);
-            }
             if of.set_type == SetType::BitmapPort {
-                let (first, last) = of.port_range;
+                let (first, last) = Specification::PORT_RANGE;
                 return put_u16(put_u16(request, data::PORT, first), data::PORT_TO, last);
             }
             for (kind, size) in [(data::HASHSIZE, of.hash_size), (data::MAXELEM, of.max_elements)] {
@@ -171,38 +165,23 @@ pub(crate) fn destroy(protocol: u8, set: &str) -> Request {
     about(commands::DESTROY, FLAG_EXCLUSIVE, protocol, set)
 }
 
-pub(crate) fn flush(protocol: u8, set: &str) -> Request {
-    about(commands::FLUSH, 0, protocol, set)
-}
-
 pub(crate) fn swap(protocol: u8, set: &str, with: &str) -> Request {
     about(commands::SWAP, 0, protocol, set).text(top::SETNAME2, with)
 }
 
-/// A query for one set or all sets, with or without entries.
-pub(crate) fn list(protocol: u8, set: Option<&str>, entries: bool) -> Request {
-    let request = request(commands::LIST, FLAG_DUMP, protocol);
-    let request = match set {
-        Some(set) => request.text(top::SETNAME, set),
-        None => request,
-    };
+/// A query for a set, with or without entries.
+pub(crate) fn list(protocol: u8, set: &str, entries: bool) -> Request {
+    let request = about(commands::LIST, FLAG_DUMP, protocol, set);
     if entries { request } else { put_u32(request, top::FLAGS, LIST_HEADER) }
 }
 
 /// The request for a change.
 pub(crate) fn change(protocol: u8, change: &Change) -> Request {
-    let (command, set, element, comment, nomatch) = match change {
-        Change::Add(set, entry) => (commands::ADD, set, &entry.element, entry.comment.as_deref(), entry.nomatch),
-        Change::Delete(set, element) => (commands::DEL, set, element, None, false),
+    let (command, set, element) = match change {
+        Change::Add(set, element) => (commands::ADD, set, element),
+        Change::Delete(set, element) => (commands::DEL, set, element),
     };
-    about(command, 0, protocol, set).nested(top::DATA, |request| {
-        let request = put_element(request, element);
-        let request = if nomatch { put_u32(request, data::CADT_FLAGS, NOMATCH) } else { request };
-        match comment {
-            Some(comment) => request.text(data::COMMENT, comment),
-            None => request,
-        }
-    })
+    about(command, 0, protocol, set).nested(top::DATA, |request| put_element(request, element))
 }
 
 fn put_element(request: Request, element: &Element) -> Request {
@@ -211,7 +190,6 @@ fn put_element(request: Request, element: &Element) -> Request {
     };
     match *element {
         Element::Ip(ip) => put_ip(request, data::IP, ip),
-        Element::Net(net, length) => put_ip(request, data::IP, net).attribute(data::CIDR, &[length]),
         Element::IpPort(ip, protocol, port) => put_ip_port(request, ip, protocol, port),
         Element::IpPortIp(ip, protocol, port, other) => {
             put_ip(put_ip_port(request, ip, protocol, port), data::IP2, other)

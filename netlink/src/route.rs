@@ -2,7 +2,7 @@
 //! to make Service addresses local to the node.
 //!
 //! The cost of an address grows with the number of addresses on the node, above all for removals in
-//! IPv6. The example `address_cost` measures it.
+//! IPv6.
 
 mod wire;
 
@@ -57,12 +57,6 @@ impl Link {
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.flags & libc::IFF_UP.cast_unsigned() != 0
-    }
-
-    /// Whether the link answers no ARP requests (`IFF_NOARP`).
-    #[must_use]
-    pub fn is_without_arp(&self) -> bool {
-        self.flags & libc::IFF_NOARP.cast_unsigned() != 0
     }
 }
 
@@ -160,14 +154,6 @@ impl Routing {
     /// `dummy`).
     pub fn add_dummy(&mut self, name: &str) -> Result<(), NetlinkError> {
         self.connection.ask(wire::add_dummy(name), |_, _| {})
-    }
-
-    /// Sets a link up or down.
-    ///
-    /// # Errors
-    /// `ENODEV` if the link does not exist.
-    pub fn set_up(&mut self, link: u32, up: bool) -> Result<(), NetlinkError> {
-        self.connection.ask(wire::set_up(link, up), |_, _| {})
     }
 
     /// Removes a link with its addresses and routes.

@@ -132,16 +132,15 @@ fn ip(value: &[u8]) -> Result<IpAddr, Malformed> {
 
 fn entry(set_type: SetType, bytes: &[u8]) -> Result<Entry, Malformed> {
     let (mut first, mut second, mut length) = (None, None, None);
-    let (mut port, mut protocol, mut comment) = (None, None, None);
+    let (mut port, mut protocol) = (None, None);
     let mut flags = 0;
     for attribute in checked_attributes(bytes) {
         match attribute? {
             (data::IP, value) => first = Some(ip(value)?),
             (data::IP2, value) => second = Some(ip(value)?),
-            (data::CIDR | data::CIDR2, value) => length = Some(read_u8(value)?),
+            (data::CIDR2, value) => length = Some(read_u8(value)?),
             (data::PORT, value) => port = Some(read_be16(value)?),
             (data::PROTO, value) => protocol = Some(Protocol::of_number(read_u8(value)?)),
-            (data::COMMENT, value) => comment = Some(read_text(value)?.to_owned()),
             (data::CADT_FLAGS, value) => flags = read_be32(value)?,
             _ => {}
         }
@@ -152,10 +151,6 @@ fn entry(set_type: SetType, bytes: &[u8]) -> Result<Entry, Malformed> {
     let protocol = || protocol.ok_or(Malformed("an entry without its protocol"));
     let element = match set_type {
         SetType::HashIp => Element::Ip(first()?),
-        SetType::HashNet => {
-            let net = first()?;
-            Element::Net(net, length.unwrap_or(if net.is_ipv4() { 32 } else { 128 }))
-        }
         SetType::HashIpPort => Element::IpPort(first()?, protocol()?, port()?),
         SetType::HashIpPortIp => Element::IpPortIp(first()?, protocol()?, port()?, second()?),
         SetType::HashIpPortNet => {
@@ -166,5 +161,5 @@ fn entry(set_type: SetType, bytes: &[u8]) -> Result<Entry, Malformed> {
         }
         SetType::BitmapPort => Element::Port(port()?),
     };
-    Ok(Entry { element, comment, nomatch: flags & NOMATCH != 0 })
+    Ok(Entry { element, nomatch: flags & NOMATCH != 0 })
 }

@@ -43,32 +43,28 @@ fn put_ip(request: Request, kind: u16, address: IpAddr) -> Request {
     }
 }
 
-fn link_request(kind: u16, flags: u16, index: u32, link_flags: u32, changed: u32) -> Request {
+/// A request about a link that sets these flags of the link.
+fn link_request(kind: u16, flags: u16, index: u32, link_flags: u32) -> Request {
     let mut header = [0; LINK_HEADER_BYTES];
     header[4..8].copy_from_slice(&index.to_ne_bytes());
     header[8..12].copy_from_slice(&link_flags.to_ne_bytes());
-    header[12..16].copy_from_slice(&changed.to_ne_bytes());
+    header[12..16].copy_from_slice(&link_flags.to_ne_bytes());
     Request::new(kind, flags, &header)
 }
 
 pub(super) fn get_link(name: &str) -> Request {
-    link_request(libc::RTM_GETLINK, 0, 0, 0, 0).text(LINK_NAME, name)
+    link_request(libc::RTM_GETLINK, 0, 0, 0).text(LINK_NAME, name)
 }
 
 pub(super) fn add_dummy(name: &str) -> Request {
     let no_arp = libc::IFF_NOARP.cast_unsigned();
-    link_request(libc::RTM_NEWLINK, FLAG_CREATE, 0, no_arp, no_arp)
+    link_request(libc::RTM_NEWLINK, FLAG_CREATE, 0, no_arp)
         .text(LINK_NAME, name)
         .nested(LINK_INFO, |info| info.text(LINK_INFO_KIND, "dummy"))
 }
 
-pub(super) fn set_up(index: u32, up: bool) -> Request {
-    let flag = libc::IFF_UP.cast_unsigned();
-    link_request(libc::RTM_NEWLINK, 0, index, if up { flag } else { 0 }, flag)
-}
-
 pub(super) fn remove_link(index: u32) -> Request {
-    link_request(libc::RTM_DELLINK, 0, index, 0, 0)
+    link_request(libc::RTM_DELLINK, 0, index, 0)
 }
 
 pub(super) fn link(payload: &[u8]) -> Result<Link, Malformed> {
@@ -260,7 +256,7 @@ mod tests {
         assert_eq!(address(added.payload()), Ok(Some(expected)));
         let link = link(add_dummy("d0").payload()).unwrap();
         assert_eq!((link.name.as_str(), link.kind.as_deref()), ("d0", Some("dummy")));
-        assert!(link.is_without_arp() && !link.is_up());
+        assert!(!link.is_up());
     }
 
     proptest! {

@@ -234,10 +234,10 @@ fn active_and_inactive_connections_are_counted() {
     uml::inside(|| {
         for (service, endpoint) in [("10.96.0.10:80", "192.0.2.1"), ("[fd00:96::a]:80", "2001:db8::1")] {
             let mut routing = Routing::open().unwrap();
-            let link = format!("hg{}", if service.starts_with('[') { 6 } else { 4 });
-            routing.add_dummy(&link).unwrap();
-            let link = routing.link(&link).unwrap().unwrap().index;
-            routing.set_up(link, true).unwrap();
+            let name = if service.starts_with('[') { "hg6" } else { "hg4" };
+            routing.add_dummy(name).unwrap();
+            output("ip", &["link", "set", name, "up"]);
+            let link = routing.link(name).unwrap().unwrap().index;
             let addresses = [at(service).ip(), endpoint.parse().unwrap()];
             let changes = addresses.map(|address| Change::AddAddress { link, address: Prefix::host(address) });
             routing.change(&changes, |index, refusal| panic!("{index}: {refusal}")).unwrap();

@@ -38,12 +38,12 @@ fn a_dummy_device_is_added_set_up_and_removed() {
         assert_eq!(routing.link(NAME).unwrap(), None);
         let link = device(&mut routing);
         assert_eq!((link.name.as_str(), link.kind.as_deref()), (NAME, Some("dummy")));
-        assert!(link.is_without_arp() && !link.is_up());
+        assert!(!link.is_up());
         assert_eq!(routing.add_dummy(NAME).unwrap_err().refusal_code(), Some(libc::EEXIST));
-        routing.set_up(link.index, true).unwrap();
+        output("ip", &["link", "set", NAME, "up"]);
         assert!(output("ip", &["link", "show", NAME]).contains("NOARP,UP"));
         assert!(routing.link(NAME).unwrap().unwrap().is_up());
-        routing.set_up(link.index, false).unwrap();
+        output("ip", &["link", "set", NAME, "down"]);
         assert!(!routing.link(NAME).unwrap().unwrap().is_up());
         routing.remove_link(link.index).unwrap();
         assert_eq!(routing.link(NAME).unwrap(), None);

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use headgate_core::ipvs::Scheduler;
 use headgate_netlink::route::{Change, Prefix, Routing};
-use headgate_tests::uml;
+use headgate_tests::{testbed::process::output, uml};
 use ipvs_netlink::{Command, Destination, Ipvs, Protocol, Service, ServiceId};
 use socket2::{Domain, Socket, Type};
 
@@ -46,7 +46,7 @@ impl Rig {
         let mut routing = Routing::open().unwrap();
         routing.add_dummy("hg0").unwrap();
         let link = routing.link("hg0").unwrap().unwrap().index;
-        routing.set_up(link, true).unwrap();
+        output("ip", &["link", "set", "hg0", "up"]);
         let addresses = (1..=endpoints)
             .map(|number| endpoint(number).ip())
             .chain((1..=40).map(|number| service_address(number).into()))

@@ -125,8 +125,6 @@ pub(super) fn known_element(found: &ipset::Element) -> Option<Element> {
     Some(match *found {
         ipset::Element::Port(port) => Element::Port(port),
         ipset::Element::Ip(address) => Element::Ip(address),
-        // None of our sets has a type with such elements.
-        ipset::Element::Net(..) => return None,
         ipset::Element::IpPort(address, protocol, port) => Element::IpPort(address, known(protocol)?, port),
         ipset::Element::IpPortIp(address, protocol, port, second) => {
             Element::IpPortIp(address, known(protocol)?, port, second)

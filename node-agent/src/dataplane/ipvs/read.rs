@@ -8,7 +8,7 @@ use headgate_core::{
     ipvs::{Existing, Set, existing::ExistingServer},
 };
 use headgate_netlink::route::{Change as RouteChange, Prefix, Routing};
-use ipset_netlink::{Change, Entry, IpSets, Specification};
+use ipset_netlink::{Change, IpSets, Specification};
 use ipvs_netlink::Ipvs;
 
 use super::{
@@ -92,10 +92,8 @@ pub(super) fn read_sets(
         let Some(found) = sets.set(&wanted.name).map_err(of_sets)? else { continue };
         if !found.header.fits(&wanted) && mismatched_sets == MismatchedSets::Recreate {
             if found.header.is_of_type(&wanted) {
-                // The new set has no comments.
-                let bare = |entry: &Entry| Entry::new(entry.element);
                 let matching = found.entries.iter().filter(|entry| !entry.nomatch);
-                let changes = matching.map(|entry| Change::add(&wanted.name, bare(entry)));
+                let changes = matching.map(|entry| Change::add(&wanted.name, entry.element));
                 replace(sets, &wanted, changes.collect())?;
             } else if found.header.references == 0 {
                 sets.destroy(&wanted.name).map_err(of_sets)?;

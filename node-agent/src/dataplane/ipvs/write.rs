@@ -108,9 +108,7 @@ fn elements(
     rejected: &mut Vec<RejectedOp>,
 ) -> Result<(), DataplaneError> {
     let change = |op: &Op| match *op {
-        Op::AddElement(set, element) => {
-            Some(SetChange::add(set.name(family), ipset_netlink::Entry::new(convert::element(element))))
-        }
+        Op::AddElement(set, element) => Some(SetChange::add(set.name(family), convert::element(element))),
         Op::DeleteElement(set, element) => Some(SetChange::delete(set.name(family), convert::element(element))),
         _ => None,
     };

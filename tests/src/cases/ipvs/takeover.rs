@@ -125,7 +125,7 @@ pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {
     bed.start_agent("node-a")?;
     within(CHANGED_BY_HAND, || {
         let error = agent(bed, "node-a")?.last_error;
-        let parts = ["KUBE-EXTERNAL-IP-LOCAL is of type hash:ip family inet", "hash:ip,port", "iptables-save | grep"];
+        let parts = ["KUBE-EXTERNAL-IP-LOCAL has type hash:ip family inet", "hash:ip,port", "iptables-save | grep"];
         ensure!(parts.iter().all(|part| error.contains(part)), "the agent reports {error:?}");
         Ok(())
     })?;

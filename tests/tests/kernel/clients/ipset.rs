@@ -23,88 +23,60 @@ fn execute_all(sets: &mut IpSets, changes: &[Change]) {
     assert!(explained.is_empty(), "{explained:?}");
 }
 
-/// Sets of every type with their entries, and the equal input of `ipset restore`.
-fn table() -> (Vec<(Specification, Vec<Entry>)>, &'static str) {
+/// Sets of every type with their elements, and the equal input of `ipset restore`.
+fn table() -> (Vec<(Specification, Vec<Element>)>, &'static str) {
     let (v4, v6) = ("10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap());
     let (other, net6) = ("10.1.0.0".parse().unwrap(), "fd00:1::".parse().unwrap());
     let of = |name: &str, set_type, family| Specification::new(name, set_type, family).with_sizes(1024, 65_536);
     let (tcp, udp, sctp) = (Protocol::Tcp, Protocol::Udp, Protocol::Sctp);
-    let mut ports = Specification::new("ports", SetType::BitmapPort, Family::V4).with_comments();
-    ports.port_range = (0, 65_535);
     let sets = vec![
-        (of("ips", SetType::HashIp, Family::V4), vec![Entry::new(Element::Ip(v4))]),
+        (of("ips", SetType::HashIp, Family::V4), vec![Element::Ip(v4)]),
+        (of("ips6", SetType::HashIp, Family::V6), vec![Element::Ip(v6)]),
         (
-            of("nets", SetType::HashNet, Family::V4),
-            vec![Entry::new(Element::Net([10, 96, 0, 0].into(), 12)), Entry::new(Element::Net(v4, 32))],
+            of("cluster", SetType::HashIpPort, Family::V4),
+            vec![Element::IpPort(v4, tcp, 80), Element::IpPort(v4, udp, 53), Element::IpPort(v4, sctp, 9)],
         ),
-        (of("nets6", SetType::HashNet, Family::V6), vec![Entry::new(Element::Net(v6, 128))]),
-        (
-            of("ips6", SetType::HashIp, Family::V6).with_comments(),
-            vec![Entry::new(Element::Ip(v6)).with_comment("a b")],
-        ),
-        (
-            of("cluster", SetType::HashIpPort, Family::V4).with_comments(),
-            vec![
-                Entry::ip_port(v4, tcp, 80).with_comment("ns/web:http"),
-                Entry::ip_port(v4, udp, 53),
-                Entry::ip_port(v4, sctp, 9),
-            ],
-        ),
-        (of("loop6", SetType::HashIpPortIp, Family::V6), vec![Entry::new(Element::IpPortIp(v6, tcp, 80, v6))]),
+        (of("loop6", SetType::HashIpPortIp, Family::V6), vec![Element::IpPortIp(v6, tcp, 80, v6)]),
         (
             of("sources", SetType::HashIpPortNet, Family::V4),
-            vec![
-                Entry::new(Element::IpPortNet(v4, tcp, 80, other, 16)),
-                Entry::new(Element::IpPortNet(v4, tcp, 80, v4, 32)).excepted(),
-            ],
+            vec![Element::IpPortNet(v4, tcp, 80, other, 16), Element::IpPortNet(v4, tcp, 80, v4, 32)],
         ),
-        (
-            of("sources6", SetType::HashIpPortNet, Family::V6),
-            vec![Entry::new(Element::IpPortNet(v6, tcp, 80, net6, 64))],
-        ),
-        (ports, vec![Entry::new(Element::Port(30_080)).with_comment("ns/web"), Entry::new(Element::Port(0))]),
+        (of("sources6", SetType::HashIpPortNet, Family::V6), vec![Element::IpPortNet(v6, tcp, 80, net6, 64)]),
+        (Specification::new("ports", SetType::BitmapPort, Family::V4), vec![Element::Port(30_080), Element::Port(0)]),
     ];
     let text = "\
         create ips hash:ip family inet hashsize 1024 maxelem 65536\n\
         add ips 10.0.0.1\n\
-        create nets hash:net family inet hashsize 1024 maxelem 65536\n\
-        add nets 10.96.0.0/12\n\
-        add nets 10.0.0.1\n\
-        create nets6 hash:net family inet6 hashsize 1024 maxelem 65536\n\
-        add nets6 fd00::1\n\
-        create ips6 hash:ip family inet6 hashsize 1024 maxelem 65536 comment\n\
-        add ips6 fd00::1 comment \"a b\"\n\
-        create cluster hash:ip,port family inet hashsize 1024 maxelem 65536 comment\n\
-        add cluster 10.0.0.1,tcp:80 comment \"ns/web:http\"\n\
+        create ips6 hash:ip family inet6 hashsize 1024 maxelem 65536\n\
+        add ips6 fd00::1\n\
+        create cluster hash:ip,port family inet hashsize 1024 maxelem 65536\n\
+        add cluster 10.0.0.1,tcp:80\n\
         add cluster 10.0.0.1,udp:53\n\
         add cluster 10.0.0.1,sctp:9\n\
         create loop6 hash:ip,port,ip family inet6 hashsize 1024 maxelem 65536\n\
         add loop6 fd00::1,tcp:80,fd00::1\n\
         create sources hash:ip,port,net family inet hashsize 1024 maxelem 65536\n\
         add sources 10.0.0.1,tcp:80,10.1.0.0/16\n\
-        add sources 10.0.0.1,tcp:80,10.0.0.1 nomatch\n\
+        add sources 10.0.0.1,tcp:80,10.0.0.1\n\
         create sources6 hash:ip,port,net family inet6 hashsize 1024 maxelem 65536\n\
         add sources6 fd00::1,tcp:80,fd00:1::/64\n\
-        create ports bitmap:port range 0-65535 comment\n\
-        add ports 30080 comment \"ns/web\"\n\
+        create ports bitmap:port range 0-65535\n\
+        add ports 30080\n\
         add ports 0\n";
     (sets, text)
 }
 
-fn is_listed(sets: &mut IpSets, expected: &[(Specification, Vec<Entry>)]) {
-    let listed = sets.list().unwrap();
-    assert_eq!(listed.len(), expected.len());
-    for (wanted, entries) in expected {
-        let set = listed.iter().find(|set| set.header.name == wanted.name).unwrap();
+fn is_listed(sets: &mut IpSets, expected: &[(Specification, Vec<Element>)]) {
+    for (wanted, elements) in expected {
+        let set = sets.set(&wanted.name).unwrap().unwrap();
         assert!(set.header.fits(wanted), "{:?} is not {wanted:?}", set.header);
-        assert_eq!(BTreeSet::from_iter(&set.entries), BTreeSet::from_iter(entries), "{}", wanted.name);
-        assert_eq!(sets.set(&wanted.name).unwrap().unwrap().header.name, wanted.name);
-        let elements = sets.header(&wanted.name).unwrap().unwrap().elements;
-        assert_eq!(elements.map(|elements| elements as usize), Some(entries.len()), "{}", wanted.name);
+        let listed: BTreeSet<Entry> = set.entries.into_iter().collect();
+        let entries = elements.iter().map(|element| Entry { element: *element, nomatch: false });
+        assert_eq!(listed, entries.collect(), "{}", wanted.name);
+        let header = sets.header(&wanted.name).unwrap().unwrap();
+        assert_eq!(header.elements.map(|count| count as usize), Some(elements.len()), "{}", wanted.name);
     }
     assert_eq!(sets.header("nobodys").unwrap(), None);
-    let headers: BTreeSet<_> = sets.headers().unwrap().into_iter().map(|header| header.name).collect();
-    assert_eq!(headers, expected.iter().map(|(wanted, _)| wanted.name.clone()).collect());
 }
 
 #[test]
@@ -112,10 +84,9 @@ fn the_program_prints_what_the_client_creates() {
     in_namespace("make", || {
         let (table, text) = table();
         let mut sets = IpSets::open()?;
-        for (wanted, entries) in &table {
+        for (wanted, elements) in &table {
             sets.create(wanted)?;
-            let changes: Vec<_> =
-                entries.iter().map(|entry| Change::add(wanted.name.as_str(), entry.clone())).collect();
+            let changes: Vec<_> = elements.iter().map(|element| Change::add(wanted.name.as_str(), *element)).collect();
             execute_all(&mut sets, &changes);
             // An entry that exists may be added again.
             execute_all(&mut sets, &changes);
@@ -139,7 +110,12 @@ fn the_client_lists_what_the_program_creates() {
         output("ipset", &["add", "foreign", "10.0.0.0/8,tcp:80"]);
         let foreign = sets.set("foreign")?.unwrap();
         assert_eq!((foreign.header.type_name.as_str(), foreign.entries.len()), ("hash:net,port", 0));
-        assert_eq!(sets.list()?.len(), table.len() + 1);
+        output("ipset", &["create", "excepting", "hash:ip,port,net", "comment"]);
+        output("ipset", &["add", "excepting", "10.0.0.1,tcp:80,10.1.0.0/16", "nomatch", "comment", "why"]);
+        let excepting = sets.set("excepting")?.unwrap();
+        let element = Element::IpPortNet([10, 0, 0, 1].into(), Protocol::Tcp, 80, [10, 1, 0, 0].into(), 16);
+        assert_eq!(excepting.entries, [Entry { element, nomatch: true }]);
+        assert!(excepting.header.comments);
         Ok(())
     });
 }
@@ -174,27 +150,26 @@ fn headers_show_options_that_change_or_remove_entries() {
 fn entries_are_added_and_deleted_and_sets_are_swapped_and_destroyed() {
     in_namespace("change", || {
         let mut sets = IpSets::open()?;
-        let of = |name: &str| Specification::new(name, SetType::HashIp, Family::V4).with_comments();
+        let of = |name: &str| Specification::new(name, SetType::HashIp, Family::V4);
         let ip = |last: u8| Element::Ip([10, 0, 0, last].into());
         sets.create(&of("a"))?;
         sets.create(&of("b"))?;
         execute_all(
             &mut sets,
             &[
-                Change::add("a", Entry::new(ip(1)).with_comment("first")),
-                Change::add("a", Entry::new(ip(1)).with_comment("second")),
-                Change::add("a", Entry::new(ip(2))),
+                Change::add("a", ip(1)),
+                Change::add("a", ip(1)),
+                Change::add("a", ip(2)),
                 Change::delete("a", ip(2)),
                 Change::delete("a", ip(2)),
-                Change::add("b", Entry::new(ip(3))),
+                Change::add("b", ip(3)),
             ],
         );
         let entries = |sets: &mut IpSets, name: &str| sets.set(name).unwrap().unwrap().entries;
-        assert_eq!(entries(&mut sets, "a"), [Entry::new(ip(1)).with_comment("second")]);
+        let listed = |element| [Entry { element, nomatch: false }];
+        assert_eq!(entries(&mut sets, "a"), listed(ip(1)));
         sets.swap("a", "b")?;
-        assert_eq!(entries(&mut sets, "a"), [Entry::new(ip(3))]);
-        sets.flush("a")?;
-        assert_eq!(entries(&mut sets, "a"), []);
+        assert_eq!(entries(&mut sets, "a"), listed(ip(3)));
         sets.destroy("a")?;
         assert_eq!(sets.set("a")?, None);
         assert_eq!(output("ipset", &["list", "-n"]).trim(), "b");
@@ -218,18 +193,15 @@ fn errors_name_the_change_and_the_reason() {
         output("iptables-legacy", &["-A", "INPUT", "-m", "set", "--match-set", "small", "src", "-j", "ACCEPT"]);
         assert!(text(sets.destroy("small")).contains("in use"));
         assert_eq!(sets.set("small")?.unwrap().header.references, 1);
-        let ip = |last: u8| Entry::new(Element::Ip([10, 0, 0, last].into()));
-        let ports =
-            Specification { port_range: (1, 10), ..Specification::new("ports", SetType::BitmapPort, Family::V4) };
-        sets.create(&ports)?;
+        let ip = |last: u8| Element::Ip([10, 0, 0, last].into());
+        output("ipset", &["create", "ports", "bitmap:port", "range", "1-10"]);
         let changes = [
             Change::add("small", ip(1)),
             Change::add("small", ip(2)),
             Change::add("none", ip(1)),
             Change::add("of-v6", ip(1)),
-            Change::add("small", ip(1).with_comment("no room")),
-            Change::add("ports", Entry::new(Element::Port(11))),
-            Change::add("ports", Entry::new(Element::Port(10))),
+            Change::add("ports", Element::Port(11)),
+            Change::add("ports", Element::Port(10)),
         ];
         let refused = sets.execute(&changes)?;
         let said: Vec<_> = refused.iter().map(|refused| changes[refused.index].explain(&refused.refusal)).collect();
@@ -240,11 +212,10 @@ fn errors_name_the_change_and_the_reason() {
                 "adding 10.0.0.1 to the set none: there is no such set",
                 "adding 10.0.0.1 to the set of-v6: the family or type of the entry differs from the \
                  set's, or the kernel uses another protocol version",
-                "adding 10.0.0.1 to the set small: the set has no comments",
                 "adding 11 to the set ports: the entry is out of the set's range",
             ]
         );
-        assert_eq!(sets.set("ports")?.unwrap().entries, [Entry::new(Element::Port(10))]);
+        assert_eq!(sets.set("ports")?.unwrap().entries, [Entry { element: Element::Port(10), nomatch: false }]);
         Ok(())
     });
 }
@@ -254,18 +225,17 @@ fn large_sets_are_filled_and_listed_completely() {
     in_namespace("large", || {
         let mut sets = IpSets::open()?;
         let count = 20_000_u32;
-        sets.create(
-            &Specification::new("large", SetType::HashIpPort, Family::V4).with_comments().with_sizes(1024, count),
-        )?;
-        let entry = |i: u32| {
+        sets.create(&Specification::new("large", SetType::HashIpPort, Family::V4).with_sizes(1024, count))?;
+        let element = |i: u32| {
             let [a, b, c, d] = (0x0a60_0000 + i).to_be_bytes();
-            Entry::ip_port([a, b, c, d].into(), Protocol::Tcp, 80).with_comment(format!("ns/service-{i}"))
+            Element::IpPort([a, b, c, d].into(), Protocol::Tcp, 80)
         };
-        let changes: Vec<_> = (0..count).map(|i| Change::add("large", entry(i))).collect();
+        let changes: Vec<_> = (0..count).map(|i| Change::add("large", element(i))).collect();
         execute_all(&mut sets, &changes);
         let found = sets.set("large")?.unwrap();
         assert_eq!(found.entries.len(), 20_000);
-        assert_eq!(BTreeSet::from_iter(found.entries), (0..count).map(entry).collect());
+        let found: BTreeSet<_> = found.entries.into_iter().map(|entry| entry.element).collect();
+        assert_eq!(found, (0..count).map(element).collect());
         Ok(())
     });
 }
