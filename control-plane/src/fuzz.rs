@@ -1,9 +1,9 @@
-//! Entry points for fuzzers and their tests. They process bytes from an API server, a file or a
-//! peer as the control plane does.
+//! Entry points for fuzzers and their tests. The functions process bytes from an API server, a file
+//! or a peer as the control plane does.
 //!
 //! Each function must return for any input, and its memory must be bounded by the size of the
-//! input. The result shows whether the input was valid, so that a test can check that it reaches
-//! more than the first validation.
+//! input. The result shows whether the input was valid, so that a test can check that its input
+//! passes the first validation.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ pub fn manifest(bytes: &[u8], is_json: bool) -> usize {
     serve_events(events)
 }
 
-/// Reads the lines of a watch up to the first that cannot be decoded, and serves the events.
+/// Reads the lines of a watch up to the first line that cannot be decoded, and serves the events.
 /// Returns the number of events.
 #[must_use]
 pub fn watch(kind: ObjectKind, bytes: &[u8]) -> usize {
@@ -45,8 +45,8 @@ const SERVED: &str = "
 {kind: Node, apiVersion: v1, metadata: {name: node-a}}
 ";
 
-/// Passes the messages of an agent, without their gRPC prefixes, to a stream. Returns how many of
-/// them were accepted.
+/// Passes the messages of an agent, without their gRPC prefixes, to a stream. Returns the number of
+/// accepted messages.
 #[must_use]
 pub fn agent_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
     let (store, _) = store_of(source::manifest_events("web.yaml", SERVED.as_bytes()));

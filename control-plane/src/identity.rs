@@ -16,8 +16,9 @@ const NODE_URI_PREFIX: &str = "headgate://node/";
 /// Prefix of the URI in a reader's certificate.
 const READER_URI_PREFIX: &str = "headgate://reader/";
 
-/// Prefix of the common name of a node. It counts only together with [`NODE_ORGANIZATION`]. The
-/// client certificate of a kubelet has both.
+/// Prefix of the common name of a node. The common name counts only together with
+/// [`NODE_ORGANIZATION`]. The client certificate of a kubelet has this common name and this
+/// organization.
 const NODE_COMMON_NAME_PREFIX: &str = "system:node:";
 
 /// Organization of nodes. Kubernetes and its signers accept the common name of a node only with
@@ -34,11 +35,13 @@ const REMEDY: &str = "issue it with one URI in its subject alternative names: he
 /// The identity that a peer has proved.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Identity {
-    /// There is no TLS, and the name that the peer gives is accepted (`--insecure-loopback`).
+    /// The connection has no TLS, and any name that the peer gives is accepted
+    /// (`--insecure-loopback`).
     Unchecked,
-    /// The agent of this node, by a certificate of a trusted authority.
+    /// The agent of this node. A certificate of a trusted authority proves it.
     Node(Arc<str>),
-    /// A reader, by a certificate of a trusted authority: the name of a person or a program.
+    /// The reader with this name, which is a person or a program. A certificate of a trusted
+    /// authority proves it.
     Reader(Arc<str>),
     /// A certificate of a trusted authority that does not clearly name its holder. Contains the
     /// reason and the remedy.
@@ -52,7 +55,7 @@ pub struct Peer {
     pub address: SocketAddr,
     /// The identity that the peer has proved.
     pub identity: Identity,
-    /// When its certificate expires; `None` without TLS. TLS does not verify the certificate again
+    /// When the peer's certificate expires; `None` without TLS. TLS does not verify it again
     /// when a session resumes, so every permission check compares this time.
     pub not_after: Option<SystemTime>,
 }
@@ -192,9 +195,9 @@ pub fn from_certificate(der: &[u8]) -> Result<(Identity, SystemTime), String> {
     Ok((identity, Validity::of(&certificate).not_after))
 }
 
-/// Returns the identity that the names in a certificate give. They must name the holder once, and
-/// must not contradict each other: if somebody has tricked the authority into adding a second name,
-/// neither name is accepted.
+/// Returns the identity that the names in a certificate give. The names must identify one holder
+/// and must not contradict each other: if somebody has tricked the authority into adding a second
+/// name, neither name is accepted.
 fn identify<'a>(
     uris: impl Iterator<Item = &'a str>,
     common_names: impl Iterator<Item = &'a str>,
@@ -345,7 +348,7 @@ mod tests {
         let now = SystemTime::now();
         let peer = |identity| Peer { address: ([192, 0, 2, 1], 1).into(), identity, not_after: Some(now) };
         let (node, reader) = (peer(Identity::Node("n1".into())), peer(Identity::Reader("me".into())));
-        let nobody = peer(Identity::Unusable("is nobody's".into()));
+        let nobody = peer(Identity::Unusable("names nobody".into()));
         assert_eq!(node.may_follow("n1", now), Ok(()));
         assert_eq!(reader.may_inspect(false, now), Ok(()));
         assert_eq!(node.may_inspect(true, now), Ok(()));
@@ -353,8 +356,8 @@ mod tests {
             (node.may_follow("n2", now), "--node-name n1"),
             (node.may_inspect(false, now), "--nodes-may-inspect"),
             (reader.may_follow("n1", now), "headgate://node/n1"),
-            (nobody.may_follow("n1", now), "nobody's"),
-            (nobody.may_inspect(true, now), "nobody's"),
+            (nobody.may_follow("n1", now), "names nobody"),
+            (nobody.may_inspect(true, now), "names nobody"),
         ] {
             let status = tonic::Status::from(denied.unwrap_err());
             assert_eq!(status.code(), tonic::Code::PermissionDenied);

@@ -45,8 +45,8 @@ labels! {
     State { state }
 }
 
-/// Upper bounds of the histogram's buckets, in seconds. The smallest suit a quiet fleet in one
-/// rack, the largest suit nodes that are stuck.
+/// Upper bounds of the histogram's buckets, in seconds. The smallest bounds suit a quiet fleet in
+/// one rack, and the largest bounds suit nodes that are stuck.
 const EVERYWHERE_SECONDS: [f64; 14] =
     [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0];
 
@@ -110,7 +110,7 @@ impl Default for Metrics {
         catalogue.register(
             &mut registry,
             "control_plane_programmed_everywhere_seconds",
-            "Time from the arrival of a change at this replica until the kernels of all agents that were connected had it. The time that an ACK waits at its agent does not count",
+            "Time from the arrival of a change at this replica until all connected agents had the change in their kernels. The time that an ACK waits at its agent does not count",
             programmed_everywhere.clone(),
         );
         let mut add = Adder(&mut catalogue, &mut registry);
@@ -118,7 +118,7 @@ impl Default for Metrics {
             programmed_everywhere,
             recently_everywhere: add.add(
                 "control_plane_recently_programmed_everywhere_seconds",
-                "Time from the arrival of a change at this replica until the kernels of all agents that were connected had it, for the last 1,024 changes at most: p50, p99 and, as quantile 1, the maximum. Absent until a change is measured",
+                "Time from the arrival of a change at this replica until all connected agents had the change in their kernels, for the last 1,024 changes at most: p50, p99 and, as quantile 1, the maximum. Absent until a change is measured",
             ),
             agents: add.add("control_plane_agents", "Agents with a stream, by state: up_to_date (everything that the replica has known for more than a second is programmed), behind, failing (the last attempt failed, or a resource is rejected), waiting (the agent has acknowledged nothing, or the source is unlisted), or cut_off (the source is cut off)"),
             source_ages: add.add("source_age_seconds", "Time since the replica last heard from the source, by kind of object"),
@@ -171,7 +171,7 @@ impl Default for Metrics {
             balance_replicas: add.add("balance_replicas", "Ready endpoints of --balance-service, which are the replicas"),
             balance_limit: add.add(
                 "balance_limit_agents",
-                "Number of agents above which this replica asks some to move to another replica; 0 while it asks none",
+                "Number of agents above which this replica asks some agents to move to another replica; 0 while it asks no agent",
             ),
             balance_asked: add.add("balance_asked_agents", "Times that this replica asked an agent to move to another replica for balance"),
             registry,
@@ -203,7 +203,7 @@ impl Metrics {
     pub fn render(&self) -> String {
         let mut text = String::new();
         if let Err(error) = encode(&mut text, &self.registry) {
-            // Writing to a String cannot fail, so only a defect in a metric leads here.
+            // Writing to a String cannot fail, so an error means that a metric has a defect.
             tracing::error!(%error, "metrics cannot be encoded");
         }
         text

@@ -25,7 +25,7 @@ number of label values is bounded: names of nodes and services are never label v
 
 /// A set of labels that knows the names of its labels.
 pub(super) trait Labelled {
-    /// The names in the order of the fields, separated by commas.
+    /// The names of the labels in the order of the fields, separated by commas.
     const LABELS: &str;
 }
 

@@ -20,7 +20,7 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
             Some(scheduler) => service.scheduler = scheduler.as_str().into(),
             None => {
                 let known = Scheduler::ALL.map(Scheduler::as_str).join(", ");
-                let message = format!("{name:?} is no scheduler of IPVS: write one of {known}");
+                let message = format!("{name:?} is not a scheduler of IPVS: write one of {known}");
                 findings.annotation(SCHEDULER, message, "the cluster's scheduler is used");
             }
         }
@@ -29,7 +29,7 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
         None => {}
         Some("tcp") => service.health_check = "tcp".into(),
         Some(other) => {
-            let message = format!("{other:?} is no kind of health check: write tcp");
+            let message = format!("{other:?} is not a kind of health check: write tcp");
             findings.annotation(HEALTH_CHECK, message, "its endpoints are not checked");
         }
     }
@@ -38,7 +38,7 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
         match milliseconds.and_then(|milliseconds| u32::try_from(milliseconds).ok()) {
             Some(milliseconds) => service.health_check_interval_ms = milliseconds,
             None => {
-                let message = format!("{text:?} is no time between 500ms and 1h: write one such as 5s");
+                let message = format!("{text:?} is not a time between 500ms and 1h: write a time such as 5s");
                 findings.annotation(INTERVAL, message, "the agents' interval is used");
             }
         }

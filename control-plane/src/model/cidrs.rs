@@ -14,7 +14,7 @@ pub(super) fn read(object: &objects::ServiceCidr) -> Reading<ServiceCidr> {
     }
     let listed = object.spec.cidrs.len();
     if listed > size::MAX_LISTED {
-        findings.object("spec.cidrs", format!("{listed} are too many: give at most {}", size::MAX_LISTED));
+        findings.object("spec.cidrs", format!("{listed} ranges are too many: give at most {}", size::MAX_LISTED));
         return Reading { value: None, findings };
     }
     let mut cidrs = Vec::new();
@@ -25,7 +25,7 @@ pub(super) fn read(object: &objects::ServiceCidr) -> Reading<ServiceCidr> {
         }
     }
     if object.spec.cidrs.is_empty() {
-        findings.object("spec.cidrs", "a ServiceCIDR needs a range: give one such as 10.96.0.0/12");
+        findings.object("spec.cidrs", "a ServiceCIDR needs a range: give a range such as 10.96.0.0/12");
     }
     let value = (!cidrs.is_empty()).then(|| ServiceCidr { name: object.metadata.name.as_str().into(), cidrs });
     Reading { value, findings }

@@ -1,12 +1,12 @@
 //! Endpoints: the union of a service's EndpointSlices.
 //!
-//! Several slices may contain the same address. Its ports are the union over these slices.
+//! Several slices may contain the same address. The address then has the ports of all these slices.
 //! Conditions, node, zone and hints belong to an address and a port, and come from the slice that
 //! lists this port. If several slices list the same port, the slice whose name comes last counts,
 //! but a terminating entry never replaces another entry. kube-proxy decides by the same rule
-//! (`addEndpoints` in `pkg/proxy/endpointslicecache.go`), but in random order of slices. Here the
-//! result depends only on the present slices, and not on the order in which they arrived. A change
-//! of one slice visits only the addresses that it changes.
+//! (`addEndpoints` in `pkg/proxy/endpointslicecache.go`), but visits the slices in random order. In
+//! this module the result depends only on the present slices, and not on the order in which they
+//! arrived. A change of one slice visits only the addresses that the change affects.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -23,8 +23,9 @@ use super::{
 };
 use crate::objects::ObjectKey;
 
-/// The slices of a service with addresses of one family. Endpoints are computed when they are
-/// needed: nearly all services have only one such slice, so little is gained by keeping them.
+/// The slices of a service with addresses of one family. A slice is a carrier of the addresses that
+/// it contains. Endpoints are computed when they are needed and are not stored, because nearly all
+/// services have only one slice for each family.
 #[derive(Debug, Default)]
 enum Carriers {
     #[default]
@@ -91,7 +92,7 @@ pub(super) struct EndpointChange {
 pub(super) struct SliceConflict {
     pub(super) service: ServiceKey,
     pub(super) address: IpAddr,
-    /// The slice that counts, and one that contradicts it; `None` if the slices now agree.
+    /// The slice that counts, and a slice that contradicts it; `None` if the slices now agree.
     pub(super) slices: ConflictingSlices,
 }
 
@@ -257,7 +258,8 @@ impl Endpoints {
         }
     }
 
-    /// Records the endpoint of an address before the change, if it differs from the present one.
+    /// Records the endpoint of an address before the change, if the endpoint has changed. Also
+    /// records whether slices disagree about the address.
     fn note(
         &mut self,
         service: &ServiceKey,

@@ -1,5 +1,5 @@
-//! Shared copies of strings, lists and placements. A cluster has many endpoints, but few different
-//! values of these.
+//! Shared copies of strings, lists and placements. A cluster has many endpoints, but they have few
+//! different names, port lists, hints and placements.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ pub(super) struct Interner {
 }
 
 impl Interner {
-    /// The shared copy of a string; `None` for an empty one.
+    /// The shared copy of a string; `None` for an empty string.
     pub(super) fn string(&mut self, text: &str) -> Option<Arc<str>> {
         (!text.is_empty()).then(|| self.strings.get(text, || text.into()))
     }

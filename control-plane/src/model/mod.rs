@@ -2,9 +2,10 @@
 //! model uses no I/O and no clock.
 //!
 //! The result depends on the present objects, and not on the order of events. The cost of an event
-//! is proportional to what it changes: the change of a slice visits only the addresses that differ.
-//! Events add up until [`Model::take_changes`], which leaves out objects that have returned to
-//! their old value. `object_set.rs` describes how invalid objects are treated.
+//! is proportional to what the event changes: after a change of a slice, only the addresses that
+//! differ are visited. Changes accumulate until [`Model::take_changes`], which leaves out objects
+//! that have returned to their old value. `object_set.rs` describes the treatment of invalid
+//! objects.
 
 mod annotations;
 mod cidrs;
@@ -87,8 +88,8 @@ impl Model {
         self.take_in(event, origin, true)
     }
 
-    /// Applies a complete list of a kind. Objects that are not in the list are removed. Deletions
-    /// in the list are ignored.
+    /// Applies a complete list of the objects of a kind. Objects that are not in the list are
+    /// removed. Deletions in the list are ignored.
     ///
     /// Returns the number of new problems.
     pub fn replace(&mut self, kind: ObjectKind, listed: Vec<Event>) -> usize {
@@ -284,8 +285,8 @@ impl Model {
                 object: format!("Service {service}"),
                 field: format!("endpoint {address}"),
                 message: format!(
-                    "{used} and {other} list the same port of this endpoint with different conditions, node, zone or hints, or give it \
-                     too many ports together: keep the endpoint in one of the two; {used} is used"
+                    "{used} and {other} list the same port of this endpoint with different conditions, node, zone or hints, or give the \
+                     endpoint too many ports together: keep the endpoint in only one of these slices; {used} is used"
                 ),
                 origin: String::new(),
             };

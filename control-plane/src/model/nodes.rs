@@ -29,7 +29,7 @@ pub(super) fn read(object: &objects::Node, interner: &mut Interner) -> Reading<N
         [("spec.podCIDRs", object.spec.pod_cidrs.len()), ("status.addresses", object.status.addresses.len())]
     {
         if length > size::MAX_LISTED {
-            findings.object(field, format!("{length} are too many: give at most {}", size::MAX_LISTED));
+            findings.object(field, format!("{length} entries are too many: give at most {}", size::MAX_LISTED));
             return Reading { value: None, findings };
         }
     }

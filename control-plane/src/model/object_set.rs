@@ -5,11 +5,11 @@
 //! - An *entry* of a list (an externalIP, a load balancer address, an endpoint, an address of a
 //!   Node): the entry is left out, and the rest of the version is used. If the old version stayed
 //!   instead, traffic would still be sent to entries that the new version has removed.
-//! - A Headgate *annotation*: it is ignored, and the rest of the version is used.
+//! - A Headgate *annotation*: the annotation is ignored, and the rest of the version is used.
 //! - The *object* (ports, ClusterIPs, policies, source ranges, labels that name the owner, text
 //!   that cannot be decoded): the last good version stays in use as a whole while the object is
-//!   invalid. Without a good version, the valid parts are used, unless this would allow traffic
-//!   that the object means to block.
+//!   invalid. Without a good version, the valid parts are used, unless they would allow traffic
+//!   that the object is meant to block.
 //!
 //! A deleted object is removed, valid or not. An object is also removed when its new version is not
 //! for this proxy (headless, ExternalName, or served by another proxy).
@@ -116,7 +116,8 @@ impl<K: Hash + Eq + Clone + Ord, V: PartialEq + Clone> ObjectSet<K, V> {
         self.before.entry(key).or_insert(old.map(|(value, _)| value));
     }
 
-    /// The values that differ since the last call, in order of key; `None` for a removed object.
+    /// The values that have changed since the last call, in order of key; `None` for a removed
+    /// object.
     pub(super) fn take_changes(&mut self) -> Vec<(K, Option<V>)> {
         let mut changes: Vec<(K, Option<V>)> = std::mem::take(&mut self.before)
             .into_iter()

@@ -14,7 +14,7 @@ use k8s_openapi::jiff::Timestamp;
 pub(super) fn address(text: &str) -> Result<IpAddr, String> {
     let parsed = if text.contains(':') { text.parse::<IpAddr>().ok() } else { sloppy_ipv4(text).map(IpAddr::V4) };
     let parsed = parsed.map(|address| address.to_canonical());
-    parsed.ok_or_else(|| format!("{text:?} is no IP address: write one such as 10.96.0.10 or fd00::10"))
+    parsed.ok_or_else(|| format!("{text:?} is not an IP address: write an address such as 10.96.0.10 or fd00::10"))
 }
 
 /// Parses an address that a machine can have.
@@ -68,8 +68,8 @@ fn sloppy_ipv4(text: &str) -> Option<Ipv4Addr> {
     parts.next().is_none().then(|| Ipv4Addr::from(octets))
 }
 
-/// Parses a range and clears its host bits: `10.0.0.7/24` becomes `10.0.0.0/24`. Spaces around it
-/// are ignored.
+/// Parses a range and clears its host bits: `10.0.0.7/24` becomes `10.0.0.0/24`. Spaces before and
+/// after the range are ignored.
 ///
 /// # Errors
 /// A sentence that ends in the remedy.
@@ -84,7 +84,7 @@ pub(super) fn range(text: &str) -> Result<IpNet, String> {
         }
         IpNet::new(address, length).ok()
     });
-    let remedy = || format!("{text:?} is no CIDR range: write one such as 192.0.2.0/24 or 2001:db8::/64");
+    let remedy = || format!("{text:?} is not a CIDR range: write a range such as 192.0.2.0/24 or 2001:db8::/64");
     parsed.map(|range| range.trunc()).ok_or_else(remedy)
 }
 
@@ -94,15 +94,16 @@ pub(super) fn range(text: &str) -> Result<IpNet, String> {
 /// A sentence that ends in the remedy.
 pub(super) fn port(number: i64) -> Result<u16, String> {
     let in_range = u16::try_from(number).ok().filter(|port| *port != 0);
-    in_range.ok_or_else(|| format!("{number} is no port: give a number from 1 to 65535"))
+    in_range.ok_or_else(|| format!("{number} is not a port: give a number from 1 to 65535"))
 }
 
-/// Checks a port, where 0 means none.
+/// Checks a port, where 0 means no port.
 ///
 /// # Errors
 /// A sentence that ends in the remedy.
 pub(super) fn port_or_none(number: i64) -> Result<u16, String> {
-    u16::try_from(number).map_err(|_| format!("{number} is no port: give a number from 1 to 65535, or leave it out"))
+    u16::try_from(number)
+        .map_err(|_| format!("{number} is not a port: give a number from 1 to 65535, or leave the field out"))
 }
 
 /// Parses a protocol; an empty text means TCP.
@@ -114,7 +115,7 @@ pub(super) fn protocol(text: &str) -> Result<Protocol, String> {
         "" | "TCP" => Ok(Protocol::Tcp),
         "UDP" => Ok(Protocol::Udp),
         "SCTP" => Ok(Protocol::Sctp),
-        _ => Err(format!("{text:?} is no protocol that a Service can have: write TCP, UDP or SCTP")),
+        _ => Err(format!("{text:?} is not a protocol that a Service can have: write TCP, UDP or SCTP")),
     }
 }
 
@@ -127,7 +128,10 @@ pub(super) fn label(text: &str) -> Result<(), String> {
     if text.len() <= 63 && is_label(text) {
         return Ok(());
     }
-    Err(format!("{} is no name: use at most 63 lower-case letters, digits and '-', no '-' at the ends", shown(text)))
+    Err(format!(
+        "{} is not a valid name: use at most 63 lower-case letters, digits and '-', without '-' at either end",
+        shown(text)
+    ))
 }
 
 /// Checks the name of a Node or a ServiceCIDR (RFC 1123 subdomain).
@@ -138,7 +142,7 @@ pub(super) fn subdomain(text: &str) -> Result<(), String> {
     if text.len() <= 253 && text.split('.').all(is_label) {
         return Ok(());
     }
-    Err(format!("{} is no name: use at most 253 lower-case letters, digits, '-' and '.'", shown(text)))
+    Err(format!("{} is not a valid name: use at most 253 lower-case letters, digits, '-' and '.'", shown(text)))
 }
 
 /// Checks a zone, which has the syntax of a label's value.
@@ -150,7 +154,7 @@ pub(super) fn zone(text: &str) -> Result<(), String> {
     if text.len() <= 63 && text.bytes().all(is_allowed) {
         return Ok(());
     }
-    Err(format!("{} is no zone: use at most 63 letters, digits, '-', '_' and '.'", shown(text)))
+    Err(format!("{} is not a valid zone: use at most 63 letters, digits, '-', '_' and '.'", shown(text)))
 }
 
 fn is_label(text: &str) -> bool {

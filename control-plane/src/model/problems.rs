@@ -9,10 +9,10 @@ use crate::{objects::ObjectKey, transaction::Problem};
 /// The part of an object that a finding concerns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reach {
-    /// One entry of a list. It is left out, and the rest of the object is used.
+    /// One entry of a list. The entry is left out, and the rest of the object is used.
     Entry,
-    /// A Headgate annotation. It is ignored, and the rest of the object is used. The text says what
-    /// applies instead.
+    /// A Headgate annotation. The annotation is ignored, and the rest of the object is used. The
+    /// text says what applies instead.
     Annotation(&'static str),
     /// The object as a whole.
     Object,
@@ -35,7 +35,7 @@ impl Findings {
         self.0.push((Reach::Annotation(instead), field, message.into()));
     }
 
-    /// Adds a finding because of which the object cannot be used as written.
+    /// Adds a finding about the object as a whole, which therefore cannot be used as written.
     pub(super) fn object(&mut self, field: impl Into<String>, message: impl Into<String>) {
         self.0.push((Reach::Object, field.into(), message.into()));
     }

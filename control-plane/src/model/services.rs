@@ -14,8 +14,9 @@ const DEFAULT_AFFINITY_TIMEOUT_SECONDS: u32 = 10_800;
 /// The API's upper bound of `timeoutSeconds`.
 const MAX_AFFINITY_TIMEOUT_SECONDS: i64 = 86_400;
 
-/// Reads a Service. There is no value for a Service that this proxy does not serve: ExternalName,
-/// headless, or assigned to another proxy by the label `service.kubernetes.io/service-proxy-name`.
+/// Reads a Service. The result has no value if this proxy does not serve the Service: an
+/// ExternalName Service, a headless Service, or a Service that the label
+/// `service.kubernetes.io/service-proxy-name` assigns to another proxy.
 pub(super) fn read(object: &objects::Service) -> Reading<Service> {
     let spec = &object.spec;
     let is_headless = spec.cluster_ip == "None" || spec.cluster_ips.first().is_some_and(|first| first == "None");
@@ -61,7 +62,7 @@ fn cluster_ips(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<IpAd
         }
     };
     if spec.cluster_ips.first().is_some_and(|first| !spec.cluster_ip.is_empty() && *first != spec.cluster_ip) {
-        findings.object("spec.clusterIP", "it differs from spec.clusterIPs[0]: make both the same");
+        findings.object("spec.clusterIP", "it differs from spec.clusterIPs[0]: give both fields the same address");
     }
     let mut addresses: Vec<IpAddr> = Vec::new();
     for (index, text) in texts.iter().enumerate() {
@@ -69,11 +70,13 @@ fn cluster_ips(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<IpAd
         match parse::routable_address(text) {
             Err(message) => findings.object(field, message),
             Ok(address) if addresses.iter().any(|other| Family::of(*other) == Family::of(address)) => {
-                findings
-                    .object(field, format!("it is a second {} address: give one of each family", Family::of(address)));
+                findings.object(
+                    field,
+                    format!("it is a second {} address: give one address of each family", Family::of(address)),
+                );
             }
             Ok(address) if !is_of_families(address, &spec.ip_families) => {
-                let message = format!("the family of {address} is missing in spec.ipFamilies: add it there");
+                let message = format!("the family of {address} is missing in spec.ipFamilies: add the family");
                 findings.object(field, message);
             }
             Ok(address) => addresses.push(address),
@@ -114,7 +117,8 @@ fn ports(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<ServicePor
             names.contains(&(protocol, written.name.as_str())).then_some("name")
         };
         if let Some(name) = clash {
-            findings.object(field(name), "an earlier port of the same protocol has the same value: make it different");
+            findings
+                .object(field(name), "an earlier port of the same protocol has the same value: change one of the two");
             continue;
         }
         numbers.insert((protocol, port));
@@ -196,7 +200,7 @@ fn read_policies(spec: &objects::ServiceSpec, service: &mut Service, findings: &
         "ClusterIP" | "" => !service.external_ips.is_empty(),
         other => {
             let message =
-                format!("{other:?} is no type of Service: write ClusterIP, NodePort, LoadBalancer or ExternalName");
+                format!("{other:?} is not a type of Service: write ClusterIP, NodePort, LoadBalancer or ExternalName");
             findings.object("spec.type", message);
             false
         }
@@ -217,7 +221,7 @@ fn policy(field: &str, text: &str, findings: &mut Findings) -> TrafficPolicy {
         "Local" => TrafficPolicy::Local,
         "" | "Cluster" => TrafficPolicy::Cluster,
         other => {
-            findings.object(field, format!("{other:?} is no traffic policy: write Cluster or Local"));
+            findings.object(field, format!("{other:?} is not a traffic policy: write Cluster or Local"));
             TrafficPolicy::Cluster
         }
     }
@@ -229,7 +233,7 @@ fn session_affinity(spec: &objects::ServiceSpec, findings: &mut Findings) -> Opt
         "ClientIP" => {}
         other => {
             findings
-                .object("spec.sessionAffinity", format!("{other:?} is no session affinity: write ClientIP or None"));
+                .object("spec.sessionAffinity", format!("{other:?} is not a session affinity: write ClientIP or None"));
             return None;
         }
     }

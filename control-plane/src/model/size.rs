@@ -4,15 +4,16 @@
 use headgate_core::{Endpoint, EndpointPort, Service, ServiceKey};
 use headgate_proto::{ChangesBuilder, MAX_SERVER_MESSAGE_BYTES};
 
-/// Upper bound of one resource on the wire. A message ends with the resource that takes it to a
-/// quarter of the message limit, so a resource of half the limit always fits.
+/// Upper bound of one resource on the wire. A message gets no further resource once it has reached
+/// a quarter of the message limit, so a resource of half the limit always fits.
 pub(super) const MAX_RESOURCE_BYTES: usize = MAX_SERVER_MESSAGE_BYTES / 2;
 
-/// Upper bound of the zone hints of one endpoint, and of its node hints. The API allows 8.
+/// Upper bound of the number of zone hints of one endpoint, and of the number of its node hints.
+/// The API allows 8 hints of each kind.
 pub(super) const MAX_HINTS: usize = 64;
 
-/// Upper bound of the ranges of a ServiceCIDR, and of the ranges and the addresses of a Node. The
-/// API allows 2 ranges each.
+/// Upper bound of the number of ranges of a ServiceCIDR or a Node, and of the number of addresses
+/// of a Node. The API allows 2 ranges.
 pub(super) const MAX_LISTED: usize = 256;
 
 /// Bytes of a port on the wire, without its name.
@@ -35,7 +36,7 @@ pub(super) fn check_service(service: &Service) -> Result<(), String> {
     ))
 }
 
-/// Whether an endpoint that several slices define is small enough, ports included.
+/// Whether an endpoint that several slices define, with all its ports, is small enough.
 pub(super) fn may_be_sent(endpoint: &Endpoint) -> bool {
     let mut builder = ChangesBuilder::default();
     builder.endpoint(&ServiceKey::new("", ""), endpoint, 0);

@@ -20,7 +20,8 @@ impl Facts {
         !self.conditions.terminating
     }
 
-    /// Whether only the order decides between two entries for the same address and port.
+    /// Whether two entries for the same address and port differ, and only their order decides which
+    /// of them counts.
     pub(super) fn conflicts_with(&self, other: &Self) -> bool {
         self.conditions.terminating == other.conditions.terminating && self != other
     }
@@ -47,8 +48,8 @@ impl Slice {
     }
 }
 
-/// Reads a slice. There is no value for a slice that is for DNS only (label
-/// `service.kubernetes.io/headless`), or that contains names instead of addresses.
+/// Reads a slice. The result has no value if the slice is for DNS only (label
+/// `service.kubernetes.io/headless`), or contains names instead of addresses.
 pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> Reading<Slice> {
     let metadata = &object.metadata;
     if metadata.labels.headless.is_some() || object.address_type == "FQDN" {
@@ -59,13 +60,13 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
         "IPv4" => Some(Family::V4),
         "IPv6" => Some(Family::V6),
         other => {
-            findings.object("addressType", format!("{other:?} is no type of address: write IPv4, IPv6 or FQDN"));
+            findings.object("addressType", format!("{other:?} is not a type of address: write IPv4, IPv6 or FQDN"));
             None
         }
     };
     let service = metadata.labels.service_name.as_deref().filter(|name| !name.is_empty());
     if service.is_none() {
-        let message = "nothing says which Service it belongs to: add the label kubernetes.io/service-name";
+        let message = "no label names the Service of this slice: add the label kubernetes.io/service-name";
         findings.object("metadata.labels", message);
     }
     let names = [
@@ -81,7 +82,7 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
     }
     let mut ports = ports(object, &mut findings);
     if !size::may_have(&ports) {
-        findings.object("ports", "these are more ports than one endpoint may have: give fewer, or shorter names");
+        findings.object("ports", "an endpoint may not have so many ports: give fewer ports, or shorter names");
         ports.clear();
     }
     let (Some(family), Some(service), true) = (family, service, is_named) else {
@@ -97,7 +98,7 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
 }
 
 /// The ports with a name (possibly empty) and a number. Ports without a number belong to selectors
-/// that match nothing yet. They are ignored, as in kube-proxy.
+/// that match no pod yet. Ports without a name or a number are ignored, as in kube-proxy.
 fn ports(object: &objects::EndpointSlice, findings: &mut Findings) -> Vec<EndpointPort> {
     let mut ports = Vec::with_capacity(object.ports.len());
     for (index, written) in object.ports.iter().enumerate() {
@@ -114,7 +115,7 @@ fn ports(object: &objects::EndpointSlice, findings: &mut Findings) -> Vec<Endpoi
     ports
 }
 
-/// Reads the endpoints. Of several entries for one address the last one counts, but a terminating
+/// Reads the endpoints. Of several entries for one address the last entry counts, but a terminating
 /// entry never replaces another entry.
 fn endpoints(
     object: &objects::EndpointSlice,
@@ -153,7 +154,7 @@ fn address(written: &objects::SliceEndpoint, family: Family) -> Result<IpAddr, S
         Ok(address)
     } else {
         Err(format!(
-            "{address} is no {family} address, but addressType is {family}: move it to a slice of its own family"
+            "{address} is not an {family} address, but addressType is {family}: move the endpoint to a slice of its own family"
         ))
     }
 }

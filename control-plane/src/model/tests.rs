@@ -1,5 +1,5 @@
 //! The model as a whole: the changes and problems that result from objects. A comment `// rows: 1`
-//! names the rows of docs/behaviours.md that a test shows.
+//! names the rows of docs/behaviours.md that a test covers.
 
 #![allow(clippy::unwrap_used, clippy::needless_pass_by_value)]
 
@@ -124,7 +124,7 @@ fn headless_and_external_name_services_are_not_served() {
 /// while it has the label.
 // rows: 3, 4
 #[test]
-fn labels_hand_objects_off_and_back() {
+fn objects_are_ignored_while_a_label_excludes_them() {
     let (mut taken, mut dns_only) = (service("s", json!({})), slice("a", "s", json!([ready("10.1.0.1")]), http(1)));
     taken["metadata"]["labels"]["service.kubernetes.io/service-proxy-name"] = json!("");
     dns_only["metadata"]["labels"]["service.kubernetes.io/headless"] = json!("");
@@ -145,14 +145,16 @@ fn labels_hand_objects_off_and_back() {
 /// Slices of type FQDN are ignored. Addresses of the wrong family are reported and left out.
 // rows: 5
 #[test]
-fn names_are_ignored_and_families_checked() {
+fn fqdn_slices_are_ignored_and_wrong_families_are_reported() {
     let mut fqdn = slice("a", "s", json!([ready("web.example.org")]), http(1));
     fqdn["addressType"] = json!("FQDN");
     let mut v6 = slice("b", "s", json!([ready("fd00::1"), ready("10.1.0.1")]), http(1));
     v6["addressType"] = json!("IPv6");
     let mut bench = Bench::with(&[fqdn, v6]);
     assert_eq!(bench.endpoints("s"), ["fd00::1:1"]);
-    assert!(bench.problems()[0].starts_with("EndpointSlice x/b endpoints[1].addresses[0] 10.1.0.1 is no IPv6 address"));
+    assert!(
+        bench.problems()[0].starts_with("EndpointSlice x/b endpoints[1].addresses[0] 10.1.0.1 is not an IPv6 address")
+    );
 }
 
 // rows: 7
@@ -218,7 +220,7 @@ fn slices_that_disagree_on_a_port_are_a_problem() {
 
 // rows: 11, 12, 13
 #[test]
-fn addresses_are_canonical_and_of_the_services_families() {
+fn addresses_are_canonical_and_have_a_family_of_their_service() {
     let mut value = service(
         "s",
         json!({"clusterIP": "010.000.000.001", "type": "LoadBalancer", "externalIPs": ["192.0.2.001", "2001:db8::1"],
@@ -254,7 +256,7 @@ fn the_unspecified_address_of_a_load_balancer_is_left_out_and_reported() {
 /// `externalTrafficPolicy: Local` is ignored for Services without external addresses or NodePorts.
 // rows: 52
 #[test]
-fn policies_count_where_they_have_an_effect() {
+fn external_policy_local_needs_external_addresses_or_node_ports() {
     let policy = |spec: Value| Bench::with(&[service("s", spec)]).service("s").unwrap().external_traffic_policy;
     assert_eq!(policy(json!({"externalTrafficPolicy": "Local"})), TrafficPolicy::Cluster);
     assert_eq!(policy(json!({"externalTrafficPolicy": "Local", "type": "NodePort"})), TrafficPolicy::Local);
@@ -266,7 +268,7 @@ fn policies_count_where_they_have_an_effect() {
 
 // rows: 14, 15
 #[test]
-fn ports_change_live_and_services_come_back() {
+fn ports_can_change_and_deleted_services_can_return() {
     let mut bench = Bench::with(&[service("s", json!({})), slice("a", "s", json!([ready("10.1.0.1")]), http(1))]);
     let ports = json!([{"name": "a", "port": 80}, {"name": "b", "port": 80, "protocol": "UDP"}, {"name": "c", "port": 80, "protocol": "SCTP"}]);
     bench.apply(&service("s", json!({"ports": ports})));
@@ -283,7 +285,7 @@ fn ports_change_live_and_services_come_back() {
 /// Pending changes that cancel each other out are dropped.
 // rows: 19
 #[test]
-fn what_ends_as_it_began_drops_out() {
+fn changes_that_cancel_each_other_out_are_dropped() {
     let mut bench = Bench::with(&[service("s", json!({})), slice("a", "s", json!([ready("10.1.0.1")]), http(1))]);
     bench.delete(ObjectKind::Service, "x", "s");
     bench.apply(&slice("a", "s", json!([]), http(1)));
@@ -391,7 +393,7 @@ fn invalid_annotations_are_ignored_and_reported() {
         (
             json!({"headgate.io/scheduler": "fastest"}),
             ("", "", 0),
-            Some("scheduler] \"fastest\" is no scheduler of IPVS"),
+            Some("scheduler] \"fastest\" is not a scheduler of IPVS"),
         ),
         (json!({"headgate.io/scheduler": ""}), ("", "", 0), Some("the cluster's scheduler is used")),
         (
@@ -405,9 +407,9 @@ fn invalid_annotations_are_ignored_and_reported() {
         (
             json!({"headgate.io/health-check-interval": "99999999999999999999s"}),
             ("", "", 0),
-            Some("is no time between"),
+            Some("is not a time between"),
         ),
-        (json!({"headgate.io/health-check-interval": "5"}), ("", "", 0), Some("is no time between")),
+        (json!({"headgate.io/health-check-interval": "5"}), ("", "", 0), Some("is not a time between")),
     ] {
         let mut bench = Bench::with(&[annotated(annotations)]);
         let found = bench.service("s").unwrap();
@@ -492,7 +494,7 @@ fn only_the_changed_addresses_of_a_slice_are_merged() {
 }
 
 #[test]
-fn changes_have_trigger_times_and_lists_have_none() {
+fn watch_events_have_trigger_times_and_listed_objects_do_not() {
     let at = |time: &str, endpoints: Value| {
         let mut value = slice("a", "s", endpoints, http(1));
         value["metadata"]["annotations"]["endpoints.kubernetes.io/last-change-trigger-time"] = json!(time);

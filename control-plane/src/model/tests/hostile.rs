@@ -27,10 +27,10 @@ fn a_name_with_the_text_of_a_rule_is_refused() {
     for value in &objects {
         bench.apply(value);
         let problems = bench.problems();
-        assert!(problems.iter().any(|problem| problem.contains("is no name")), "{problems:?}");
+        assert!(problems.iter().any(|problem| problem.contains("is not a valid name")), "{problems:?}");
         assert!(problems.iter().all(|problem| problem.len() < 1_000), "{problems:?}");
     }
-    assert!(bench.flush().is_empty(), "nothing of these objects is served");
+    assert!(bench.flush().is_empty(), "these objects are not served");
     assert!(bench.service("s").is_some());
     bench.apply(&slice(
         "c",

@@ -22,7 +22,7 @@ fn port(name: &str, number: u16) -> Value {
     json!([{"name": name, "port": number}])
 }
 
-/// The view of `node-1` of each port of Service x/s.
+/// What `node-1` does for each port of Service x/s.
 fn views(bench: &Bench) -> Vec<ServicePortView> {
     service_views(&bench.state, &Arc::new(ServiceKey::new("x", "s")), Family::V4, &NodeFacts::named("node-1"))
 }
@@ -43,7 +43,7 @@ fn in_both_orders(slices: [Value; 2]) -> [Bench; 2] {
 
 // rows: 9, 10
 #[test]
-fn a_port_that_is_not_ready_gets_no_traffic_from_a_ready_port_of_its_address() {
+fn a_port_that_is_not_ready_gets_no_traffic_even_if_another_port_is_ready() {
     let a = slice("a", "s", json!([endpoint("10.1.0.1", true, true, false)]), port("http", 8080));
     let b = slice("b", "s", json!([endpoint("10.1.0.1", false, false, false)]), port("metrics", 9090));
     for mut bench in in_both_orders([a, b]) {
@@ -54,7 +54,7 @@ fn a_port_that_is_not_ready_gets_no_traffic_from_a_ready_port_of_its_address() {
 
 // rows: 9, 10
 #[test]
-fn a_ready_port_gets_traffic_whatever_another_slice_says_of_its_address() {
+fn a_ready_port_gets_traffic_even_if_another_port_is_not_ready() {
     let a = slice("a", "s", json!([endpoint("10.1.0.1", false, false, false)]), port("http", 8080));
     let b = slice("b", "s", json!([endpoint("10.1.0.1", true, true, false)]), port("http", 8081));
     for mut bench in in_both_orders([a, b]) {
@@ -65,7 +65,7 @@ fn a_ready_port_gets_traffic_whatever_another_slice_says_of_its_address() {
 
 // rows: 10
 #[test]
-fn of_two_entries_for_one_port_the_later_slice_by_name_counts() {
+fn the_slice_with_the_later_name_counts_for_a_port_in_two_slices() {
     let not_ready = || json!([endpoint("10.1.0.1", false, false, false)]);
     let ready = || json!([endpoint("10.1.0.1", true, true, false)]);
     for (a, b, wanted) in [(not_ready(), ready(), 1), (ready(), not_ready(), 0)] {
@@ -80,7 +80,7 @@ fn of_two_entries_for_one_port_the_later_slice_by_name_counts() {
 
 // rows: 10
 #[test]
-fn a_terminating_entry_replaces_no_other_entry_for_its_port() {
+fn a_terminating_entry_never_replaces_another_entry_for_its_port() {
     let dying = |serving| json!([endpoint("10.1.0.1", false, serving, true)]);
     let not_ready = || json!([endpoint("10.1.0.1", false, false, false)]);
     // A pod that is not ready took over the address of a terminating pod, which still serves.
@@ -92,7 +92,7 @@ fn a_terminating_entry_replaces_no_other_entry_for_its_port() {
             assert_eq!(served(&bench)[0], [""; 0]);
         }
     }
-    // Of two terminating entries the first stays.
+    // Of two terminating entries, the entry in the first slice by name counts.
     for (a, b, wanted) in [(dying(true), dying(false), 1), (dying(false), dying(true), 0)] {
         for bench in in_both_orders([
             slice("a", "s", a.clone(), port("http", 8080)),
@@ -122,7 +122,7 @@ fn within_a_slice_the_last_entry_of_an_address_counts_unless_it_is_terminating()
 
 // rows: 9, 10
 #[test]
-fn node_and_hints_of_a_port_are_those_of_the_slice_that_lists_it() {
+fn node_and_hints_of_a_port_come_from_the_slice_that_lists_the_port() {
     let on = |node: &str, zone: &str| json!([{"addresses": ["10.1.0.1"], "nodeName": node, "hints": {"forZones": [{"name": zone}]}}]);
     let a = slice("a", "s", on("node-1", "z1"), port("http", 8080));
     let b = slice("b", "s", on("node-2", "z2"), port("metrics", 9090));

@@ -194,7 +194,7 @@ proptest! {
         }
         left.flush();
         prop_assert_eq!(left.state.digests().resource_count(), 0);
-        prop_assert!(left.model.endpoints.is_empty(), "something is left of removed slices: {:?}", left.model.endpoints);
+        prop_assert!(left.model.endpoints.is_empty(), "the model still has endpoints of removed slices: {:?}", left.model.endpoints);
     }
 }
 
@@ -204,8 +204,8 @@ type PortKey = (String, String, String, String, u64);
 /// The conditions, node, zone and hints of a port.
 type PortFacts = (Conditions, Value, Value, Value);
 
-/// The ports by the rules of kube-proxy (`endpointInfoByServicePort` and `addEndpoints`), with
-/// slices in order of name.
+/// The ports that kube-proxy would compute (`endpointInfoByServicePort` and `addEndpoints`) if it
+/// visited the slices in order of name.
 fn of_kube_proxy(slices: &[Value]) -> BTreeMap<PortKey, PortFacts> {
     let mut slices: Vec<&Value> = slices.iter().collect();
     slices.sort_by_key(|slice| slice["metadata"]["name"].as_str().unwrap());
@@ -285,7 +285,7 @@ proptest! {
     /// and any earlier versions of them.
     // rows: 9, 10
     #[test]
-    fn every_port_of_an_address_has_what_kube_proxy_gives_it(
+    fn every_port_has_the_conditions_and_hints_that_kube_proxy_would_use(
         before in prop::collection::vec(any_slice(), 0..8), after in prop::collection::vec(any_slice(), 1..8),
     ) {
         let mut bench = Bench::with(&before);
