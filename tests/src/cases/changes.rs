@@ -95,7 +95,7 @@ fn expect_unserved(bed: &Testbed, to: std::net::SocketAddr) -> Result<()> {
 
 /// Labels are added and removed: the label that assigns a Service to another proxy, and the label
 /// that reserves slices for DNS.
-pub fn labels_come_and_go(bed: &Testbed) -> Result<()> {
+pub fn labels_are_added_and_removed(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("labelled", PODS)))?;
     let served = || {
         vec![
@@ -122,7 +122,7 @@ pub fn labels_come_and_go(bed: &Testbed) -> Result<()> {
 }
 
 /// Ports are added, renamed and removed. Other ports keep working.
-pub fn ports_come_and_go(bed: &Testbed) -> Result<()> {
+pub fn ports_are_added_renamed_and_removed(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| {
         manifests.add(Service { ports: Service::new("", &[]).ports[..2].to_vec(), ..Service::new("ported", PODS) })
     })?;

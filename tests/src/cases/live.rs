@@ -205,7 +205,7 @@ pub fn udp_rolling_replacement(bed: &Testbed) -> Result<()> {
 
 /// A Service is added, scaled, gets other ports, is removed, and is added again. Another Service is
 /// not disturbed.
-pub fn services_come_and_go(bed: &Testbed) -> Result<()> {
+pub fn services_are_added_changed_and_removed(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("neighbour", &["a1", "b1"])))?;
     let answers = while_asking(bed, &targets(bed, "neighbour")?, || {
         bed.update(|manifests| manifests.add(Service::new("fickle", &["a1"])))?;

@@ -94,7 +94,7 @@ fn last_segment(socket: &UdpSocket, family: Family, client_port: u16, server_por
 /// A packet far outside the window does not end its connection. Conntrack classifies the packet as
 /// invalid and does not translate its source back. The client would answer with a reset, and the
 /// reset would end the connection. The agent's rules therefore drop the packet, and count it.
-pub fn out_of_window(bed: &Testbed) -> Result<()> {
+pub fn a_packet_outside_the_window_does_not_end_a_connection(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("windowed", &["a1"])))?;
     for family in Family::BOTH {
         let (server, client) = (address("a1", family)?, address("a3", family)?);
@@ -143,7 +143,7 @@ pub fn out_of_window(bed: &Testbed) -> Result<()> {
 
 /// With NodePorts on 127.0.0.0/8 the kernel accepts packets for this network from neighbours. These
 /// packets must not reach sockets that are bound to 127.0.0.1.
-pub fn loopback_is_guarded(bed: &Testbed) -> Result<()> {
+pub fn neighbours_cannot_reach_loopback(bed: &Testbed) -> Result<()> {
     const PORT: u16 = 9999;
     let node = bed.machines().machine("node-b")?;
     let listener = node.run(|| {
@@ -170,7 +170,7 @@ pub fn loopback_is_guarded(bed: &Testbed) -> Result<()> {
 /// checks. The agent moves the guard to the front.
 ///
 /// Needs machines without running programs.
-pub fn health_checks_are_guarded(bed: &Testbed) -> Result<()> {
+pub fn health_checks_do_not_open_loopback(bed: &Testbed) -> Result<()> {
     const PORT: u16 = 32_100;
     bed.write(|manifests| {
         let patch = |_: &Service| json!({ "spec": { "healthCheckNodePort": PORT } });
@@ -229,7 +229,7 @@ fn neighbour_of_loopback(bed: &Testbed) -> Result<&Namespace> {
 /// A program on a node sends UDP to a NodePort without endpoints and receives an ICMP refusal, like
 /// every other client. A REJECT rule in OUTPUT would make the send fail with EPERM instead, which
 /// programs do not treat as a refusal.
-pub fn a_node_is_refused_as_its_clients_are(bed: &Testbed) -> Result<()> {
+pub fn a_node_gets_an_icmp_refusal(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("empty", &[])))?;
     let node = bed.machines().machine("node-a")?;
     for family in Family::BOTH {

@@ -85,7 +85,7 @@ fn written(scripts: &str) -> BTreeSet<&str> {
 /// are as before.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
-pub fn a_change_writes_its_service(bed: &Testbed) -> Result<()> {
+pub fn a_change_writes_only_chains_of_its_service(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     let log = WriteLog::create(bed.machines().folder())?;
     let setup = AgentSetup { tools: Some(log.tools.clone()), ..AgentSetup::default() };
@@ -136,7 +136,7 @@ fn expect_from_node_a(bed: &Testbed, servers: &'static [&'static str]) -> Result
 /// restore the rules.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
-pub fn flushed_rules_come_back(bed: &Testbed) -> Result<()> {
+pub fn flushed_rules_are_restored(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     for node in &NODES {
         bed.start_agent_with(node.name, &AgentSetup::with(&["--sync-period", "1s"]))?;
@@ -199,7 +199,7 @@ pub fn host_bits_of_ranges_are_cleared(bed: &Testbed) -> Result<()> {
 /// The agent used the other variant of iptables before. It removes all rules of that variant.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
-pub fn the_other_variant_goes(bed: &Testbed) -> Result<()> {
+pub fn rules_of_the_other_variant_are_removed(bed: &Testbed) -> Result<()> {
     let (other, other_variant) = match bed.backend() {
         Backend::IptablesLegacy | Backend::IptablesLegacyCompact | Backend::Ipvs => {
             (Backend::IptablesNft, Variant::Nft)
@@ -237,7 +237,7 @@ pub fn the_other_variant_goes(bed: &Testbed) -> Result<()> {
 /// them, in one transaction. If a rule still jumped to one of these chains, each sync would fail.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
-pub fn kube_proxy_comes_back(bed: &Testbed) -> Result<()> {
+pub fn kube_proxy_takes_over_again(bed: &Testbed) -> Result<()> {
     const REWRITTEN: [&str; 4] = ["KUBE-SERVICES", "KUBE-NODEPORTS", "KUBE-POSTROUTING", "KUBE-MARK-MASQ"];
     bed.start_control_plane()?;
     for node in &NODES {

@@ -128,14 +128,14 @@ macro_rules! packet_tests {
 
             // rows: 3, 4
             #[test]
-            fn labels_come_and_go() {
-                scenario(BACKEND, changes::labels_come_and_go);
+            fn labels_are_added_and_removed() {
+                scenario(BACKEND, changes::labels_are_added_and_removed);
             }
 
             // rows: 6, 14
             #[test]
-            fn ports_come_and_go() {
-                scenario(BACKEND, changes::ports_come_and_go);
+            fn ports_are_added_renamed_and_removed() {
+                scenario(BACKEND, changes::ports_are_added_renamed_and_removed);
             }
 
             // rows: 25, 26, 29
@@ -169,8 +169,8 @@ macro_rules! packet_tests {
 
             // rows: 57
             #[test]
-            fn a_node_is_refused_as_its_clients_are() {
-                scenario(BACKEND, raw::a_node_is_refused_as_its_clients_are);
+            fn a_node_gets_an_icmp_refusal() {
+                scenario(BACKEND, raw::a_node_gets_an_icmp_refusal);
             }
 
             // rows: 17
@@ -181,8 +181,8 @@ macro_rules! packet_tests {
 
             // rows: 87, 109
             #[test]
-            fn out_of_window() {
-                scenario(BACKEND, raw::out_of_window);
+            fn a_packet_outside_the_window_does_not_end_a_connection() {
+                scenario(BACKEND, raw::a_packet_outside_the_window_does_not_end_a_connection);
             }
 
             // rows: 15, 89, 104
@@ -199,8 +199,8 @@ macro_rules! packet_tests {
 
             // rows: 14, 15, 20, 98, 104
             #[test]
-            fn services_come_and_go() {
-                scenario(BACKEND, live::services_come_and_go);
+            fn services_are_added_changed_and_removed() {
+                scenario(BACKEND, live::services_are_added_changed_and_removed);
             }
 
             // rows: 40, 57, 104
@@ -245,14 +245,14 @@ macro_rules! rule_tests {
 
             // rows of iptables: 93, 98, 100
             #[test]
-            fn a_change_writes_its_service() {
-                on_machines(BACKEND, lifecycle::some_services(), rules::a_change_writes_its_service);
+            fn a_change_writes_only_chains_of_its_service() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::a_change_writes_only_chains_of_its_service);
             }
 
             // rows of iptables: 96
             #[test]
-            fn flushed_rules_come_back() {
-                on_machines(BACKEND, lifecycle::some_services(), rules::flushed_rules_come_back);
+            fn flushed_rules_are_restored() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::flushed_rules_are_restored);
             }
 
             // rows of iptables: 18, 31, 32, 33, 45, 46, 47, 48, 54, 112, 113
@@ -263,25 +263,25 @@ macro_rules! rule_tests {
 
             // rows of iptables: 103
             #[test]
-            fn the_other_variant_goes() {
-                on_machines(BACKEND, lifecycle::some_services(), rules::the_other_variant_goes);
+            fn rules_of_the_other_variant_are_removed() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::rules_of_the_other_variant_are_removed);
             }
 
             #[test]
             fn kube_proxy_takes_over_again() {
-                on_machines(BACKEND, lifecycle::some_services(), rules::kube_proxy_comes_back);
+                on_machines(BACKEND, lifecycle::some_services(), rules::kube_proxy_takes_over_again);
             }
 
             // rows of iptables: 50
             #[test]
-            fn loopback_is_guarded() {
-                scenario(BACKEND, raw::loopback_is_guarded);
+            fn neighbours_cannot_reach_loopback() {
+                scenario(BACKEND, raw::neighbours_cannot_reach_loopback);
             }
 
             // rows of iptables: 50, 72
             #[test]
-            fn health_checks_are_guarded() {
-                on_machines(BACKEND, Ok(Manifests::default()), raw::health_checks_are_guarded);
+            fn health_checks_do_not_open_loopback() {
+                on_machines(BACKEND, Ok(Manifests::default()), raw::health_checks_do_not_open_loopback);
             }
 
             // rows of iptables: 97, 103
@@ -323,30 +323,30 @@ mod virtual_servers {
 
     // rows of ipvs: 92, 93, 98, 100
     #[test]
-    fn a_change_writes_what_it_changes() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::a_change_writes_what_it_changes);
+    fn a_change_writes_only_changed_objects() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::a_change_writes_only_changed_objects);
     }
 
     // rows of ipvs: 96
     #[test]
-    fn flushed_state_comes_back() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::flushed_state_comes_back);
+    fn flushed_state_is_restored() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::flushed_state_is_restored);
     }
 
     // rows of ipvs: 96
     #[test]
-    fn a_change_finds_out_what_is_gone() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::a_change_finds_out_what_is_gone);
+    fn a_change_restores_objects_that_were_removed() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::a_change_restores_objects_that_were_removed);
     }
 
     #[test]
     fn changes_of_other_programs_are_reverted() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::what_others_change_is_changed_back);
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::changes_of_other_programs_are_reverted);
     }
 
     #[test]
-    fn ipv6_is_switched_on_for_the_device() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::ipv6_is_switched_on_for_the_device);
+    fn ipv6_is_turned_on_for_the_device() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::ipv6_is_turned_on_for_the_device);
     }
 
     #[test]
@@ -356,8 +356,12 @@ mod virtual_servers {
 
     // rows of ipvs: 31, 40, 58
     #[test]
-    fn rules_of_others_for_the_node_come_second() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::rules_of_others_for_the_node_come_second);
+    fn rules_of_others_for_node_ports_do_not_get_service_traffic() {
+        on_machines(
+            BACKEND,
+            lifecycle::some_services(),
+            ipvs::rules_of_others_for_node_ports_do_not_get_service_traffic,
+        );
     }
 
     // rows of ipvs: 97, 101, 103
@@ -391,23 +395,27 @@ mod virtual_servers {
     }
 
     #[test]
-    fn a_refused_destination_affects_no_other() {
-        on_testbed(BACKEND, lifecycle::some_services(), ipvs::a_refused_destination_disturbs_nothing);
+    fn a_rejected_destination_affects_no_other() {
+        on_testbed(BACKEND, lifecycle::some_services(), ipvs::a_rejected_destination_affects_no_other);
     }
 
     #[test]
     fn a_missing_scheduler_is_replaced_until_its_module_loads() {
-        on_testbed(BACKEND, lifecycle::some_services(), ipvs::a_missing_scheduler_is_made_up_for);
+        on_testbed(BACKEND, lifecycle::some_services(), ipvs::a_missing_scheduler_is_replaced_until_its_module_loads);
     }
 
     #[test]
-    fn sctp_that_cannot_be_matched_is_left_out() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::sctp_that_cannot_be_matched_is_left_out);
+    fn rules_for_sctp_are_left_out_if_iptables_cannot_match_sctp() {
+        on_machines(
+            BACKEND,
+            lifecycle::some_services(),
+            ipvs::rules_for_sctp_are_left_out_if_iptables_cannot_match_sctp,
+        );
     }
 
     #[test]
-    fn parameters_may_be_set_beforehand() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::parameters_may_be_set_beforehand);
+    fn kernel_parameters_can_be_set_by_init_only() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::kernel_parameters_can_be_set_by_init_only);
     }
 
     // rows of ipvs: 108

@@ -19,7 +19,7 @@ type Step<'a> = &'a dyn Fn() -> Result<()>;
 /// everything before the change is reported as programmed. It does not wait for the periodic check.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
-pub fn a_change_finds_out_what_is_gone(bed: &Testbed) -> Result<()> {
+pub fn a_change_restores_objects_that_were_removed(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1h"]))?;
     bed.wait_programmed()?;
@@ -66,7 +66,7 @@ pub fn a_change_finds_out_what_is_gone(bed: &Testbed) -> Result<()> {
 /// objects that other programs changed.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
-pub fn what_others_change_is_changed_back(bed: &Testbed) -> Result<()> {
+pub fn changes_of_other_programs_are_reverted(bed: &Testbed) -> Result<()> {
     bed.write(|manifests| {
         let mut ranged = Service::new("ranged", &["a1"]);
         ranged.source_ranges = vec!["10.244.0.0/16".to_owned(), "fd00:10:244::/48".to_owned()];
@@ -118,7 +118,7 @@ pub fn what_others_change_is_changed_back(bed: &Testbed) -> Result<()> {
 /// is turned off later.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
-pub fn ipv6_is_switched_on_for_the_device(bed: &Testbed) -> Result<()> {
+pub fn ipv6_is_turned_on_for_the_device(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
     let switch_off = |node: &Namespace, device: &str| {
         node.run(|| {

@@ -7,15 +7,16 @@ mod modules;
 mod refused;
 mod takeover;
 
-pub use device::{a_device_that_is_up_is_replaced, rules_of_others_for_the_node_come_second};
+pub use device::{a_device_that_is_up_is_replaced, rules_of_others_for_node_ports_do_not_get_service_traffic};
 pub use meddling::{
-    a_change_finds_out_what_is_gone, ipv6_is_switched_on_for_the_device, what_others_change_is_changed_back,
+    a_change_restores_objects_that_were_removed, changes_of_other_programs_are_reverted,
+    ipv6_is_turned_on_for_the_device,
 };
 pub use modules::{
-    a_missing_scheduler_is_made_up_for, falls_back_to_iptables, parameters_may_be_set_beforehand,
-    sctp_that_cannot_be_matched_is_left_out,
+    a_missing_scheduler_is_replaced_until_its_module_loads, falls_back_to_iptables,
+    kernel_parameters_can_be_set_by_init_only, rules_for_sctp_are_left_out_if_iptables_cannot_match_sctp,
 };
-pub use refused::a_refused_destination_disturbs_nothing;
+pub use refused::a_rejected_destination_affects_no_other;
 pub use takeover::kube_proxys_state_is_taken_over;
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -132,7 +133,7 @@ fn set_endpoints(bed: &Testbed, endpoints: &[&str]) -> Result<()> {
 /// is as before. A warm restart writes nothing.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
-pub fn a_change_writes_what_it_changes(bed: &Testbed) -> Result<()> {
+pub fn a_change_writes_only_changed_objects(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     bed.start_agent("node-a")?;
     bed.wait_programmed()?;
@@ -165,7 +166,7 @@ pub fn a_change_writes_what_it_changes(bed: &Testbed) -> Result<()> {
 /// agent restores everything.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
-pub fn flushed_state_comes_back(bed: &Testbed) -> Result<()> {
+pub fn flushed_state_is_restored(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1s"]))?;
     bed.wait_programmed()?;

@@ -62,7 +62,7 @@ pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
 /// agent uses IPVS.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
-pub fn parameters_may_be_set_beforehand(bed: &Testbed) -> Result<()> {
+pub fn kernel_parameters_can_be_set_by_init_only(bed: &Testbed) -> Result<()> {
     let arguments = AgentSetup::with(&["--ipvs-strict-arp"]);
     let restricted = AgentSetup { read_only_parameters: true, ..arguments.clone() };
     let answers = || run(bed, &[ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept)]);
@@ -121,7 +121,7 @@ fn scheduler(bed: &Testbed, service: &str) -> Result<(String, usize)> {
 /// that they ask for.
 ///
 /// Needs a running cluster with [`super::super::lifecycle::some_services`].
-pub fn a_missing_scheduler_is_made_up_for(bed: &Testbed) -> Result<()> {
+pub fn a_missing_scheduler_is_replaced_until_its_module_loads(bed: &Testbed) -> Result<()> {
     let answers = || {
         run(
             bed,
@@ -185,7 +185,7 @@ pub fn a_missing_scheduler_is_made_up_for(bed: &Testbed) -> Result<()> {
 /// this, and everything else works. When the module can be loaded again, SCTP works.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
-pub fn sctp_that_cannot_be_matched_is_left_out(bed: &Testbed) -> Result<()> {
+pub fn rules_for_sctp_are_left_out_if_iptables_cannot_match_sctp(bed: &Testbed) -> Result<()> {
     bed.write(|manifests| {
         let mut elsewhere = Service::new("elsewhere", &["b1"]);
         elsewhere.external_local = true;

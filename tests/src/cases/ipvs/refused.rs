@@ -18,7 +18,7 @@ use Via::ClusterIp;
 /// never does a full sync for this reason.
 ///
 /// Needs a running cluster with [`super::super::lifecycle::some_services`].
-pub fn a_refused_destination_disturbs_nothing(bed: &Testbed) -> Result<()> {
+pub fn a_rejected_destination_affects_no_other(bed: &Testbed) -> Result<()> {
     const V4: &[Family] = &[Family::V4];
     let node = bed.machines().machine("node-a")?;
     let refuse = |change: &str, pod: &str| -> Result<()> {
