@@ -92,14 +92,14 @@ pub struct Options {
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=3600))]
     pub behind_wait_seconds: u32,
 
-    /// How long agents have to move to another replica when this one stops, in milliseconds
+    /// How long agents have to move to another replica when this replica stops, in milliseconds
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 2000, value_parser = clap::value_parser!(u32).range(0..=600_000))]
     pub drain_grace_ms: u32,
 
     /// The Service whose ready endpoints are the control plane's replicas. The source must contain
-    /// it, and it must not be headless. A replica with many more agents than its share of the nodes
-    /// asks some of them to move to another replica. Without this option, no agents are asked to
-    /// move
+    /// this Service, which must not be headless. A replica with many more agents than its share of
+    /// the nodes asks some of its agents to move to another replica. Without this option, no agents
+    /// are asked to move
     #[arg(long, value_name = "NAMESPACE/NAME", value_parser = service_key)]
     pub balance_service: Option<ServiceKey>,
 
@@ -118,7 +118,7 @@ pub enum OptionsError {
          --insecure-loopback --listen 127.0.0.1:7443 instead"
     )]
     NoTls {
-        /// The first option of the three that is missing.
+        /// The first of these three options that is missing.
         missing: &'static str,
     },
     /// `--insecure-loopback` without `--listen`.

@@ -96,7 +96,7 @@ impl ControlPlane {
 ///
 /// # Errors
 ///
-/// [`RunError`]. A retry helps only after the cause that it names is corrected.
+/// [`RunError`]. A retry helps only after the cause that the error names is corrected.
 pub async fn run(options: &Options, shutdown: CancellationToken) -> Result<(), RunError> {
     let control_plane = ControlPlane::start(options, shutdown).await?;
     let running = &control_plane.running;

@@ -162,7 +162,7 @@ pub struct SlicePort {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SliceEndpoint {
-    /// The first of `addresses`. The others are ignored, as in kube-proxy.
+    /// The first address of `addresses`. Other addresses are ignored, as in kube-proxy.
     #[serde(default, rename = "addresses", deserialize_with = "first")]
     pub address: Option<CompactString>,
     /// Conditions.

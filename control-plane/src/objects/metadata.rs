@@ -1,4 +1,4 @@
-//! `metadata`: names, times, and the few labels and annotations that are read.
+//! `metadata`: names, times, and the few labels and annotations that Headgate reads.
 
 use std::{borrow::Cow, fmt};
 
@@ -14,7 +14,7 @@ pub struct Metadata {
     /// Name.
     #[serde(default, deserialize_with = "nullable")]
     pub name: String,
-    /// Namespace, empty if none is given.
+    /// Namespace; empty if the object gives no namespace.
     #[serde(default, deserialize_with = "nullable")]
     pub namespace: String,
     /// resourceVersion; empty in files.
@@ -35,7 +35,8 @@ pub struct Metadata {
 }
 
 impl Metadata {
-    /// The namespace of a namespaced object: `default` where none is given, as for `kubectl apply`.
+    /// The namespace of a namespaced object: `default` if the object gives no namespace, as for
+    /// `kubectl apply`.
     #[must_use]
     pub fn namespace_or_default(&self) -> &str {
         if self.namespace.is_empty() { "default" } else { &self.namespace }

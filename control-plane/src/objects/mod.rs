@@ -1,10 +1,10 @@
 //! The fields of Kubernetes objects that a service proxy reads. Both sources use these types.
 //!
-//! Decoding them costs a fraction of decoding the full types: `managedFields`, most labels and
-//! annotations, selectors and statuses are skipped in the text and never reach the heap. Values are
-//! kept as written: an address is text, and a port is any number. So [`crate::model`] can report
-//! one invalid field of an object and use the others. A list that is `null` is empty, because Go
-//! writes empty lists as `null`.
+//! Decoding these types costs a fraction of decoding the full types: `managedFields`, most labels
+//! and annotations, selectors and statuses are skipped in the text and never reach the heap. Values
+//! are kept as written: an address is text, and a port is any number. So [`crate::model`] can report
+//! one invalid field of an object and use the other fields. A list that is `null` is empty, because
+//! Go writes empty lists as `null`.
 
 mod kinds;
 mod metadata;
@@ -51,7 +51,7 @@ impl ObjectKind {
         }
     }
 
-    /// The kind that `apiVersion` and `kind` name together; `None` for all others, such as the
+    /// The kind that `apiVersion` and `kind` name together; `None` for all other kinds, such as a
     /// `Service` of another API group.
     #[must_use]
     pub fn of(api_version: &str, kind: &str) -> Option<Self> {
@@ -64,7 +64,7 @@ impl ObjectKind {
         }
     }
 
-    /// Whether its objects live in namespaces.
+    /// Whether objects of this kind have namespaces.
     #[must_use]
     pub fn is_namespaced(self) -> bool {
         matches!(self, Self::Service | Self::EndpointSlice)
@@ -121,7 +121,7 @@ pub enum Object {
 }
 
 impl Object {
-    /// Its kind.
+    /// The kind of the object.
     #[must_use]
     pub fn kind(&self) -> ObjectKind {
         match self {
@@ -132,7 +132,7 @@ impl Object {
         }
     }
 
-    /// Its metadata.
+    /// The metadata of the object.
     #[must_use]
     pub fn metadata(&self) -> &Metadata {
         match self {
@@ -143,7 +143,7 @@ impl Object {
         }
     }
 
-    /// Its key.
+    /// The key of the object.
     #[must_use]
     pub fn key(&self) -> ObjectKey {
         let metadata = self.metadata();

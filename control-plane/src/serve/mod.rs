@@ -43,9 +43,11 @@ pub enum ServeError {
 
 fn remedy(error: &io::Error) -> &'static str {
     match error.kind() {
-        io::ErrorKind::AddrNotAvailable => "this machine has no such address: choose one of its own, or [::] for all",
+        io::ErrorKind::AddrNotAvailable => {
+            "this machine does not have this address: choose an address of this machine, or [::] for all addresses"
+        }
         io::ErrorKind::PermissionDenied => "choose a port above 1023",
-        _ => "choose another address, or stop the program that uses this one",
+        _ => "choose another address, or stop the program that uses this address",
     }
 }
 

@@ -1,5 +1,5 @@
 //! The `Discovery` service of the general server ([`crate::serve::transport`]), which serves all
-//! connections except streams. It answers `Standing`, and refuses other requests.
+//! connections except streams. The service answers `Standing`, and refuses other requests.
 
 use std::{
     convert::Infallible,

@@ -39,7 +39,8 @@ type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 /// The maximum size of the problems in a status, in bytes. Clients accept answers of up to 4 MiB.
 const MAX_PROBLEM_BYTES: usize = 1 << 20;
 
-/// Converts as many problems as fit into an answer. If some do not fit, a last entry says how many.
+/// Converts as many problems as fit into an answer. If some problems do not fit, a last entry gives
+/// their number.
 fn problems_to_wire(problems: &[Problem]) -> Vec<v1::Problem> {
     let mut shown = Vec::new();
     let mut bytes = 0;
@@ -124,7 +125,9 @@ impl Inspect for Inspector {
         let store = Arc::clone(&self.0.context.store);
         let keys = store.keys(|key| matches(key, &namespace, &name));
         if keys.is_empty() && !name.is_empty() {
-            return Err(Status::not_found(format!("neither Service {namespace}/{name} nor any endpoint of it exists")));
+            return Err(Status::not_found(format!(
+                "neither Service {namespace}/{name} nor an endpoint of this Service exists"
+            )));
         }
         let endpoints = stream::iter(keys).flat_map(move |key| {
             let endpoints = store.endpoints(&key).into_iter();
@@ -268,7 +271,7 @@ impl Watcher {
 }
 
 /// Splits a change of an endpoint whose ports differ in state: each group of ports with equal state
-/// becomes a change of its own.
+/// becomes a separate change.
 fn by_state((version, change): (u64, Change)) -> Vec<(u64, Change)> {
     match change {
         Change::Endpoint(key, endpoint) => {

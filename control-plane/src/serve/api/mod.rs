@@ -1,6 +1,6 @@
-//! Everything that a replica answers besides streams: Inspect, `Standing`, health and reflection
-//! over gRPC, and pages over HTTP. The *general server* of [`super::transport`] serves the gRPC
-//! requests.
+//! All services of a replica except the streams of agents: Inspect, `Standing`, health and
+//! reflection over gRPC, and pages over HTTP. The *general server* of [`super::transport`] serves
+//! the gRPC requests.
 
 mod discovery;
 mod inspect;

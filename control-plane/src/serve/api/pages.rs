@@ -25,7 +25,7 @@ use crate::{
 };
 
 /// Pause between two pages of metrics. A page takes as much time as a hundred messages to agents,
-/// and any client may ask for it.
+/// and any client may request the page.
 const SCRAPE_PAUSE: Duration = Duration::from_millis(20);
 
 /// Serves the pages until `stopped` is cancelled.

@@ -74,7 +74,7 @@ fn standing(fleet: &Fleet, request: &tonic::Request<v1::StandingRequest>) -> Res
     let store = &context.store;
     let is_serving = context.lifecycle() == Lifecycle::Serving;
     let source = if is_serving { store.source_state_for_others() } else { SourceState::Unlisted };
-    // Only positions that can be compared between replicas.
+    // The answer has only positions that can be compared between replicas.
     let comparable = |positions: BTreeMap<SourceKind, u64>| {
         positions_to_wire(positions.into_iter().filter(|(kind, _)| kind.is_comparable()))
     };

@@ -14,14 +14,14 @@ use super::Network;
 /// The pause that each failure adds.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// The sum of pauses that a network need not take.
+/// How much of the sum of a network's pauses does not delay its connections.
 const FREE: Duration = Duration::from_secs(1);
 
 /// The maximum number of networks whose failures are remembered.
 const MAX_NETWORKS: usize = 65_536;
 
-/// For each network, the time at which its pauses would end if the network took all of them,
-/// [`FREE`] included.
+/// For each network, the time at which its pauses would end if all of them delayed its connections,
+/// including [`FREE`].
 #[derive(Debug, Default)]
 pub(crate) struct Failures(Mutex<HashMap<Network, Instant>>);
 

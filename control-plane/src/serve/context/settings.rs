@@ -20,7 +20,7 @@ pub struct Settings {
     /// How long a client may read nothing of a pending response before the replica closes the
     /// connection. Applies to all gRPC requests except streams of agents.
     pub stalled_response_timeout: Duration,
-    /// How long agents have to move to another replica when this one stops.
+    /// How long agents have to move to another replica when this replica stops.
     pub drain_grace: Duration,
     /// True if nodes may use Inspect and reflection, as readers may.
     pub nodes_may_inspect: bool,

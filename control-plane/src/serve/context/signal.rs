@@ -1,4 +1,4 @@
-//! The signal that wakes one stream, and tells it that its own Node changed.
+//! The signal that wakes one stream, and tells the stream that the Node of its agent changed.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -10,8 +10,8 @@ use tokio::time::Instant;
 
 use super::Visit;
 
-/// Wakes the task that serves a stream, for events of this stream alone. Events of all streams,
-/// such as a new version, come through [`super::Visits`] instead.
+/// Wakes the task that serves a stream, for events that concern only this stream. For events that
+/// concern all streams, such as a new version, [`super::Visits`] visits every stream.
 #[derive(Debug)]
 pub(crate) struct Signal {
     waker: AtomicWaker,

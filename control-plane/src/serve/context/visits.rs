@@ -24,8 +24,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::Context;
 
-/// The number of visits after which other tasks get their turn. They take a fraction of a
-/// millisecond.
+/// The number of visits after which other tasks get their turn. This number of visits takes a
+/// fraction of a millisecond.
 const VISITS_PER_TURN: usize = 32;
 
 /// The lower and upper bound of the time between two visits when nothing happens.
@@ -36,13 +36,13 @@ pub(crate) trait Visit: Send + Sync {
     /// Does the work that is due at `now`, without waiting for anything.
     fn visit(&self, now: Instant);
 
-    /// Returns true if all others are to be visited first.
+    /// Returns true if all other items are to be visited first.
     fn is_late(&self) -> bool {
         false
     }
 
-    /// Ends at once, without telling the peer. The default does nothing, for items that end
-    /// together with their server.
+    /// Ends the item at once, without telling the peer. The default does nothing, for items that
+    /// end together with their server.
     fn abort(&self) {}
 }
 
@@ -79,8 +79,8 @@ pub(crate) struct Visited {
 
 impl Visits {
     /// Returns visits without streams. `times` are the time limits that visits enforce. The time
-    /// between two visits is at most a sixteenth of the shortest of `times`, within [`TICK`]. Time
-    /// limits are exact to that degree.
+    /// between two visits is at most a sixteenth of the shortest of `times`, within [`TICK`]. This
+    /// is also the precision of the time limits.
     pub(crate) fn new(times: impl IntoIterator<Item = Duration>) -> Self {
         let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let tick = times.into_iter().min().unwrap_or(TICK.1) / 16;
@@ -129,7 +129,7 @@ impl Visits {
     }
 
     /// Visits the streams of a shard, including streams that are added meanwhile. Late streams are
-    /// visited after all others.
+    /// visited after all other streams.
     async fn sweep(&self, shard: usize) {
         let mut turn: Vec<Arc<dyn Visit>> = Vec::with_capacity(VISITS_PER_TURN);
         let mut late: Vec<Arc<dyn Visit>> = Vec::new();
@@ -162,8 +162,8 @@ impl Drop for Visited {
         let stream = slots.entries[self.slot].take();
         slots.free.push(self.slot);
         drop(slots);
-        // Outside of the lock: this may be the last reference, and dropping a stream may call other
-        // streams and `Visits`.
+        // The stream is dropped after the lock is released: this may be the last reference, and
+        // dropping a stream may call other streams and `Visits`.
         drop(stream);
     }
 }
@@ -189,15 +189,16 @@ async fn visit_all(context: &Context, shard: usize) {
             () = change(&mut lifecycle) => {}
             () = change(&mut source) => {}
             () = change(&mut moves) => {
-                // Positions move with each bookmark. That concerns only streams that wait for a
-                // position.
+                // Positions move with each bookmark. Only streams that wait for a position need a
+                // visit then.
                 if visits.position_waits.load(Ordering::Acquire) == 0 && !head.has_changed().unwrap_or(false) {
                     continue;
                 }
             }
             _ = tick.tick() => context.warnings.tick(Instant::now()),
         }
-        // Marked before the visits, so that a change during the visits causes further visits.
+        // The versions are marked as seen before the visits, so that a change during the visits
+        // causes further visits.
         head.mark_unchanged();
         moves.mark_unchanged();
         visits.sweep(shard).await;

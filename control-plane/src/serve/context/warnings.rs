@@ -1,8 +1,8 @@
-//! Limits on warnings that each of thousands of peers may cause. The log shows the first few in an
-//! interval, and the number of the others.
+//! Limits on warnings that each of thousands of peers may cause. In each interval, the log shows
+//! the first few warnings of a kind, and the number of further warnings.
 //!
-//! A resource that one agent rejects is usually rejected by every agent, and a peer without trust
-//! may retry as often as it likes. Metrics count all warnings.
+//! A resource that one agent rejects is usually rejected by every agent, and an untrusted peer may
+//! retry as often as it likes. Metrics count all warnings.
 
 use std::{
     sync::{Mutex, PoisonError},
@@ -47,8 +47,8 @@ impl Warning {
         Self::Handshake,
     ];
 
-    /// The log message that stands for the warnings that were left out. The log line has their
-    /// count.
+    /// The log message for the warnings that were left out. The log line also contains their
+    /// number.
     fn summary(self) -> &'static str {
         match self {
             Self::Rejected => "more NACKs from agents; `headgatectl agents` shows what each agent rejects",

@@ -78,7 +78,7 @@ impl Agent {
         }
     }
 
-    /// Returns why the stream has to end, or `None` if it goes on.
+    /// Returns why the stream has to end, or `None` if the stream continues.
     pub(crate) fn ended(&self) -> Option<&End> {
         self.end.get()
     }
@@ -143,7 +143,7 @@ impl Agent {
         }
     }
 
-    /// Locks `counted`. A caller that needs both locks must lock the record first.
+    /// Locks `counted`. A caller that also locks the record must lock the record first.
     fn counted(&self) -> MutexGuard<'_, Option<(Arc<Progress>, Counted)>> {
         self.counted.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -43,7 +43,7 @@ mod tests {
     fn an_agent_is_late_while_it_does_not_answer() {
         let (start, mut lateness) = (Instant::now(), Lateness::default());
         let at = |ms| start + Duration::from_millis(ms);
-        // A version every 50 ms, each answered 500 ms later.
+        // A version is sent every 50 ms, and is answered 500 ms later.
         for ms in (0..10_000).step_by(50) {
             assert!(!lateness.look(ms / 50, (ms / 50).saturating_sub(10), at(ms)), "after {ms} ms");
         }
@@ -52,7 +52,7 @@ mod tests {
         assert!(!lateness.look(201, 200, at(60_000)));
         assert!(!lateness.look(210, 200, at(60_999)));
         assert!(lateness.look(211, 200, at(61_000)) && lateness.look(211, 200, at(600_000)));
-        // After an answer to some versions, the time for the others starts again.
+        // After an answer to some versions, the time for the other versions starts again.
         assert!(!lateness.look(300, 250, at(600_001)) && !lateness.look(400, 250, at(601_000)));
         assert!(lateness.look(400, 299, at(601_001)));
         assert!(!lateness.look(400, 400, at(601_002)));

@@ -2,9 +2,9 @@
 //! in a map of the distinct versions.
 //!
 //! A commit is *programmed everywhere* when the last member has programmed it. The replica measures
-//! the time from the arrival of the commit's event from the source until then. An ACK says how long
-//! ago the kernel had each version that it covers (contract, 7), so a delayed ACK does not distort
-//! the measurement.
+//! the time from the arrival of the commit's event from the source until that moment. An ACK says
+//! how long ago the kernel had each version that the ACK covers (contract, 7), so a delayed ACK does
+//! not distort the measurement.
 //!
 //! A *member* is an agent with a stream that has acknowledged the version that was the head when it
 //! connected. So an agent that joins does not count for earlier commits. When an agent leaves,
@@ -35,8 +35,8 @@ pub(crate) struct Counted {
     version: u64,
     is_failing: bool,
     has_state: bool,
-    /// The head when the agent connected; `None` once the agent has acknowledged that version and
-    /// is a member.
+    /// The newest version when the agent connected; `None` once the agent has acknowledged that
+    /// version and is a member.
     joins_at: Option<u64>,
 }
 
@@ -46,7 +46,7 @@ struct Counts {
     all: BTreeMap<Reports, usize>,
     /// The number of members, by version.
     members: BTreeMap<u64, usize>,
-    /// Commits up to this version have been measured, or will never be.
+    /// Commits up to this version have been measured, or will never be measured.
     measured: u64,
     /// For each version after `measured`, the latest time at which a member had programmed it;
     /// `None` if no member has reported a time.
@@ -115,7 +115,8 @@ impl Counts {
     }
 
     /// Records when a member had programmed the versions after `after`. An entry of `programmed`
-    /// covers all versions from the entry before it up to its own. Entries are in ascending order.
+    /// covers all versions after the previous entry, up to the version of the entry. Entries are in
+    /// ascending order.
     fn note_programmed(&mut self, after: u64, programmed: &[(u64, Instant)]) {
         let mut next = after.max(self.measured) + 1;
         for (version, at) in programmed {
@@ -135,7 +136,8 @@ impl Counts {
         }
     }
 
-    /// Marks commits up to a version as measured. Returns the recorded time of each of them.
+    /// Marks commits up to a version as measured. Returns the recorded time of each of these
+    /// commits.
     fn measured_to(&mut self, version: u64) -> Vec<Option<Instant>> {
         let count = usize::try_from(version.saturating_sub(self.measured)).unwrap_or(usize::MAX);
         self.measured = self.measured.max(version);
@@ -193,7 +195,8 @@ impl Progress {
             if old.joins_at.is_none() {
                 counts.note_programmed(old.version, programmed);
             }
-            // Counted before it is discounted, so that there is never a moment without members.
+            // The new counts are added before the old counts are removed, so that there is never a
+            // moment without members.
             counts.count(*counted);
             counts.discount(old);
             self.measure(&mut counts);
@@ -242,7 +245,8 @@ impl Progress {
         (counts.all.values().sum(), reached.iter().sum())
     }
 
-    /// Returns the first rejection of each agent with a stream that `is_meant` accepts.
+    /// Returns, for each agent with a stream, its first rejection that `is_meant` accepts. Agents
+    /// without such a rejection are left out.
     pub(crate) fn rejections(&self, is_meant: impl Fn(&v1::Rejection) -> bool) -> HashMap<Arc<str>, v1::Rejection> {
         let counts = self.counts();
         let found = |(node, list): (&Arc<str>, &Arc<Vec<v1::Rejection>>)| {
@@ -417,7 +421,11 @@ mod tests {
         rig.ack("late", 1);
         rig.commit();
         rig.ack("a", 3);
-        assert_eq!(rig.measured(), 2, "the late agent has not reached the head that it found");
+        assert_eq!(
+            rig.measured(),
+            2,
+            "the late agent has not programmed the version that was newest when it connected"
+        );
         rig.ack("late", 2);
         rig.commit();
         rig.ack("a", 4);

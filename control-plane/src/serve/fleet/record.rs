@@ -36,9 +36,9 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    /// Returns the version that the kernel has, as far as the replica knows. It is 0 if an attempt
-    /// for an acknowledged version failed: the agent programmed that version again because another
-    /// program had changed rules in the kernel, and which rules are left is unknown.
+    /// Returns the version that the kernel has, as far as the replica knows. The version is 0 if an
+    /// attempt for an acknowledged version failed: the agent programmed that version again because
+    /// another program had changed rules in the kernel, and which rules are left is unknown.
     pub(crate) fn kernel_version(&self) -> u64 {
         let is_lost = !self.last_error.is_empty() && self.failed_version <= self.programmed_version;
         if is_lost { 0 } else { self.programmed_version }

@@ -41,8 +41,8 @@ pub(crate) struct Waiter {
     positions: BTreeMap<SourceKind, u64>,
     deadline: Instant,
     expiry: Option<Expiry>,
-    /// The version to wait for, and the nodes that had a stream when it was found; `None` until it
-    /// is found.
+    /// The version to wait for, and the nodes that had a stream when this version was found; `None`
+    /// before.
     target: Option<(u64, Vec<Arc<str>>)>,
     last: Option<v1::WaitProgress>,
     programmed: watch::Receiver<()>,
@@ -67,7 +67,9 @@ impl Waiter {
         let endpoint = match endpoint.as_str() {
             "" => None,
             text => Some(text.parse().map_err(|_| {
-                Status::invalid_argument("endpoint: not an IP address; `headgatectl endpoints SERVICE` lists them")
+                Status::invalid_argument(
+                    "endpoint: not an IP address; `headgatectl endpoints SERVICE` lists the addresses",
+                )
             })?),
         };
         let timeout = if timeout_ms == 0 { DEFAULT_TIMEOUT } else { Duration::from_millis(timeout_ms) };
@@ -106,7 +108,8 @@ impl Waiter {
                 self.is_over = true;
                 return Some(Err(Status::unavailable("this replica stops")));
             }
-            // Marked before the count, so that a change during the count wakes the waiter.
+            // The versions are marked as seen before the count, so that a change during the count
+            // wakes the waiter.
             self.programmed.borrow_and_update();
             self.head.borrow_and_update();
             self.moves.borrow_and_update();
@@ -123,7 +126,7 @@ impl Waiter {
                 return Some(Ok(progress));
             }
             self.changed().await;
-            // ACKs that arrive within the pace are counted together. The first ACK after a quiet
+            // ACKs that arrive within [`PACE`] are counted together. The first ACK after a quiet
             // time is counted at once.
             sleep_until((counted_at + PACE).min(self.deadline)).await;
         }

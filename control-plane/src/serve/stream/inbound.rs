@@ -83,8 +83,8 @@ pub(crate) fn take(message: v1::AgentMessage, agent: &Agent, context: &Context) 
     Ok(())
 }
 
-/// Returns true if `version` was sent on this stream. An ACK of another version is ignored: it may
-/// belong to an earlier stream of the agent, to another replica.
+/// Returns true if `version` was sent on this stream. An ACK of another version is ignored: the
+/// version may be a version of another replica, which the agent followed before.
 fn was_sent(version: u64, agent: &Agent, metrics: &Metrics) -> bool {
     let was_sent = version <= agent.sent_version();
     if !was_sent {

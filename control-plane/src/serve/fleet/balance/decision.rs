@@ -1,15 +1,15 @@
 //! Decides how many agents a replica asks to move to another replica. This module does no I/O and
 //! reads no clock.
 //!
-//! Replicas do not talk to each other. Each compares the number of its agents with its share. The
-//! share is the number of Nodes in the source, divided by the number of ready replicas according to
-//! the source. Only agents of these Nodes count, one stream for each. So the counted agents of all
-//! replicas are never more than all shares together. While one replica is above its share, another
-//! is below its own, so the moves come to an end.
+//! Replicas do not talk to each other. Each replica compares the number of its agents with its
+//! share. The share is the number of Nodes in the source, divided by the number of ready replicas
+//! according to the source. Only agents of these Nodes count, with one stream for each Node. So the
+//! number of counted agents at all replicas never exceeds the sum of the shares: while one replica
+//! is above its share, another replica is below its share. Therefore the moves come to an end.
 //!
-//! Three rules keep agents from moving back and forth. There is a band around the share. A replica
-//! must be above the band for some time before it acts. And a replica remembers which agents it
-//! asked.
+//! Three rules keep agents from moving back and forth. A replica tolerates some agents above its
+//! share, up to a limit. A replica must be above this limit for some time before it asks agents to
+//! move. And a replica remembers which agents it asked.
 
 use std::time::Duration;
 
@@ -29,10 +29,11 @@ pub(super) const SETTLING: Duration = Duration::from_secs(10);
 /// How long an agent that was asked counts as leaving.
 pub(super) const LEAVING: Duration = Duration::from_secs(10);
 
-/// How long a replica remembers that it asked an agent. It does not ask this agent again meanwhile.
+/// How long a replica remembers that it asked an agent to move. During this time it does not ask
+/// this agent again.
 pub(super) const MEMORY: Duration = Duration::from_secs(600);
 
-/// The number of asked agents from which a replica can judge whether its requests are futile.
+/// The least number of asked agents by which a replica can judge whether its requests are futile.
 const MIN_ASKED: usize = 10;
 
 /// The numbers that a replica decides by at a step.
@@ -71,8 +72,8 @@ impl Band {
             return None;
         }
         let share = nodes.div_ceil(replicas);
-        // Agents choose replicas at random. The limit is high enough that chance alone practically
-        // never brings a replica above it.
+        // Agents choose replicas at random. The limit is so high that chance alone practically
+        // never brings a replica above the limit.
         Some(Self { replicas, share, limit: share + share / 5 + 8, target: share + share / 10 + 4 })
     }
 }
@@ -164,7 +165,7 @@ mod tests {
             assert_eq!(run(&mut decision, start, round * 10..round * 10 + 9, view(1_000, 2)), 0);
             assert_eq!(run(&mut decision, start, round * 10 + 9..round * 10 + 10, view(600, 2)), 0);
         }
-        // One more replica starts the time again.
+        // A change of the number of replicas starts the time again.
         assert_eq!(run(&mut decision, start, 200..209, view(1_000, 2)), 0);
         assert_eq!(run(&mut decision, start, 209..219, view(1_000, 3)), 0);
         assert_eq!(run(&mut decision, start, 219..220, view(1_000, 3)), MAX_PER_STEP);

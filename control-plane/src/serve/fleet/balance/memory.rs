@@ -50,8 +50,8 @@ impl<A: Hash + Eq + Clone> Memory<A> {
         (may_be_asked, Some(View { band, agents, asked, returned }))
     }
 
-    /// Chooses `count` agents at random, and remembers that they are asked. Returns fewer if there
-    /// are fewer.
+    /// Chooses `count` agents at random, and remembers that they are asked. Returns all agents of
+    /// `may_be_asked` if there are fewer than `count`.
     pub(super) fn ask(&mut self, mut may_be_asked: Vec<A>, count: usize, now: Instant, rng: &mut Rng) -> Vec<A> {
         let count = count.min(may_be_asked.len());
         for chosen in 0..count {

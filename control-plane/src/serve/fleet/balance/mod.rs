@@ -71,7 +71,7 @@ impl Balance {
             if was_moving {
                 tracing::info!(agents, share, replicas, "balancing stopped: no more agents are asked to move");
             } else {
-                tracing::info!(%service, agents, share, replicas, "this replica has more agents than its share: it asks some to move to another replica");
+                tracing::info!(%service, agents, share, replicas, "this replica has more agents than its share: it asks some agents to move to another replica");
             }
         }
         if let Some(view) = view {

@@ -14,7 +14,8 @@ use super::{
     memory::Memory,
 };
 
-/// Agents have numbers. The source knows the nodes of agents below `nodes`, and of no others.
+/// Agents are numbered from 0. The source contains the Nodes of the agents with numbers below
+/// `nodes`, and no other Nodes.
 struct Simulation {
     rng: Rng,
     now: Instant,
@@ -41,7 +42,7 @@ impl Simulation {
     fn new(seed: u64, nodes: usize, unknown: usize, replicas: usize) -> Self {
         let mut rng = Rng::with_seed(seed);
         let now = Instant::now();
-        // The spread is anything from even to all agents at one replica.
+        // The agents are spread evenly, or are all at one replica, or anything in between.
         let favourite = rng.usize(0..replicas);
         let evenness = rng.f64();
         let place = |_| if rng.f64() < evenness { rng.usize(0..replicas) } else { favourite };
@@ -124,8 +125,8 @@ impl Simulation {
         self.loads().iter().all(|load| *load <= band.limit)
     }
 
-    /// Returns a time in which all necessary moves are done. It suffices for one replica to move
-    /// all agents twice.
+    /// Returns a time in which all necessary moves are done. In this time one replica can move all
+    /// agents twice.
     fn time_to_settle(&self) -> Duration {
         SETTLING + LEAVING + STEP * u32::try_from(2 * self.nodes / MAX_PER_STEP + 60).unwrap()
     }
@@ -178,8 +179,8 @@ proptest! {
         simulation.places.fill(0);
         simulation.pinned = nodes;
         simulation.run(2 * MEMORY);
-        // A replica asks agents until it notices that the first ones came back. It does so again
-        // each time that its memory ends.
+        // A replica asks agents until it notices that the first agents came back. After [`MEMORY`]
+        // it has forgotten these agents and starts to ask again.
         let once = 2 * MAX_PER_STEP * usize::try_from(LEAVING.as_secs()).unwrap();
         prop_assert!(simulation.asked <= 3 * once, "{} times", simulation.asked);
     }
@@ -196,7 +197,7 @@ fn memory_is_bounded() {
             let before = last.insert(agent, now);
             assert!(
                 before.is_none_or(|before| now.duration_since(before) >= MEMORY),
-                "no agent is asked twice within the memory"
+                "no agent is asked twice within MEMORY"
             );
         }
         assert!(memory.len() <= MAX_PER_STEP * usize::try_from(MEMORY.as_secs()).unwrap());
