@@ -59,7 +59,7 @@ impl Rig {
         events.iter().for_each(|event| event.apply(&mut self.state, &mut self.node, &mut dirty));
         let (script, planned) = self.ledger.changed(&self.state, &self.node, &dirty);
         self.kernel.restore(&script.to_string()).unwrap();
-        (planned.services as usize, dirty.services.len())
+        (planned as usize, dirty.services.len())
     }
 
     /// Runs a full script whose rules of services' chains are rendered late. The events of

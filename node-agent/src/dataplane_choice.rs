@@ -8,7 +8,7 @@ use crate::{
     interfaces,
     node_inputs::{NodeInputs, NodeSettings},
     options::Options,
-    settings::{IpvsSettings, ProxyMode, Settings},
+    settings::{ProxyMode, Settings},
     sysctl::Sysctls,
 };
 
@@ -22,7 +22,7 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
     let leftovers = leftovers(settings);
     let iptables = || iptables::IptablesDataplane::new(iptables_config(options, settings));
     match settings.mode {
-        ProxyMode::Auto | ProxyMode::Iptables => Ok(Box::new(iptables()?.with_leftovers(leftovers))),
+        ProxyMode::Iptables => Ok(Box::new(iptables()?.with_leftovers(leftovers))),
         ProxyMode::Ipvs => match ipvs::IpvsDataplane::new(ipvs_config(options, settings)) {
             Ok(dataplane) => Ok(Box::new(dataplane.with_leftovers(leftovers))),
             Err(error) if error.kind == ErrorKind::Unavailable => {
@@ -50,7 +50,7 @@ pub fn prepare(settings: &Settings) -> Result<(), DataplaneError> {
     let inputs = node.resolve(None, &interfaces);
     let prepare_iptables = || iptables::prepare(settings.localhost_node_ports, &inputs);
     match settings.mode {
-        ProxyMode::Auto | ProxyMode::Iptables => prepare_iptables(),
+        ProxyMode::Iptables => prepare_iptables(),
         ProxyMode::Ipvs => match ipvs::prepare(settings.ipvs.strict_arp) {
             Err(error) if error.kind == ErrorKind::Unavailable => {
                 error!("mode ipvs was asked for but cannot run on this machine; the agent will run iptables: {error}");
@@ -79,17 +79,10 @@ fn masquerade(settings: &Settings) -> MasqueradeConfig {
 }
 
 fn ipvs_config(options: &Options, settings: &Settings) -> ipvs::Config {
-    let IpvsSettings { scheduler, exclude_cidrs, strict_arp, tcp_timeout, tcp_fin_timeout, udp_timeout } =
-        settings.ipvs.clone();
     ipvs::Config {
         variant: options.iptables_variant,
         masquerade: masquerade(settings),
-        scheduler,
-        exclude_cidrs,
-        strict_arp,
-        tcp_timeout,
-        tcp_fin_timeout,
-        udp_timeout,
+        settings: settings.ipvs.clone(),
         ..ipvs::Config::default()
     }
 }

@@ -144,7 +144,8 @@ impl MetricRegistry {
 impl Adder<'_> {
     /// Adds a gauge.
     pub(crate) fn gauge(&mut self, name: &str, labels: &'static str, help: &str, metric: impl Metric) {
-        self.add(name, "", "gauge", labels, help, metric);
+        self.describe(name, "gauge", labels, help);
+        self.registry.register(name, help, metric);
     }
 
     /// Adds a gauge whose name ends with its unit.
@@ -155,24 +156,13 @@ impl Adder<'_> {
 
     /// Adds a counter. The encoder appends `_total` to its name.
     pub(crate) fn counter(&mut self, name: &str, labels: &'static str, help: &str, metric: impl Metric) {
-        self.add(name, "_total", "counter", labels, help, metric);
+        self.describe(&format!("{name}_total"), "counter", labels, help);
+        self.registry.register(name, help, metric);
     }
 
     /// Adds a histogram.
     pub(crate) fn histogram(&mut self, name: &str, labels: &'static str, help: &str, metric: impl Metric) {
-        self.add(name, "", "histogram", labels, help, metric);
-    }
-
-    fn add(
-        &mut self,
-        name: &str,
-        suffix: &str,
-        kind: &'static str,
-        labels: &'static str,
-        help: &str,
-        metric: impl Metric,
-    ) {
-        self.describe(&format!("{name}{suffix}"), kind, labels, help);
+        self.describe(name, "histogram", labels, help);
         self.registry.register(name, help, metric);
     }
 

@@ -29,7 +29,7 @@ pub struct Progress {
     /// Why the last sync failed; `None` if it succeeded.
     pub failure: Option<Failure>,
     /// Services whose rules the kernel rejects, and why. `programmed` excludes these Services.
-    pub refused: Arc<[v1::Rejection]>,
+    pub rejections: Arc<[v1::Rejection]>,
 }
 
 impl Progress {

@@ -28,37 +28,10 @@ use std::{
 
 use crate::{
     behaviours::endpoint_choice::belongs_to,
-    model::{Endpoint, Family, Protocol, Service, ServiceKey, ServicePort},
+    model::{Endpoint, Family, Protocol, ServiceKey, ServicePort},
     state::State,
-    state::frontends::Frontend,
+    state::frontends::{Frontend, frontends_of_port},
 };
-
-/// The destination of a client's UDP packets before translation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum OriginalDestination {
-    /// An address and port of a service.
-    Address(IpAddr, u16),
-    /// A NodePort on any address of the node.
-    NodePort(Family, u16),
-}
-
-impl OriginalDestination {
-    /// The family of the destination.
-    #[must_use]
-    pub fn family(self) -> Family {
-        match self {
-            Self::Address(address, _) => Family::of(address),
-            Self::NodePort(family, _) => family,
-        }
-    }
-
-    fn frontend(self) -> Frontend {
-        match self {
-            Self::Address(address, port) => Frontend::Address(address, Protocol::Udp, port),
-            Self::NodePort(family, port) => Frontend::NodePort(family, Protocol::Udp, port),
-        }
-    }
-}
 
 /// Endpoints, sorted and without duplicates. They are the sources of replies. All destinations of a
 /// service port share one list.
@@ -89,7 +62,7 @@ pub struct Rule {
 /// Stale flows to be found and deleted.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cleanup {
-    rules: BTreeMap<OriginalDestination, Rule>,
+    rules: BTreeMap<Frontend, Rule>,
 }
 
 /// Selects the UDP entries that the kernel lists. An entry must match all fields that are set.
@@ -115,10 +88,10 @@ impl Filter {
     /// Selects the entries to a destination. For a NodePort the filter also selects entries to
     /// addresses of other machines.
     #[must_use]
-    pub fn to(destination: OriginalDestination) -> Self {
+    pub fn to(destination: Frontend) -> Self {
         let (original_address, port) = match destination {
-            OriginalDestination::Address(address, port) => (Some(address), port),
-            OriginalDestination::NodePort(_, port) => (None, port),
+            Frontend::Address(address, _, port) => (Some(address), port),
+            Frontend::NodePort(.., port) => (None, port),
         };
         Self { original_address, original_port: Some(port), ..Self::all(destination.family()) }
     }
@@ -147,14 +120,14 @@ impl Cleanup {
     }
 
     /// Returns the rules by destination.
-    pub fn rules(&self) -> impl Iterator<Item = (OriginalDestination, &Rule)> {
+    pub fn rules(&self) -> impl Iterator<Item = (Frontend, &Rule)> {
         self.rules.iter().map(|(destination, rule)| (*destination, rule))
     }
 
     /// True if a rule is about a NodePort. Then [`Self::is_stale`] needs the addresses of the node.
     #[must_use]
     pub fn needs_node_addresses(&self) -> bool {
-        self.rules.keys().any(|destination| matches!(destination, OriginalDestination::NodePort(..)))
+        self.rules.keys().any(|destination| matches!(destination, Frontend::NodePort(..)))
     }
 
     /// Merges newer rules into queued rules on which no search has started. Unlike [`Self::merge`],
@@ -216,9 +189,9 @@ impl Cleanup {
         reply_source: SocketAddr,
         is_node_address: impl Fn(IpAddr) -> bool,
     ) -> bool {
-        let at_address = self.rules.get(&OriginalDestination::Address(original.ip(), original.port()));
+        let at_address = self.rules.get(&Frontend::Address(original.ip(), Protocol::Udp, original.port()));
         let rule = at_address.or_else(|| {
-            let node_port = OriginalDestination::NodePort(Family::of(original.ip()), original.port());
+            let node_port = Frontend::NodePort(Family::of(original.ip()), Protocol::Udp, original.port());
             self.rules.get(&node_port).filter(|_| is_node_address(original.ip()))
         });
         rule.is_some_and(|rule| {
@@ -229,7 +202,7 @@ impl Cleanup {
 
     /// Adds a rule. It replaces an older rule for the destination and inherits its suspects, except
     /// endpoints that the new rule keeps.
-    fn add(&mut self, destination: OriginalDestination, mut rule: Rule) {
+    fn add(&mut self, destination: Frontend, mut rule: Rule) {
         let older = self.rules.remove(&destination).map(|rule| rule.suspects);
         match (&mut rule.suspects, older) {
             (Suspects::Sources(sources), Some(Suspects::Sources(older))) => sources.extend(older),
@@ -245,7 +218,7 @@ impl Cleanup {
 
 /// Returns filters that select all flows to the destinations. Destinations with equal ports share a
 /// filter.
-fn by_destination(destinations: impl Iterator<Item = OriginalDestination>) -> BTreeSet<Filter> {
+fn by_destination(destinations: impl Iterator<Item = Frontend>) -> BTreeSet<Filter> {
     let mut by_port: BTreeMap<Option<u16>, Filter> = BTreeMap::new();
     for filter in destinations.map(Filter::to) {
         let merged = by_port.entry(filter.original_port).or_insert(filter);
@@ -264,7 +237,7 @@ impl Rule {
 }
 
 /// The destinations that a service owns, each with the endpoints whose flows are kept.
-type Owned = BTreeMap<OriginalDestination, Sources>;
+type Owned = BTreeMap<Frontend, Sources>;
 
 /// The cleanup after a step. When the rules of the step are in the kernel, the caller passes the
 /// plan to [`Tracker::commit`]. If the step failed, the caller drops the plan.
@@ -273,6 +246,7 @@ pub struct CleanupPlan {
     /// Flows to be deleted once the rules are in place.
     pub cleanup: Cleanup,
     owned: Vec<(Arc<ServiceKey>, Owned)>,
+    is_for_all: bool,
 }
 
 /// Remembers, for services with UDP ports, the endpoints to which rules may have sent flows since
@@ -280,29 +254,27 @@ pub struct CleanupPlan {
 #[derive(Debug, Default)]
 pub struct Tracker {
     used: HashMap<Arc<ServiceKey>, Owned>,
+    /// The last committed plan was for all services. The full sync may have programmed a newer state
+    /// than [`Self::plan_all`] saw. The services that changed in between are part of the next plan,
+    /// and their former endpoints are not all known, so all their flows are suspects.
+    is_after_all: bool,
 }
 
 impl Tracker {
     /// Plans the cleanup after the rules of these services are programmed. If a plan is not
     /// committed, the next plan for its services includes it.
     pub fn plan<'a>(&mut self, state: &State, services: impl IntoIterator<Item = &'a Arc<ServiceKey>>) -> CleanupPlan {
-        self.plan_services(state, services, true)
-    }
-
-    /// Like [`Self::plan`], for services that may have been programmed in states that this tracker
-    /// does not know. All their flows are suspects.
-    pub fn plan_unknown<'a>(
-        &mut self,
-        state: &State,
-        services: impl IntoIterator<Item = &'a Arc<ServiceKey>>,
-    ) -> CleanupPlan {
-        self.plan_services(state, services, false)
-    }
-
-    /// Like [`Self::plan_unknown`], for all services. It is needed when all rules are programmed:
-    /// at the start, and after another program has removed them. This is a full pass.
-    pub fn plan_all(&mut self, state: &State) -> CleanupPlan {
         let mut plan = CleanupPlan::default();
+        for key in services {
+            self.plan_service(state, key, !self.is_after_all, &mut plan);
+        }
+        plan
+    }
+
+    /// Plans the cleanup after the rules of all services are programmed: at the start, and after
+    /// another program has removed them. All flows are suspects. This is a full pass.
+    pub fn plan_all(&mut self, state: &State) -> CleanupPlan {
+        let mut plan = CleanupPlan { is_for_all: true, ..CleanupPlan::default() };
         let removed: Vec<_> = self.used.keys().filter(|key| state.entry(key).is_none()).cloned().collect();
         for key in state.entries().map(|(key, _)| key).chain(&removed) {
             self.plan_service(state, key, false, &mut plan);
@@ -320,6 +292,7 @@ impl Tracker {
                 self.used.insert(key, owned);
             }
         }
+        self.is_after_all = plan.is_for_all;
         plan.cleanup
     }
 
@@ -333,19 +306,6 @@ impl Tracker {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.used.is_empty()
-    }
-
-    fn plan_services<'a>(
-        &mut self,
-        state: &State,
-        services: impl IntoIterator<Item = &'a Arc<ServiceKey>>,
-        is_past_known: bool,
-    ) -> CleanupPlan {
-        let mut plan = CleanupPlan::default();
-        for key in services {
-            self.plan_service(state, key, is_past_known, &mut plan);
-        }
-        plan
     }
 
     fn plan_service(&mut self, state: &State, key: &Arc<ServiceKey>, is_past_known: bool, plan: &mut CleanupPlan) {
@@ -381,11 +341,9 @@ impl Tracker {
 
 /// Returns the rule for a destination that a service used and no longer owns. Another service may
 /// own it now.
-fn rule_after_loss(state: &State, destination: OriginalDestination, sources: &Sources) -> Rule {
-    let keep = state
-        .frontends()
-        .owner(&destination.frontend())
-        .and_then(|owner| owned_destinations(state, owner).remove(&destination));
+fn rule_after_loss(state: &State, destination: Frontend, sources: &Sources) -> Rule {
+    let keep =
+        state.frontends().owner(&destination).and_then(|owner| owned_destinations(state, owner).remove(&destination));
     Rule {
         keep_untranslated: keep.is_none(),
         keep: keep.unwrap_or_default(),
@@ -402,22 +360,12 @@ fn owned_destinations(state: &State, key: &ServiceKey) -> Owned {
     for port in service.ports.iter().filter(|port| port.protocol == Protocol::Udp) {
         for family in Family::BOTH.into_iter().filter(|family| service.cluster_ip(*family).is_some()) {
             let keep = keep(entry.endpoints().values(), port, family);
-            for destination in destinations(service, port, family) {
-                if state.frontends().owns(key, &destination.frontend()) {
-                    owned.insert(destination, Arc::clone(&keep));
-                }
-            }
+            let of_family = frontends_of_port(service, port).filter(|destination| destination.family() == family);
+            let own = of_family.filter(|destination| state.frontends().owns(key, destination));
+            owned.extend(own.map(|destination| (destination, Arc::clone(&keep))));
         }
     }
     owned
-}
-
-fn destinations(service: &Service, port: &ServicePort, family: Family) -> impl Iterator<Item = OriginalDestination> {
-    let lists = [&service.cluster_ips, &service.external_ips, &service.load_balancer_ips];
-    let of_family = lists.into_iter().flatten().filter(move |address| Family::of(**address) == family);
-    let number = port.port;
-    let node_port = (port.node_port != 0).then_some(OriginalDestination::NodePort(family, port.node_port));
-    of_family.map(move |address| OriginalDestination::Address(*address, number)).chain(node_port)
 }
 
 /// Returns the endpoints whose flows are kept: all that are serving or ready.

@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use crate::model::{Family, Protocol, Service, ServiceKey};
+use crate::model::{Family, Protocol, Service, ServiceKey, ServicePort};
 
 /// Where clients reach one port of a Service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -50,19 +50,30 @@ impl Candidates {
     }
 }
 
-/// Returns every frontend that a Service asks for, sorted and without duplicates.
-#[must_use]
-pub fn frontends_of(service: &Service) -> Vec<Frontend> {
-    let mut frontends = Vec::new();
-    let addresses = [&service.cluster_ips, &service.external_ips, &service.load_balancer_ips];
-    for port in &service.ports {
-        let at = |address: &IpAddr| Frontend::Address(*address, port.protocol, port.port);
-        frontends.extend(addresses.iter().flat_map(|list| list.iter().map(at)));
-        if port.node_port != 0 {
-            let families = Family::BOTH.into_iter().filter(|family| service.cluster_ip(*family).is_some());
-            frontends.extend(families.map(|family| Frontend::NodePort(family, port.protocol, port.node_port)));
+impl Frontend {
+    /// The family of the frontend.
+    #[must_use]
+    pub fn family(self) -> Family {
+        match self {
+            Self::Address(address, ..) => Family::of(address),
+            Self::NodePort(family, ..) => family,
         }
     }
+}
+
+/// Returns every frontend that a Service asks for with one of its ports.
+pub(crate) fn frontends_of_port(service: &Service, port: &ServicePort) -> impl Iterator<Item = Frontend> {
+    let ServicePort { protocol, port, node_port, .. } = *port;
+    let addresses = [&service.cluster_ips, &service.external_ips, &service.load_balancer_ips].into_iter().flatten();
+    let has_node_port = move |family: &Family| node_port != 0 && service.cluster_ip(*family).is_some();
+    let node_ports = Family::BOTH.into_iter().filter(has_node_port);
+    let at_addresses = addresses.map(move |address| Frontend::Address(*address, protocol, port));
+    at_addresses.chain(node_ports.map(move |family| Frontend::NodePort(family, protocol, node_port)))
+}
+
+/// Returns every frontend that a Service asks for, sorted and without duplicates.
+fn frontends_of(service: &Service) -> Vec<Frontend> {
+    let mut frontends: Vec<_> = service.ports.iter().flat_map(|port| frontends_of_port(service, port)).collect();
     frontends.sort_unstable();
     frontends.dedup();
     frontends

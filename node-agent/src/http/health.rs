@@ -6,9 +6,9 @@ use std::{
 };
 
 use axum::{
-    Router,
+    Json, Router,
     extract::State,
-    http::{HeaderName, HeaderValue, StatusCode, header},
+    http::{StatusCode, header},
     response::IntoResponse,
     routing::get,
 };
@@ -77,7 +77,7 @@ async fn healthz(State(pages): State<HealthPages>) -> impl IntoResponse {
     let is_healthy = health.is_serving();
     let code = status(is_healthy);
     pages.metrics.kube_proxy.healthz(code.as_u16());
-    answer(code, &page(health, is_healthy, Some(health.is_node_eligible)))
+    answer(code, page(health, is_healthy, Some(health.is_node_eligible)))
 }
 
 /// Serves `/livez`. It fails only when a restart of the agent may help.
@@ -85,20 +85,15 @@ async fn livez(State(pages): State<HealthPages>) -> impl IntoResponse {
     let health = pages.backlog.health(pages.patience);
     let code = status(health.is_alive());
     pages.metrics.kube_proxy.livez(code.as_u16());
-    answer(code, &page(health, health.is_alive(), None))
+    answer(code, page(health, health.is_alive(), None))
 }
 
 fn status(is_healthy: bool) -> StatusCode {
     if is_healthy { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
 }
 
-fn answer(code: StatusCode, page: &Page) -> (StatusCode, [(HeaderName, HeaderValue); 2], String) {
-    let headers = [
-        (header::CONTENT_TYPE, HeaderValue::from_static("application/json")),
-        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
-    ];
-    // Serializing strings and booleans does not fail.
-    (code, headers, serde_json::to_string(page).unwrap_or_default())
+fn answer(code: StatusCode, page: Page) -> impl IntoResponse {
+    (code, [(header::X_CONTENT_TYPE_OPTIONS, "nosniff")], Json(page))
 }
 
 /// Builds the body. `healthy` in the body covers only the families, whereas `is_ok`, the result of

@@ -301,17 +301,17 @@ fn flags(command: &clap::Command, matches: &ArgMatches) -> Flags {
 /// Parses the interval of health checks. The bounds equal those of the annotation; they protect
 /// nodes from too many checks.
 fn check_interval(text: &str) -> Result<Duration, String> {
-    let bounds = Duration::from_millis(500)..=Duration::from_secs(3600);
-    duration(text).and_then(|interval| {
-        bounds.contains(&interval).then_some(interval).ok_or_else(|| format!("{text} is not between 500ms and 1h"))
-    })
+    duration_up_to_1h(text, Duration::from_millis(500))
 }
 
 fn check_timeout(text: &str) -> Result<Duration, String> {
-    let bounds = Duration::from_millis(1)..=Duration::from_secs(3600);
-    duration(text).and_then(|timeout| {
-        bounds.contains(&timeout).then_some(timeout).ok_or_else(|| format!("{text} is not between 1ms and 1h"))
-    })
+    duration_up_to_1h(text, Duration::from_millis(1))
+}
+
+fn duration_up_to_1h(text: &str, min: Duration) -> Result<Duration, String> {
+    let is_allowed = |found: &Duration| (min..=Duration::from_secs(3600)).contains(found);
+    let wrong = || format!("{text} is not between {} and 1h", settings::value::show_duration(min));
+    duration(text).and_then(|found| Some(found).filter(is_allowed).ok_or_else(wrong))
 }
 
 /// Parses a boolean like Go.

@@ -31,7 +31,7 @@ fn unsupported_modes_are_refused_by_name() {
     assert!(error.contains("--proxy-mode: nftables is not supported; pass auto, iptables or ipvs"), "{error}");
     assert_eq!(settings(&["--proxy-mode=ipvs"]).mode, ProxyMode::Ipvs);
     assert_eq!(settings(&["--proxy-mode=iptables"]).mode, ProxyMode::Iptables);
-    assert_eq!(settings(&[]).mode, ProxyMode::Auto);
+    assert_eq!(settings(&[]).mode, ProxyMode::Iptables);
 }
 
 #[test]

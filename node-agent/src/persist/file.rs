@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions, TryLockError},
-    io::{self, BufWriter, Seek as _, SeekFrom, Write},
+    io::{self, BufWriter, Write},
     os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     sync::Arc,
@@ -103,8 +103,7 @@ impl StateFile {
         let loaded = load::read(&self.path(), &self.node_name)?;
         if let Some(Loaded { chain, base_bytes, valid_bytes, left_out: None, .. }) = &loaded
             && may_write
-            && let Ok(mut file) = OpenOptions::new().write(true).open(self.path())
-            && file.seek(SeekFrom::Start(*valid_bytes)).is_ok()
+            && let Ok(file) = OpenOptions::new().append(true).open(self.path())
         {
             self.log = Some(Log { file, chain: chain.clone(), base_bytes: *base_bytes, bytes: *valid_bytes });
         }
@@ -223,9 +222,6 @@ const LOCK: &str = "lock";
 
 impl Log {
     fn append(&mut self, bytes: &[u8], chain: Chain) -> io::Result<()> {
-        // Removes the rest of an append that failed half-way.
-        self.file.set_len(self.bytes)?;
-        self.file.seek(SeekFrom::Start(self.bytes))?;
         self.file.write_all(bytes)?;
         self.file.sync_data()?;
         self.bytes += bytes.len() as u64;

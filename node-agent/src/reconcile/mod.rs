@@ -112,17 +112,6 @@ struct Attempt {
     target: Target,
     generation: u64,
     kind: SyncKind,
-    job: Job,
-}
-
-enum Job {
-    /// The state changed, but no rule does.
-    Nothing,
-    /// The dataplane writes its plan.
-    Apply,
-    /// The dataplane makes a full sync. It locks the state itself while it plans, so that the lock
-    /// is free while the kernel is read and written.
-    Full,
 }
 
 impl Reconciler {
@@ -232,11 +221,13 @@ impl Reconciler {
         else {
             return;
         };
-        let Attempt { target, generation, kind, job } = attempt;
-        let result = match job {
-            Job::Nothing => Ok(Report::default()),
-            Job::Apply => self.dataplane.apply(),
-            Job::Full => self.dataplane.sync_full(&*self.shared),
+        let Attempt { target, generation, kind } = attempt;
+        let result = match kind {
+            SyncKind::Nothing => Ok(Report::default()),
+            SyncKind::Partial => self.dataplane.apply(),
+            // The dataplane locks the state itself while it plans, so that the lock is free while
+            // the kernel is read and written.
+            SyncKind::Full => self.dataplane.sync_full(&*self.shared),
         };
         self.pace = Pace { not_before: started + self.timing.min_sync_period, after_failure: None };
         self.verify_at = Instant::now() + self.timing.sync_period;
@@ -325,19 +316,21 @@ impl Reconciler {
         }
     }
 
-    /// Publishes the services that the kernel rejects. While changes wait to be programmed, it
-    /// publishes nothing: the step that programs them does, so that a service is reported as
-    /// accepted only once its rules are in the kernel.
     fn publish_rejections(&self) {
+        self.progress.send_if_modified(|progress| self.set_rejections(progress));
+    }
+
+    /// Sets the services that the kernel rejects, and returns true if they are new. While changes wait
+    /// to be programmed, it sets nothing: the step that programs them does, so that a service is
+    /// reported as accepted only once its rules are in the kernel.
+    fn set_rejections(&self, progress: &mut Progress) -> bool {
         self.metrics.services_rejected.set(i64::try_from(self.quarantine.len()).unwrap_or(i64::MAX));
         let now = self.quarantine.rejections();
-        self.progress.send_if_modified(|progress| {
-            let is_new = self.unfinished.dirty.is_empty() && *progress.refused != *now;
-            if is_new {
-                progress.refused = now.into();
-            }
-            is_new
-        });
+        let is_new = self.unfinished.dirty.is_empty() && *progress.rejections != *now;
+        if is_new {
+            progress.rejections = now.into();
+        }
+        is_new
     }
 
     fn succeeded(&mut self, target: Target, generation: u64, kind: SyncKind, report: &Report, took: Duration) {
@@ -362,16 +355,12 @@ impl Reconciler {
         self.metrics.version_programmed.set(target.version);
         let Report { services_planned, objects_written, .. } = *report;
         let programmed = Some(Programmed { target, generation, took, services_planned, objects_written });
-        let rejections = self.quarantine.rejections();
         let counts_packets = statistics.iter().any(|family| family.statistics.counts_packets);
         self.metrics.counts_packets.set(counts_packets.into());
-        self.metrics.services_rejected.set(i64::try_from(self.quarantine.len()).unwrap_or(i64::MAX));
         self.progress.send_modify(|progress| {
             progress.programmed = programmed;
             progress.failure = None;
-            if *progress.refused != *rejections {
-                progress.refused = rejections.into();
-            }
+            self.set_rejections(progress);
         });
         if kind == SyncKind::Full {
             // The progress is published first, so that no ACK waits for this call.
@@ -386,7 +375,7 @@ impl Reconciler {
         // reads the kernel. It writes only what differs.
         self.unfinished.needs_full = true;
         let now = Instant::now();
-        let (pause, with_news_at) = match error.kind {
+        let (pause, retry_changed_at) = match error.kind {
             ErrorKind::Retry | ErrorKind::PlanAgain | ErrorKind::NeedsFullSync | ErrorKind::Rejected => {
                 (self.failures.next_pause(), now + CHANGE_PAUSE.max(took * CHANGE_PAUSE_FACTOR))
             }
@@ -399,7 +388,7 @@ impl Reconciler {
         };
         let attempts = self.failures.attempts();
         error!(%error, version = target.version, attempts, pause_ms = pause.as_millis(), "could not program the kernel");
-        self.pace.after_failure = Some(AfterFailure { generation, retry_at: now + pause, with_news_at });
+        self.pace.after_failure = Some(AfterFailure { generation, retry_at: now + pause, retry_changed_at });
         self.shared.backlog().failed(&error.families, &families(&self.dataplane.statistics()));
         self.metrics.failed(kind, &error.families);
         let failure = Some(Failure { target, error: error.message.clone(), attempts });
@@ -549,16 +538,16 @@ fn begin(
     unfinished.needs_full |= work.needs_full;
     let scope = if unfinished.needs_full { Scope::All } else { Scope::Services(&unfinished.dirty.services) };
     observers.iter_mut().for_each(|observer| observer.plan(work.state, work.facts, scope));
-    let (kind, job) = if unfinished.needs_full {
+    let kind = if unfinished.needs_full {
         unfinished.dirty = Dirty::default();
-        (SyncKind::Full, Job::Full)
+        SyncKind::Full
     } else if unfinished.dirty.is_empty() {
-        (SyncKind::Nothing, Job::Nothing)
+        SyncKind::Nothing
     } else {
         dataplane.plan(work.state, work.facts, &unfinished.dirty);
-        (SyncKind::Partial, Job::Apply)
+        SyncKind::Partial
     };
-    Attempt { target: work.target, generation: work.generation, kind, job }
+    Attempt { target: work.target, generation: work.generation, kind }
 }
 
 #[cfg(test)]

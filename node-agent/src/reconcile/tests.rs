@@ -509,7 +509,7 @@ fn row_95_everything_is_looked_at_again_after_a_while() {
 }
 
 fn rejected_services(progress: &Progress) -> Vec<&str> {
-    progress.refused.iter().map(|rejection| rejection.resource.as_str()).collect()
+    progress.rejections.iter().map(|rejection| rejection.resource.as_str()).collect()
 }
 
 #[test]
@@ -522,7 +522,7 @@ fn a_service_that_the_kernel_rejects_delays_no_other_service() {
     run.wait_programmed(2);
     let progress = run.progress.borrow().clone();
     assert_eq!((rejected_services(&progress), &progress.failure), (vec!["Service prod/web"], &None));
-    assert!(progress.refused[0].reason.contains("no such match"), "{:?}", progress.refused);
+    assert!(progress.rejections[0].reason.contains("no such match"), "{:?}", progress.rejections);
     let suspects = Some(vec!["prod/db".to_owned(), "prod/web".to_owned()]);
     let calls = run.control.calls();
     let is_found = matches!(&calls[2], Call::FindFaults(found) if *found == suspects);
@@ -543,7 +543,7 @@ fn a_service_that_the_kernel_rejects_delays_no_other_service() {
     // with that step.
     run.control.reject(&[]);
     run.batch(5, vec![endpoint("web", 3, 8080)]);
-    let progress = run.wait_progress(|progress| progress.refused.is_empty());
+    let progress = run.wait_progress(|progress| progress.rejections.is_empty());
     assert_eq!(programmed_version(&progress), Some(5));
     assert!(run.control.quarantined().is_empty());
     assert_eq!(apply_of(&run.control.calls(), run.control.calls().len() - 1), ["prod/web"]);
@@ -561,7 +561,7 @@ fn an_unchanged_service_in_quarantine_is_tried_again() {
     run.wait_calls(6);
     assert_eq!(run.control.quarantined(), ["prod/web"]);
     run.control.reject(&[]);
-    run.wait_progress(|progress| progress.refused.is_empty());
+    run.wait_progress(|progress| progress.rejections.is_empty());
     let applies =
         |calls: &[Call]| calls.iter().any(|call| matches!(call, Call::Apply(services, _) if services == &["prod/web"]));
     assert!(applies(&run.control.calls()), "{:?}", run.control.calls());
@@ -575,7 +575,7 @@ fn a_removed_service_leaves_the_quarantine() {
     run.wait_programmed(1);
     assert_eq!(rejected_services(&run.progress.borrow()), ["Service prod/web"]);
     run.batch(2, vec![Change::RemoveService(headgate_core::ServiceKey::new("prod", "web"))]);
-    run.wait_progress(|progress| progress.refused.is_empty());
+    run.wait_progress(|progress| progress.rejections.is_empty());
     assert!(run.control.quarantined().is_empty());
 }
 
@@ -592,9 +592,9 @@ fn a_service_that_is_rejected_in_part_is_reported_and_fails_no_step() {
     let progress = run.progress.borrow().clone();
     assert_eq!((rejected_services(&progress), &progress.failure), (vec!["Service prod/web"], &None));
     assert!(
-        progress.refused[0].reason.starts_with("all of the service is programmed but this: "),
+        progress.rejections[0].reason.starts_with("all of the service is programmed but this: "),
         "{:?}",
-        progress.refused
+        progress.rejections
     );
     assert_eq!((run.metrics.services_rejected.get(), run.metrics.service_rejections.get()), (1, 1));
     run.batch(3, vec![endpoint("web", 2, 8080)]);
@@ -607,7 +607,7 @@ fn a_service_that_is_rejected_in_part_is_reported_and_fails_no_step() {
     run.control.defer(Vec::new());
     run.batch(4, vec![endpoint("db", 1, 5432)]);
     run.wait_programmed(4);
-    assert!(run.progress.borrow().refused.is_empty());
+    assert!(run.progress.borrow().rejections.is_empty());
     assert_eq!((run.metrics.services_rejected.get(), run.metrics.service_rejections.get()), (0, 1));
     let calls = run.control.calls();
     assert!(calls[1..].iter().all(|call| matches!(call, Call::Apply(..))) && calls.len() == 4, "{calls:?}");
@@ -645,7 +645,7 @@ fn a_rejection_without_a_service_at_fault_is_a_failure() {
     run.wait_programmed(2);
     let calls = run.control.calls();
     assert!(matches!(calls[1..], [Call::Apply(..), Call::FindFaults(_), Call::Full(..)]), "{calls:?}");
-    assert!(run.progress.borrow().refused.is_empty());
+    assert!(run.progress.borrow().rejections.is_empty());
 }
 
 #[test]
@@ -667,11 +667,11 @@ fn newer_changes_wait_for_a_pause_after_a_failed_sync() {
     let failed = AfterFailure {
         generation: 7,
         retry_at: now + Duration::from_secs(10),
-        with_news_at: now + Duration::from_secs(2),
+        retry_changed_at: now + Duration::from_secs(2),
     };
     let pace = Pace { not_before: now, after_failure: Some(failed) };
     assert_eq!(pace.next(7), failed.retry_at);
-    assert_eq!(pace.next(8), failed.with_news_at);
+    assert_eq!(pace.next(8), failed.retry_changed_at);
     let late = Pace { not_before: now + Duration::from_secs(5), ..pace };
     assert_eq!(late.next(8), late.not_before, "the shortest time between two syncs still applies");
     assert_eq!(Pace { after_failure: None, ..pace }.next(8), now);

@@ -9,7 +9,6 @@ use headgate_proto::{
 };
 use tokio::{
     sync::{mpsc, watch},
-    task::spawn_blocking,
     time::{Instant, sleep, timeout},
 };
 use tokio_stream::wrappers::ReceiverStream;
@@ -26,7 +25,7 @@ use super::{
     renewal::Renewal,
     replicas::{Replicas, Target},
     reporter::Reporter,
-    stream::{Stream, status},
+    stream::{Stream, blocking, status},
     stream_end::{StreamEnd, WELCOME_TIMEOUT},
 };
 use crate::{progress::Progress, state::AgentState};
@@ -76,25 +75,23 @@ impl Session {
             if welcomed_at.is_some_and(|at: Instant| at.elapsed() >= HEALTHY_AFTER) {
                 backoff.reset();
             }
-            if matches!(end, StreamEnd::Drained(_)) {
-                replicas.forget();
+            match &end {
+                StreamEnd::Drained(_) => replicas.forget(),
+                StreamEnd::Renewed => replicas.repeat(),
+                StreamEnd::Moved { to, .. } => {
+                    limits.moved(Instant::now());
+                    replicas.prefer((**to).clone());
+                }
+                _ => {}
             }
-            if let StreamEnd::Moved { to, .. } = &end {
-                limits.moved(Instant::now());
-                replicas.prefer((**to).clone());
-            }
-            let is_renewed = matches!(end, StreamEnd::Renewed);
-            if is_renewed {
-                replicas.repeat();
-            }
+            let is_first = backoff.attempts() == 0;
+            let is_moved = matches!(end, StreamEnd::Moved { .. });
+            let is_planned = is_moved || matches!(end, StreamEnd::Drained(_) | StreamEnd::Renewed);
+            let pause = if is_moved { Duration::ZERO } else { backoff.next_pause() };
             // A drained stream has already waited for a random time. It gets no further pause,
             // unless replicas drain the agent one after the other. `MoveLimits` limits moves.
-            let is_moved = matches!(end, StreamEnd::Moved { .. });
-            let may_skip_pause = is_renewed || matches!(end, StreamEnd::Drained(_));
-            let skips_pause = is_moved || (may_skip_pause && backoff.attempts() == 0);
-            let pause = if is_moved { Duration::ZERO } else { backoff.next_pause() };
-            let pause = if skips_pause { Duration::ZERO } else { pause };
-            if let StreamEnd::Drained(_) | StreamEnd::Renewed | StreamEnd::Moved { .. } = end {
+            let pause = if is_planned && is_first { Duration::ZERO } else { pause };
+            if is_planned {
                 info!(%replica, reason = %end, "connecting again");
             } else {
                 warn!(%replica, error = %end, pause_ms = pause.as_millis(), "the stream ended; forwarding continues with the last state");
@@ -133,10 +130,7 @@ impl Session {
     }
 
     async fn open(&mut self, connection: &Connection, failover: Failover) -> Result<Stream, StreamEnd> {
-        let state = Arc::clone(&self.context.state);
-        // `begin_stream` waits for the state's lock, which the planning of a full sync may hold for
-        // a while.
-        let (mut resume, position, number) = spawn_blocking(move || state.begin_stream()).await?;
+        let (mut resume, position, number) = blocking(&self.context.state, AgentState::begin_stream).await?;
         let distrusts_version = self.context.distrusts_version || self.context.machine.has_forgotten_rejections();
         if let Some(resume) = resume.as_mut().filter(|_| distrusts_version) {
             resume.epoch = 0;

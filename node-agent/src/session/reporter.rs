@@ -100,7 +100,7 @@ impl Reporter {
         }
         let Some(programmed) = &progress.programmed else { return };
         if Some(programmed.target.epoch) == self.epoch {
-            self.report_rejected_by_kernel(programmed.target.version, &progress.refused, machine);
+            self.report_rejected_by_kernel(programmed.target.version, &progress.rejections, machine);
             self.ack(programmed, progress.failure.is_some());
         }
     }

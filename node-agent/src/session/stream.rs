@@ -3,7 +3,7 @@
 
 use std::{pin::pin, sync::Arc, time::Duration};
 
-use futures::{FutureExt as _, future::BoxFuture};
+use futures::{FutureExt as _, TryFutureExt as _, future::BoxFuture};
 use headgate_core::{node_state::SourceState, reference::Referable};
 use headgate_proto::v1::{self, server_message::Body as ServerBody, welcome::ResumeMode};
 use tokio::{
@@ -27,10 +27,7 @@ use super::{
 use crate::{
     backoff::jitter,
     progress::Progress,
-    state::{
-        AgentState,
-        held::{OwnNode, StateUpdate},
-    },
+    state::{AgentState, held::StateUpdate},
 };
 
 /// Number of heartbeat intervals without a message after which the agent reconnects (contract, 9).
@@ -109,8 +106,7 @@ impl Stream {
                         self.failover.on_progress(context.machine.is_following(), Instant::now());
                     }
                     if context.machine.needs_referable() {
-                        let state = Arc::clone(&context.state);
-                        let referable = spawn_blocking(move || state.with_state(Referable::of)).await?;
+                        let referable = blocking(&context.state, |state| state.with_state(Referable::of)).await?;
                         context.machine.refer_to(referable);
                         context.distrusts_version = false;
                     }
@@ -157,8 +153,8 @@ impl Stream {
                 apply(&context.state, step).await?;
                 context.metrics.version_received.set(version);
             }
-            Effect::Node(node) => set_node(&context.state, node).await?,
-            Effect::Resumed => confirm(&context.state).await?,
+            Effect::Node(node) => blocking(&context.state, move |state| state.set_node(&node)).await?,
+            Effect::Resumed => blocking(&context.state, AgentState::confirm).await?,
             Effect::Reject(nack) => {
                 context.metrics.rejected_resources.inc_by(nack.rejections.len() as u64);
                 self.reporter.reject(nack);
@@ -203,12 +199,9 @@ impl Stream {
         let SessionConfig { node_name, tls, .. } = &context.config;
         let (node, tls, epoch) = (Arc::clone(node_name), tls.clone(), self.reporter.epoch);
         let others = replicas.others();
-        let state = Arc::clone(&context.state);
+        let point = blocking(&context.state, AgentState::point);
         let ask = async move {
-            // `point` waits for the state's lock, which the planning of a full sync may hold for a
-            // while.
-            let point = spawn_blocking(move || state.point()).await?;
-            let held = point.as_ref().map(HeldState::of);
+            let held = point.await?.as_ref().map(HeldState::of);
             let answers = StandingsQuery { node, tls, replicas: others.await, epoch }.ask().await;
             Ok((held, answers))
         };
@@ -273,17 +266,18 @@ pub(super) fn status(progress: &Progress, tls_problem: &watch::Receiver<Option<S
 
 /// Applies an update at once if the state's lock is free, otherwise on a thread that may block.
 async fn apply(state: &Arc<AgentState>, step: StateUpdate) -> Result<(), StreamEnd> {
-    let Some(step) = state.try_apply(step) else { return Ok(()) };
-    let state = Arc::clone(state);
-    Ok(spawn_blocking(move || state.apply(step)).await?)
+    match state.try_apply(step) {
+        Some(step) => blocking(state, move |state| state.apply(step)).await,
+        None => Ok(()),
+    }
 }
 
-async fn set_node(state: &Arc<AgentState>, node: OwnNode) -> Result<(), StreamEnd> {
+/// Calls `work` on a thread that may block: `work` waits for the state's lock, which the planning of
+/// a full sync may hold for a while.
+pub(super) fn blocking<T: Send + 'static>(
+    state: &Arc<AgentState>,
+    work: impl FnOnce(&AgentState) -> T + Send + 'static,
+) -> BoxFuture<'static, Result<T, StreamEnd>> {
     let state = Arc::clone(state);
-    Ok(spawn_blocking(move || state.set_node(&node)).await?)
-}
-
-async fn confirm(state: &Arc<AgentState>) -> Result<(), StreamEnd> {
-    let state = Arc::clone(state);
-    Ok(spawn_blocking(move || state.confirm()).await?)
+    spawn_blocking(move || work(&state)).map_err(StreamEnd::from).boxed()
 }

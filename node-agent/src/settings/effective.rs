@@ -20,10 +20,8 @@ const INTERFACE_NAME_MAX: usize = 15;
 /// How the kernel is programmed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ProxyMode {
-    /// The agent chooses: iptables.
+    /// With iptables rules. `auto` selects this mode.
     #[default]
-    Auto,
-    /// With iptables rules.
     Iptables,
     /// With virtual servers of IPVS.
     Ipvs,
@@ -169,15 +167,6 @@ impl Checker<'_> {
         self.problems.push(format!("{name}: {what}"));
     }
 
-    /// Returns the value. For an error, records the problem and returns `placeholder`, so that the
-    /// check continues with the other settings.
-    fn or_problem<T>(&mut self, checked: Result<T, String>, placeholder: T) -> T {
-        checked.unwrap_or_else(|problem| {
-            self.problems.push(problem);
-            placeholder
-        })
-    }
-
     fn settings(&mut self) -> Settings {
         let raw = self.raw;
         let bind_address = self.bind_address();
@@ -188,7 +177,7 @@ impl Checker<'_> {
         let mode = self.mode();
         // As in kube-proxy, each mode has its own periods.
         let [sync_period, min_sync_period] = match mode {
-            ProxyMode::Auto | ProxyMode::Iptables => ["iptables.syncPeriod", "iptables.minSyncPeriod"],
+            ProxyMode::Iptables => ["iptables.syncPeriod", "iptables.minSyncPeriod"],
             ProxyMode::Ipvs => ["ipvs.syncPeriod", "ipvs.minSyncPeriod"],
         };
         self.periods(sync_period, min_sync_period);
@@ -228,12 +217,11 @@ impl Checker<'_> {
 
     fn mode(&mut self) -> ProxyMode {
         match self.raw.text("mode").as_str() {
-            "" | "auto" => ProxyMode::Auto,
-            "iptables" => ProxyMode::Iptables,
+            "" | "auto" | "iptables" => ProxyMode::Iptables,
             "ipvs" => ProxyMode::Ipvs,
             other => {
                 self.problem("mode", &format!("{other} is not supported; pass auto, iptables or ipvs"));
-                ProxyMode::Auto
+                ProxyMode::Iptables
             }
         }
     }
@@ -252,8 +240,10 @@ impl Checker<'_> {
         if self.raw.text("bindAddress").is_empty() {
             return any;
         }
-        let address = self.raw.address("bindAddress");
-        self.or_problem(address, any)
+        self.raw.address("bindAddress").unwrap_or_else(|problem| {
+            self.problems.push(problem);
+            any
+        })
     }
 
     /// The address of a server; `None` if it is turned off. As in kube-proxy, an address without a
@@ -295,21 +285,20 @@ impl Checker<'_> {
             let known: Vec<&str> = Scheduler::ALL.iter().map(|scheduler| scheduler.as_str()).collect();
             self.problem(SCHEDULER, &format!("{name:?} is no scheduler of IPVS; write one of {}", known.join(", ")));
         }
-        let mut exclude_cidrs = Vec::new();
-        for part in self.raw.list("ipvs.excludeCIDRs") {
-            match self.raw.cidr("ipvs.excludeCIDRs", &part) {
-                Ok(cidr) => exclude_cidrs.push(cidr),
-                Err(problem) => self.problems.push(problem),
-            }
-        }
         IpvsSettings {
             scheduler: scheduler.unwrap_or_default(),
-            exclude_cidrs,
+            exclude_cidrs: self.cidrs("ipvs.excludeCIDRs"),
             strict_arp: self.raw.bool("ipvs.strictARP"),
             tcp_timeout: self.raw.duration("ipvs.tcpTimeout"),
             tcp_fin_timeout: self.raw.duration("ipvs.tcpFinTimeout"),
             udp_timeout: self.raw.duration("ipvs.udpTimeout"),
         }
+    }
+
+    /// Parses a list of CIDRs.
+    fn cidrs(&mut self, id: &str) -> Vec<IpNet> {
+        let parsed = self.raw.list(id).into_iter().map(|part| self.raw.cidr(id, &part));
+        parsed.filter_map(|cidr| cidr.map_err(|problem| self.problems.push(problem)).ok()).collect()
     }
 
     /// Parses CIDRs separated by commas. Two CIDRs of one family are a problem.
@@ -389,14 +378,7 @@ impl Checker<'_> {
             }
             _ => {}
         }
-        let mut cidrs = Vec::new();
-        for part in &list {
-            match self.raw.cidr(ID, part) {
-                Ok(cidr) => cidrs.push(cidr),
-                Err(problem) => self.problems.push(problem),
-            }
-        }
-        NodePortSelector::Cidrs(cidrs)
+        NodePortSelector::Cidrs(self.cidrs(ID))
     }
 
     fn conntrack(&mut self) -> Conntrack {

@@ -86,14 +86,6 @@ impl<'de> Visitor<'de> for TreeVisitor {
         Ok(Tree::Scalar(Json::Null))
     }
 
-    fn visit_none<E: Error>(self) -> Result<Tree, E> {
-        Ok(Tree::Scalar(Json::Null))
-    }
-
-    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Tree, D::Error> {
-        Tree::deserialize(deserializer)
-    }
-
     fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Tree, A::Error> {
         let mut elements = Vec::new();
         while let Some(element) = access.next_element()? {

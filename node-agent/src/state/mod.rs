@@ -143,14 +143,14 @@ pub(crate) struct AfterFailure {
     pub(crate) retry_at: Instant,
     /// When to try again if newer changes have arrived. They may remove the cause of the failure,
     /// so this may be earlier.
-    pub(crate) with_news_at: Instant,
+    pub(crate) retry_changed_at: Instant,
 }
 
 impl Pace {
     /// The earliest time for a sync of `generation`.
     pub(crate) fn next(&self, generation: u64) -> Instant {
         let after_failure = self.after_failure.map(|failed| {
-            if failed.generation == generation { failed.retry_at } else { failed.with_news_at.min(failed.retry_at) }
+            if failed.generation == generation { failed.retry_at } else { failed.retry_changed_at.min(failed.retry_at) }
         });
         after_failure.map_or(self.not_before, |at| at.max(self.not_before))
     }

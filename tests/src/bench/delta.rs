@@ -177,8 +177,11 @@ impl Agent {
         let Some(services) = services else { return Ok(()) };
         for ledger in &mut self.ledgers {
             let (script, planned) = ledger.changed(self.held.state(), &self.node, &dirty);
-            if planned.services != services || script.chains_written() > 3 {
-                bail!("one endpoint changed, but the plan is {planned:?} with {} chains", script.chains_written());
+            if planned != services || script.chains_written() > 3 {
+                bail!(
+                    "one endpoint changed, but {planned} services were planned, with {} chains",
+                    script.chains_written()
+                );
             }
         }
         self.cpu += thread_cpu().saturating_sub(start);

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::{
     Dirty,
-    model::{Change, Conditions, EndpointPort},
+    model::{Change, Conditions, EndpointPort, Service},
 };
 
 fn key(i: u8) -> ServiceKey {
@@ -34,11 +34,11 @@ fn source(last: u8) -> SocketAddr {
     SocketAddr::new(IpAddr::from([10, 244, 0, last]), 5353)
 }
 
-fn cluster_ip(i: u8) -> OriginalDestination {
-    OriginalDestination::Address(IpAddr::from([10, 96, 0, i]), 53)
+fn cluster_ip(i: u8) -> Frontend {
+    Frontend::Address(IpAddr::from([10, 96, 0, i]), Protocol::Udp, 53)
 }
 
-const NODE_PORT: OriginalDestination = OriginalDestination::NodePort(Family::V4, 30053);
+const NODE_PORT: Frontend = Frontend::NodePort(Family::V4, Protocol::Udp, 30053);
 
 /// A state with a tracker.
 #[derive(Default)]
@@ -69,7 +69,7 @@ impl World {
     }
 }
 
-fn rule(cleanup: &Cleanup, destination: OriginalDestination) -> &Rule {
+fn rule(cleanup: &Cleanup, destination: Frontend) -> &Rule {
     cleanup.rules().find(|(found, _)| *found == destination).map(|(_, rule)| rule).unwrap()
 }
 
@@ -150,7 +150,7 @@ fn flows_to_removed_addresses_and_ports_are_stale() {
     let cleanup = world.step([Change::from(moved)]);
     assert_eq!(rule(&cleanup, cluster_ip(1)).suspects, suspects(&[1]));
     assert_eq!(rule(&cleanup, NODE_PORT).suspects, suspects(&[1]));
-    let new = OriginalDestination::Address(IpAddr::from([10, 96, 0, 1]), 54);
+    let new = Frontend::Address(IpAddr::from([10, 96, 0, 1]), Protocol::Udp, 54);
     assert_eq!(rule(&cleanup, new).suspects, Suspects::Any);
 }
 
@@ -228,7 +228,7 @@ fn flows_of_the_new_owner_of_an_address_are_kept() {
     };
     world.step([sharing(1, 5), endpoint(1, 1), endpoint(2, 2)]);
     let cleanup = world.step([sharing(2, 4)]);
-    let external = OriginalDestination::Address("192.0.2.100".parse().unwrap(), 53);
+    let external = Frontend::Address("192.0.2.100".parse().unwrap(), Protocol::Udp, 53);
     assert_eq!(&*rule(&cleanup, external).keep, [source(2)]);
     assert_eq!(rule(&cleanup, external).suspects, Suspects::Any);
     let cleanup = world.step([Change::RemoveService(key(2))]);
@@ -271,19 +271,25 @@ fn all_flows_are_suspects_when_all_rules_are_programmed() {
     world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let plan = world.tracker.plan_all(&world.state);
     assert_eq!(rule(&plan.cleanup, cluster_ip(1)).suspects, Suspects::Any);
+    world.tracker.commit(plan);
+    let suspects = |cleanup: &Cleanup| rule(cleanup, cluster_ip(1)).suspects.clone();
+    let next = world.step([endpoint(1, 2)]);
+    assert_eq!(suspects(&next), Suspects::Any, "the full sync may have programmed a newer state than the plan saw");
+    let later = world.step([endpoint(1, 3)]);
+    assert_ne!(suspects(&later), Suspects::Any);
 }
 
 /// The connection tracking table of a kernel whose rules may send new flows to any endpoint.
 #[derive(Default)]
 struct ConntrackTable {
-    flows: BTreeSet<(OriginalDestination, SocketAddr)>,
+    flows: BTreeSet<(Frontend, SocketAddr)>,
 }
 
-fn address_of(destination: OriginalDestination) -> SocketAddr {
+fn address_of(destination: Frontend) -> SocketAddr {
     match destination {
-        OriginalDestination::Address(address, port) => SocketAddr::new(address, port),
-        OriginalDestination::NodePort(Family::V4, port) => SocketAddr::new("192.0.2.11".parse().unwrap(), port),
-        OriginalDestination::NodePort(Family::V6, port) => SocketAddr::new("2001:db8::11".parse().unwrap(), port),
+        Frontend::Address(address, _, port) => SocketAddr::new(address, port),
+        Frontend::NodePort(Family::V4, _, port) => SocketAddr::new("192.0.2.11".parse().unwrap(), port),
+        Frontend::NodePort(Family::V6, _, port) => SocketAddr::new("2001:db8::11".parse().unwrap(), port),
     }
 }
 
@@ -316,7 +322,7 @@ fn flows_are_kept_only_for_the_serving_ports_of_an_address() {
     let mut world = World::default();
     let cleanup = world.step([Change::from(service), Change::Endpoint(key(1), endpoint)]);
     let kept = |port| {
-        let to = OriginalDestination::Address(IpAddr::from([10, 96, 0, 1]), port);
+        let to = Frontend::Address(IpAddr::from([10, 96, 0, 1]), Protocol::Udp, port);
         rule(&cleanup, to).keep.to_vec()
     };
     assert_eq!(kept(53), [source(1)]);
@@ -379,8 +385,8 @@ proptest! {
             }
             let before = table.flows.clone();
             table.clean(&std::mem::take(&mut pending));
-            let is_valid = |(destination, source): &(OriginalDestination, SocketAddr)| {
-                let owner = world.state.frontends().owner(&destination.frontend());
+            let is_valid = |(destination, source): &(Frontend, SocketAddr)| {
+                let owner = world.state.frontends().owner(destination);
                 owner.and_then(|owner| owned_destinations(&world.state, owner).remove(destination)).is_some_and(|keep| keep.contains(source))
             };
             let expected: BTreeSet<_> = before.into_iter().filter(is_valid).collect();

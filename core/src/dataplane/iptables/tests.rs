@@ -226,13 +226,13 @@ fn one_endpoint_touches_two_chains_and_no_dispatch() {
         let mut dirty = Dirty::default();
         state.apply(Change::Endpoint(ServiceKey::new("ns", "svc7"), endpoint("10.7.1.1")), &mut dirty);
         let (script, planned) = ledger.changed(&state, &node(), &dirty);
-        assert_eq!((planned.services, script.chains_written(), script.chains_deleted()), added);
+        assert_eq!((planned, script.chains_written(), script.chains_deleted()), added);
         assert!(script.len_bytes() < 3000, "{script}");
 
         let mut dirty = Dirty::default();
         state.apply(Change::RemoveEndpoint(ServiceKey::new("ns", "svc7"), ip("10.7.1.1")), &mut dirty);
         let (script, planned) = ledger.changed(&state, &node(), &dirty);
-        assert_eq!((planned.services, script.chains_written(), script.chains_deleted()), removed);
+        assert_eq!((planned, script.chains_written(), script.chains_deleted()), removed);
         assert!(!script.to_string().contains("KUBE-SERVICES"), "{script}");
     }
 }

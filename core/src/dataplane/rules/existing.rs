@@ -166,44 +166,26 @@ impl Existing {
     }
 }
 
-/// The rules in the kernel, for all tables that Headgate writes.
+/// The rules in the kernel, for all tables that Headgate writes, in the order of [`Table::ALL`].
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct ExistingTables {
-    mangle: Existing,
-    nat: Existing,
-    filter: Existing,
-}
+pub struct ExistingTables([Existing; Table::ALL.len()]);
 
 impl ExistingTables {
     /// Sets the rules of one table.
     pub fn set(&mut self, table: Table, existing: Existing) {
-        *self.slot(table) = existing;
+        self.0[table as usize] = existing;
     }
 
     /// Parses the complete output of `iptables-save`.
     #[must_use]
     pub fn parse(save: &str) -> Self {
-        let mut tables = Self::default();
-        Table::ALL.into_iter().for_each(|table| tables.set(table, Existing::parse(table, save)));
-        tables
+        Self(Table::ALL.map(|table| Existing::parse(table, save)))
     }
 
     /// Returns the rules of one table.
     #[must_use]
     pub fn get(&self, table: Table) -> &Existing {
-        match table {
-            Table::Mangle => &self.mangle,
-            Table::Nat => &self.nat,
-            Table::Filter => &self.filter,
-        }
-    }
-
-    fn slot(&mut self, table: Table) -> &mut Existing {
-        match table {
-            Table::Mangle => &mut self.mangle,
-            Table::Nat => &mut self.nat,
-            Table::Filter => &mut self.filter,
-        }
+        &self.0[table as usize]
     }
 }
 

@@ -57,9 +57,8 @@ pub enum Piece<'a> {
 /// [`Writing::LateInSteps`].
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Script {
-    mangle: Part,
-    nat: Part,
-    filter: Part,
+    /// The parts of the tables, in the order of [`Table::ALL`].
+    parts: [Part; Table::ALL.len()],
     chains_written: u32,
     chains_deleted: u32,
     filter_first: bool,
@@ -104,11 +103,7 @@ impl Part {
 
 impl Script {
     fn part(&mut self, table: Table) -> &mut Part {
-        match table {
-            Table::Mangle => &mut self.mangle,
-            Table::Nat => &mut self.nat,
-            Table::Filter => &mut self.filter,
-        }
+        &mut self.parts[table as usize]
     }
 
     /// Creates a script that leaves out chains that are in `existing`.
@@ -169,10 +164,10 @@ impl Script {
         }
         match self.writing {
             Writing::Text => return self.put_chain(Table::Nat, &name, rules),
-            Writing::Late => self.nat.declarations.insert(declaration(&name)),
+            Writing::Late => self.part(Table::Nat).declarations.insert(declaration(&name)),
             Writing::LateInSteps => self.late_chains.insert(name.to_string()),
         };
-        self.nat.rules += rules.lines().count();
+        self.part(Table::Nat).rules += rules.lines().count();
         self.chains_written += 1;
         if self.late.last() != Some(key) {
             self.late.push(Arc::clone(key));
@@ -181,7 +176,7 @@ impl Script {
 
     /// True if a chain is declared at the head of the part for nat.
     pub(super) fn declares(&self, name: ChainName) -> bool {
-        self.nat.declarations.contains(&declaration(&name))
+        self.parts[Table::Nat as usize].declarations.contains(&declaration(&name))
     }
 
     /// True if a chain must be declared together with its late rules.
@@ -252,11 +247,8 @@ impl Script {
     /// Number of rules that the script writes to a table.
     #[must_use]
     pub fn rules_written(&self, table: Table) -> usize {
-        match table {
-            Table::Mangle => self.mangle.rules,
-            Table::Nat => self.nat.rules + self.steps.iter().map(|step| step.rules).sum::<usize>(),
-            Table::Filter => self.filter.rules,
-        }
+        let in_steps = self.steps.iter().filter(|_| table == Table::Nat).map(|step| step.rules);
+        self.parts[table as usize].rules + in_steps.sum::<usize>()
     }
 
     /// Number of chains that are created or replaced, and of jumps that are inserted or deleted.
@@ -278,7 +270,7 @@ impl Script {
     }
 
     fn parts(&self) -> impl Iterator<Item = &Part> {
-        [&self.mangle, &self.nat, &self.filter].into_iter().chain(&self.steps)
+        self.parts.iter().chain(&self.steps)
     }
 
     /// Returns the script in pieces, in order, so that a caller can write it to a pipe without
@@ -288,35 +280,35 @@ impl Script {
         let is_in_steps = self.writing == Writing::LateInSteps && !self.late.is_empty();
         // Chains of services jump to KUBE-MARK-MASQ, so the first step declares it. A later step
         // writes its rule.
-        let target = declaration(&MARK_MASQ);
-        let needs_target = self.steps.iter().any(|step| step.declarations.contains(&target));
-        let target = (is_in_steps && needs_target).then(|| [":", MARK_MASQ, " - [0:0]\n"].map(Piece::Text));
-        let first = target.into_iter().flat_map(|target| step("*nat\n", target.into_iter()));
+        let target = self.steps.iter().find_map(|step| step.declarations.get(&declaration(&MARK_MASQ)));
+        let target = target.filter(|_| is_in_steps).into_iter();
+        let first = target.flat_map(|target| step(Table::Nat, std::iter::once(Piece::Text(target))));
         let steps = is_in_steps.then(services).into_iter().flatten();
-        let steps = first.chain(steps.flat_map(|services| step("*nat\n", std::iter::once(services))));
-        let others = self.steps.iter().flat_map(|part| step("*nat\n", part.texts().map(Piece::Text)));
+        let steps = first.chain(steps.flat_map(|services| step(Table::Nat, std::iter::once(services))));
+        let others = self.steps.iter().flat_map(|part| step(Table::Nat, part.texts().map(Piece::Text)));
         let steps = steps.chain(others);
 
         let part = move |table: Table| {
-            let (head, part) = match table {
-                Table::Mangle => ("*mangle\n", &self.mangle),
-                Table::Nat => ("*nat\n", &self.nat),
-                Table::Filter => ("*filter\n", &self.filter),
-            };
+            let part = &self.parts[table as usize];
             let has_services = table == Table::Nat && !is_in_steps && !self.late.is_empty();
             let declarations = part.declarations.iter().rev().map(String::as_str);
             let texts = declarations.chain([part.body.as_str()]).map(Piece::Text);
             let late = has_services.then(services).into_iter().flatten();
             let deletions = [Piece::Text(part.deletions.as_str())];
             let is_used = has_services || !part.is_empty();
-            is_used.then(|| step(head, texts.chain(late).chain(deletions))).into_iter().flatten()
+            is_used.then(|| step(table, texts.chain(late).chain(deletions))).into_iter().flatten()
         };
         let order = if self.filter_first { [Table::Filter, Table::Nat] } else { [Table::Nat, Table::Filter] };
         steps.chain([Table::Mangle].into_iter().chain(order).flat_map(part))
     }
 }
 
-fn step<'a>(head: &'a str, pieces: impl Iterator<Item = Piece<'a>>) -> impl Iterator<Item = Piece<'a>> {
+fn step<'a>(table: Table, pieces: impl Iterator<Item = Piece<'a>>) -> impl Iterator<Item = Piece<'a>> {
+    let head = match table {
+        Table::Mangle => "*mangle\n",
+        Table::Nat => "*nat\n",
+        Table::Filter => "*filter\n",
+    };
     std::iter::once(Piece::Text(head)).chain(pieces).chain([Piece::Text("COMMIT\n")])
 }
 

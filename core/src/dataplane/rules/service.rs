@@ -165,62 +165,43 @@ impl<'a> PortRules<'a> {
         if is_internal && !self.is_compact {
             self.cluster_ip_masquerade(chain, &mut rules);
         }
-        if self.is_compact {
-            self.compact_policy_rules(chain, endpoints, &mut rules);
-            return Chain { name: chain, rules };
-        }
-        let names = endpoints.iter().map(|destination| {
-            let to = destination.socket_address();
-            (ChainName::of_endpoint(self.view, destination), format!("{} -> {to}", self.name))
-        });
-        let names: Vec<_> = names.collect();
         if let Some(timeout_seconds) = self.view.affinity_timeout_seconds {
-            for (endpoint, comment) in &names {
-                Line::append(&mut rules, chain)
-                    .comment(comment)
-                    .recent(format_args!("--rcheck --seconds {timeout_seconds} --reap"), endpoint, self.view.family)
-                    .jump(endpoint);
+            let check = format!("--rcheck --seconds {timeout_seconds} --reap");
+            for destination in endpoints {
+                let list = ChainName::of_endpoint(self.view, destination);
+                let line = self.begin_policy_rule(&mut rules, chain, destination);
+                self.end_policy_rule(line.recent(&check, list, self.view.family), destination);
             }
         }
-        for (i, (endpoint, comment)) in names.iter().enumerate() {
-            let mut line = Line::append(&mut rules, chain).comment(comment);
-            let remaining = names.len() - i;
-            if remaining > 1 {
-                line = line.one_in(remaining);
-            }
-            line.jump(endpoint);
+        for (i, destination) in endpoints.iter().enumerate() {
+            let line = self.begin_policy_rule(&mut rules, chain, destination);
+            let remaining = endpoints.len() - i;
+            self.end_policy_rule(if remaining > 1 { line.one_in(remaining) } else { line }, destination);
         }
         Chain { name: chain, rules }
     }
 
-    /// Renders the DNAT rules of the compact layout. With session affinity, they also check and
-    /// record the client.
-    fn compact_policy_rules(&self, chain: ChainName, endpoints: &[Destination], rules: &mut String) {
-        let (protocol, family) = (self.view.protocol, self.view.family);
-        let translate = |line: Line<'_>, destination: &Destination| {
-            let line = match self.view.affinity_timeout_seconds {
-                Some(_) => line.recent("--set", ChainName::of_endpoint(self.view, destination), family),
-                None => line,
-            };
-            let to = destination.socket_address();
-            line.jump(format_args!("DNAT --to-destination {to}"));
+    fn begin_policy_rule<'t>(&self, rules: &'t mut String, chain: ChainName, destination: &Destination) -> Line<'t> {
+        let line = Line::append(rules, chain);
+        if self.is_compact {
+            return line.protocol(self.view.protocol);
+        }
+        line.comment(format_args!("{} -> {}", self.name, destination.socket_address()))
+    }
+
+    /// Ends a rule that selects an endpoint. In the classic layout the rule jumps to the chain of the
+    /// endpoint. In the compact layout it does what that chain does: it records the client if the
+    /// service has session affinity, and translates the destination.
+    fn end_policy_rule(&self, line: Line<'_>, destination: &Destination) {
+        let endpoint = || ChainName::of_endpoint(self.view, destination);
+        if !self.is_compact {
+            return line.jump(endpoint());
+        }
+        let line = match self.view.affinity_timeout_seconds {
+            Some(_) => line.recent("--set", endpoint(), self.view.family),
+            None => line,
         };
-        if let Some(timeout_seconds) = self.view.affinity_timeout_seconds {
-            for destination in endpoints {
-                let check = format_args!("--rcheck --seconds {timeout_seconds} --reap");
-                let list = ChainName::of_endpoint(self.view, destination);
-                let line = Line::append(rules, chain).protocol(protocol).recent(check, list, family);
-                translate(line, destination);
-            }
-        }
-        for (i, destination) in endpoints.iter().enumerate() {
-            let mut line = Line::append(rules, chain).protocol(protocol);
-            let remaining = endpoints.len() - i;
-            if remaining > 1 {
-                line = line.one_in(remaining);
-            }
-            translate(line, destination);
-        }
+        line.jump(format_args!("DNAT --to-destination {}", destination.socket_address()));
     }
 
     /// Renders the rule of the classic layout that marks traffic to the ClusterIP for masquerading.

@@ -1,7 +1,7 @@
 //! Decides whether rules count packets: the kernel must have packet counters, and the programs must
 //! know the match `nfacct`.
 
-use headgate_core::iptables::{Ledger, RenderConfig};
+use headgate_core::iptables::{Ledger, RenderConfig, ruleset};
 
 use super::{
     super::{DataplaneError, ErrorKind},
@@ -38,6 +38,7 @@ impl IptablesFamily {
 
     fn do_without_counters(&mut self, error: &str) {
         tracing::info!(family = %self.ledger.config().family, %error, "packets are not counted");
-        self.set_config(RenderConfig { counts_packets: false, ..self.ledger.config().clone() });
+        let config = RenderConfig { counts_packets: false, ..self.ledger.config().clone() };
+        self.ledger.set_ruleset(ruleset(config));
     }
 }

@@ -14,11 +14,7 @@ use std::{collections::BTreeSet, mem, sync::Arc, time::Instant};
 
 use headgate_core::{
     Demand, Dirty, Family, ServiceKey, State,
-    iptables::{
-        ExistingTables, Ledger, RenderConfig, Script, has_localnet_guard,
-        ledger::{LateChange, Planned},
-        ruleset,
-    },
+    iptables::{ExistingTables, Ledger, RenderConfig, Script, has_localnet_guard, ledger::LateChange, ruleset},
     view::NodeFacts,
 };
 
@@ -90,7 +86,7 @@ impl DualStack<IptablesFamily> {
 impl Dataplane for IptablesFamily {
     type Kernel = ();
     type Found = ExistingTables;
-    type Plan = (Script, Planned);
+    type Plan = (Script, u32);
 
     fn family(&self) -> Family {
         self.ledger.config().family
@@ -101,7 +97,7 @@ impl Dataplane for IptablesFamily {
         config.node_port_addresses = inputs.node_ports(config.family).clone();
         config.masquerade.detector_v4.clone_from(&inputs.detector_v4);
         config.masquerade.detector_v6.clone_from(&inputs.detector_v6);
-        self.set_config(config)
+        self.ledger.set_ruleset(ruleset(config))
     }
 
     fn prepare(&mut self, (): &mut ()) -> Result<Vec<String>, DataplaneError> {
@@ -126,11 +122,11 @@ impl Dataplane for IptablesFamily {
     fn apply(
         &mut self,
         kernel: &mut (),
-        (script, planned): Self::Plan,
+        (script, services_planned): Self::Plan,
         source: Option<&dyn StateSource>,
     ) -> Result<Report, DataplaneError> {
         self.rules.count(&script);
-        let error = match self.write(&script, &planned, source) {
+        let error = match self.write(&script, services_planned, source) {
             Ok(report) => {
                 self.ledger.confirm();
                 self.has_counted |= source.is_some();
@@ -201,28 +197,19 @@ impl FindFaults<()> for IptablesFamily {
 }
 
 impl IptablesFamily {
-    /// Returns true when the configuration changed.
-    fn set_config(&mut self, config: RenderConfig) -> bool {
-        let is_new = config != *self.ledger.config();
-        if is_new {
-            self.ledger.set_ruleset(ruleset(config));
-        }
-        is_new
-    }
-
     /// Leaves SCTP ports out of the rules while iptables cannot match SCTP on this machine.
     fn leave_out_sctp(&mut self) {
         let leaves_out_sctp = self.rules.sctp.is_missing();
-        self.set_config(RenderConfig { leaves_out_sctp, ..self.ledger.config().clone() });
+        self.ledger.set_ruleset(ruleset(RenderConfig { leaves_out_sctp, ..self.ledger.config().clone() }));
     }
 
     fn write(
         &mut self,
         script: &Script,
-        planned: &Planned,
+        services_planned: u32,
         source: Option<&dyn StateSource>,
     ) -> Result<Report, DataplaneError> {
-        let mut report = Report { services_planned: planned.services, ..Report::default() };
+        let mut report = Report { services_planned, ..Report::default() };
         if script.is_empty() {
             return Ok(report);
         }

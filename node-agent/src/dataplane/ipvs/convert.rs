@@ -4,11 +4,10 @@ use headgate_core::{
     Family, Protocol,
     ipvs::{Element, Scheduler, ServerKey, Set, SetKind, Settings},
 };
-use headgate_netlink::route::Prefix;
 use ipnet::IpNet;
 use ipset_netlink::{self as ipset, SetType, Specification};
 use ipvs_netlink::{self as ipvs, SchedulerFlags, ServiceId};
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 
 /// The kernel's identity of a virtual server.
 pub(super) fn service_id(key: ServerKey) -> ServiceId {
@@ -135,14 +134,11 @@ pub(super) fn known_element(found: &ipset::Element) -> Option<Element> {
     })
 }
 
-/// The prefix of one host: /32 or /128.
-pub(super) fn host(address: IpAddr) -> Prefix {
-    Prefix::host(address)
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use std::net::IpAddr;
+
     use super::*;
 
     fn key(protocol: Protocol) -> ServerKey {

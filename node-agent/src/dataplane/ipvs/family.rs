@@ -23,7 +23,7 @@ use super::{
     },
     Config, convert,
     kernel::{Kernel, is_without_route, of_ipvs, of_sets},
-    read,
+    probe, read,
     sysctl::Sysctls,
     write::{self, Outcome, RejectedOp},
 };
@@ -99,11 +99,11 @@ impl Dataplane for IpvsFamily {
         config.other_addresses = other_addresses;
         config.masquerade.detector_v4.clone_from(&inputs.detector_v4);
         config.masquerade.detector_v6.clone_from(&inputs.detector_v6);
-        self.set_config(config)
+        self.ledger.set_config(config)
     }
 
     fn prepare(&mut self, kernel: &mut Kernel) -> Result<Vec<String>, DataplaneError> {
-        self.unset_parameters = kernel.prepare(&self.config)?;
+        self.unset_parameters = kernel.prepare(&self.config.settings)?;
         kernel.device()?;
         let failed = if self.family() == Family::V6 { Sysctls::default().allow_ipv6_on_device().err() } else { None };
         Ok(failed.into_iter().collect())
@@ -189,19 +189,10 @@ impl FindFaults<Kernel> for IpvsFamily {
 }
 
 impl IpvsFamily {
-    /// Returns true when the configuration changed.
-    fn set_config(&mut self, config: IpvsConfig) -> bool {
-        let is_new = config != *self.ledger.config();
-        if is_new {
-            self.ledger.set_config(config);
-        }
-        is_new
-    }
-
     /// Leaves SCTP ports out of the rules while iptables cannot match SCTP on this machine.
     pub(super) fn leave_out_sctp(&mut self) {
         let leaves_out_sctp = self.rules.sctp.is_missing();
-        self.set_config(IpvsConfig { leaves_out_sctp, ..self.ledger.config().clone() });
+        self.ledger.set_config(IpvsConfig { leaves_out_sctp, ..self.ledger.config().clone() });
     }
 
     fn write(&mut self, kernel: &mut Kernel, plan: &Plan) -> Result<Report, DataplaneError> {
@@ -323,8 +314,9 @@ impl IpvsFamily {
         let asking = self.ledger.problems().filter(|(_, found)| **found == problem);
         let services: BTreeSet<_> = asking.map(|(service, _)| Arc::clone(service)).collect();
         let sentence = format!(
-            "this kernel has no scheduler {scheduler}: load the module ip_vs_{scheduler} (modprobe ip_vs_{scheduler}); until then services that ask for it get {}",
-            self.config.scheduler,
+            "{}; until then services that ask for it get {}",
+            probe::no_scheduler(scheduler),
+            self.config.settings.scheduler,
         );
         (!services.is_empty()).then_some(Degradation { sentence, services })
     }

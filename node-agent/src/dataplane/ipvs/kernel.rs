@@ -18,9 +18,12 @@ use tracing::info;
 
 use super::{
     super::{DataplaneError, ErrorKind, KernelHandle},
-    Config, convert,
     sysctl::Sysctls,
 };
+use crate::settings::IpvsSettings;
+
+/// The kernel cannot create devices of the kind dummy.
+pub(super) const NO_DUMMY_DEVICES: &str = "this kernel has no dummy devices: load the module dummy (modprobe dummy)";
 
 /// Connections to IPVS, IP sets and rtnetlink. Each is opened when it is first needed, in the
 /// network namespace of the calling thread. Opening one makes the kernel load missing modules, if
@@ -55,7 +58,7 @@ impl Kernel {
     ///
     /// # Errors
     /// IPVS is missing, or a required parameter cannot be set.
-    pub(super) fn prepare(&mut self, config: &Config) -> Result<Vec<String>, DataplaneError> {
+    pub(super) fn prepare(&mut self, settings: &IpvsSettings) -> Result<Vec<String>, DataplaneError> {
         if let Some(sentences) = &self.prepared {
             return Ok(sentences.clone());
         }
@@ -63,14 +66,14 @@ impl Kernel {
         let ipvs = self.ipvs()?;
         let seconds = |timeout: Duration| u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX);
         let timeouts = Timeouts {
-            tcp_seconds: seconds(config.tcp_timeout),
-            tcp_fin_seconds: seconds(config.tcp_fin_timeout),
-            udp_seconds: seconds(config.udp_timeout),
+            tcp_seconds: seconds(settings.tcp_timeout),
+            tcp_fin_seconds: seconds(settings.tcp_fin_timeout),
+            udp_seconds: seconds(settings.udp_timeout),
         };
         if timeouts != Timeouts::default() {
             ipvs.set_timeouts(&timeouts).map_err(of_ipvs)?;
         }
-        let set = Sysctls::default().set(config.strict_arp);
+        let set = Sysctls::default().set(settings.strict_arp);
         let sentences = set.map_err(|error| DataplaneError::new(ErrorKind::Fatal, error))?;
         self.prepared = Some(sentences.clone());
         Ok(sentences)
@@ -121,10 +124,7 @@ impl Kernel {
     fn make_device(&mut self, name: &str) -> Result<Link, DataplaneError> {
         let routing = self.routing()?;
         routing.add_dummy(name).map_err(|error| match error.refusal_code() {
-            Some(libc::EOPNOTSUPP) => DataplaneError::new(
-                ErrorKind::Unavailable,
-                "this kernel has no dummy devices: load the module dummy (modprobe dummy)",
-            ),
+            Some(libc::EOPNOTSUPP) => DataplaneError::new(ErrorKind::Unavailable, NO_DUMMY_DEVICES),
             _ => of_routing(error),
         })?;
         let made = routing.link(name).map_err(of_routing)?;
@@ -155,7 +155,7 @@ impl Kernel {
     /// Adds the addresses that are prefixes of one host. Ignores rejected addresses: the full sync
     /// reads the device later, and adds what is missing.
     fn add_addresses(&mut self, link: u32, addresses: &[Prefix]) -> Result<(), DataplaneError> {
-        let hosts = addresses.iter().filter(|prefix| **prefix == convert::host(prefix.address));
+        let hosts = addresses.iter().filter(|prefix| **prefix == Prefix::host(prefix.address));
         let adds: Vec<Change> = hosts.map(|address| Change::AddAddress { link, address: *address }).collect();
         self.routing()?.change(&adds, |_, _| {}).map_err(of_routing)
     }

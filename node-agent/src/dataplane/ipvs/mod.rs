@@ -67,19 +67,19 @@ impl DualStack<IpvsFamily> {
     pub fn new(config: Config) -> Result<Self, DataplaneError> {
         let variant = xtables::choose(config.variant)?;
         let mut own = xtables::leftovers(variant);
-        own.push(servers_and_sets(config.exclude_cidrs.clone()));
+        own.push(servers_and_sets(config.settings.exclude_cidrs.clone()));
         let config = Arc::new(config);
         let make = |family: Family| {
             let ledger = Ledger::new(IpvsConfig {
-                scheduler: config.scheduler,
-                exclude_cidrs: config.exclude_cidrs.clone(),
+                scheduler: config.settings.scheduler,
+                exclude_cidrs: config.settings.exclude_cidrs.clone(),
                 masquerade: config.masquerade.clone(),
                 ..IpvsConfig::new(family)
             });
             IpvsFamily::new(Rules::new(family, variant), ledger, Arc::clone(&config))
         };
         let dataplane = Self::assemble("ipvs", Kernel::default(), own, config.families.clone(), make);
-        probe::require(config.scheduler, &dataplane.families())?;
+        probe::require(config.settings.scheduler, &dataplane.families())?;
         Ok(dataplane)
     }
 }

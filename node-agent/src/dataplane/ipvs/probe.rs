@@ -13,7 +13,7 @@ use ipvs_netlink::{Command, Ipvs};
 use super::{
     super::{DataplaneError, ErrorKind},
     convert,
-    kernel::{of_ipvs, of_routing, of_sets},
+    kernel::{NO_DUMMY_DEVICES, of_ipvs, of_routing, of_sets},
     sysctl::Sysctls,
 };
 
@@ -61,6 +61,11 @@ fn set_types(families: &[Family]) -> Vec<(ipset_netlink::SetType, ipset_netlink:
     types
 }
 
+/// The sentence for a scheduler that the kernel does not have.
+pub(super) fn no_scheduler(scheduler: Scheduler) -> String {
+    format!("this kernel has no scheduler {scheduler}: load the module ip_vs_{scheduler} (modprobe ip_vs_{scheduler})")
+}
+
 /// Creates a virtual server with the scheduler, and removes it again.
 ///
 /// # Errors
@@ -85,10 +90,7 @@ pub(super) fn require_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result
                 }
             }
             Some(refused) if refused.refusal.code == libc::ENOENT => {
-                let message = format!(
-                    "this kernel has no scheduler {scheduler}: load the module ip_vs_{scheduler} (modprobe ip_vs_{scheduler})"
-                );
-                return Err(DataplaneError::new(ErrorKind::Unavailable, message));
+                return Err(DataplaneError::new(ErrorKind::Unavailable, no_scheduler(scheduler)));
             }
             Some(refused) => {
                 return Err(DataplaneError::new(ErrorKind::Unavailable, add.explain(&refused.refusal)));
@@ -109,8 +111,7 @@ fn require_dummy_devices() -> Result<(), DataplaneError> {
         Ok(()) => {}
         Err(error) if error.refusal_code() == Some(libc::EEXIST) => {}
         Err(error) if error.refusal_code() == Some(libc::EOPNOTSUPP) => {
-            let message = "this kernel has no dummy devices: load the module dummy (modprobe dummy)";
-            return Err(DataplaneError::new(ErrorKind::Unavailable, message));
+            return Err(DataplaneError::new(ErrorKind::Unavailable, NO_DUMMY_DEVICES));
         }
         Err(error) => return Err(of_routing(error)),
     }

@@ -54,7 +54,7 @@ pub(super) fn read_device(
     let addresses = routing.addresses(device).map_err(of_routing)?;
     let of_family = addresses.into_iter().filter(|prefix| Family::of(prefix.address) == family);
     let (hosts, networks): (Vec<Prefix>, Vec<Prefix>) =
-        of_family.partition(|prefix| *prefix == convert::host(prefix.address));
+        of_family.partition(|prefix| *prefix == Prefix::host(prefix.address));
     existing.device_addresses = hosts.into_iter().map(|prefix| prefix.address).collect();
     if network_addresses == NetworkAddresses::Remove {
         let networks = networks.into_iter().filter(|prefix| !is_link_local(prefix.address));

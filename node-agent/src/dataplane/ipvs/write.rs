@@ -6,7 +6,7 @@ use headgate_core::{
     Family,
     ipvs::{DEVICE, Op, Scheduler, ServerKey},
 };
-use headgate_netlink::route::Change as RouteChange;
+use headgate_netlink::route::{Change as RouteChange, Prefix};
 use ipset_netlink::{Change as SetChange, IpSetError};
 use ipvs_netlink::{Command, Refusal};
 
@@ -130,10 +130,8 @@ fn addresses(
     rejected: &mut Vec<RejectedOp>,
 ) -> Result<(), DataplaneError> {
     let change = |op: &Op| match *op {
-        Op::AddAddress(address) => Some(RouteChange::AddAddress { link: device, address: convert::host(address) }),
-        Op::DeleteAddress(address) => {
-            Some(RouteChange::RemoveAddress { link: device, address: convert::host(address) })
-        }
+        Op::AddAddress(address) => Some(RouteChange::AddAddress { link: device, address: Prefix::host(address) }),
+        Op::DeleteAddress(address) => Some(RouteChange::RemoveAddress { link: device, address: Prefix::host(address) }),
         _ => None,
     };
     let changes: Vec<RouteChange> = ops.iter().filter_map(change).collect();

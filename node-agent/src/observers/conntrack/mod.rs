@@ -76,11 +76,6 @@ impl ConntrackMetrics {
 pub struct ConntrackCleaner {
     tracker: Tracker,
     planned: Option<CleanupPlan>,
-    planned_all: bool,
-    // The last step that reached the kernel was a full sync. A full sync may program a newer state
-    // than `plan_all` saw. The services that changed in between are part of the next step, and the
-    // tracker does not know all their former endpoints.
-    is_after_full_sync: bool,
     worker: Worker,
 }
 
@@ -98,16 +93,14 @@ impl ConntrackCleaner {
     }
 
     fn with(worker: Worker) -> Self {
-        Self { tracker: Tracker::default(), planned: None, planned_all: false, is_after_full_sync: false, worker }
+        Self { tracker: Tracker::default(), planned: None, worker }
     }
 }
 
 impl Observer for ConntrackCleaner {
     fn plan(&mut self, state: &State, _node: &NodeFacts, scope: Scope<'_>) {
-        self.planned_all = matches!(scope, Scope::All);
         self.planned = Some(match scope {
             Scope::All => self.tracker.plan_all(state),
-            Scope::Services(services) if self.is_after_full_sync => self.tracker.plan_unknown(state, services),
             Scope::Services(services) => self.tracker.plan(state, services),
         });
     }
@@ -115,7 +108,6 @@ impl Observer for ConntrackCleaner {
     fn applied(&mut self) {
         if let Some(plan) = self.planned.take() {
             self.worker.hand_over(self.tracker.commit(plan));
-            self.is_after_full_sync = self.planned_all;
         }
     }
 }

@@ -2,8 +2,8 @@
 use std::sync::mpsc;
 
 use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort,
-    conntrack::{Filter, OriginalDestination},
+    Change, Dirty, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort, conntrack::Filter,
+    frontends::Frontend,
 };
 use headgate_netlink::Refusal;
 
@@ -106,7 +106,7 @@ fn the_step_after_a_full_sync_searches_all_flows_of_its_services() {
         cleaner.plan(&state, &node, if full { Scope::All } else { Scope::Services(&dirty.services) });
         cleaner.applied();
     };
-    let by_destination = [Filter::to(OriginalDestination::Address("10.96.0.10".parse().unwrap(), 53))];
+    let by_destination = [Filter::to(Frontend::Address("10.96.0.10".parse().unwrap(), Protocol::Udp, 53))];
     step(vec![service(), endpoint(1), endpoint(2), endpoint(3)], true);
     assert_eq!(passes.recv_timeout(GUARD).unwrap(), by_destination);
     // The full sync may have programmed endpoints that the tracker never saw, so this step

@@ -229,7 +229,7 @@ fn port(value: &[u8]) -> Option<u16> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use headgate_core::conntrack::OriginalDestination;
+    use headgate_core::{Protocol, frontends::Frontend};
 
     use super::*;
 
@@ -241,7 +241,7 @@ mod tests {
     #[cfg(target_endian = "little")]
     #[test]
     fn list_requests_have_the_encoding_of_the_kernel() {
-        let to = Filter::to(OriginalDestination::Address("10.96.0.10".parse().unwrap(), 53));
+        let to = Filter::to(Frontend::Address("10.96.0.10".parse().unwrap(), Protocol::Udp, 53));
         assert_eq!(
             hex(list(&to).payload()),
             "02000000 \
@@ -260,7 +260,7 @@ mod tests {
     #[cfg(target_endian = "little")]
     #[test]
     fn list_requests_omit_ipv6_addresses() {
-        let to = Filter::to(OriginalDestination::Address("fd00:96::10".parse().unwrap(), 53));
+        let to = Filter::to(Frontend::Address("fd00:96::10".parse().unwrap(), Protocol::Udp, 53));
         assert_eq!(
             hex(list(&to).payload()),
             "0a000000 18000180 14000280 05000100 11000000 06000300 00350000 0c001980 08000100 28000000 "

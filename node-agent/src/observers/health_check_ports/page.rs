@@ -11,8 +11,9 @@ use std::{
 };
 
 use axum::{
-    body::Body,
-    http::{HeaderMap, HeaderValue, Response, StatusCode, header},
+    Json,
+    http::{StatusCode, header},
+    response::{IntoResponse as _, Response},
 };
 use headgate_core::ServiceKey;
 use hyper::{server::conn::http1, service::service_fn};
@@ -69,7 +70,7 @@ impl Page {
     }
 
     /// The answer to every request. As in kube-proxy, method and path do not matter.
-    fn answer(&self) -> Response<Body> {
+    fn answer(&self) -> Response {
         let local_endpoints = self.local_endpoints.load(Ordering::Relaxed);
         let is_proxy_healthy = (self.is_healthy.0)();
         let body = serde_json::json!({
@@ -77,16 +78,10 @@ impl Page {
             "localEndpoints": local_endpoints,
             "serviceProxyHealthy": is_proxy_healthy,
         });
-        let mut headers = HeaderMap::new();
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
-        headers.insert(WEIGHT_HEADER, HeaderValue::from(local_endpoints));
-        let mut response = Response::new(Body::from(body.to_string()));
-        *response.headers_mut() = headers;
-        if local_endpoints == 0 || !is_proxy_healthy {
-            *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
-        }
-        response
+        let is_ok = local_endpoints > 0 && is_proxy_healthy;
+        let status = if is_ok { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+        let weight = [(WEIGHT_HEADER, local_endpoints.to_string())];
+        (status, [(header::X_CONTENT_TYPE_OPTIONS, "nosniff")], weight, Json(body)).into_response()
     }
 }
 

@@ -8,7 +8,8 @@ use std::{
 use anyhow::Result;
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
-    conntrack::{Cleanup, Filter, OriginalDestination, Tracker},
+    conntrack::{Cleanup, Filter, Tracker},
+    frontends::Frontend,
 };
 use headgate_netlink::Connection;
 use headgate_node_agent::{
@@ -85,8 +86,8 @@ fn the_kernel_filters() {
             let port = 53;
             let filters = [
                 Filter::all(family),
-                Filter::to(OriginalDestination::Address(flows[0].to.ip(), port)),
-                Filter::to(OriginalDestination::NodePort(family, port)),
+                Filter::to(Frontend::Address(flows[0].to.ip(), Protocol::Udp, port)),
+                Filter::to(Frontend::NodePort(family, Protocol::Udp, port)),
                 Filter::answered_by(flows[0].answered_by),
             ];
             for filter in filters {

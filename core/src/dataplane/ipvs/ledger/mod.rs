@@ -105,12 +105,14 @@ impl Ledger {
         &self.config
     }
 
-    /// Replaces the configuration by another one of the same family. The caller must use
-    /// [`Self::full`] for the next plan; until then the kernel has the objects of the old
-    /// configuration.
-    pub fn set_config(&mut self, config: IpvsConfig) {
+    /// Replaces the configuration by another one of the same family. Returns true if it is new. The
+    /// caller must then use [`Self::full`] for the next plan; until then the kernel has the objects
+    /// of the old configuration.
+    pub fn set_config(&mut self, config: IpvsConfig) -> bool {
+        let is_new = config != self.config;
         self.rules.set_ruleset(ruleset(&config));
         self.config = config;
+        is_new
     }
 
     /// The ledger of the iptables rules.
@@ -164,12 +166,6 @@ impl Ledger {
         self.deferred().filter(|(object, _)| uses_it(object)).map(|(_, service)| Arc::clone(service)).collect()
     }
 
-    /// Number of virtual servers.
-    #[must_use]
-    pub fn server_count(&self) -> usize {
-        self.servers.len()
-    }
-
     /// Plans the changes of the dirty services. The cost depends only on these services.
     ///
     /// `now_ms` is the time of a monotonic clock with any start.
@@ -191,7 +187,7 @@ impl Ledger {
         round.retries.extend(servers.iter().flat_map(|server| self.deferred.of_server(*server)));
         let mut plan = self.plan_of_round(round);
         plan.script = script;
-        plan.services_planned = planned.services;
+        plan.services_planned = planned;
         plan
     }
 
@@ -255,7 +251,7 @@ impl Ledger {
         let missing_sets = Set::ALL.into_iter().filter(|set| !existing.sets.contains_key(set)).map(Op::CreateSet);
         plan.before.splice(0..0, missing_sets);
         plan.script = script;
-        plan.services_planned = planned.services;
+        plan.services_planned = planned;
         plan
     }
 

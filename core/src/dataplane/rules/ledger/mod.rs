@@ -63,30 +63,21 @@ struct Programmed {
     tally: Tally,
 }
 
-/// The amount of work of one planning step.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub struct Planned {
-    /// Number of services whose views and rules were computed.
-    pub services: u32,
-}
-
 impl Ledger {
     /// Creates a ledger in which nothing is programmed.
     #[must_use]
     pub fn new(ruleset: Ruleset) -> Self {
         let ruleset = Arc::new(ruleset);
         let dispatch = Dispatch::new(Arc::clone(&ruleset), None, None);
-        let (tally, fixed_tally) = (Tally::default(), Tally::default());
-        let (programmed, undeletable) = (HashMap::new(), BTreeSet::new());
         Self {
             ruleset,
-            programmed,
+            programmed: HashMap::new(),
             dispatch,
             groups_sized_for: 0,
-            undeletable,
+            undeletable: BTreeSet::new(),
             quarantine: Quarantine::default(),
-            tally,
-            fixed_tally,
+            tally: Tally::default(),
+            fixed_tally: Tally::default(),
         }
     }
 
@@ -102,29 +93,34 @@ impl Ledger {
         &self.ruleset.jumps
     }
 
-    /// Replaces the ruleset by another one of the same family. The caller must use [`Self::full`]
-    /// for the next script; until then the kernel has the old rules.
-    pub fn set_ruleset(&mut self, ruleset: Ruleset) {
-        self.ruleset = Arc::new(ruleset);
+    /// Replaces the ruleset by another one of the same family. Returns true if its configuration is
+    /// new. The caller must then use [`Self::full`] for the next script; until then the kernel has
+    /// the old rules.
+    pub fn set_ruleset(&mut self, ruleset: Ruleset) -> bool {
+        let is_new = ruleset.config != self.ruleset.config;
+        if is_new {
+            self.ruleset = Arc::new(ruleset);
+        }
+        is_new
     }
 
-    /// Returns a script with the changes of the dirty services. The cost depends only on these
-    /// services. The exception is a cluster whose size has crossed a threshold of the layout: then
-    /// the script writes all rules.
-    pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> (Script, Planned) {
+    /// Returns a script with the changes of the dirty services, and the number of services whose
+    /// rules were computed. The cost depends only on the dirty services. The exception is a cluster
+    /// whose size has crossed a threshold of the layout: then the script writes all rules.
+    pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> (Script, u32) {
         if self.layout_is_outgrown(state) {
             let expected = self.expected();
             return self.full(state, node, &expected);
         }
         let mut script = Script::default();
-        let mut planned = Planned::default();
+        let mut planned = 0;
         let mut stale = Vec::new();
         for key in &dirty.services {
             if self.quarantine.contains(key) {
                 continue;
             }
             let rules = self.render(state, node, key);
-            planned.services += 1;
+            planned += 1;
             let before = self.program(key, rules, &mut script, &mut stale);
             self.quarantine.changed(key, before);
         }
@@ -138,8 +134,9 @@ impl Ledger {
     /// Returns a script that changes `existing`, the rules in the kernel, to the wanted rules. It
     /// ignores what the ledger recorded before. The script writes the chains that differ and
     /// deletes chains with names of Headgate that are not wanted. It does not touch foreign rules.
-    /// It is empty if the kernel already has the wanted rules.
-    pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &ExistingTables) -> (Script, Planned) {
+    /// It is empty if the kernel already has the wanted rules. Also returns the number of services
+    /// whose rules were computed.
+    pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &ExistingTables) -> (Script, u32) {
         self.full_by(Writing::Text, state, node, existing.clone())
     }
 
@@ -152,7 +149,7 @@ impl Ledger {
         state: &State,
         node: &NodeFacts,
         existing: ExistingTables,
-    ) -> (Script, Planned) {
+    ) -> (Script, u32) {
         let is_compact = self.wants_compact(state, existing.get(Table::Nat).chains.contains_key(HAIRPIN));
         self.begin_full();
         self.dispatch = self.new_dispatch(state, is_compact, existing.get(Table::Nat).prefix_length);
@@ -169,13 +166,13 @@ impl Ledger {
             self.keep_last_good(key, &existing);
         }
         let mut script = Script::comparing_with(existing, writing);
-        let mut planned = Planned::default();
+        let mut planned = 0;
         for chain in &self.ruleset.chains {
             script.write_chain(chain.table, &chain.name, &chain.rules);
         }
         for key in keys {
             let rules = self.render(state, node, key);
-            planned.services += 1;
+            planned += 1;
             self.program(key, rules, &mut script, &mut Vec::new());
         }
         self.dispatch.write_changed(&mut script);
