@@ -5,9 +5,8 @@
 use std::net::IpAddr;
 
 use headgate_core::{
-    Change, Dirty, Family, ServiceKey, State,
+    Change, Dirty, Family, NodeFacts, ServiceKey, State,
     iptables::{Existing, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel, ruleset},
-    view::NodeFacts,
 };
 use proptest::prelude::*;
 

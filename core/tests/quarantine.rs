@@ -5,11 +5,11 @@
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
 use headgate_core::{
-    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
+    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Protocol, Service, ServiceKey,
+    ServicePort, State,
     iptables::{
         ExistingTables, Layout, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel, names::CANARY, ruleset,
     },
-    view::NodeFacts,
 };
 
 /// A kernel that rejects the match `recent`, with a ledger.

@@ -5,9 +5,8 @@
 use std::net::IpAddr;
 
 use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
+    Change, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Protocol, Service, ServiceKey, ServicePort, State,
     iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel, ruleset},
-    view::NodeFacts,
 };
 
 struct Rig {

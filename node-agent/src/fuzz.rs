@@ -5,7 +5,7 @@
 //! result says whether the input was valid, so that a test can check that its inputs pass the first
 //! checks.
 
-use std::{io, sync::Arc};
+use std::sync::Arc;
 
 use headgate_core::{Change, Dirty, State, reference::Referable};
 use headgate_proto::{MAX_SERVER_MESSAGE_BYTES, v1};
@@ -66,21 +66,7 @@ pub fn state_file(bytes: &[u8]) -> bool {
 /// As [`server_stream`].
 #[must_use]
 pub fn state_records(records: &[(u8, &[u8])]) -> bool {
-    file_of(records).is_ok_and(|file| state_file(&file))
-}
-
-/// Returns a state file of these records, each a kind and a payload.
-///
-/// # Errors
-/// A kind is unknown, or a payload is too long.
-pub fn file_of(records: &[(u8, &[u8])]) -> io::Result<Vec<u8>> {
-    persist::file_of(records)
-}
-
-/// Returns the records of a state file up to the first damaged one, each as a kind and a payload.
-#[must_use]
-pub fn records_of(bytes: &[u8]) -> Vec<(u8, Vec<u8>)> {
-    persist::records_of(bytes)
+    persist::file_of(records).is_ok_and(|file| state_file(&file))
 }
 
 /// Reads a `KubeProxyConfiguration`. Returns true when the agent would start with it.

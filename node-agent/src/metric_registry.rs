@@ -8,7 +8,7 @@ use std::{
 
 use headgate_core::Family;
 use prometheus_client::{
-    encoding::{EncodeLabelSet, text},
+    encoding::text,
     metrics::histogram::{Histogram, exponential_buckets},
     registry::{Metric, Registry, Unit},
 };
@@ -18,29 +18,12 @@ pub(crate) const AGENT: &str = "headgate_agent";
 /// Prefix of the metrics that have kube-proxy's names, labels and buckets.
 pub(crate) const KUBE_PROXY: &str = "kubeproxy";
 
-/// Label `ip_family`.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct FamilyLabel {
-    pub(crate) ip_family: &'static str,
-}
+/// Labels of a metric: names and values.
+pub(crate) type Labels<const N: usize> = [(&'static str, &'static str); N];
 
-impl FamilyLabel {
-    /// The label of a family: "IPv4" or "IPv6".
-    pub(crate) fn of(family: Family) -> Self {
-        Self { ip_family: if family == Family::V4 { "IPv4" } else { "IPv6" } }
-    }
-}
-
-/// Label `kind`.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct KindLabel {
-    pub(crate) kind: &'static str,
-}
-
-/// Label `result`.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct ResultLabel {
-    pub(crate) result: &'static str,
+/// Label `ip_family` with the value "IPv4" or "IPv6".
+pub(crate) fn family_label(family: Family) -> Labels<1> {
+    [("ip_family", if family == Family::V4 { "IPv4" } else { "IPv6" })]
 }
 
 /// A histogram with kube-proxy's 15 buckets for syncs: 1 ms, 2 ms, 4 ms and so on.

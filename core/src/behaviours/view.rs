@@ -9,11 +9,11 @@ use std::{
 
 use compact_str::CompactString;
 
-pub use crate::node_facts::NodeFacts;
 use crate::{
     behaviours::endpoint_choice::{self, Destination},
     behaviours::source_ranges::SourceRanges,
     model::{Endpoint, Family, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
+    node_facts::NodeFacts,
     state::frontends::Frontend,
     state::{ServiceEntry, State},
 };

@@ -9,10 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{
-    Demand, Dirty, Family, ServiceKey, State,
-    view::{NoLocalEndpoints, NodeFacts},
-};
+use headgate_core::{Demand, Dirty, Family, NodeFacts, ServiceKey, State, view::NoLocalEndpoints};
 
 use super::{DataplaneError, StateSource};
 use crate::node_inputs::NodeInputs;

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{Demand, Dirty, Family, ServiceKey, State, view::NodeFacts};
+use headgate_core::{Demand, Dirty, Family, NodeFacts, ServiceKey, State};
 use tracing::{info, warn};
 
 use super::{

@@ -12,37 +12,26 @@ use axum::{
     routing::get,
 };
 use prometheus_client::{
-    encoding::{EncodeLabelSet, text},
+    encoding::text,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::Registry,
 };
 
 use super::in_format;
+use crate::metric_registry::Labels;
 
 const PING: &str = "ping";
-const HEALTHZ: &str = "healthz";
+/// The labels of the only check.
+const CHECK: Labels<2> = [("name", PING), ("type", "healthz")];
 const TEXT: [(HeaderName, &str); 2] =
     [(header::CONTENT_TYPE, "text/plain; charset=utf-8"), (header::X_CONTENT_TYPE_OPTIONS, "nosniff")];
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct CheckLabel {
-    name: &'static str,
-    r#type: &'static str,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ResultLabel {
-    name: &'static str,
-    r#type: &'static str,
-    status: &'static str,
-}
 
 /// Results of health checks, with the metric names of Kubernetes' service level indicators.
 #[derive(Debug)]
 struct Indicators {
     registry: Registry,
-    healthcheck: Family<CheckLabel, Gauge>,
-    healthchecks: Family<ResultLabel, Counter>,
+    healthcheck: Family<Labels<2>, Gauge>,
+    healthchecks: Family<Labels<3>, Counter>,
 }
 
 impl Default for Indicators {
@@ -62,8 +51,9 @@ impl Default for Indicators {
 impl Indicators {
     /// Records a success of `ping`, which never fails.
     fn pinged(&self) {
-        self.healthcheck.get_or_create(&CheckLabel { name: PING, r#type: HEALTHZ }).set(1);
-        self.healthchecks.get_or_create(&ResultLabel { name: PING, r#type: HEALTHZ, status: "success" }).inc();
+        let [name, kind] = CHECK;
+        self.healthcheck.get_or_create(&CHECK).set(1);
+        self.healthchecks.get_or_create(&[name, kind, ("status", "success")]).inc();
     }
 }
 

@@ -118,30 +118,11 @@ fn page(health: Health, is_ok: bool, node_eligible: Option<bool>) -> Page {
 /// Formats a time in UTC by RFC 3339 with nanoseconds, as Go does in JSON. `None` gives Go's zero
 /// time.
 pub(super) fn rfc3339(time: Option<SystemTime>) -> String {
-    let since_epoch = time.and_then(|time| time.duration_since(UNIX_EPOCH).ok());
-    let Some(since_epoch) = since_epoch else { return "0001-01-01T00:00:00Z".to_owned() };
-    let (days, second) = (since_epoch.as_secs() / 86_400, since_epoch.as_secs() % 86_400);
-    let (year, month, day) = civil_date(days);
-    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
-    let nanoseconds = format!(".{:09}", since_epoch.subsec_nanos());
-    let nanoseconds = nanoseconds.trim_end_matches('0').trim_end_matches('.');
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}{nanoseconds}Z")
-}
-
-/// Converts a number of days since 1970-01-01 to year, month and day of the Gregorian calendar. It
-/// computes with years that begin in March, so that a leap day is the last day of its year, and
-/// with eras of 400 years, after which the calendar repeats.
-fn civil_date(days_since_1970: u64) -> (u64, u64, u64) {
-    const DAYS_TO_1970: u64 = 719_468;
-    const DAYS_PER_ERA: u64 = 146_097;
-    let days = days_since_1970 + DAYS_TO_1970;
-    let (era, day_of_era) = (days / DAYS_PER_ERA, days % DAYS_PER_ERA);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month_from_march = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
-    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
+    let elapsed = |time: SystemTime| Some((time, time.duration_since(UNIX_EPOCH).ok()?));
+    let Some((time, since_epoch)) = time.and_then(elapsed) else { return "0001-01-01T00:00:00Z".to_owned() };
+    let fraction = format!(".{:09}", since_epoch.subsec_nanos());
+    let fraction = fraction.trim_end_matches('0').trim_end_matches('.');
+    format!("{}{fraction}Z", headgate_tls::date(time).trim_end_matches('Z'))
 }
 
 #[cfg(test)]

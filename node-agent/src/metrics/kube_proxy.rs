@@ -4,31 +4,25 @@
 use std::{sync::atomic::AtomicU64, time::UNIX_EPOCH};
 
 use headgate_core::Family as IpFamily;
-use prometheus_client::{
-    encoding::EncodeLabelSet,
-    metrics::{counter::Counter, family::Family, gauge::Gauge},
-};
+use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge};
 use tracing::debug;
 
 use crate::{
-    metric_registry::{FamilyLabel, KUBE_PROXY, MetricRegistry},
+    metric_registry::{KUBE_PROXY, Labels, MetricRegistry, family_label},
     packet_counters,
     state::backlog::Counts,
 };
 
-/// The label `code`.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct CodeLabel {
-    code: u16,
-}
+/// The label `code` with the status of an answer.
+type CodeLabel = [(&'static str, u16); 1];
 
 type Seconds = Gauge<f64, AtomicU64>;
 
 /// kube-proxy's metrics about waiting changes, counted packets and health pages.
 #[derive(Debug, Default)]
 pub struct KubeProxyMetrics {
-    last_timestamp: Family<FamilyLabel, Seconds>,
-    last_queued_timestamp: Family<FamilyLabel, Seconds>,
+    last_timestamp: Family<Labels<1>, Seconds>,
+    last_queued_timestamp: Family<Labels<1>, Seconds>,
     endpoint_changes_pending: Gauge,
     endpoint_changes_total: Counter,
     service_changes_pending: Gauge,
@@ -65,12 +59,12 @@ impl KubeProxyMetrics {
 
     /// Counts an answer to `/healthz`.
     pub(crate) fn healthz(&self, code: u16) {
-        self.healthz.get_or_create(&CodeLabel { code }).inc();
+        self.healthz.get_or_create(&[("code", code)]).inc();
     }
 
     /// Counts an answer to `/livez`.
     pub(crate) fn livez(&self, code: u16) {
-        self.livez.get_or_create(&CodeLabel { code }).inc();
+        self.livez.get_or_create(&[("code", code)]).inc();
     }
 
     /// Reads the packet counters from the kernel. Call it before the registry is read.
@@ -94,7 +88,7 @@ impl KubeProxyMetrics {
             let stamps = [(&self.last_timestamp, synced_at), (&self.last_queued_timestamp, counts.queued_at)];
             for (gauge, at) in stamps {
                 if let Some(since_epoch) = at.and_then(|at| at.duration_since(UNIX_EPOCH).ok()) {
-                    gauge.get_or_create(&FamilyLabel::of(family)).set(since_epoch.as_secs_f64());
+                    gauge.get_or_create(&family_label(family)).set(since_epoch.as_secs_f64());
                 }
             }
         }

@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use headgate_core::{ServiceKey, State, view::NodeFacts};
+use headgate_core::{NodeFacts, ServiceKey, State};
 use tokio::sync::Notify;
 
 use super::{Observer, Scope};

@@ -14,7 +14,7 @@ pub use follower::{Changes, Find, Follower, Mailbox};
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use headgate_core::{Family, ServiceKey, State, iptables::NodePortAddresses, view::NodeFacts};
+use headgate_core::{Family, NodeFacts, ServiceKey, State, iptables::NodePortAddresses};
 use tokio::sync::watch;
 
 use crate::node_inputs::NodeInputs;

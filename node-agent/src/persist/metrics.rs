@@ -7,7 +7,7 @@ use prometheus_client::{
     registry::Unit,
 };
 
-use crate::metric_registry::{AGENT, KindLabel, MetricRegistry};
+use crate::metric_registry::{AGENT, Labels, MetricRegistry};
 
 /// Metrics of the state on disk.
 #[derive(Debug, Clone, Default)]
@@ -16,7 +16,7 @@ pub struct SaveMetrics {
     pub restored: Gauge,
     /// Number of failed attempts to save the state.
     pub errors: Counter,
-    saves: Family<KindLabel, Counter>,
+    saves: Family<Labels<1>, Counter>,
     bytes: Gauge<u64, AtomicU64>,
 }
 
@@ -35,7 +35,7 @@ impl SaveMetrics {
 
     /// Counts a save of this kind, and records the new size of the file.
     pub fn saved(&self, kind: &'static str, bytes: u64) {
-        self.saves.get_or_create(&KindLabel { kind }).inc();
+        self.saves.get_or_create(&[("kind", kind)]).inc();
         self.bytes.set(bytes);
     }
 }

@@ -80,7 +80,8 @@ pub(crate) fn state_in(bytes: &[u8], node_name: &str) -> Option<headgate_core::S
 ///
 /// # Errors
 /// The number of a kind is unknown, or a payload is too long.
-pub(crate) fn file_of(records: &[(u8, &[u8])]) -> io::Result<Vec<u8>> {
+#[doc(hidden)]
+pub fn file_of(records: &[(u8, &[u8])]) -> io::Result<Vec<u8>> {
     let mut writer = format::Writer::begin(Vec::new())?;
     for (kind, payload) in records {
         let kind = format::Kind::from_byte(*kind).ok_or(io::ErrorKind::InvalidInput)?;
@@ -90,7 +91,9 @@ pub(crate) fn file_of(records: &[(u8, &[u8])]) -> io::Result<Vec<u8>> {
 }
 
 /// The records of a file, up to the first that is damaged.
-pub(crate) fn records_of(bytes: &[u8]) -> Vec<(u8, Vec<u8>)> {
+#[doc(hidden)]
+#[must_use]
+pub fn records_of(bytes: &[u8]) -> Vec<(u8, Vec<u8>)> {
     let mut records = Vec::new();
     if let Ok(mut reader) = format::Reader::begin(bytes) {
         while let Ok(Some((kind, payload))) = reader.next() {

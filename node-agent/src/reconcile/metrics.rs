@@ -7,14 +7,11 @@ use std::{
 };
 
 use headgate_core::Family as IpFamily;
-use prometheus_client::{
-    encoding::EncodeLabelSet,
-    metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
-};
+use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram};
 
 use crate::{
     dataplane::{FamilyStatistics, Report},
-    metric_registry::{AGENT, FamilyLabel, KUBE_PROXY, KindLabel, MetricRegistry, sync_histogram},
+    metric_registry::{AGENT, KUBE_PROXY, Labels, MetricRegistry, family_label, sync_histogram},
     state::backlog::Trigger,
 };
 
@@ -30,28 +27,14 @@ pub enum SyncKind {
 }
 
 impl SyncKind {
-    fn label(self) -> KindLabel {
+    fn label(self) -> Labels<1> {
         let kind = match self {
             Self::Nothing => "nothing",
             Self::Partial => "partial",
             Self::Full => "full",
         };
-        KindLabel { kind }
+        [("kind", kind)]
     }
-}
-
-/// Labels `ip_family` and `table`.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct TableLabel {
-    ip_family: &'static str,
-    table: &'static str,
-}
-
-/// Labels `ip_family` and `traffic_policy`.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct PolicyLabel {
-    ip_family: &'static str,
-    traffic_policy: &'static str,
 }
 
 /// Metrics of syncs.
@@ -72,19 +55,19 @@ pub struct SyncMetrics {
     pub degraded_modes: Gauge,
     /// 1 while rules count packets into [`crate::packet_counters`], else 0.
     pub counts_packets: Gauge,
-    apply_duration: Family<KindLabel, Histogram>,
-    applies_failed: Family<KindLabel, Counter>,
+    apply_duration: Family<Labels<1>, Histogram>,
+    applies_failed: Family<Labels<1>, Counter>,
     services_planned: Counter,
     objects_written: Counter,
-    sync_duration: Family<FamilyLabel, Histogram>,
-    sync_full_duration: Family<FamilyLabel, Histogram>,
-    sync_partial_duration: Family<FamilyLabel, Histogram>,
-    programming_duration: Family<FamilyLabel, Histogram>,
-    no_local_endpoints: Family<PolicyLabel, Gauge>,
-    iptables_total: Family<TableLabel, Gauge>,
-    iptables_last: Family<TableLabel, Gauge>,
-    restore_failures: Family<FamilyLabel, Counter>,
-    partial_restore_failures: Family<FamilyLabel, Counter>,
+    sync_duration: Family<Labels<1>, Histogram>,
+    sync_full_duration: Family<Labels<1>, Histogram>,
+    sync_partial_duration: Family<Labels<1>, Histogram>,
+    programming_duration: Family<Labels<1>, Histogram>,
+    no_local_endpoints: Family<Labels<2>, Gauge>,
+    iptables_total: Family<Labels<2>, Gauge>,
+    iptables_last: Family<Labels<2>, Gauge>,
+    restore_failures: Family<Labels<1>, Counter>,
+    partial_restore_failures: Family<Labels<1>, Counter>,
 }
 
 /// The buckets of kube-proxy: from 0.25 s to 300 s, in steps that grow.
@@ -206,7 +189,7 @@ impl SyncMetrics {
             // A change from before the start of the process did not wait for this process.
             if at >= self.started {
                 let waited = now.duration_since(at).unwrap_or_default();
-                let label = FamilyLabel::of(trigger.family);
+                let label = family_label(trigger.family);
                 self.programming_duration.get_or_create(&label).observe(waited.as_secs_f64());
             }
         }
@@ -219,20 +202,20 @@ impl SyncMetrics {
             SyncKind::Full => &self.sync_full_duration,
         };
         for histogram in [&self.sync_duration, by_kind] {
-            histogram.get_or_create(&FamilyLabel::of(family)).observe(took.as_secs_f64());
+            histogram.get_or_create(&family_label(family)).observe(took.as_secs_f64());
         }
     }
 
     fn observe_family(&self, FamilyStatistics { family, statistics, .. }: &FamilyStatistics) {
-        let FamilyLabel { ip_family } = FamilyLabel::of(*family);
+        let [ip_family] = family_label(*family);
         for rules in &statistics.rules {
-            let label = TableLabel { ip_family, table: rules.table };
+            let label = [ip_family, ("table", rules.table)];
             self.iptables_total.get_or_create(&label).set(rules.total.into());
             self.iptables_last.get_or_create(&label).set(rules.last.into());
         }
         let no_local = [("internal", statistics.no_local.internal), ("external", statistics.no_local.external)];
         for (traffic_policy, count) in no_local {
-            self.no_local_endpoints.get_or_create(&PolicyLabel { ip_family, traffic_policy }).set(count.into());
+            self.no_local_endpoints.get_or_create(&[ip_family, ("traffic_policy", traffic_policy)]).set(count.into());
         }
     }
 
@@ -240,7 +223,7 @@ impl SyncMetrics {
     pub(crate) fn failed(&self, kind: SyncKind, families: &[IpFamily]) {
         self.applies_failed.get_or_create(&kind.label()).inc();
         for family in IpFamily::BOTH.into_iter().filter(|family| families.is_empty() || families.contains(family)) {
-            let label = FamilyLabel::of(family);
+            let label = family_label(family);
             self.restore_failures.get_or_create(&label).inc();
             if kind == SyncKind::Partial {
                 self.partial_restore_failures.get_or_create(&label).inc();

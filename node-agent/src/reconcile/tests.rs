@@ -4,9 +4,8 @@ mod interfaces;
 use std::{sync::Mutex, thread::JoinHandle};
 
 use headgate_core::{
-    Change, Family, Node, State,
+    Change, Family, Node, NodeFacts, State,
     iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel, ruleset},
-    view::NodeFacts,
 };
 
 use super::*;

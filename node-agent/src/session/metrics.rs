@@ -12,28 +12,12 @@ use headgate_core::node_state::SourceState;
 use headgate_proto::v1::welcome::ResumeMode;
 use headgate_tls::{Loaded, Validity};
 use prometheus_client::{
-    encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::Unit,
 };
 use tokio::sync::watch;
 
-use crate::metric_registry::{AGENT, KindLabel, MetricRegistry, ResultLabel};
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ReasonLabel {
-    reason: &'static str,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ModeLabel {
-    mode: &'static str,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct FileLabel {
-    file: &'static str,
-}
+use crate::metric_registry::{AGENT, Labels, MetricRegistry};
 
 /// Metrics of the session.
 #[derive(Debug, Clone, Default)]
@@ -50,8 +34,8 @@ pub struct SessionMetrics {
     pub head_version: Gauge<u64, AtomicU64>,
     /// Certificates and handshakes.
     pub tls: TlsMetrics,
-    stream_errors: Family<ReasonLabel, Counter>,
-    resumes: Family<ModeLabel, Counter>,
+    stream_errors: Family<Labels<1>, Counter>,
+    resumes: Family<Labels<1>, Counter>,
     source_age_seconds: Gauge<f64, AtomicU64>,
     source: Arc<Mutex<Source>>,
 }
@@ -85,7 +69,7 @@ impl SessionMetrics {
 
     /// Counts a stream that ended. `reason` is from a small fixed set.
     pub fn stream_error(&self, reason: &'static str) {
-        self.stream_errors.get_or_create(&ReasonLabel { reason }).inc();
+        self.stream_errors.get_or_create(&[("reason", reason)]).inc();
     }
 
     /// Counts a stream that began with this resume mode.
@@ -96,7 +80,7 @@ impl SessionMetrics {
             ResumeMode::Full => "full",
             ResumeMode::Unspecified => "unspecified",
         };
-        self.resumes.get_or_create(&ModeLabel { mode }).inc();
+        self.resumes.get_or_create(&[("mode", mode)]).inc();
     }
 
     /// Records the source age of a heartbeat.
@@ -135,9 +119,9 @@ impl SessionMetrics {
 /// Metrics of certificates and TLS handshakes.
 #[derive(Debug, Clone, Default)]
 pub struct TlsMetrics {
-    handshakes: Family<KindLabel, Counter>,
-    reloads: Family<ResultLabel, Counter>,
-    not_after: Family<FileLabel, Gauge<i64, AtomicI64>>,
+    handshakes: Family<Labels<1>, Counter>,
+    reloads: Family<Labels<1>, Counter>,
+    not_after: Family<Labels<1>, Gauge<i64, AtomicI64>>,
     problem: watch::Sender<Option<String>>,
 }
 
@@ -156,25 +140,25 @@ impl TlsMetrics {
     /// Records files that were loaded. The first load of the process does not count as a reload.
     pub(crate) fn loaded<C>(&self, loaded: &Loaded<C>, is_first: bool) {
         if !is_first {
-            self.reloads.get_or_create(&ResultLabel { result: "success" }).inc();
+            self.reloads.get_or_create(&[("result", "success")]).inc();
         }
         let authorities = Validity { not_after: loaded.authorities_not_after, ..loaded.validity };
         for (file, validity) in [("cert", loaded.validity), ("ca", authorities)] {
-            self.not_after.get_or_create(&FileLabel { file }).set(validity.not_after_unix_seconds());
+            self.not_after.get_or_create(&[("file", file)]).set(validity.not_after_unix_seconds());
         }
         self.problem.send_replace(None);
     }
 
     /// Records files that cannot be used.
     pub(crate) fn load_failed(&self, problem: String) {
-        self.reloads.get_or_create(&ResultLabel { result: "failure" }).inc();
+        self.reloads.get_or_create(&[("result", "failure")]).inc();
         self.problem.send_replace(Some(problem));
     }
 
     /// Counts a completed handshake.
     pub(crate) fn handshake(&self, is_resumed: bool) {
         let kind = if is_resumed { "resumed" } else { "full" };
-        self.handshakes.get_or_create(&KindLabel { kind }).inc();
+        self.handshakes.get_or_create(&[("kind", kind)]).inc();
     }
 
     /// What is wrong with the current files, if anything.

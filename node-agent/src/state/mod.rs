@@ -17,7 +17,7 @@ use std::{
     time::Instant,
 };
 
-use headgate_core::{Dirty, Node, ServiceKey, State, view::NodeFacts};
+use headgate_core::{Dirty, Node, NodeFacts, ServiceKey, State};
 use headgate_proto::{node_to_wire, v1};
 
 use crate::{

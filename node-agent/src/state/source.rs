@@ -1,6 +1,6 @@
 //! The access of a full sync to the state.
 
-use headgate_core::{State, view::NodeFacts};
+use headgate_core::{NodeFacts, State};
 
 /// Gives a full sync access to the state, which may change between two calls.
 pub trait StateSource {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use headgate_core::view::NodeFacts;
+use headgate_core::NodeFacts;
 use headgate_node_agent::dataplane::{
     FixedState, NodeDataplane as _,
     iptables::{Config, IptablesDataplane, Variant},

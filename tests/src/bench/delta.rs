@@ -15,10 +15,9 @@ use headgate_control_plane::{
     transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{
-    Change, Dirty, Family,
+    Change, Dirty, Family, NodeFacts,
     iptables::{ExistingTables, Layout, Ledger, RenderConfig, ruleset},
     reference::Referable,
-    view::NodeFacts,
 };
 use headgate_node_agent::{
     session::machine::{Effect, Machine},

@@ -10,9 +10,8 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use headgate_core::{
-    Change, Dirty, State,
+    Change, Dirty, NodeFacts, State,
     masquerade::{LocalDetector, MasqueradeConfig},
-    view::NodeFacts,
 };
 use headgate_node_agent::dataplane::{
     FixedState, NodeDataplane as _,

@@ -13,7 +13,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use headgate_core::{Change, Dirty, Family, State, view::NodeFacts};
+use headgate_core::{Change, Dirty, Family, NodeFacts, State};
 use headgate_node_agent::dataplane::{
     FixedState, NodeDataplane as _,
     iptables::Variant,

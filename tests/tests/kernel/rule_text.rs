@@ -6,11 +6,10 @@
 use std::{net::IpAddr, path::Path, sync::Arc};
 
 use headgate_core::{
-    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
-    ServicePort, State, TrafficPolicy,
+    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol, Service,
+    ServiceKey, ServicePort, State, TrafficPolicy,
     iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel, ruleset},
     masquerade::{LocalDetector, MasqueradeConfig},
-    view::NodeFacts,
 };
 use headgate_node_agent::dataplane::{
     FixedState, NodeDataplane,

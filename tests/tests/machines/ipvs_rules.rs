@@ -7,10 +7,10 @@ use std::net::IpAddr;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
+use headgate_core::NodeFacts;
 use headgate_core::iptables::{ExistingTables, Table};
 use headgate_core::ipvs::{Existing, IpvsConfig, Ledger, Op, Plan, SetKind};
 use headgate_core::masquerade::LocalDetector;
-use headgate_core::view::NodeFacts;
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey, ServicePort, State,
     TrafficPolicy,

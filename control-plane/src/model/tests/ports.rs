@@ -1,8 +1,8 @@
 //! Conditions, node and hints belong to an address and a port, as in kube-proxy's endpoint cache.
 
 use headgate_core::{
-    Family,
-    view::{NodeFacts, ServicePortView, service_views},
+    Family, NodeFacts,
+    view::{ServicePortView, service_views},
 };
 
 use super::*;

@@ -30,7 +30,7 @@ pub fn ruleset(config: RenderConfig) -> Ruleset {
         dispatch: &DispatchChain::ALL,
         last_service_rules: node_ports_jumps(&config),
         jumps: jumps(&config),
-        render: service_rules::render,
+        render_port: service_rules::render_port,
         config,
     }
 }

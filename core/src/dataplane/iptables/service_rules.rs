@@ -3,40 +3,11 @@
 use crate::{
     behaviours::view::ServicePortView,
     dataplane::rules::{
-        RenderConfig,
         line::Line,
         names::DispatchChain,
         service::{Chain, DispatchLine, PortRules, Selector, ServiceRules},
     },
-    model::{Protocol, Service},
 };
-
-/// Renders a service from the views of its ports.
-pub(super) fn render(
-    config: &RenderConfig,
-    is_compact: bool,
-    service: &Service,
-    views: &[ServicePortView],
-) -> ServiceRules {
-    let mut rules = ServiceRules::of_ports(config, is_compact, views, render_port);
-    if service.health_check_node_port != 0 && !views.is_empty() {
-        rules.dispatch.push(health_check_line(service));
-    }
-    rules
-}
-
-/// Renders the rule that accepts health checks of a load balancer before the host's firewall can
-/// drop them.
-fn health_check_line(service: &Service) -> DispatchLine {
-    let (protocol, port) = (Protocol::Tcp, service.health_check_node_port);
-    let mut rule = String::new();
-    Line::bare(&mut rule)
-        .protocol(protocol)
-        .comment(format_args!("{} health check node port", service.key))
-        .port(protocol, port)
-        .jump("ACCEPT");
-    DispatchLine { chain: DispatchChain::FilterNodePorts, selector: Selector::NodePort(protocol, port), rule }
-}
 
 /// What happens to packets for which the policy has no endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,7 +29,8 @@ impl Verdict {
     }
 }
 
-fn render_port(port: &PortRules<'_>, rules: &mut ServiceRules) {
+/// Renders a service port.
+pub(super) fn render_port(port: &PortRules<'_>, rules: &mut ServiceRules) {
     let view = port.view;
     let is_internal_local = view.internal_traffic_policy.is_local();
     let is_external_local = view.external_traffic_policy.is_local();

@@ -47,7 +47,7 @@ pub(super) fn ruleset(config: &IpvsConfig) -> Ruleset {
         dispatch: &[DispatchChain::NatNodePorts, DispatchChain::NatServices],
         last_service_rules,
         jumps: jumps(),
-        render: short_circuit::render,
+        render_port: short_circuit::render_port,
         config,
     }
 }

@@ -5,26 +5,10 @@
 //! and the node itself may use all endpoints, so iptables translates their packets before IPVS sees
 //! them.
 
-use crate::{
-    behaviours::view::ServicePortView,
-    dataplane::rules::{
-        RenderConfig,
-        service::{PortRules, ServiceRules},
-    },
-    model::Service,
-};
+use crate::dataplane::rules::service::{PortRules, ServiceRules};
 
-/// Renders a service from the views of its ports.
-pub(super) fn render(
-    config: &RenderConfig,
-    is_compact: bool,
-    _service: &Service,
-    views: &[ServicePortView],
-) -> ServiceRules {
-    ServiceRules::of_ports(config, is_compact, views, render_port)
-}
-
-fn render_port(port: &PortRules<'_>, rules: &mut ServiceRules) {
+/// Renders a service port.
+pub(super) fn render_port(port: &PortRules<'_>, rules: &mut ServiceRules) {
     let view = port.view;
     let is_external_local = view.external_traffic_policy.is_local() && view.is_externally_accessible();
     if !is_external_local || view.cluster_endpoints.is_empty() {

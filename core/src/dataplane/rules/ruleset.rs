@@ -8,7 +8,7 @@ use super::{
     config::{NodePortAddresses, RenderConfig},
     line::Line,
     names::{CANARY, DispatchChain, FORWARD, HAIRPIN, INVALID_COUNTER, MARK_MASQ, NODE_PORTS, POSTROUTING},
-    service::RenderService,
+    service::RenderPort,
 };
 use crate::model::Family;
 
@@ -31,8 +31,8 @@ pub struct Ruleset {
     pub last_service_rules: Vec<String>,
     /// Jumps from the built-in chains, in their order at the head of these chains.
     pub jumps: Vec<Jump>,
-    /// Renders the rules of a service.
-    pub render: RenderService,
+    /// Renders the rules of a service port.
+    pub(in crate::dataplane) render_port: RenderPort,
 }
 
 impl Ruleset {

@@ -16,9 +16,8 @@ use crate::{
     model::{Protocol, Service},
 };
 
-/// Renders all rules of one service in one family. The arguments are the configuration, whether the
-/// layout is compact, the Service, and the views of its ports.
-pub type RenderService = fn(&RenderConfig, bool, &Service, &[ServicePortView]) -> ServiceRules;
+/// Adds the rules of one service port.
+pub(in crate::dataplane) type RenderPort = fn(&PortRules<'_>, &mut ServiceRules);
 
 /// A chain in nat that belongs to one service.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -67,11 +66,11 @@ pub struct ServiceRules {
 impl ServiceRules {
     /// Renders the ports of a service in order. Leaves out SCTP ports if
     /// [`RenderConfig::leaves_out_sctp`] is set.
-    pub(in crate::dataplane) fn of_ports<'a>(
-        config: &'a RenderConfig,
+    pub(super) fn of_ports(
+        config: &RenderConfig,
         is_compact: bool,
-        views: &'a [ServicePortView],
-        render: impl Fn(&PortRules<'a>, &mut Self),
+        views: &[ServicePortView],
+        render: RenderPort,
     ) -> Self {
         let mut rules = Self::default();
         let is_left_out = |view: &&ServicePortView| config.leaves_out_sctp && view.protocol == Protocol::Sctp;
@@ -81,6 +80,19 @@ impl ServiceRules {
         }
         rules
     }
+}
+
+/// Renders the rule that accepts health checks of a load balancer before the host's firewall can
+/// drop them.
+pub(super) fn health_check_line(service: &Service) -> DispatchLine {
+    let (protocol, port) = (Protocol::Tcp, service.health_check_node_port);
+    let mut rule = String::new();
+    Line::bare(&mut rule)
+        .protocol(protocol)
+        .comment(format_args!("{} health check node port", service.key))
+        .port(protocol, port)
+        .jump("ACCEPT");
+    DispatchLine { chain: DispatchChain::FilterNodePorts, selector: Selector::NodePort(protocol, port), rule }
 }
 
 /// Renders the rules of one service port.

@@ -7,11 +7,7 @@ use std::{
     time::Duration,
 };
 
-use headgate_core::{
-    ServiceKey,
-    digest::Digests,
-    view::{NodeFacts, ServicePortView},
-};
+use headgate_core::{NodeFacts, ServiceKey, digest::Digests, view::ServicePortView};
 
 use super::super::{DataplaneError, Fault, KernelHandle};
 

@@ -9,8 +9,8 @@ pub use control::{Call, Control};
 use std::{collections::BTreeSet, mem, sync::Arc, time::Instant};
 
 use headgate_core::{
-    Demand, Dirty, Family, ServiceKey, State,
-    view::{NodeFacts, ServicePortView, service_views},
+    Demand, Dirty, Family, NodeFacts, ServiceKey, State,
+    view::{ServicePortView, service_views},
 };
 
 use self::control::{Script, Table};

@@ -13,9 +13,8 @@ pub use config::Config;
 use std::{collections::BTreeSet, mem, sync::Arc, time::Instant};
 
 use headgate_core::{
-    Demand, Dirty, Family, ServiceKey, State,
+    Demand, Dirty, Family, NodeFacts, ServiceKey, State,
     iptables::{ExistingTables, Ledger, RenderConfig, Script, has_localnet_guard, ledger::LateChange, ruleset},
-    view::NodeFacts,
 };
 
 pub use super::xtables::Variant;

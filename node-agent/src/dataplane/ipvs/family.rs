@@ -8,10 +8,9 @@ use std::{
 };
 
 use headgate_core::{
-    Demand, Dirty, Family, ServiceKey, State,
+    Demand, Dirty, Family, NodeFacts, ServiceKey, State,
     iptables::NodePortAddresses,
     ipvs::{DEVICE, Existing, IpvsConfig, Ledger, Object, Op, Plan, Problem, Scheduler, ServerKey, Set},
-    view::NodeFacts,
 };
 
 use super::{

@@ -19,9 +19,8 @@ use std::{
 };
 
 use headgate_core::{
-    Family, State,
+    Family, NodeFacts, State,
     conntrack::{Cleanup, CleanupPlan, Tracker},
-    view::NodeFacts,
 };
 use prometheus_client::metrics::{counter::Counter, family::Family as Labelled, histogram::Histogram};
 use tracing::{debug, info, warn};
@@ -29,16 +28,16 @@ use tracing::{debug, info, warn};
 use crate::{
     backoff::Backoff,
     interfaces::Interfaces,
-    metric_registry::{AGENT, FamilyLabel, KUBE_PROXY, MetricRegistry, sync_histogram},
+    metric_registry::{AGENT, KUBE_PROXY, Labels, MetricRegistry, family_label, sync_histogram},
     observers::{NodePorts, Observer, Scope},
 };
 
 /// Metrics of the cleanup. The first two have the names and the meaning that kube-proxy gives them.
 #[derive(Debug, Clone)]
 pub struct ConntrackMetrics {
-    duration: Labelled<FamilyLabel, Histogram>,
-    deleted: Labelled<FamilyLabel, Counter>,
-    failed: Labelled<FamilyLabel, Counter>,
+    duration: Labelled<Labels<1>, Histogram>,
+    deleted: Labelled<Labels<1>, Counter>,
+    failed: Labelled<Labels<1>, Counter>,
 }
 
 impl Default for ConntrackMetrics {
@@ -67,7 +66,7 @@ impl ConntrackMetrics {
     /// Number of entries deleted since the start of the process, in both families.
     #[must_use]
     pub fn deleted(&self) -> u64 {
-        Family::BOTH.into_iter().map(|family| self.deleted.get_or_create(&FamilyLabel::of(family)).get()).sum()
+        Family::BOTH.into_iter().map(|family| self.deleted.get_or_create(&family_label(family)).get()).sum()
     }
 }
 
@@ -229,7 +228,7 @@ impl Passes {
     }
 
     fn record(&self, family: Family, swept: Swept, took: Duration, has_failed: bool) {
-        let label = FamilyLabel::of(family);
+        let label = family_label(family);
         if has_failed {
             self.metrics.failed.get_or_create(&label).inc();
         }

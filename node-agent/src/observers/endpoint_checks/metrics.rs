@@ -2,7 +2,7 @@
 
 use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge};
 
-use crate::metric_registry::{AGENT, MetricRegistry, ResultLabel};
+use crate::metric_registry::{AGENT, Labels, MetricRegistry};
 
 /// The result of one check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,7 +18,7 @@ pub enum CheckResult {
 /// Metrics of endpoint checks.
 #[derive(Debug, Clone, Default)]
 pub struct EndpointCheckMetrics {
-    checks: Family<ResultLabel, Counter>,
+    checks: Family<Labels<1>, Counter>,
     checked: Gauge,
     failing: Gauge,
 }
@@ -42,7 +42,7 @@ impl EndpointCheckMetrics {
             CheckResult::Failed => "failed",
             CheckResult::NotMade => "not_made",
         };
-        self.checks.get_or_create(&ResultLabel { result }).inc();
+        self.checks.get_or_create(&[("result", result)]).inc();
     }
 
     /// Sets the number of endpoints that are checked, and of those that fail.

@@ -5,7 +5,7 @@ use std::{
 };
 
 use headgate_core::{
-    Change, Endpoint, EndpointPort, Protocol, Service, ServicePort, endpoint_health::CheckTiming, view::NodeFacts,
+    Change, Endpoint, EndpointPort, NodeFacts, Protocol, Service, ServicePort, endpoint_health::CheckTiming,
 };
 use tokio_util::sync::DropGuard;
 

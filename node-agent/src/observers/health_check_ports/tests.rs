@@ -10,8 +10,8 @@ use std::{
 };
 
 use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceKey, ServicePort, State, TrafficPolicy,
-    iptables::NodePortAddresses, view::NodeFacts,
+    Change, Dirty, Endpoint, EndpointPort, NodeFacts, Placement, Protocol, Service, ServiceKey, ServicePort, State,
+    TrafficPolicy, iptables::NodePortAddresses,
 };
 use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, DropGuard};

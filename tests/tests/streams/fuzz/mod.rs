@@ -208,7 +208,8 @@ fn mutated_state_records_are_read_safely() {
     let (cases, mut good) = (number("HEADGATE_FUZZ_CASES", CASES), 0_u64);
     for _ in 0..cases {
         let (_, bytes) = &corpus[rng.usize(0..corpus.len())];
-        let (kinds, mut payloads): (Vec<u8>, Vec<Vec<u8>>) = agent::records_of(bytes).into_iter().unzip();
+        let (kinds, mut payloads): (Vec<u8>, Vec<Vec<u8>>) =
+            headgate_node_agent::persist::records_of(bytes).into_iter().unzip();
         let at = rng.usize(1..payloads.len());
         let all = payloads.clone();
         mutate(&mut rng, &mut payloads[at], &all, &[]);

@@ -11,7 +11,7 @@ use headgate_core::{
     Change, Conditions, Dirty, Endpoint, EndpointPort, Hints, Placement, Protocol, Service, ServiceCidr, ServiceKey,
     ServicePort, State,
 };
-use headgate_node_agent::fuzz;
+use headgate_node_agent::{fuzz, persist};
 use headgate_proto::{ChangesBuilder, digests_to_wire, frame::frame, v1};
 use prost::Message as _;
 use v1::server_message::Body;
@@ -131,7 +131,7 @@ fn state_file() -> Vec<u8> {
     let node = v1::OwnNode { revision: 1, node, ..v1::OwnNode::default() };
     let (changes, more, node) = (wire(changes()), wire([endpoint(1, 9)]), node.encode_to_vec());
     let records: [(u8, &[u8]); 6] = [(1, b"node-a"), (2, &changes), (3, &node), (4, &base), (2, &more), (4, &step)];
-    let mut file = fuzz::file_of(&records).unwrap();
+    let mut file = persist::file_of(&records).unwrap();
     file.extend_from_slice(&[2, 9, 0, 0, 0, 1]);
     file
 }

@@ -26,7 +26,7 @@ use super::{
     names::{ChainName, DispatchChain, HAIRPIN},
     ruleset::{FixedChain, Jump, Ruleset},
     script::{Script, Writing},
-    service::{DispatchLine, Selector, ServiceRules},
+    service::{DispatchLine, Selector, ServiceRules, health_check_line},
     tally::Tally,
 };
 use crate::{
@@ -263,7 +263,13 @@ impl Ledger {
     fn render(&self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>) -> ServiceRules {
         let Some(service) = state.entry(key).and_then(|entry| entry.service()) else { return ServiceRules::default() };
         let views = service_views(state, key, self.ruleset.config.family, node);
-        (self.ruleset.render)(&self.ruleset.config, self.dispatch.is_compact(), service, &views)
+        let Ruleset { config, dispatch, render_port, .. } = &*self.ruleset;
+        let mut rules = ServiceRules::of_ports(config, self.dispatch.is_compact(), &views, *render_port);
+        let accepts_health_checks = dispatch.contains(&DispatchChain::FilterNodePorts);
+        if accepts_health_checks && service.health_check_node_port != 0 && !views.is_empty() {
+            rules.dispatch.push(health_check_line(service));
+        }
+        rules
     }
 
     /// Writes the chains of a service that differ from the programmed ones to `script`, and updates
