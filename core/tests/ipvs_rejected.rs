@@ -201,7 +201,7 @@ proptest! {
         }
         rig.drain();
         let mut wanted = Rig::new(config(family), BTreeSet::new());
-        wanted.state = std::mem::take(&mut rig.state);
+        (wanted.state, wanted.node) = (std::mem::take(&mut rig.state), rig.node.clone());
         wanted.full();
         prop_assert_eq!(&rig.kernel, &wanted.kernel);
     }
