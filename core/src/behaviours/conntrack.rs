@@ -254,9 +254,9 @@ pub struct CleanupPlan {
 #[derive(Debug, Default)]
 pub struct Tracker {
     used: HashMap<Arc<ServiceKey>, Owned>,
-    /// The last committed plan was for all services. The full sync may have programmed a newer state
-    /// than [`Self::plan_all`] saw. The services that changed in between are part of the next plan,
-    /// and their former endpoints are not all known, so all their flows are suspects.
+    /// The last committed plan was for all services. The full sync may have programmed a newer
+    /// state than [`Self::plan_all`] saw. The services that changed in between are part of the next
+    /// plan. Their former endpoints are not all known, so all their flows are suspects.
     is_after_all: bool,
 }
 

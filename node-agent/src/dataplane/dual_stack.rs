@@ -33,11 +33,10 @@ pub trait NodeDataplane: Send {
     /// What the operator has to fix: sentences that include the remedy.
     fn degraded(&self, demand: &Demand) -> Vec<String>;
 
-    /// True when the rules depend on the addresses of the node's interfaces.
+    /// See [`Dataplane::NEEDS_INTERFACES`].
     fn needs_interfaces(&self) -> bool;
 
-    /// Sets what the rules depend on besides the state. If it returns true, the caller must make a
-    /// full sync.
+    /// See [`Dataplane::configure`].
     fn configure(&mut self, inputs: &NodeInputs) -> bool;
 
     /// Programs the whole state, whatever the kernel holds: at the first sync and at every repair.
@@ -74,11 +73,10 @@ pub trait NodeDataplane: Send {
     /// Quarantines these services and no others; see [`super::FindFaults::set_quarantined`].
     fn set_quarantined(&mut self, faults: &[Fault]);
 
-    /// The deferred parts of services, or `None` if they are unchanged since the last call. See
-    /// [`Maintain::deferred`].
+    /// The deferred parts of services in both families; see [`Maintain::deferred`].
     fn deferred(&mut self) -> Option<Vec<Fault>>;
 
-    /// When to call [`Self::maintain`]; `None` while no work is pending.
+    /// When to call [`Self::maintain`]; see [`Maintain::due_at`].
     fn maintain_at(&mut self) -> Option<Instant>;
 
     /// Does the work that is due, such as the removal of drained destinations.

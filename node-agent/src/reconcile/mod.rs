@@ -320,9 +320,9 @@ impl Reconciler {
         self.progress.send_if_modified(|progress| self.set_rejections(progress));
     }
 
-    /// Sets the services that the kernel rejects, and returns true if they are new. While changes wait
-    /// to be programmed, it sets nothing: the step that programs them does, so that a service is
-    /// reported as accepted only once its rules are in the kernel.
+    /// Sets the services that the kernel rejects, and returns true if they are new. While changes
+    /// wait to be programmed, it sets nothing: the step that programs them does, so that a service
+    /// is reported as accepted only once its rules are in the kernel.
     fn set_rejections(&self, progress: &mut Progress) -> bool {
         self.metrics.services_rejected.set(i64::try_from(self.quarantine.len()).unwrap_or(i64::MAX));
         let now = self.quarantine.rejections();

@@ -272,8 +272,8 @@ async fn apply(state: &Arc<AgentState>, step: StateUpdate) -> Result<(), StreamE
     }
 }
 
-/// Calls `work` on a thread that may block: `work` waits for the state's lock, which the planning of
-/// a full sync may hold for a while.
+/// Calls `work` on a thread that may block: `work` waits for the state's lock, which the planning
+/// of a full sync may hold for a while.
 pub(super) fn blocking<T: Send + 'static>(
     state: &Arc<AgentState>,
     work: impl FnOnce(&AgentState) -> T + Send + 'static,

@@ -193,6 +193,7 @@ impl<'a> PortRules<'a> {
         Chain { name: chain, rules }
     }
 
+    /// Begins a rule that selects an endpoint. Only the classic layout has comments.
     fn begin_policy_rule<'t>(&self, rules: &'t mut String, chain: ChainName, destination: &Destination) -> Line<'t> {
         let line = Line::append(rules, chain);
         if self.is_compact {
@@ -201,9 +202,9 @@ impl<'a> PortRules<'a> {
         line.comment(format_args!("{} -> {}", self.name, destination.socket_address()))
     }
 
-    /// Ends a rule that selects an endpoint. In the classic layout the rule jumps to the chain of the
-    /// endpoint. In the compact layout it does what that chain does: it records the client if the
-    /// service has session affinity, and translates the destination.
+    /// Ends a rule that selects an endpoint. In the classic layout the rule jumps to the chain of
+    /// the endpoint. In the compact layout it does what that chain does: it records the client if
+    /// the service has session affinity, and translates the destination.
     fn end_policy_rule(&self, line: Line<'_>, destination: &Destination) {
         let endpoint = || ChainName::of_endpoint(self.view, destination);
         if !self.is_compact {
