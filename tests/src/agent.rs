@@ -23,7 +23,7 @@ use headgate_node_agent::{
 use headgate_tls::Files;
 use tokio_util::sync::CancellationToken;
 
-/// An agent inside the test's process. Dropping it stops it.
+/// An agent inside the test's process. Dropping this value stops the agent.
 pub struct Agent {
     /// Records the dataplane's calls and sets their results.
     pub kernel: Control,
@@ -46,8 +46,8 @@ impl Drop for Agent {
 }
 
 impl Agent {
-    /// Starts the agent of a node with an empty state. It may use any of the URLs in `replicas`,
-    /// over plain HTTP if `tls` is `None`.
+    /// Starts the agent of a node with an empty state. The agent may use any of the URLs in
+    /// `replicas`, over plain HTTP if `tls` is `None`.
     ///
     /// # Errors
     /// A URL is invalid, or the reconcile thread cannot be started.
@@ -73,7 +73,7 @@ impl Agent {
         Ok(Self { kernel, shared, metrics, shutdown, reconcile: Some(reconcile) })
     }
 
-    /// The digests of the last programmed state; `None` before the first one.
+    /// The digests of the last programmed state, or `None` if the agent has programmed none so far.
     #[must_use]
     pub fn programmed(&self) -> Option<Digests> {
         self.kernel.calls().into_iter().rev().find_map(|call| match call {

@@ -1,4 +1,5 @@
-//! The socket of an HTTP connection. It counts sent bytes, and can be closed with a TCP reset.
+//! The socket of an HTTP connection. The socket counts sent bytes, and can be closed with a TCP
+//! reset.
 
 use std::{
     io,

@@ -30,7 +30,7 @@ pub struct RecordedRequest {
     pub kind: Option<Kind>,
     /// The path, percent-encoded.
     pub path: String,
-    /// The query string, percent-encoded. It may be empty.
+    /// The query string, percent-encoded. The string may be empty.
     pub query: String,
     /// The HTTP code of the answer, or `None` before the answer.
     pub answered: Option<u16>,

@@ -31,7 +31,7 @@ pub enum RequestFault {
         /// The seconds in the Retry-After header and in the Status details.
         retry_after_seconds: Option<u32>,
     },
-    /// The request gets no answer until `ApiServer::clear_faults`. Then it is answered as usual.
+    /// The request waits until `ApiServer::clear_faults` is called, and is then answered as usual.
     Stall,
     /// The request is answered as usual after this time.
     Delay(Duration),
@@ -41,7 +41,7 @@ pub enum RequestFault {
     Garbage(Bytes),
 }
 
-/// The requests to which a fault applies. `None` matches all.
+/// The requests to which a fault applies. A field that is `None` matches every request.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RequestFilter {
     /// The verb of the requests.
@@ -76,9 +76,9 @@ impl RequestFilter {
 pub(super) enum Order {
     /// End the response, as after a time-out of the watch.
     Close,
-    /// Send half an event, then cut.
+    /// Send half an event, then cut the connection.
     CutNow(Cut),
-    /// Send only half of the next real event, then cut.
+    /// Send only half of the next real event, then cut the connection.
     CutOnNextEvent(Cut),
     /// Send these bytes unchanged, then continue.
     Raw(Bytes),
@@ -105,12 +105,13 @@ struct Inner {
     blocked: BTreeSet<Kind>,
     watches: BTreeMap<u64, (Kind, VecDeque<DatedOrder>)>,
     next_watch: u64,
-    /// The number of times that faults were cleared. A stalled request waits until it changes.
+    /// The number of times that faults were cleared. A stalled request waits until this number
+    /// changes.
     clearings: u64,
 }
 
-/// The faults, shared by the handle and the request handlers. After a change, the caller must call
-/// `Store::wake_watches`.
+/// The faults, shared by the handle and the request handlers. After a change of the faults, the
+/// caller must call `Store::wake_watches`.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
     inner: Mutex<Inner>,
@@ -162,7 +163,8 @@ impl Faults {
         lock(&self.inner).blocked.contains(&kind)
     }
 
-    /// Gives an order to all open watches of a kind, or of all kinds. Returns their number.
+    /// Gives an order to all open watches of a kind, or of all kinds. Returns the number of these
+    /// watches.
     pub(super) fn order(&self, kind: Option<Kind>, order: &Order, version: u64) -> usize {
         let mut inner = lock(&self.inner);
         let queues = inner.watches.values_mut().filter(|(of, _)| kind.is_none_or(|kind| kind == *of));

@@ -26,7 +26,7 @@ type Body = UnsyncBoxBody<Bytes, io::Error>;
 /// Answers one request.
 ///
 /// # Errors
-/// A fault orders to cut the connection. The caller closes it.
+/// A fault cuts the connection. The caller must then close the connection.
 pub(super) async fn answer(
     shared: Arc<Shared>,
     connection: Arc<ConnectionState>,
@@ -138,7 +138,7 @@ fn watch(
     Ok(with_headers(BodyExt::boxed_unsync(StreamBody::new(pieces))))
 }
 
-/// Lists the newest state, or one page of it. Later pages have the version of the first page.
+/// Lists the newest state, or one page of the list. Later pages have the version of the first page.
 fn list(shared: &Shared, kind: Kind, namespace: Option<&str>, params: &Params) -> Result<Response<Body>, Failure> {
     if params.token.as_ref().is_some_and(|token| shared.token_is_expired(token.serial)) {
         return Err(status::expired("The provided continue parameter is too old to display a consistent list result."));
@@ -154,7 +154,7 @@ fn list(shared: &Shared, kind: Kind, namespace: Option<&str>, params: &Params) -
     while let Some((key, object)) = objects.next() {
         let mut item = Arc::unwrap_or_clone(object);
         if let Some(fields) = item.as_object_mut() {
-            // In lists of built-in kinds, items have neither field.
+            // Items in lists of built-in kinds have neither `kind` nor `apiVersion`.
             fields.remove("kind");
             fields.remove("apiVersion");
         }

@@ -53,8 +53,8 @@ pub use self::{
     under_test::{ApiUnderTest, ApiUnderTestError},
 };
 
-/// Options for behaviour in which real servers differ, and for times. Tests may change them while
-/// the server runs.
+/// Options for behaviour that differs between versions of the real server, and for intervals. Tests
+/// may change the options while the server runs.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The time between BOOKMARK events on watches that allow them. A real server sends one about
@@ -94,14 +94,14 @@ impl Options {
 /// What a server keeps across a restart.
 #[derive(Debug, Clone)]
 pub enum Restart {
-    /// Everything. Watches can resume at their versions.
+    /// The objects and the history. Watches can resume at their versions.
     KeepHistory,
     /// The objects, without the history. Watches from earlier versions get 410.
     LoseHistory,
     /// The objects, without the history. The version counter is raised by this number.
     RaiseVersions(u64),
-    /// The objects and the version counter of a backup, as after a restore of etcd. Versions go
-    /// back.
+    /// The objects and the version counter of a backup, as after a restore of etcd. The version
+    /// counter decreases.
     RestoreBackup(Backup),
 }
 
@@ -175,7 +175,7 @@ impl ApiServer {
         Ok(Self { shared, server })
     }
 
-    /// The server's address and port. They do not change at restarts.
+    /// The server's address and port. A restart does not change them.
     pub fn address(&self) -> SocketAddr {
         self.server.address()
     }
@@ -203,7 +203,7 @@ impl ApiServer {
     }
 }
 
-/// Reads and writes objects.
+/// Methods that read and write objects.
 impl ApiServer {
     /// Creates or replaces an object, and returns it as stored. A write without a change causes no
     /// event.
@@ -251,15 +251,15 @@ impl ApiServer {
         self.shared.expired_tokens.store(issued, Ordering::Relaxed);
     }
 
-    /// Copies the objects and the version counter, for [`Restart::RestoreBackup`].
+    /// Returns a copy of the objects and the version counter, for [`Restart::RestoreBackup`].
     pub fn backup(&self) -> Backup {
         self.shared.store.backup()
     }
 }
 
-/// Causes faults. `kind: None` means every kind. Methods that act on open watches return their
-/// number. A watch first sends the events of writes before the call, unless its kind is blocked,
-/// and then executes the fault.
+/// Methods that cause faults. `kind: None` means every kind. Methods that act on open watches
+/// return the number of these watches. A watch first sends the events of writes before the call,
+/// unless its kind is blocked, and then executes the fault.
 impl ApiServer {
     /// Applies the fault to the next `count` requests that match the filter.
     pub fn fail_next(&self, count: u64, filter: RequestFilter, fault: RequestFault) {
@@ -292,7 +292,7 @@ impl ApiServer {
         self.order(kind, &Order::CutOnNextEvent(how))
     }
 
-    /// Sends the bytes unchanged, and continues the watch. They should end with a newline.
+    /// Sends the bytes unchanged, and continues the watch. The bytes should end with a newline.
     pub fn send_garbage(&self, kind: Option<Kind>, bytes: impl Into<Bytes>) -> usize {
         self.order(kind, &Order::Raw(bytes.into()))
     }
@@ -355,7 +355,7 @@ impl ApiServer {
     }
 }
 
-/// Counters. Restarts do not reset them.
+/// Methods that read the counters. Restarts do not reset the counters.
 impl ApiServer {
     /// The number of requests with a verb, for one kind or for all kinds.
     pub fn requests(&self, verb: Verb, kind: Option<Kind>) -> u64 {

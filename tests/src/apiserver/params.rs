@@ -27,7 +27,7 @@ impl Params {
     /// Decodes a query.
     ///
     /// # Errors
-    /// 400 or 422, as from a real server with these options.
+    /// The failure has code 400 or 422, as from a real server with these options.
     pub(super) fn parse(kind: Kind, query: &str, options: &Options) -> Result<Self, Failure> {
         let mut params = Self::default();
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
@@ -113,7 +113,7 @@ impl Selector {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ContinueToken {
     pub(super) version: u64,
-    /// The number of the token, with which tests can expire all earlier tokens.
+    /// The serial number of the token. Tests can expire all tokens below a serial number.
     pub(super) serial: u64,
     pub(super) after: String,
 }

@@ -1,7 +1,8 @@
 //! Runs real `etcd` and `kube-apiserver` binaries from the folder in `KUBEBUILDER_ASSETS`.
 //!
-//! Both run on loopback ports with a temporary data folder. The flags follow controller-runtime's
-//! envtest. In addition there is a static token, and a serving certificate that clients verify.
+//! Both programs use free ports and a temporary data folder. The flags follow controller-runtime's
+//! envtest. In addition, the API server has a static token, and a serving certificate that clients
+//! verify.
 
 use std::{
     env,
@@ -71,7 +72,8 @@ fn start(mut command: Command, log: &Path) -> io::Result<KilledOnDrop> {
     spawn_in(File::open("/proc/thread-self/ns/net")?, command).map(KilledOnDrop)
 }
 
-/// Running etcd and kube-apiserver processes. Dropping this value ends both and removes their data.
+/// Running etcd and kube-apiserver processes. Dropping this value ends both processes and removes
+/// their data.
 pub struct RealApiServer {
     // Fields drop in this order: the API server before its etcd, the folder last.
     api_server: Option<KilledOnDrop>,
@@ -93,7 +95,7 @@ const TOKEN: &str = "headgate-tests";
 
 impl RealApiServer {
     /// Starts both binaries from the folder in [`ASSETS_VARIABLE`], and blocks until `/readyz`
-    /// succeeds. `None` if the variable is unset or empty.
+    /// succeeds. Returns `None` if the variable is unset or empty.
     ///
     /// # Errors
     /// The binaries do not exist, or do not serve in time.
@@ -160,7 +162,7 @@ impl RealApiServer {
         )
     }
 
-    /// Ends the API server, and so cuts all connections. etcd continues.
+    /// Ends the API server, which cuts all connections. etcd continues to run.
     pub fn stop(&mut self) {
         self.api_server = None;
     }
@@ -199,7 +201,7 @@ impl RealApiServer {
             format!("--secure-port={}", self.address.port()),
             format!("--bind-address={}", self.address.ip()),
             format!("--advertise-address={}", self.address.ip()),
-            // Otherwise the API server would write its own EndpointSlice during the tests.
+            // Without this flag, the API server would write its own EndpointSlice during the tests.
             "--endpoint-reconciler-type=none".to_owned(),
             "--service-cluster-ip-range=10.96.0.0/16,fd00:10:96::/112".to_owned(),
             "--authorization-mode=AlwaysAllow".to_owned(),
@@ -262,8 +264,9 @@ fn start_etcd(assets: &Path, folder: &Path, port: u16, peer_port: u16) -> Result
         "--log-level=warn".to_owned(),
     ];
     let log = folder.join("etcd.log");
-    // The interval of 5s is kubeadm's. With etcd's default, API servers before 1.31 send bookmarks
-    // only every ten minutes. The first name is for etcd up to 3.5, the second for later versions.
+    // 5 s is also the interval that kubeadm sets. With etcd's default, API servers before 1.31 send
+    // bookmarks only every ten minutes. The first name is for etcd up to 3.5, the second for later
+    // versions.
     let environment = ["ETCD_EXPERIMENTAL_WATCH_PROGRESS_NOTIFY_INTERVAL", "ETCD_WATCH_PROGRESS_NOTIFY_INTERVAL"];
     let mut command = Command::new(assets.join("etcd"));
     command.args(flags).envs(environment.map(|name| (name, "5s")));
@@ -359,7 +362,7 @@ fn exchange_over(stream: &mut (impl io::Read + io::Write), request: &str) -> io:
     }
 }
 
-/// Whether `/readyz` answers 200 over TLS, with a certificate of the CA.
+/// Whether `/readyz` answers 200 over TLS, with a certificate that the CA has signed.
 fn is_ready(address: SocketAddr, authority: &Path) -> bool {
     match try_readyz(address, authority) {
         Ok(_) => true,
@@ -411,11 +414,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         for program in ["etcd", "kube-apiserver"] {
             let path = folder.path().join(program);
-            fs::write(&path, "#!/bin/sh\necho no luck with $1\nexit 1\n").unwrap();
+            fs::write(&path, "#!/bin/sh\necho cannot start with $1\nexit 1\n").unwrap();
             fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
         }
         let error = RealApiServer::start(folder.path()).unwrap_err().to_string();
-        assert!(error.contains("etcd ended before it served") && error.contains("no luck with --data-dir"), "{error}");
+        assert!(
+            error.contains("etcd ended before it served") && error.contains("cannot start with --data-dir"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -440,7 +446,7 @@ mod tests {
         assert_eq!(answer, "ok");
     }
 
-    /// Starts a TLS server with the written certificate. It answers one request.
+    /// Starts a TLS server with the written certificate. The server answers one request.
     fn serve_one_readyz(folder: &Path, port: u16) {
         use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
         let certificate = CertificateDer::from_pem_file(folder.join("server.crt")).unwrap();

@@ -1,5 +1,5 @@
-//! The thread of the stand-in API server. It accepts connections, and can stop and listen again on
-//! its port.
+//! The thread of the stand-in API server. The thread accepts connections. It can stop listening,
+//! and listen again on the same port.
 
 use std::{
     net::{SocketAddr, TcpListener as StdListener},
@@ -28,13 +28,13 @@ enum Control {
     Listen(StdListener, std_mpsc::Sender<std::io::Result<()>>),
 }
 
-/// The capacity of the queue of orders. Each caller waits for its order, so the queue is full only
-/// if 64 threads give orders at the same time.
+/// The capacity of the queue of orders. Each caller waits until its order is executed, so the queue
+/// is full only if 64 threads give orders at the same time.
 const ORDERS: usize = 64;
 
 /// The handle of the thread. Dropping it ends the thread.
 pub(super) struct Server {
-    /// The port. It stays reserved while the server is stopped, and connections are then refused.
+    /// The port. While the server is stopped, the port stays reserved and connections are refused.
     port: ReservedPort,
     control: Option<mpsc::Sender<Control>>,
     thread: Option<thread::JoinHandle<()>>,
@@ -116,7 +116,7 @@ async fn serve(shared: Arc<Shared>, mut orders: mpsc::Receiver<Control>) {
                 Some(Control::Stop(done)) => {
                     listener = None;
                     connections.shutdown().await;
-                    // Sending fails only if the caller no longer waits.
+                    // `send` fails only if the caller no longer waits.
                     done.send(()).unwrap_or_default();
                 }
                 Some(Control::Listen(socket, done)) => {

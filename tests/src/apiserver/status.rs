@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 /// A failure response: an HTTP code, and a `v1` Status object as the body.
 #[derive(Debug, Clone)]
 pub struct Failure {
-    /// The HTTP code. The body contains it too.
+    /// The HTTP code, which the body also contains.
     pub code: u16,
     /// The Status object.
     pub body: Value,

@@ -1,4 +1,5 @@
-//! Versioned objects and their bounded history, as etcd and the watch cache of the real server.
+//! Versioned objects and their bounded history, like the data in etcd and in the real server's
+//! watch cache.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -13,8 +14,8 @@ use super::{
     status::{self, Failure},
 };
 
-/// Locks a mutex also after a panic of another thread. The state is consistent whenever a lock is
-/// released.
+/// Locks a mutex, even if another thread panicked while it held the lock. The state is consistent
+/// whenever a lock is released.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -49,24 +50,25 @@ struct Inner {
     objects: BTreeMap<Kind, BTreeMap<String, Arc<Value>>>,
     /// The version of the last write. All kinds share one counter, like etcd's revision.
     version: u64,
-    /// New watches and exact reads of earlier versions get 410.
+    /// New watches and exact reads of versions below this one get 410.
     compacted: u64,
-    /// All writes in order up to `version`, without gaps. It contains writes before `compacted`
-    /// while an open watch has not read them, because compaction does not remove events of open
-    /// watches.
+    /// All writes in order up to `version`, without gaps. While an open watch has not read all
+    /// writes before `compacted`, the history still contains them, because compaction does not
+    /// remove events of open watches.
     history: VecDeque<Change>,
     cursors: BTreeMap<u64, u64>,
     next_cursor: u64,
 }
 
-/// The store. No code waits while it holds the lock.
+/// The store. No code blocks while it holds the lock.
 #[derive(Debug)]
 pub(super) struct Store {
     inner: Mutex<Inner>,
     wakeups: watch::Sender<u64>,
 }
 
-/// The number of newest writes that the history keeps. A new watch can begin at any of them.
+/// The number of recent writes that the history keeps. A new watch can begin at any of these
+/// writes.
 const HISTORY: u64 = 10_000;
 
 impl Store {
@@ -100,7 +102,7 @@ impl Store {
         lock(&self.inner).objects.get(&kind)?.get(&key(kind, namespace, name)).cloned()
     }
 
-    /// Creates or replaces an object. Its resourceVersion is ignored.
+    /// Creates or replaces an object. The resourceVersion of the given object is ignored.
     pub(super) fn apply(&self, mut object: Value) -> Result<Arc<Value>, Failure> {
         let kind = Kind::of(&object).filter(|_| object["metadata"]["name"].is_string());
         let kind = kind.ok_or_else(|| status::bad_request("the object has no name, or a kind that is not served"))?;
@@ -125,7 +127,7 @@ impl Store {
         Ok(after)
     }
 
-    /// Deletes an object, and returns its last state. Returns 404 if it does not exist.
+    /// Deletes an object, and returns its last state. Returns 404 if the object does not exist.
     pub(super) fn delete(&self, kind: Kind, namespace: &str, name: &str) -> Result<Arc<Value>, Failure> {
         let mut inner = lock(&self.inner);
         let before = inner.objects.get_mut(&kind).and_then(|objects| objects.remove(&key(kind, namespace, name)));
@@ -173,12 +175,13 @@ impl Store {
     }
 
     /// Reads at most `limit` changes after `from` and up to `until`. Returns the version of the
-    /// last one, and the changes.
+    /// last returned change, or `from` if there is none, and the changes.
     pub(super) fn read(&self, cursor: u64, from: u64, until: u64, limit: usize) -> (u64, Vec<Change>) {
         let mut inner = lock(&self.inner);
         if from >= inner.version.min(until) {
             // This includes a watch from a future version, as after a restored backup. The real
-            // server sends nothing on such a watch until the counter has reached its version.
+            // server sends nothing on such a watch until the counter has reached the version of the
+            // watch.
             return (from, Vec::new());
         }
         let first = inner.version + 1 - inner.history.len() as u64;
@@ -270,16 +273,16 @@ mod tests {
         let store = Store::new();
         store.apply(node("a", "1")).unwrap();
         store.apply(node("b", "1")).unwrap();
-        let then = store.version();
+        let earlier = store.version();
         store.apply(node("a", "2")).unwrap();
         store.delete(Kind::Node, "", "b").unwrap();
         store.apply(node("c", "1")).unwrap();
-        let (version, objects) = store.list(Kind::Node, Some(then)).unwrap();
-        assert_eq!(version, then);
+        let (version, objects) = store.list(Kind::Node, Some(earlier)).unwrap();
+        assert_eq!(version, earlier);
         assert_eq!(objects.keys().collect::<Vec<_>>(), ["a", "b"]);
         assert_eq!(objects["a"]["metadata"]["labels"]["at"], "1");
         store.compact();
-        assert_eq!(store.list(Kind::Node, Some(then)).unwrap_err().code, 410);
+        assert_eq!(store.list(Kind::Node, Some(earlier)).unwrap_err().code, 410);
         assert_eq!(store.list(Kind::Node, None).unwrap().1.len(), 2);
     }
 

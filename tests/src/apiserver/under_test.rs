@@ -26,7 +26,7 @@ pub enum ApiUnderTestError {
     /// The kubeconfig was refused.
     #[error("the kubeconfig does not work: {0}")]
     Kubeconfig(#[from] KubeconfigError),
-    /// A request failed. Contains the server's Status if it sent one.
+    /// A request failed. The error contains the Status that the server sent, if any.
     #[error("{0}")]
     Request(#[from] kube::Error),
     /// The object or the names are invalid.

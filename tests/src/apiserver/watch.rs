@@ -23,7 +23,8 @@ use super::{
 /// The largest number of changes in one read.
 const BATCH: usize = 256;
 
-/// The pause between half an event and the cut. In this time the half is written to the socket.
+/// The pause between half an event and the cut. During this pause the server writes the half event
+/// to the socket.
 const CUT_PAUSE: Duration = Duration::from_millis(20);
 
 /// A watch gets a bookmark at least this long before its end, as `cacheWatcher.nextBookmarkTime` of
@@ -90,8 +91,8 @@ impl Session {
         let (cursor, initial) = match params.version.filter(|_| !params.send_initial_events) {
             Some(version) => (open_cursor(shared, version)?, None),
             None => {
-                // The list and the cursor must have one version. The cursor keeps its version in
-                // the history, so it is opened first.
+                // The list and the cursor must have the same version. The cursor is opened first,
+                // because it keeps this version in the history.
                 let cursor = open_cursor(shared, shared.store.version())?;
                 let (_, objects) = shared.store.list(kind, Some(cursor.version))?;
                 let in_scope =
@@ -187,8 +188,8 @@ impl Session {
         self.send_up_to(u64::MAX);
     }
 
-    /// Sends the initial objects, the changes up to a version, and a bookmark if one was ordered.
-    /// Sends nothing while the kind is blocked.
+    /// Sends the initial objects, the changes up to a version, and a bookmark if the test has
+    /// ordered one. Sends nothing while the kind is blocked.
     fn send_up_to(&mut self, version: u64) {
         if self.shared.faults.is_blocked(self.kind) {
             return;

@@ -43,7 +43,7 @@ impl Report {
         Self(tests)
     }
 
-    /// The reason why a test does not count as passed; `None` if all runs of this test passed.
+    /// The reason why a test does not count as passed, or `None` if all runs of the test passed.
     #[must_use]
     pub fn objection(&self, test: &ProvingTest) -> Option<&'static str> {
         let binary_id = test.binary_id();

@@ -51,12 +51,14 @@ pub struct Row {
     pub number: u8,
     /// The expected behaviour.
     pub behaviour: &'static str,
-    /// Why the iptables backend needs no test of this row, or how it differs, if so.
+    /// The reason why the iptables backend needs no test of this row, or a description of how the
+    /// backend differs from the row, if any.
     pub iptables_reason: Option<&'static str>,
 }
 
 impl Row {
-    /// Why a backend needs no test of this row, or how it differs, if so.
+    /// The reason why a backend needs no test of this row, or a description of how the backend
+    /// differs from the row, if any.
     #[must_use]
     pub fn reason(&self, column: Column) -> Option<&'static str> {
         match column {
@@ -72,7 +74,10 @@ const IPVS_REASONS: &[(u8, &str)] = &[
         37,
         "except UDP datagrams above the path's MTU that a node itself sends: IPVS translates them after the kernel has chosen the route, and sending fails (over IPv4 only for the first datagram)",
     ),
-    (42, "as with kube-proxy: the packet follows the node's routes, because the node holds only addresses of Services"),
+    (
+        42,
+        "as with kube-proxy: the packet follows the node's routes, because the node holds only addresses of existing Services",
+    ),
     (
         48,
         "IPVS cannot do this: a virtual server on 127.0.0.1 would send packets with a source to which no endpoint can reply; connections are refused, as with kube-proxy",
@@ -80,14 +85,20 @@ const IPVS_REASONS: &[(u8, &str)] = &[
     (50, "there are no NodePorts on 127.0.0.0/8, so the kernel itself drops such packets"),
     (
         74,
-        "IPVS starts the time-out when it forgets the client's last connection, two minutes after its end, and checks once a minute",
+        "IPVS starts the time-out when it forgets the client's last connection, two minutes after the connection has ended, and checks once a minute",
     ),
-    (76, "IPVS cannot do this: each virtual server has its own records, so the addresses of a port do not share them"),
+    (
+        76,
+        "IPVS cannot do this: each virtual server has its own records, so the addresses of a port do not share records",
+    ),
     (
         83,
         "a UDP destination that gets no new flows is removed at once, and its flows move to other endpoints, as with kube-proxy; TCP flows are kept, see rows 89 and 102",
     ),
-    (85, "no order is needed: destinations are removed and added in one batch, and stale flows are searched after it"),
+    (
+        85,
+        "no order is needed: destinations are removed and added in one batch, and the agent deletes stale flows afterwards",
+    ),
     (
         99,
         "not needed: the number of rules does not depend on the number of Services, except Services with policy Local",
@@ -161,7 +172,7 @@ pub const SECTIONS: &[Section] = &[
             row(26, "If the node has no zone, or no hint names its zone, all endpoints are used"),
             row(27, "Hints by node take precedence over hints by zone"),
             row(28, "Hints are ignored for policy Local and among terminating endpoints"),
-            row(29, "A change of the node's zone changes everything that depends on it"),
+            row(29, "A change of the node's zone changes all endpoint choices that depend on the zone"),
             row(30, "Endpoints get equal shares of the connections"),
         ],
     },
@@ -180,17 +191,17 @@ pub const SECTIONS: &[Section] = &[
             row(40, "If a Service has no endpoints, connections are refused at once"),
             without(
                 41,
-                "A port that the Service does not have",
+                "Connections to a port that the Service does not have",
                 "there is no rule, as in kube-proxy's iptables mode: the packet follows the node's routes; ipvs and nftables refuse it",
             ),
             without(
                 42,
-                "An address of the service range that no Service has",
+                "Packets to an address of the service range that no Service has",
                 "there is no rule, as in kube-proxy's iptables mode; nftables drops the packet",
             ),
             without(
                 43,
-                "Ping",
+                "Pings to a cluster address",
                 "there is no rule, as in kube-proxy's iptables mode: iptables translates ports, and ICMP has none",
             ),
             row(44, "Addresses of a ServiceCIDR that is added later work"),
@@ -214,7 +225,7 @@ pub const SECTIONS: &[Section] = &[
             ),
             row(
                 55,
-                "The node itself reaches all endpoints in spite of externalTrafficPolicy Local, and is masqueraded",
+                "The node itself reaches all endpoints in spite of externalTrafficPolicy Local, and its traffic is masqueraded",
             ),
             row(56, "internalTrafficPolicy Local does not affect external destinations"),
             row(
@@ -278,24 +289,24 @@ pub const SECTIONS: &[Section] = &[
             row(84, "TCP and SCTP flows, and other software's UDP flows, are kept"),
             row(85, "Flows are deleted after the rules are in place"),
             row(86, "A million entries do not stall the agent"),
-            row(87, "A packet outside the window does not end a TCP connection"),
+            row(87, "A packet outside the TCP window does not end the connection"),
             row(88, "Conntrack's limits and time-outs are set"),
             row(89, "Connections survive their endpoint's removal and restarts of programs"),
-            row(90, "The mark's bit can be chosen; it is cleared after use"),
+            row(90, "The bit of the packet mark can be chosen; the bit is cleared after use"),
         ],
     },
     Section {
         title: "Synchronisation",
         rows: &[
             row(91, "Nothing is written before the complete state is known"),
-            row(92, "A restart keeps traffic flowing, and corrects what changed meanwhile"),
+            row(92, "A restart does not interrupt traffic, and then programs the changes that were missed"),
             row(93, "A change writes only the rules of the changed Services"),
             row(94, "After a failure all rules are written again"),
             row(95, "Bursts are combined; a full check follows from time to time"),
             row(96, "Rules that another program flushes are restored"),
             row(97, "Rules of other programs are never changed"),
             row(98, "Chains that are no longer needed are removed"),
-            row(99, "Large clusters have their own layout"),
+            row(99, "Large clusters use a separate layout of rules"),
             row(100, "Names, hashes and texts of rules are stable"),
             without(
                 101,
@@ -307,25 +318,28 @@ pub const SECTIONS: &[Section] = &[
                 "Real servers are removed gracefully",
                 "this row is for ipvs: rules have no connections to drain, see row 89",
             ),
-            row(103, "Cleanup removes everything of Headgate; a switch of modes removes everything of the other mode"),
+            row(
+                103,
+                "Cleanup removes all objects of Headgate; a switch of modes removes all objects of the other mode",
+            ),
             row(104, "A change is visible everywhere within seconds"),
         ],
     },
     Section {
         title: "The process",
         rows: &[
-            row(105, "/healthz and /livez: JSON and status codes"),
+            row(105, "/healthz and /livez return JSON and a status code"),
             row(106, "The agent is unhealthy only if a change has waited for too long, separately for each family"),
             row(107, "If the node is deleted, or is about to be deleted, only /healthz fails"),
             row(108, "/proxyMode returns the mode"),
             row(109, "Metrics have kube-proxy's names and labels"),
-            row(110, "The configuration file: defaults, leniency, validation"),
+            row(110, "The configuration file has defaults, is read leniently, and is validated"),
             row(
                 111,
                 "An edit of the file ends the process; a changed pod range is applied without a restart (kube-proxy ends)",
             ),
-            row(112, "The choice of the node's address and of the first family"),
-            row(113, "Detection of local pods, by mode and family"),
+            row(112, "The agent chooses the node's address and the first IP family"),
+            row(113, "Local pods are detected by the chosen mode, separately for each family"),
         ],
     },
 ];

@@ -68,8 +68,8 @@ impl ProvingTest {
         format!("{package}::{}", target.trim_end_matches(".rs"))
     }
 
-    /// The path of the test's module, with which the full name of the test begins. Empty if the
-    /// file is not a module of an integration test.
+    /// The path of the test's module, with which the full name of the test begins. The path is
+    /// empty if the file is not a module of an integration test.
     #[must_use]
     pub fn module(&self) -> String {
         let parts = self.file.iter().map(|part| part.to_string_lossy());
@@ -128,7 +128,7 @@ fn read(root: &Path, file: &Path) -> Result<String, ScanError> {
     std::fs::read_to_string(root.join(file)).map_err(|error| ScanError::Read { path: file.to_owned(), error })
 }
 
-/// The Rust files below a folder. Empty if the folder does not exist.
+/// The Rust files below a folder. The list is empty if the folder does not exist.
 fn sources(root: &Path, folder: &Path) -> Result<Vec<PathBuf>, ScanError> {
     let failed = |error| ScanError::Read { path: folder.to_owned(), error };
     if !root.join(folder).exists() {
@@ -148,7 +148,7 @@ fn sources(root: &Path, folder: &Path) -> Result<Vec<PathBuf>, ScanError> {
     Ok(found)
 }
 
-/// The tests of a file with a comment for the backend, and their rows.
+/// The tests of a file that have a comment for the backend, and the rows in the comment.
 fn comments(file: &Path, text: &str, column: Column) -> Result<Vec<(String, Vec<u8>)>, ScanError> {
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
     let mut found = Vec::new();
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn binary_ids_and_modules_are_those_of_nextest() {
+    fn binary_ids_and_modules_match_nextest() {
         let id = |file: &str| ProvingTest { file: file.into(), name: String::new() }.binary_id();
         assert_eq!(id("core/src/iptables/tests.rs"), "headgate-core");
         assert_eq!(id("core/tests/replay.rs"), "headgate-core::replay");

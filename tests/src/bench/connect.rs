@@ -1,6 +1,6 @@
 //! `iptables-connect`: the time to open a TCP connection through the first and through the last of
-//! 10,000 Services. It is compared with a direct connection, and with a ruleset of kube-proxy's
-//! shape, in which the last Service matches after 9,999 comparisons.
+//! 10,000 Services. The bench compares this time with a direct connection, and with a ruleset of
+//! kube-proxy's shape, in which the last Service matches after 9,999 comparisons.
 
 use std::{
     io::Read as _,
@@ -25,8 +25,8 @@ use crate::testbed::netns::Namespace;
 
 const ENDPOINTS: u32 = 10;
 const CONNECTIONS: usize = 2_000;
-/// The size of the anchor in the nft variant, which does not load kube-proxy's shape with 10,000
-/// Services within ten minutes.
+/// The number of Services in the ruleset of kube-proxy's shape in the nft variant. With 10,000
+/// Services, the nft variant does not load this ruleset within ten minutes.
 const NFT_ANCHOR_SERVICES: u32 = 1_000;
 
 /// Runs the bench in both variants.
@@ -91,7 +91,8 @@ fn connect_us(target: SocketAddr) -> Result<f64> {
     let mut stream = TcpStream::connect_timeout(&target, Duration::from_secs(5))
         .with_context(|| format!("connecting to {target}"))?;
     let took = start.elapsed().as_secs_f64() * 1e6;
-    // The server closes the connection at once. Waiting for this keeps its backlog empty.
+    // The server closes the connection at once. Waiting for the end keeps the server's backlog
+    // empty.
     let _ = stream.read(&mut [0]);
     Ok(took)
 }

@@ -174,7 +174,8 @@ fn cleanups() -> Result<(Cleanup, Cleanup)> {
     Ok((replaced, unknown))
 }
 
-/// Flows to other Services, which stay. One in ten is UDP, the others are TCP.
+/// Flows to other Services, which must not be deleted. One flow in ten is UDP, and the others are
+/// TCP.
 fn others(count: u32) -> impl Iterator<Item = Flow> {
     (0..count).map(|i| {
         let [_, high, middle, low] = i.to_be_bytes();

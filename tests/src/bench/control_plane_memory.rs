@@ -1,7 +1,7 @@
 //! `control-plane-memory`: the memory of a control plane for each endpoint, with a folder of
 //! manifests or the stand-in API server as its source, for 1,000 to 50,000 Services × 10 endpoints.
-//! It is compared with the memory of an agent with this state. The bench runs real programs. The
-//! agent uses the nft variant of iptables.
+//! The bench compares this memory with the memory of an agent that has the same state. The bench
+//! runs real programs. The agent uses the nft variant of iptables.
 
 use std::{
     fs,
@@ -25,7 +25,7 @@ use crate::{
     },
 };
 
-/// The numbers of Services, unless one is given.
+/// The numbers of Services, unless the command line sets a number.
 const SERVICES: [u32; 4] = [1_000, 10_000, 25_000, 50_000];
 /// From this number of Services on, the fixed memory of the process is negligible.
 const LARGE: u32 = 50_000;
