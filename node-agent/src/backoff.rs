@@ -1,6 +1,7 @@
 //! Exponential back-off with jitter. The bound of the pause doubles with each attempt.
 //!
-//! With jitter, agents that lost the same replica do not all return in the same instant.
+//! With jitter, agents that lost the same replica do not all connect to the next replica in the
+//! same instant.
 
 use std::time::Duration;
 
@@ -56,13 +57,13 @@ impl Backoff {
         self.attempts
     }
 
-    /// The first bound.
+    /// The bound of the first pause.
     #[must_use]
     pub const fn first(&self) -> Duration {
         self.first
     }
 
-    /// The longest bound.
+    /// The longest possible pause.
     #[must_use]
     pub const fn longest(&self) -> Duration {
         self.longest

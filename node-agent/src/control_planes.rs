@@ -26,8 +26,8 @@ impl fmt::Display for ControlPlane {
 }
 
 impl ControlPlane {
-    /// Parses `https://host:port`. With `insecure`, also `http://address:port`, if
-    /// [`plaintext::is_allowed`] for the address.
+    /// Parses `https://host:port`. If `insecure` is true, also accepts `http://address:port` when
+    /// [`plaintext::is_allowed`] returns true for the address.
     ///
     /// # Errors
     /// The URL cannot be used. The error says why, and what to write instead.
@@ -57,7 +57,7 @@ impl ControlPlane {
         }
     }
 
-    /// True for https.
+    /// True when the scheme of the URL is https.
     #[must_use]
     pub fn uses_tls(&self) -> bool {
         self.uri.scheme_str() == Some("https")

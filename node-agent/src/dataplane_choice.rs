@@ -36,8 +36,8 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
     }
 }
 
-/// Sets the kernel parameters of the dataplane, for `--init-only`. That run may have privileges
-/// that the agent itself lacks later.
+/// Sets the kernel parameters of the dataplane, for `--init-only`. A process that runs with
+/// `--init-only` may have privileges that the agent lacks later.
 ///
 /// # Errors
 /// A parameter cannot be set.

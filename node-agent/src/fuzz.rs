@@ -47,7 +47,7 @@ pub fn server_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize 
     applied
 }
 
-/// Reads a state file. Returns true when it holds a valid state.
+/// Reads a state file. Returns true when the file holds a valid state.
 ///
 /// # Panics
 /// As [`server_stream`].
@@ -58,9 +58,9 @@ pub fn state_file(bytes: &[u8]) -> bool {
     state.is_some()
 }
 
-/// Reads a state file of these records, each a kind and a payload, with correct checksums. Another
-/// version of the program, or one with a defect, may write such a file. Returns true when the file
-/// holds a valid state.
+/// Reads a state file that consists of `records`, each with a kind and a payload. All checksums are
+/// correct. Another version of the agent, or an agent with a defect, may write such a file. Returns
+/// true when the file holds a valid state.
 ///
 /// # Panics
 /// As [`server_stream`].

@@ -40,26 +40,26 @@ pub type Interfaces = watch::Receiver<Option<Arc<[IpAddr]>>>;
 
 /// A receive buffer that holds about 10,000 notifications about addresses.
 ///
-/// Notifications about addresses of Services arrive too, because the kernel does not select them by
-/// link. In mode ipvs, a first sync causes tens of thousands of notifications within seconds, and
-/// the thread reads them as they arrive. If the buffer overflows nevertheless, the thread lists all
-/// addresses, which takes tens of milliseconds. A larger buffer would not be worth its memory. The
-/// kernel uses the memory only while notifications wait in the buffer.
+/// Notifications about addresses of Services arrive too, because the kernel cannot restrict a
+/// subscription to some links. In mode ipvs, a first sync causes tens of thousands of notifications
+/// within seconds, and the thread reads them as they arrive. If the buffer overflows nevertheless,
+/// the thread lists all addresses, which takes tens of milliseconds. A larger buffer would not be
+/// worth its memory. The kernel uses the memory only while notifications wait in the buffer.
 pub const RECEIVE_BUFFER_BYTES: u32 = 4 << 20;
 
 /// The devices of mode ipvs.
 const IPVS_DEVICES: [&str; 2] = [ipvs::DEVICE, ipvs::PROBE_DEVICE];
 
-/// What the follower counts.
+/// The counters of the thread that follows the addresses.
 #[derive(Debug, Clone, Default)]
 pub struct InterfaceMetrics {
-    /// Lists of all addresses.
+    /// How often the thread listed all addresses.
     pub lists: Counter,
     errors: Counter,
 }
 
 impl InterfaceMetrics {
-    /// Registers all of them.
+    /// Registers the counters.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
         let help = "Lists of the addresses of the node's interfaces: one at start, and one whenever notifications of changes were lost";
@@ -72,7 +72,7 @@ impl InterfaceMetrics {
 /// Lists the addresses of the interfaces once: see [`Interfaces`] for what the list contains.
 ///
 /// # Errors
-/// The kernel does not list them. A retry may succeed.
+/// The kernel does not list the addresses. A retry may succeed.
 pub fn list() -> Result<Vec<IpAddr>, NetlinkError> {
     Ok(Addresses::list()?.distinct())
 }
@@ -103,8 +103,9 @@ struct Follower {
 }
 
 impl Follower {
-    /// Subscribes to changes, lists the addresses, and publishes them. A change that the list
-    /// contains already may be notified too; applying it again changes nothing in the end.
+    /// Subscribes to changes, lists the addresses, and publishes them. A change may arrive as a
+    /// notification although the list contains it already. It is then applied twice, which has no
+    /// effect.
     fn subscribe(&self) -> Subscribed {
         let listener = Listener::open(libc::NETLINK_ROUTE, &route::GROUPS, self.receive_buffer_bytes)?;
         let addresses = Addresses::list()?;
@@ -184,7 +185,7 @@ fn readiness(listener: &Listener) -> io::Result<AsyncFd<OwnedFd>> {
 #[derive(Debug, Default)]
 struct Addresses {
     held: BTreeSet<LinkAddress>,
-    /// The indexes of the devices of mode ipvs. Their addresses are not held.
+    /// The indexes of the devices of mode ipvs. `held` does not contain their addresses.
     ipvs_devices: BTreeSet<u32>,
     /// An address was added or removed since the addresses were published.
     is_changed: bool,
@@ -241,12 +242,13 @@ impl Addresses {
             Event::RemovedAddress(address) => self.is_changed |= self.held.remove(&address),
             Event::Link { index, name } if IPVS_DEVICES.contains(&name.as_str()) => {
                 if self.ipvs_devices.insert(index) {
-                    // Another link was renamed, or the list was made before this device existed.
+                    // A link was renamed to this name, or the device was created after the
+                    // addresses were listed. `held` may contain addresses of the device.
                     self.held.retain(|held| held.link != index);
                     self.is_changed = true;
                 }
             }
-            // A device of mode ipvs was renamed. Its addresses count from now on.
+            // A device of mode ipvs was renamed. It now counts as an interface of the node.
             Event::Link { index, .. } => self.needs_list |= self.ipvs_devices.contains(&index),
             Event::RemovedLink(index) => drop(self.ipvs_devices.remove(&index)),
         }
@@ -271,7 +273,7 @@ mod tests {
         Event::Link { index, name: name.into() }
     }
 
-    /// Addresses after these events: as text, and whether they have to be listed again.
+    /// Applies the events. Returns the addresses as text, and true if they have to be listed again.
     fn after(events: impl IntoIterator<Item = Event>) -> (String, bool) {
         let mut addresses = Addresses::default();
         events.into_iter().for_each(|event| addresses.apply(event));
@@ -306,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unchanged_or_unwanted_address_is_no_change() {
+    fn unchanged_and_unwanted_addresses_are_not_reported_as_changes() {
         let mut addresses = Addresses::default();
         addresses.apply(named(7, ipvs::DEVICE));
         addresses.apply(add(on(2, "2001:db8::1/64")));
@@ -332,16 +334,16 @@ mod tests {
     }
 
     #[test]
-    fn addresses_of_the_ipvs_devices_do_not_count() {
+    fn addresses_of_the_ipvs_devices_are_ignored() {
         for name in IPVS_DEVICES {
             let service = add(on(7, "10.96.0.1/32"));
             assert_eq!(after([named(7, name), service.clone()]), (String::new(), false));
             assert_eq!(
                 after([service.clone(), named(7, name)]),
                 (String::new(), false),
-                "the device is newer than the list"
+                "the device was created after the addresses were listed"
             );
-            assert_eq!(after([named(7, name), named(7, "other")]), (String::new(), true), "renamed");
+            assert_eq!(after([named(7, name), named(7, "other")]), (String::new(), true), "the device was renamed");
             let reused = [named(7, name), Event::RemovedLink(7), named(7, "eth0"), service];
             assert_eq!(after(reused), ("10.96.0.1".into(), false));
         }

@@ -21,14 +21,14 @@
 //!      returns memory to the system.
 //! 2. [`state`]: what the agent holds, shared by the session and the reconcile loop.
 //! 3. [`dataplane`]: programs the kernel.
-//! 4. [`observers`]: act after each sync: delete stale UDP flows, serve health-check node ports,
-//!    check endpoints.
+//! 4. [`observers`]: the work after each sync. Observers delete stale UDP flows, serve health-check
+//!    node ports, and check endpoints.
 //! 5. [`reconcile`]: the loop that programs the state, and its quarantine.
 //! 6. Around the loop
 //!    - [`persist`]: the state on disk.
 //!    - [`session`]: the stream from the control plane.
 //!    - [`metrics`]: all metrics, registered and encoded.
-//!    - [`http`]: the pages.
+//!    - [`http`]: the HTTP pages, such as `/healthz` and `/metrics`.
 //! 7. The program
 //!    - [`options`]: the command line.
 //!    - [`dataplane_choice`]: chooses, configures and cleans up dataplanes.

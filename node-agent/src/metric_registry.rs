@@ -41,8 +41,9 @@ Prometheus' text format, like kube-proxy. It answers in OpenMetrics if the clien
 
 Metrics with the prefixes `kubeproxy_` and `process_` have kube-proxy's names, labels and buckets,
 so dashboards and alerts for kube-proxy keep working. The exceptions are metrics of the Go runtime
-and of requests to the API server: the agent has neither. Headgate's own metrics have the prefix
-`headgate_agent_` and use base units. A metric with labels appears with its first value.
+and of requests to the API server, because the agent has no Go runtime and sends no such requests.
+Headgate's own metrics have the prefix `headgate_agent_` and use base units. A metric with labels
+appears with its first value.
 
 `/metrics/slis` on the same port serves `kubernetes_healthcheck{name,type}` and
 `kubernetes_healthchecks_total{name,type,status}`: the last result of `/healthz` on that port, and
@@ -64,7 +65,7 @@ struct Description {
 /// All metrics of the agent.
 #[derive(Debug, Default)]
 pub struct MetricRegistry {
-    /// By prefix.
+    /// The registries, by the prefix of their metrics.
     registries: BTreeMap<&'static str, Registry>,
     descriptions: Vec<Description>,
 }
@@ -116,8 +117,8 @@ impl MetricRegistry {
         page
     }
 
-    /// The served names of all metrics; those of histograms are without `_bucket`, `_sum` and
-    /// `_count`.
+    /// The names of all metrics as `/metrics` serves them. The names of histograms omit `_bucket`,
+    /// `_sum` and `_count`.
     #[must_use]
     pub fn names(&self) -> Vec<&str> {
         self.descriptions.iter().map(|description| description.name.as_str()).collect()

@@ -38,7 +38,7 @@ use crate::{
 };
 
 /// How long the first sync waits for the Node, if rules depend on it. After that time the agent
-/// writes the rules without it.
+/// writes the rules without the Node.
 const NODE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why the agent could not start, or ended by itself. An unreachable control plane is never the
@@ -63,8 +63,8 @@ pub enum AgentError {
     /// The system cannot start a thread.
     #[error("cannot start a thread")]
     Thread(#[from] std::io::Error),
-    /// The reconcile loop ended, which is a defect. The rules stay. A restart of the agent repairs
-    /// it.
+    /// The reconcile loop ended, which is a defect. The rules stay in the kernel. Start the agent
+    /// again.
     #[error("the reconcile loop ended unexpectedly; this is a defect of the agent")]
     ReconcileEnded,
 }
@@ -103,7 +103,7 @@ pub fn prepare(settings: &Settings) -> Result<(), SysctlError> {
 /// connection tracking entry.
 ///
 /// # Errors
-/// As [`run`].
+/// The same errors as [`run`].
 pub async fn run_with(
     options: Options,
     dataplane: Box<dyn NodeDataplane>,
@@ -188,7 +188,8 @@ async fn run_configured(
     }
 
     let (reconcile_thread, reconcile_ended) = start_reconcile_thread(reconciler)?;
-    // These two stop all parts when this function returns, also after an error.
+    // The guards `_stops` and `stop_reconciler` stop all parts of the agent when this function
+    // returns, also after an error.
     let running = shutdown.child_token();
     let _stops = running.clone().drop_guard();
     if let Some(interfaces) = interfaces {
@@ -239,12 +240,13 @@ async fn run_configured(
 async fn report_interfaces(mut interfaces: Interfaces, state: Arc<AgentState>) {
     while interfaces.changed().await.is_ok() {
         let state = Arc::clone(&state);
-        // The lock may be held for long.
+        // The call may wait long for the lock of the state.
         let _ = task::spawn_blocking(move || state.interfaces_changed()).await;
     }
 }
 
-/// The agent is alive unless a change has waited for longer than two sync periods, as for `/livez`.
+/// Returns a check that `/livez` uses too: the agent is alive unless a change has waited for longer
+/// than two sync periods.
 fn is_alive(state: &AgentState, sync_period: Duration) -> IsHealthy {
     let (backlog, patience) = (Arc::clone(state.backlog()), sync_period.saturating_mul(2));
     IsHealthy::new(move || backlog.health(patience).is_alive())
@@ -254,7 +256,7 @@ fn is_alive(state: &AgentState, sync_period: Duration) -> IsHealthy {
 fn start_reconcile_thread(reconciler: Reconciler) -> std::io::Result<(JoinHandle<()>, oneshot::Receiver<()>)> {
     let (ended, reconcile_ended) = oneshot::channel::<()>();
     let thread = thread::Builder::new().name("reconcile".into()).spawn(move || {
-        // A panic drops it too.
+        // A panic drops the sender too, so the receiver completes.
         let _ended = ended;
         reconciler.run();
     })?;

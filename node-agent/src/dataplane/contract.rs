@@ -34,14 +34,14 @@ pub trait Dataplane: Send {
     /// The family that this instance programs.
     fn family(&self) -> Family;
 
-    /// Sets what the rules depend on besides the state. Returns true if that changes rules; the
-    /// caller then makes a full sync.
+    /// Sets the inputs of the rules that are not part of the state. Returns true if the inputs
+    /// change rules; the caller must then make a full sync.
     fn configure(&mut self, _inputs: &NodeInputs) -> bool {
         false
     }
 
     /// Begins a full sync: sets kernel parameters and creates the objects that [`Self::read`]
-    /// needs. Returns a warning for each setting that this machine does not fully support.
+    /// needs. Returns a sentence for each setting that this machine does not support.
     ///
     /// # Errors
     /// The full sync cannot continue.
@@ -56,14 +56,15 @@ pub trait Dataplane: Send {
     /// The kernel cannot be read.
     fn read(&mut self, kernel: &mut Self::Kernel) -> Result<Self::Found, DataplaneError>;
 
-    /// Plans the changes from `found` to the state. May move parts out of `found`.
+    /// Plans the changes that bring the kernel from `found` to the state. May move parts out of
+    /// `found`.
     fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut Self::Found) -> Self::Plan;
 
     /// Plans the changes for the changed services. The cost depends only on these services.
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Self::Plan;
 
-    /// Writes a plan to the kernel. `source` is `Some` in a full sync: a large plan renders parts
-    /// of the state only while it is written.
+    /// Writes a plan to the kernel. `source` is `Some` in a full sync: to save memory, a large plan
+    /// reads parts of the state only while they are written.
     ///
     /// # Errors
     /// [`super::ErrorKind`] says what the caller must do. The plan cannot be applied again.
@@ -76,10 +77,10 @@ pub trait Dataplane: Send {
 
     /// Looks for signs that somebody removed rules, at a cost that does not grow with the number of
     /// Services. Returns the first sign as a sentence. Before the first full sync, the caller uses
-    /// it to find out whether the rules of an earlier run are in place.
+    /// this check to find out whether the rules of an earlier run are in place.
     ///
     /// # Errors
-    /// The check failed. The rules may be complete or not.
+    /// The check failed. It is unknown whether the rules are complete.
     fn check(&mut self, kernel: &mut Self::Kernel) -> Result<Option<String>, DataplaneError>;
 
     /// True when `found` is exactly what this dataplane has programmed.
@@ -90,8 +91,8 @@ pub trait Dataplane: Send {
         Statistics::default()
     }
 
-    /// What the operator has to fix. A missing feature is reported only if `demand` contains
-    /// Services that need it.
+    /// The problems that the operator has to fix. A missing feature is reported only if `demand`
+    /// contains Services that need it.
     fn degraded(&self, _demand: &Demand) -> Vec<Degradation> {
         Vec::new()
     }
@@ -110,8 +111,9 @@ pub trait Dataplane: Send {
 
 /// A handle to the kernel.
 pub trait KernelHandle: Send {
-    /// Called after a failed call. The handle opens a new netlink socket, because answers to old
-    /// requests may still arrive on the old one. A handle that serves traffic keeps its sockets.
+    /// The caller calls `reset` after a failed call. The handle opens a new netlink socket, because
+    /// answers to old requests may still arrive on the old socket. A handle that serves traffic
+    /// keeps its sockets.
     fn reset(&mut self) {}
 }
 
@@ -120,18 +122,18 @@ impl KernelHandle for () {}
 
 /// Work that becomes due by time, such as draining, or writing again what the kernel rejected.
 pub trait Maintain<K> {
-    /// When to call [`Self::maintain`]; `None` while no work is pending.
+    /// The time at which to call [`Self::maintain`]. `None` while no work is pending.
     fn due_at(&self) -> Option<Instant>;
 
     /// Does the work that is due at `now`.
     ///
     /// # Errors
-    /// As [`Dataplane::apply`].
+    /// The same errors as [`Dataplane::apply`].
     fn maintain(&mut self, kernel: &mut K, now: Instant) -> Result<(), DataplaneError>;
 
     /// Returns the deferred parts of services, or `None` if they are unchanged since the last call.
     /// A part is deferred when the kernel rejects it and accepts the rest of the service; the
-    /// dataplane tries it again by itself.
+    /// dataplane tries the part again by itself.
     fn deferred(&mut self) -> Option<Vec<Fault>> {
         None
     }
@@ -140,9 +142,9 @@ pub trait Maintain<K> {
 /// Finds services whose rules the kernel rejects, and quarantines them so that they do not delay
 /// other services.
 pub trait FindFaults<K> {
-    /// Finds the faulty services after [`super::ErrorKind::Rejected`], among `suspects`, or among
-    /// all services that are not quarantined. Returns nothing when the kernel accepts each service
-    /// by itself.
+    /// The caller calls this function after [`super::ErrorKind::Rejected`]. Finds the faulty
+    /// services among `suspects`; `None` means among all services that are not quarantined. Returns
+    /// nothing when the kernel accepts each service by itself.
     ///
     /// A dataplane that knows the faulty services from the kernel's answer returns them. Otherwise
     /// it bisects: it tries rules in chains that receive no packets. A full sync repairs everything
@@ -157,9 +159,9 @@ pub trait FindFaults<K> {
         suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
     ) -> Result<Vec<Fault>, DataplaneError>;
 
-    /// Quarantines these services and no others. Steps leave them out, and their last good rules
-    /// stay, if these are known. The caller makes a full sync after adding a service, and plans a
-    /// released service as changed.
+    /// Quarantines these services and no others. Plans leave out the quarantined services. Their
+    /// last good rules stay, if the dataplane knows these rules. After the caller adds a service,
+    /// it makes a full sync. After the caller releases a service, it plans this service as changed.
     fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>);
 }
 
@@ -174,7 +176,7 @@ pub struct Fault {
     pub reason: String,
 }
 
-/// What one step did.
+/// The result of writing one plan.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
     /// Services that the step planned.
@@ -186,7 +188,8 @@ pub struct Report {
 }
 
 impl Report {
-    /// Adds the report of the other family. Both families plan the same services, which count once.
+    /// Adds the report of the other family. Both families plan the same services, so
+    /// `services_planned` counts each service once.
     pub(super) fn merge(&mut self, other: Self) {
         self.services_planned = self.services_planned.max(other.services_planned);
         self.objects_written += other.objects_written;
@@ -205,7 +208,7 @@ pub struct Statistics {
     pub counts_packets: bool,
 }
 
-/// Rules of one table.
+/// The number of rules in one table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableStatistics {
     /// The table.

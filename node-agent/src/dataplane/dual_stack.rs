@@ -20,7 +20,7 @@ use crate::node_inputs::NodeInputs;
 /// The pause after a comparison of all rules, as a multiple of the time that the comparison took.
 const DEEP_CHECK_PAUSE_FACTOR: u32 = 100;
 
-/// How many services a degradation names at most.
+/// The maximum number of services that a degradation names.
 const MAX_NAMES: usize = 3;
 
 /// The dataplane of a node, as the reconcile loop calls it. [`DualStack`] is the only
@@ -30,7 +30,7 @@ pub trait NodeDataplane: Send {
     /// The name, such as "iptables-legacy". The part before the first `-` is the proxy mode.
     fn name(&self) -> &str;
 
-    /// What the operator has to fix: sentences that include the remedy.
+    /// The problems that the operator has to fix, as sentences that include the remedy.
     fn degraded(&self, demand: &Demand) -> Vec<String>;
 
     /// See [`Dataplane::NEEDS_INTERFACES`].
@@ -39,13 +39,14 @@ pub trait NodeDataplane: Send {
     /// See [`Dataplane::configure`].
     fn configure(&mut self, inputs: &NodeInputs) -> bool;
 
-    /// Programs the whole state, whatever the kernel holds: at the first sync and at every repair.
-    /// It reads the kernel, then reads the state, releases the state, and writes. The programmed
-    /// state is at least as new as the state at the call. The next step plans the changes that
-    /// arrived during the call once more.
+    /// Programs the whole state, whatever the kernel holds. The caller calls this function for the
+    /// first sync and for every repair. The function reads the kernel, plans while it holds the
+    /// lock of the state, releases the lock, and writes the plan. The programmed state is at least
+    /// as new as the state at the start of the call. Changes that arrive during the call are
+    /// planned again afterwards.
     ///
     /// # Errors
-    /// The kernel keeps its rules, or has a part of the new ones. The caller tries again.
+    /// The kernel has its old rules, or a part of the new rules. The caller tries again.
     fn sync_full(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError>;
 
     /// Plans the changed services for both families. Does not touch the kernel, because the caller
@@ -82,10 +83,10 @@ pub trait NodeDataplane: Send {
     /// Does the work that is due, such as the removal of drained destinations.
     ///
     /// # Errors
-    /// As [`Self::apply`].
+    /// The same errors as [`Self::apply`].
     fn maintain(&mut self) -> Result<(), DataplaneError>;
 
-    /// True when rules of an earlier run are in place. Does not compare them with the state.
+    /// True when rules of an earlier run are in place. Does not compare the rules with the state.
     ///
     /// # Errors
     /// The check failed.
@@ -94,7 +95,7 @@ pub trait NodeDataplane: Send {
     /// False when somebody else removed or changed programmed rules.
     ///
     /// # Errors
-    /// The check failed. The rules may be complete or not.
+    /// The check failed. It is unknown whether the rules are complete.
     fn verify(&mut self) -> Result<bool, DataplaneError>;
 
     /// Counts of the programmed rules, for each family. Does not read the kernel.
@@ -115,7 +116,7 @@ pub struct DualStack<D: Dataplane> {
     own: Vec<Leftover>,
     leftovers: Leftovers,
     is_without_ipv6: bool,
-    /// Why it runs in place of the configured dataplane.
+    /// Why this dataplane runs in place of the configured one.
     in_place_of: Option<String>,
 }
 
@@ -131,8 +132,8 @@ struct OneFamily<D: Dataplane> {
 }
 
 impl<D: Dataplane> DualStack<D> {
-    /// Creates a dataplane for each of `families` that this node supports. `own` lists what the
-    /// dataplane leaves in the kernel when the agent ends. Does not touch the kernel.
+    /// Creates a dataplane for each of `families` that this node supports. `own` lists the objects
+    /// that the dataplane leaves in the kernel when the agent ends. Does not touch the kernel.
     pub(crate) fn assemble(
         name: &'static str,
         kernel: D::Kernel,
@@ -173,7 +174,8 @@ impl<D: Dataplane> DualStack<D> {
         Self { leftovers: Leftovers::new(all), ..self }
     }
 
-    /// Reports `sentence`, which says why it runs in place of the configured dataplane.
+    /// Makes [`NodeDataplane::degraded`] report `sentence`, which says why this dataplane runs in
+    /// place of the configured one.
     #[must_use]
     pub fn in_place_of(self, sentence: String) -> Self {
         Self { in_place_of: Some(sentence), ..self }
@@ -200,7 +202,8 @@ impl<D: Dataplane> DualStack<D> {
         result
     }
 
-    /// True when `is_true` returns true for each family. After the first false, it is not called.
+    /// True when `is_true` returns true for each family. After the first false, `is_true` is not
+    /// called for the remaining families.
     fn all(
         &mut self,
         mut is_true: impl FnMut(&mut OneFamily<D>, &mut D::Kernel) -> Result<bool, DataplaneError>,
@@ -252,8 +255,8 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
             report.merge(family.sync_full(kernel, source)?);
             Ok(())
         })?;
-        // Rules of other dataplanes would still redirect packets. They can be removed now, because
-        // our rules are in place.
+        // Now that our rules are in place, remove the rules of other dataplanes, which would still
+        // redirect packets.
         report.warnings.extend(self.leftovers.remove());
         Ok(report)
     }
@@ -369,8 +372,9 @@ impl<D: Dataplane> OneFamily<D> {
         result
     }
 
-    /// True when nobody else has changed the rules. Each call notices flushed rules. A changed rule
-    /// is noticed by a comparison of all rules, which uses at most one percent of a core.
+    /// True when nobody else has changed the rules. Each call detects flushed rules. Only a
+    /// comparison of all rules detects a changed rule. The pauses between comparisons limit their
+    /// cost to one percent of a core.
     fn is_intact(&mut self, kernel: &mut D::Kernel) -> Result<bool, DataplaneError> {
         if let Some(sentence) = self.dataplane.check(kernel)? {
             warn!("{sentence}");
@@ -391,7 +395,7 @@ impl<D: Dataplane> OneFamily<D> {
     }
 }
 
-/// What the operator has to fix on a node without IPv6 if there are IPv6 Services.
+/// The degradation of a node without IPv6, if IPv6 Services exist.
 const MISSING_IPV6: &str = "IPv6 is off on this node, so IPv6 Services do not work on it: switch IPv6 on \
      (net.ipv6.conf.all.disable_ipv6=0, and no ipv6.disable=1 on the kernel's command line), and start the agent again";
 
@@ -408,7 +412,7 @@ fn with_names(Degradation { sentence, services }: Degradation) -> String {
 }
 
 /// False when IPv6 is off in the kernel (`ipv6.disable=1`), or when it is off on all interfaces
-/// (`disable_ipv6`) and none has an IPv6 address.
+/// (`disable_ipv6`) and no interface has an IPv6 address.
 pub(super) fn has_ipv6() -> bool {
     let is_off =
         || fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6").is_ok_and(|value| value.trim() == "1");

@@ -1,21 +1,23 @@
-//! Errors between a dataplane and the kernel, and what the caller does about each.
+//! Errors of dataplanes, and how the caller reacts to each.
 
 use std::{collections::BTreeSet, fmt, sync::Arc};
 
 use headgate_core::{Family, ServiceKey};
 
-/// What the caller does about a [`DataplaneError`].
+/// How the caller reacts to a [`DataplaneError`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorKind {
-    /// Try the same step again later, for example because another process holds a lock.
+    /// Plan and write the same services again later, for example because another process holds a
+    /// lock.
     Retry,
     /// The kernel differs from the dataplane's records. Only a full sync helps.
     NeedsFullSync,
-    /// Everything is written that the kernel accepts. Plan [`DataplaneError::services`] as changed:
-    /// their plan is now different.
+    /// The dataplane has written everything that the kernel accepts. Plan
+    /// [`DataplaneError::services`] as changed, because their new plan differs from the rejected
+    /// one.
     PlanAgain,
-    /// The kernel, or the program that writes the rules, rejects some service's rules. The same
-    /// step would fail again.
+    /// The kernel, or the program that writes the rules, rejects the rules of some service. The
+    /// same plan would fail again.
     Rejected,
     /// Another attempt helps only after somebody changes the machine. For example, a program is
     /// missing.
@@ -29,9 +31,9 @@ pub enum ErrorKind {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct DataplaneError {
-    /// What to do about it.
+    /// How to react to the error.
     pub kind: ErrorKind,
-    /// What failed, and the remedy where there is one.
+    /// What failed, and the remedy if one is known.
     pub message: String,
     /// The affected families; an empty list means both.
     pub families: Vec<Family>,
@@ -65,8 +67,8 @@ impl DataplaneError {
     }
 
     /// Joins the errors of two results. The joined error has the more serious kind: the least
-    /// serious is [`ErrorKind::PlanAgain`], and the next is [`ErrorKind::Retry`]. If both are more
-    /// serious than these, the kind of `one` counts.
+    /// serious is [`ErrorKind::PlanAgain`], and the next is [`ErrorKind::Retry`]. If both errors
+    /// are more serious than these kinds, the joined error has the kind of `one`.
     ///
     /// # Errors
     /// At least one of the two results is an error.

@@ -1,8 +1,8 @@
 //! Removes what an earlier run may have left in the kernel, perhaps with another dataplane.
 //!
-//! A dataplane removes leftovers of other dataplanes once its own rules are in place. It tries
-//! again later what it cannot remove, such as a set that somebody lists at that moment. `--cleanup`
-//! removes the leftovers of all dataplanes.
+//! A dataplane removes leftovers of other dataplanes once its own rules are in place. If it cannot
+//! remove a leftover, it tries again later. For example, a set cannot be removed while somebody
+//! lists it. `--cleanup` removes the leftovers of all dataplanes.
 
 use std::time::Instant;
 
@@ -21,8 +21,8 @@ pub struct Leftover {
 }
 
 impl Leftover {
-    /// `remove` must succeed if the leftover does not exist, and must not make the kernel load a
-    /// module.
+    /// Creates a leftover that `remove` removes. `remove` must succeed if the leftover does not
+    /// exist, and must not make the kernel load a module.
     pub(super) fn new(name: &'static str, remove: impl Fn() -> Result<(), DataplaneError> + Send + 'static) -> Self {
         Self { name, remove: Box::new(remove) }
     }
@@ -31,7 +31,7 @@ impl Leftover {
     ///
     /// # Errors
     /// Something could not be removed; the message names it. [`ErrorKind::Unavailable`] means that
-    /// this machine cannot have the leftover.
+    /// the leftover cannot exist on this machine.
     pub fn remove(&self) -> Result<(), DataplaneError> {
         (self.remove)()
     }
@@ -48,8 +48,8 @@ impl Leftovers {
         Self { remaining, failures: Retries::new(PAUSES_OF_MODULES) }
     }
 
-    /// Removes all remaining leftovers. Returns a sentence for each one that cannot be removed now.
-    /// Does nothing once all are removed.
+    /// Removes all remaining leftovers. Returns a sentence for each leftover that cannot be removed
+    /// now.
     pub(super) fn remove(&mut self) -> Vec<String> {
         let mut sentences = Vec::new();
         self.remaining.retain(|leftover| match leftover.remove() {
@@ -69,7 +69,7 @@ impl Leftovers {
         sentences
     }
 
-    /// When to call [`Self::retry`]; `None` if nothing has to be tried again.
+    /// The time at which to call [`Self::retry`]. `None` if all removals succeeded.
     pub(super) fn retry_at(&self) -> Option<Instant> {
         self.failures.next_due()
     }

@@ -1,8 +1,9 @@
 //! Dataplanes: the ways to program one node's kernel.
 //!
-//! Each implements [`Dataplane`] for one IP family. [`DualStack`] combines both families for the
-//! reconcile loop. Dataplanes run on the thread of [`crate::reconcile`]. They are synchronous: the
-//! kernel works during the system call, or while the dataplane waits for a program.
+//! Each dataplane implements the trait [`Dataplane`] for one IP family. [`DualStack`] combines both
+//! families for the reconcile loop. Dataplanes run on the thread of [`crate::reconcile`]. Their
+//! calls are synchronous: a call returns after the kernel or a program such as `iptables-restore`
+//! has finished.
 
 mod contract;
 mod dual_stack;

@@ -7,20 +7,19 @@ use std::{
 
 use crate::backoff::{Backoff, Jitter};
 
-/// First and longest pause before another attempt. The first is short, because at boot the kernel
-/// rejects each IPVS destination for a moment: until an interface is up, it considers every address
-/// a broadcast address.
+/// The first and the longest pause before another attempt. The first pause is short, because at
+/// boot the kernel rejects each IPVS destination for a moment: until an interface is up, the kernel
+/// considers every address a broadcast address.
 pub(in crate::dataplane) const PAUSES: Backoff =
     Backoff::new(Duration::from_secs(5), Duration::from_secs(3600), Jitter::None);
 
-/// First and longest pause for features that need a kernel module. The longest is short, because an
-/// operator who loads the missing module waits for the result.
+/// The first and the longest pause for features that need a kernel module. The longest pause is
+/// short, because an operator who loads the missing module waits for the result.
 pub(in crate::dataplane) const PAUSES_OF_MODULES: Backoff =
     Backoff::new(Duration::from_secs(5), Duration::from_secs(300), Jitter::None);
 
-/// The rejected objects, with the reason and the time of the next attempt of each. Pauses double
-/// from the first to the longest. Objects that were rejected at the same time are due at the same
-/// time.
+/// The rejected objects. Each has a reason and the time of the next attempt. Pauses double from the
+/// first to the longest. Objects that were rejected at the same time are due at the same time.
 #[derive(Debug)]
 pub(in crate::dataplane) struct Retries<K> {
     pauses: Backoff,
@@ -62,7 +61,7 @@ impl<K: Ord + Copy> Retries<K> {
         self.due.retain(|(_, what)| is_kept(what));
     }
 
-    /// Why the kernel rejected `what`; `None` if it did not.
+    /// Why the kernel rejected `what`. `None` if the kernel has not rejected it.
     pub(in crate::dataplane) fn reason(&self, what: &K) -> Option<&str> {
         self.entries.get(what).map(|entry| entry.reason.as_str())
     }
@@ -72,7 +71,7 @@ impl<K: Ord + Copy> Retries<K> {
         self.entries.keys().copied()
     }
 
-    /// The objects whose next attempt is due at `now`, in order of time.
+    /// The objects whose next attempt is due at `now`, the longest overdue first.
     pub(in crate::dataplane) fn due(&self, now: Instant) -> Vec<K> {
         self.due.iter().take_while(|(at, _)| *at <= now).map(|(_, what)| *what).collect()
     }

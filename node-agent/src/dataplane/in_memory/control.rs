@@ -53,22 +53,24 @@ impl Control {
         self.script().calls.clone()
     }
 
-    /// Makes the next call fail. Several errors make as many following calls fail, in order.
+    /// Makes the next call fail with `error`. Several calls of this function make several following
+    /// calls fail, in order.
     pub fn fail_next(&self, error: DataplaneError) {
         self.script().failures.push_back(error);
     }
 
-    /// Sets the result of the next check. The default is true. Several results apply in order.
+    /// Sets the result of the next check: true when the table is intact, which is the default.
+    /// Several calls set the results of several following checks, in order.
     pub fn next_verdict(&self, intact: bool) {
         self.script().verdicts.push_back(intact);
     }
 
-    /// From now on the dataplane reports this sentence as a degradation.
+    /// Makes the dataplane report `sentence` as a degradation from now on.
     pub fn degrade(&self, sentence: &str) {
         self.script().degraded.push(sentence.to_owned());
     }
 
-    /// From now on the kernel rejects these services, and no others.
+    /// Makes the kernel reject `services`, and no others, from now on.
     pub fn reject(&self, services: &[&str]) {
         self.script().rejected = services.iter().map(|service| (*service).to_owned()).collect();
     }
@@ -79,18 +81,19 @@ impl Control {
         self.script().quarantined.iter().map(ToString::to_string).collect()
     }
 
-    /// From now on the kernel rejects these parts of services and accepts the rest.
+    /// Makes the kernel reject `parts` of services, and accept the rest, from now on.
     pub fn defer(&self, parts: Vec<Fault>) {
         self.script().deferred = Some(parts);
     }
 
-    /// While `held` is true, calls wait in the kernel.
+    /// Makes calls wait in the kernel while `held` is true.
     pub fn hold(&self, held: bool) {
         self.script().held = held;
         self.0.1.notify_all();
     }
 
-    /// Waits until `enough` returns true for the finished calls. Returns false after `guard`.
+    /// Waits until `enough` returns true for the finished calls. Returns false if that takes longer
+    /// than `guard`.
     #[must_use]
     pub fn wait_for(&self, guard: Duration, enough: impl Fn(&[Call]) -> bool) -> bool {
         let waited = self.0.1.wait_timeout_while(self.script(), guard, |script| !enough(&script.calls));

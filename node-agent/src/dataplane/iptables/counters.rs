@@ -19,8 +19,8 @@ impl IptablesFamily {
         }
     }
 
-    /// Finds out whether rules that count packets made a full sync fail with `error`. If so,
-    /// switches counting off and returns true; the caller then makes the full sync again.
+    /// Finds out whether a full sync failed with `error` because of rules that count packets. If
+    /// so, switches counting off and returns true; the caller then makes the full sync again.
     ///
     /// # Errors
     /// The trial of such rules failed for another reason.

@@ -1,8 +1,8 @@
 //! The iptables dataplane: runs scripts of [`headgate_core::iptables`] with `iptables-restore
 //! --noflush`.
 //!
-//! A change writes only the chains of changed services. Only full syncs and comparisons read the
-//! rules from the kernel.
+//! A change writes only the chains of changed services. The dataplane reads all rules from the
+//! kernel only for a full sync or a comparison.
 
 mod config;
 mod counters;
@@ -220,8 +220,8 @@ impl IptablesFamily {
         Ok(report)
     }
 
-    /// Runs a script. Renders the services that the plan left for later from `source`. Adds to
-    /// `changed` the services that changed since the script was planned.
+    /// Runs a script. Reads `source` to render the services whose rules the plan did not render.
+    /// Sets `changed` to the services that changed since the script was planned.
     fn restore(
         &self,
         script: &Script,

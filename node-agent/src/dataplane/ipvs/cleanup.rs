@@ -13,8 +13,9 @@ use super::{
     write,
 };
 
-/// Removes our virtual servers, sets and device. Rules that refer to the sets must be removed
-/// before. Does not make the kernel load modules: a module that is not loaded holds no objects.
+/// Removes our virtual servers, sets and device. The caller must first remove the rules that refer
+/// to the sets. Does not make the kernel load modules: a module that is not loaded holds no
+/// objects.
 ///
 /// # Errors
 /// Something could not be removed; the message names it.
@@ -34,7 +35,7 @@ pub(crate) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), DataplaneError> 
         let removed = kernel.routing().and_then(|routing| routing.remove_link(device).map_err(of_routing));
         result = DataplaneError::join(result, removed);
     }
-    // An agent that was killed during its probe leaves this device.
+    // An agent that was killed while it used the temporary device leaves this device.
     let probe = kernel.routing().and_then(|routing| routing.link(PROBE_DEVICE).map_err(of_routing));
     let removed = probe.and_then(|link| match link {
         Some(link) => kernel.routing().and_then(|routing| routing.remove_link(link.index).map_err(of_routing)),

@@ -8,7 +8,7 @@ use crate::settings::IpvsSettings;
 /// The configuration of the IPVS dataplane.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// Which variant of iptables writes the rules beside the virtual servers.
+    /// The variant of iptables that writes the rules, such as the masquerade rules.
     pub variant: Variant,
     /// Which connections are masqueraded, and with which mark.
     pub masquerade: MasqueradeConfig,

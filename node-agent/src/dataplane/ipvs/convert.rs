@@ -1,4 +1,4 @@
-//! Converts between the types of `core` and those of the netlink clients.
+//! Converts between the types of `core` and the types of the netlink clients.
 
 use headgate_core::{
     Family, Protocol,
@@ -19,8 +19,8 @@ pub(super) fn service_id(key: ServerKey) -> ServiceId {
     ServiceId::new(protocol, SocketAddr::new(key.address, key.port))
 }
 
-/// The key of a virtual server in the kernel. `None` for servers by firewall mark and of other
-/// protocols: these are never ours.
+/// The key of a virtual server in the kernel. `None` for servers that are identified by a firewall
+/// mark, and for protocols other than TCP, UDP and SCTP: the agent never creates such servers.
 pub(super) fn server_key(id: ServiceId) -> Option<ServerKey> {
     let ServiceId::Address { protocol, address } = id else { return None };
     let protocol = match protocol {
@@ -42,7 +42,8 @@ pub(super) fn service(key: ServerKey, settings: Settings) -> ipvs::Service {
     ipvs::Service { scheduler_flags: scheduler_flags(settings.scheduler), ..service }
 }
 
-/// The settings of a virtual server in the kernel. `None` if this dataplane never sets them.
+/// The settings of a virtual server in the kernel. `None` if this dataplane never creates a server
+/// with such settings.
 pub(super) fn settings(found: &ipvs::ServiceEntry) -> Option<Settings> {
     let scheduler = Scheduler::parse(&found.service.scheduler)?;
     let persistence_seconds = found.service.persistence.map(|persistence| persistence.timeout_seconds);
@@ -60,8 +61,9 @@ pub(super) fn destination(address: SocketAddr, weight: u32) -> ipvs::Destination
     ipvs::Destination::new(address).weighing(weight)
 }
 
-/// The weight of a destination in the kernel. If another of its fields differs from our
-/// destinations, returns a weight that is never wanted, so that the ledger writes it again.
+/// The weight of a destination in the kernel. If any other field has a value that our destinations
+/// never have, returns a weight that is never wanted, so that the ledger writes the destination
+/// again.
 pub(super) fn weight(found: &ipvs::Destination) -> u32 {
     let is_ours = *found == destination(found.address, found.weight);
     if is_ours { found.weight } else { u32::MAX }
@@ -146,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn our_servers_are_read_back_unchanged_and_foreign_servers_are_recognised() {
+    fn our_servers_are_read_back_unchanged_and_foreign_servers_are_not_taken_for_ours() {
         for scheduler in Scheduler::ALL {
             for persistence_seconds in [None, Some(10_800)] {
                 let made = Settings { scheduler, persistence_seconds };
@@ -161,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn foreign_destinations_get_a_weight_that_ours_never_have() {
+    fn foreign_destinations_are_read_with_a_weight_that_our_destinations_never_have() {
         let ours = destination("10.0.0.1:80".parse().unwrap(), 7);
         assert_eq!(weight(&ours), 7);
         assert_eq!(weight(&ipvs::Destination { forwarding: ipvs::Forwarding::Direct, ..ours }), u32::MAX);

@@ -28,7 +28,7 @@ use super::{
 };
 use crate::node_inputs::NodeInputs;
 
-/// How many reasons a message contains, for one service or one step.
+/// The maximum number of reasons in a message.
 const MAX_REASONS: usize = 3;
 
 /// One IP family of the dataplane.
@@ -42,14 +42,15 @@ pub struct IpvsFamily {
     is_synced: bool,
     /// One sentence for each kernel parameter that could not be set.
     unset_parameters: Vec<String>,
-    /// Why the kernel rejected the deferred objects, and when each is tried again. Does not contain
-    /// destinations of a deferred server: they are added together with the server.
+    /// The deferred objects, with the reason why the kernel rejected each and the time of the next
+    /// attempt. Does not contain the destinations of a deferred server, because they are added
+    /// together with the server.
     pub(super) rejected: Retries<Object>,
     /// Schedulers that services ask for and the kernel does not have.
     pub(super) missing_schedulers: Retries<Scheduler>,
     /// The revision of the ledger's deferred objects that [`Maintain::deferred`] last reported.
     pub(super) reported_revision: u64,
-    /// When to look at draining destinations next.
+    /// When to check the draining destinations next.
     pub(super) drain_at: Option<Instant>,
 }
 
@@ -137,8 +138,8 @@ impl Dataplane for IpvsFamily {
         result
     }
 
-    /// Notices when somebody flushes rules, sets or virtual servers, and when somebody removes the
-    /// device or sets it up. Checks only one address and one virtual server.
+    /// Detects flushed rules, sets or virtual servers, and a device that somebody removed or set
+    /// up. Checks only one address and one virtual server.
     fn check(&mut self, kernel: &mut Kernel) -> Result<Option<String>, DataplaneError> {
         let sign = self.rules.check(self.ledger.rules().jumps())?;
         let sign = sign.map_or_else(|| self.check_device_and_sets(kernel), |sign| Ok(Some(sign)))?;
@@ -170,8 +171,9 @@ impl Dataplane for IpvsFamily {
     }
 }
 
-/// Searches the rules beside the virtual servers: a script with a faulty rule is rejected as a
-/// whole. The kernel rejects virtual servers and set elements one by one, so these need no search.
+/// Searches only the iptables rules, because a script with one faulty rule is rejected as a whole.
+/// The kernel rejects virtual servers and set elements individually, so finding the faulty ones
+/// needs no search.
 impl FindFaults<Kernel> for IpvsFamily {
     fn find_faults(
         &mut self,
@@ -240,7 +242,8 @@ impl IpvsFamily {
         for RejectedOp { op, reason, missing_scheduler } in rejected {
             let Some(object) = op.object().filter(|object| self.ledger.is_deferred(object)) else { continue };
             let config = self.ledger.config();
-            // Services fall back to the cluster's scheduler. There is no fallback for that one.
+            // If a service asks for a missing scheduler, it gets the configured scheduler. The
+            // configured scheduler has no fallback.
             let is_replaced = |scheduler: &Scheduler| {
                 *scheduler != config.scheduler && config.available_schedulers.contains(scheduler)
             };
@@ -278,8 +281,8 @@ impl IpvsFamily {
         Err(DataplaneError::plan_again(message, services))
     }
 
-    /// A virtual server that somebody else removed: steps did not find it, and the kernel has not
-    /// rejected it.
+    /// Returns a virtual server that somebody else removed: a step did not find the server,
+    /// although the kernel did not reject it earlier.
     fn removed_server(&self, Outcome { rejected, absent }: &Outcome) -> Option<ServerKey> {
         let not_created: BTreeSet<ServerKey> = rejected
             .iter()
@@ -331,8 +334,8 @@ impl IpvsFamily {
         Ok(found.is_none().then(|| format!("somebody else has removed set {name}")))
     }
 
-    /// Checks the number of elements in every set. Checks for one service address that the node
-    /// treats it as its own, and for one virtual server that it exists.
+    /// Checks the number of elements in every set. Checks that the node treats one service address
+    /// as its own, and that one virtual server exists.
     fn check_contents(&self, kernel: &mut Kernel) -> Result<Option<String>, DataplaneError> {
         for set in Set::ALL {
             let name = set.name(self.family());
@@ -352,7 +355,7 @@ impl IpvsFamily {
     }
 }
 
-/// Joins the first sentences, and appends how many more there are.
+/// Joins the first sentences, and appends the number of the remaining sentences.
 fn in_words<'a>(mut sentences: impl Iterator<Item = &'a str>) -> String {
     let first: Vec<&str> = sentences.by_ref().take(MAX_REASONS).collect();
     match sentences.count() {

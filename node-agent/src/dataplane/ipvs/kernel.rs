@@ -25,9 +25,9 @@ use crate::settings::IpvsSettings;
 /// The kernel cannot create devices of the kind dummy.
 pub(super) const NO_DUMMY_DEVICES: &str = "this kernel has no dummy devices: load the module dummy (modprobe dummy)";
 
-/// Connections to IPVS, IP sets and rtnetlink. Each is opened when it is first needed, in the
-/// network namespace of the calling thread. Opening one makes the kernel load missing modules, if
-/// it can.
+/// Connections to IPVS, IP sets and rtnetlink. Each connection is opened when it is first needed,
+/// in the network namespace of the calling thread. Opening a connection makes the kernel load
+/// missing modules, if it can.
 #[derive(Debug, Default)]
 pub struct Kernel {
     ipvs: Option<Ipvs>,
@@ -43,7 +43,7 @@ impl KernelHandle for Kernel {
     }
 }
 
-/// Returns the value of `slot`, and opens one if the slot is empty.
+/// Returns the value of `slot`. Calls `open` if the slot is empty.
 fn or_open<T, E>(slot: &mut Option<T>, open: impl FnOnce() -> Result<T, E>) -> Result<&mut T, E> {
     let value = match slot.take() {
         Some(value) => value,
@@ -62,7 +62,7 @@ impl Kernel {
         if let Some(sentences) = &self.prepared {
             return Ok(sentences.clone());
         }
-        // The parameters exist only after the module of IPVS is loaded.
+        // Opening the connection loads the IPVS module. The parameters exist only after that.
         let ipvs = self.ipvs()?;
         let seconds = |timeout: Duration| u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX);
         let timeouts = Timeouts {
@@ -98,8 +98,8 @@ impl Kernel {
     ///
     /// The device stays down: its addresses are still the node's own, but routing daemons export
     /// only the addresses of devices that are up. The kernel creates a local route when an address
-    /// is added, and loses this route when the device goes up and down again. Therefore a device
-    /// that is or was up is replaced.
+    /// is added, and loses this route when the device goes up and down again. Therefore this
+    /// function replaces a device that is up or was up.
     ///
     /// # Errors
     /// The kernel has no dummy devices, or a device of another type has our name.
@@ -133,9 +133,9 @@ impl Kernel {
         })
     }
 
-    /// Replaces our device by a new one with these addresses. A temporary device has the addresses
-    /// meanwhile, so that the node never loses them. Renaming the temporary device is not possible:
-    /// the kernel would change the labels of its IPv4 addresses, and tools take the label for the
+    /// Replaces our device by a new one with these addresses. Meanwhile a temporary device has the
+    /// addresses, so that the node never loses them. Renaming the temporary device is not possible:
+    /// the kernel would change the labels of its IPv4 addresses, and tools display the label as the
     /// name of the device.
     fn replace_device(&mut self, old: u32, addresses: &[Prefix]) -> Result<u32, DataplaneError> {
         // An agent that was killed during a replacement leaves this device.
@@ -152,8 +152,8 @@ impl Kernel {
         Ok(new)
     }
 
-    /// Adds the addresses that are prefixes of one host. Ignores rejected addresses: the full sync
-    /// reads the device later, and adds what is missing.
+    /// Adds those of `addresses` whose prefix is /32 or /128. Ignores rejected addresses: the full
+    /// sync reads the device later and adds the missing addresses.
     fn add_addresses(&mut self, link: u32, addresses: &[Prefix]) -> Result<(), DataplaneError> {
         let hosts = addresses.iter().filter(|prefix| **prefix == Prefix::host(prefix.address));
         let adds: Vec<Change> = hosts.map(|address| Change::AddAddress { link, address: *address }).collect();
@@ -194,12 +194,12 @@ pub(super) fn is_without_route(address: IpAddr) -> bool {
     address.is_ipv4() && is_refused()
 }
 
-/// True if IPVS is loaded. Does not make the kernel load it.
+/// True if the IPVS module is loaded. Does not make the kernel load the module.
 pub(super) fn has_ipvs() -> bool {
     Path::new("/proc/thread-self/net/ip_vs").exists()
 }
 
-/// True if IP sets are loaded. Does not make the kernel load them.
+/// True if the module of IP sets is loaded. Does not make the kernel load the module.
 pub(super) fn has_sets() -> bool {
     Path::new("/sys/module/ip_set").exists()
 }

@@ -18,7 +18,7 @@ use super::{
     probe,
 };
 
-/// The interval at which the dataplane asks for the connections of draining destinations.
+/// The interval at which the dataplane reads the number of connections of draining destinations.
 const DRAIN_INTERVAL: Duration = Duration::from_secs(5);
 
 impl Maintain<Kernel> for IpvsFamily {
@@ -87,13 +87,14 @@ impl IpvsFamily {
         retried
     }
 
-    /// Sets when to look at draining destinations next.
+    /// Sets the time of the next check of draining destinations.
     pub(super) fn plan_drain(&mut self) {
         let is_draining = self.ledger.draining().next().is_some();
         self.drain_at = is_draining.then(|| self.drain_at.unwrap_or_else(|| Instant::now() + DRAIN_INTERVAL));
     }
 
-    /// Asks how many connections draining destinations still have, and removes those without any.
+    /// Reads the number of connections of draining destinations, and removes the destinations
+    /// without connections.
     fn drain(&mut self, kernel: &mut Kernel) -> Result<(), DataplaneError> {
         let now_ms = self.now_ms();
         let draining: Vec<_> = self.ledger.draining().collect();
@@ -110,15 +111,15 @@ impl IpvsFamily {
         if ops.is_empty() { Ok(()) } else { self.run_steps(kernel, &ops) }
     }
 
-    /// Writes rejected objects again that are due. The cost depends only on these objects.
+    /// Writes the rejected objects that are due again. The cost depends only on these objects.
     fn retry_rejected(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
         let due = self.rejected.due(now);
         if due.is_empty() {
             return Ok(());
         }
         let ops = self.ledger.retries(due.iter().copied());
-        // Forget the objects that no service wants now. A step writes such an object when a service
-        // wants it again.
+        // Forget the objects that no service needs now. If a service needs such an object again,
+        // the next plan writes it.
         let tried: BTreeSet<Object> = ops.iter().filter_map(Op::object).collect();
         self.rejected.retain(|object| tried.contains(object) || !due.contains(object));
         self.run_steps(kernel, &ops)?;

@@ -1,8 +1,9 @@
-//! The IPVS dataplane: executes plans of [`headgate_core::ipvs`] over netlink, and writes the rules
-//! beside the virtual servers with `iptables-restore`.
+//! The IPVS dataplane: executes plans of [`headgate_core::ipvs`] over netlink, and writes the
+//! iptables rules with `iptables-restore`.
 //!
-//! A change writes only the objects that it changes. Only full syncs and comparisons in the
-//! background read the kernel. If the kernel rejects a single object, all others are still written.
+//! A change writes only the objects that differ. The dataplane reads all objects from the kernel
+//! only for a full sync or a comparison in the background. If the kernel rejects a single object,
+//! all others are still written.
 
 mod cleanup;
 mod config;
@@ -46,7 +47,7 @@ pub type IpvsDataplane = DualStack<IpvsFamily>;
 /// # Errors
 /// A parameter cannot be set. [`ErrorKind::Unavailable`] when the kernel has no IPVS.
 pub(crate) fn prepare(strict_arp: bool) -> Result<(), DataplaneError> {
-    // The parameters exist only after the module of IPVS is loaded.
+    // Opening the connection loads the IPVS module. The parameters exist only after that.
     Ipvs::open().map_err(of_ipvs)?;
     let sentences = Sysctls::default().set(strict_arp).map_err(|error| DataplaneError::new(ErrorKind::Fatal, error))?;
     if sentences.is_empty() { Ok(()) } else { Err(DataplaneError::new(ErrorKind::Fatal, sentences.join("; "))) }

@@ -17,10 +17,10 @@ use super::{
     sysctl::Sysctls,
 };
 
-/// The address of the virtual server that tries a scheduler. It is reserved for documentation (RFC
-/// 5737), so no service has it. kube-proxy uses it too.
+/// The address of the temporary virtual server that tests a scheduler. The address is reserved for
+/// documentation (RFC 5737), so no service has it. kube-proxy uses the same address.
 const PROBE_ADDRESS: IpAddr = IpAddr::V4(Ipv4Addr::new(198, 51, 100, 0));
-/// Ports of that virtual server. The next is tried if one is in use.
+/// The ports of the temporary virtual server. If a port is in use, the next port is tried.
 const PROBE_PORTS: std::ops::Range<u16> = 20_000..20_008;
 
 /// Checks that the kernel has everything that the dataplane needs in these families. Leaves no
@@ -42,7 +42,7 @@ pub(super) fn require(scheduler: Scheduler, families: &[Family]) -> Result<(), D
     }
     note(require_dummy_devices());
     if missing.is_empty() {
-        // The last step, because a machine that cannot run IPVS must keep its parameters.
+        // Set the parameter last, because a machine that cannot run IPVS must keep its parameters.
         let set = Sysctls::default().set_conntrack();
         missing.extend(set.err());
     }
@@ -83,7 +83,8 @@ pub(super) fn require_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result
                 return Ok(());
             }
             Some(refused) if refused.refusal.code == libc::EEXIST => {
-                // An agent that was killed at this point leaves such a server without destinations.
+                // An agent that was killed between these two commands leaves the server without
+                // destinations.
                 let id = convert::service_id(key);
                 if ipvs.destinations(id).map_err(of_ipvs)?.is_empty() {
                     ipvs.execute([&Command::RemoveService(id)]).map_err(of_ipvs)?;

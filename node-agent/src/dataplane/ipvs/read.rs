@@ -1,4 +1,4 @@
-//! Reads the kernel's objects in the form that the ledger compares with the wanted ones.
+//! Reads the kernel's objects, in the form that the ledger compares with the wanted objects.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -17,8 +17,8 @@ use super::{
     kernel::{Kernel, of_ipvs, of_routing, of_sets},
 };
 
-/// Reads all objects of one family. The cost grows with their number. Recreates a set, with its
-/// elements, if its properties differ from the properties that we give it.
+/// Reads all objects of one family. The cost grows with the number of objects. If a set has other
+/// properties than our sets, this function creates the set again, with its elements.
 pub(super) fn existing(
     kernel: &mut Kernel,
     device: u32,
@@ -33,8 +33,8 @@ pub(super) fn existing(
 }
 
 /// What to do with addresses on our device that have the prefix of a network, such as 10.96.0.1/16.
-/// We never add such an address. The kernel distinguishes it from 10.96.0.1/32, and routes the
-/// whole network to the device.
+/// We never add such an address. For the kernel, 10.96.0.1/16 and 10.96.0.1/32 are different
+/// addresses, and the first makes the kernel route the whole network to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NetworkAddresses {
     /// Remove them.
@@ -59,13 +59,14 @@ pub(super) fn read_device(
     if network_addresses == NetworkAddresses::Remove {
         let networks = networks.into_iter().filter(|prefix| !is_link_local(prefix.address));
         let removals: Vec<_> = networks.map(|address| RouteChange::RemoveAddress { link: device, address }).collect();
-        // Ignore rejected removals: the address is gone already, or the next read finds it again.
+        // Ignore rejected removals: either the address no longer exists, or the next read finds it
+        // again.
         routing.change(&removals, |_, _| {}).map_err(of_routing)?;
     }
     Ok(())
 }
 
-/// True for link-local IPv6 addresses: the kernel adds one to every device by itself.
+/// True for link-local IPv6 addresses. The kernel adds such an address to every device by itself.
 fn is_link_local(address: IpAddr) -> bool {
     matches!(address, IpAddr::V6(address) if address.is_unicast_link_local())
 }
@@ -111,7 +112,7 @@ pub(super) fn read_sets(
                 return Err(DataplaneError::new(ErrorKind::Fatal, message));
             }
         }
-        // Elements that we never add are deleted from our sets.
+        // Delete the elements that this dataplane never adds.
         let mut elements = BTreeSet::new();
         let mut foreign = Vec::new();
         for entry in &found.entries {
@@ -128,7 +129,7 @@ pub(super) fn read_sets(
     Ok(())
 }
 
-/// The name of a new set until it replaces another.
+/// The name of a new set until it replaces an existing set.
 pub(super) const DRAFT: &str = "KUBE-DRAFT";
 
 /// Destroys a set if it exists.

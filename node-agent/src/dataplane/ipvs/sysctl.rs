@@ -1,4 +1,4 @@
-//! Sets the kernel parameters that IPVS needs, to the values that kube-proxy sets.
+//! Sets the kernel parameters that IPVS needs. The values are the same as kube-proxy's.
 
 use std::{
     fs, io,
@@ -19,7 +19,7 @@ struct Parameter {
     path: &'static str,
     /// The value to set.
     value: &'static str,
-    /// What does not work without this value; a part of the warning.
+    /// The consequence if the parameter cannot be set. It is a part of the warning.
     without: &'static str,
 }
 
@@ -90,9 +90,10 @@ impl Sysctls {
         })
     }
 
-    /// Switches IPv6 on for our device. IPv6 is off on it if `net.ipv6.conf.default.disable_ipv6`
-    /// was 1 when the device was created, or if IPv6 was switched off on all devices later. The
-    /// node's other devices may have IPv6 all the same.
+    /// Switches IPv6 on for our device. IPv6 is off on this device if
+    /// `net.ipv6.conf.default.disable_ipv6` was 1 when the device was created, or if IPv6 was
+    /// switched off on all devices later. In both cases IPv6 may be on for the node's other
+    /// devices.
     ///
     /// # Errors
     /// The parameter cannot be set. The error is a sentence that includes the consequence.
@@ -106,7 +107,7 @@ impl Sysctls {
         fs::read_to_string(self.root.join("kernel/osrelease")).unwrap_or_default()
     }
 
-    /// Sets a parameter to a value, unless it has this value. `path` is relative to the folder.
+    /// Sets a parameter, unless it already has this value. `path` is relative to `root`.
     fn write(&self, path: &str, value: &str) -> Result<(), String> {
         let path = self.root.join(path);
         write(&path, value).map_err(|error| format!("cannot write {value} to {}: {error}", path.display()))
@@ -122,9 +123,9 @@ fn write(path: &Path, value: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// True for Linux 4.1 to 5.8: with conntrack, a connection from a client port that was used within
-/// the last two minutes waits for a second. Newer kernels fix this, and older kernels do not have
-/// the parameter `conn_reuse_mode`.
+/// True for Linux 4.1 to 5.8: if conntrack is on, a connection from a client port that was used
+/// within the last two minutes waits for one second. Newer kernels fix this, and older kernels do
+/// not have the parameter `conn_reuse_mode`.
 fn reuses_connections_badly(release: &str) -> bool {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
     let (Some(Ok(major)), Some(Ok(minor))) = (numbers.next(), numbers.next()) else { return false };
@@ -179,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn ipv6_is_switched_on_for_the_device_or_the_consequence_is_reported() {
+    fn ipv6_is_switched_on_for_the_device_and_failures_are_reported_with_the_consequence() {
         let (folder, sysctls) = machine("6.1.90", &[]);
         let path = folder.path().join("net/ipv6/conf/kube-ipvs0/disable_ipv6");
         let error = sysctls.allow_ipv6_on_device().unwrap_err();

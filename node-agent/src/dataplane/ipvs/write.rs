@@ -1,4 +1,5 @@
-//! Executes the steps of a plan. Successive steps for one part of the kernel are sent together.
+//! Executes the steps of a plan. Successive steps that the same part of the kernel executes are
+//! sent together.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -16,7 +17,7 @@ use super::{
     kernel::{Kernel, of_ipvs, of_routing, of_sets},
 };
 
-/// A step that the kernel rejected, although it executed others.
+/// A step that the kernel rejected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RejectedOp {
     /// The step.
@@ -27,12 +28,12 @@ pub(super) struct RejectedOp {
     pub(super) missing_scheduler: Option<Scheduler>,
 }
 
-/// The outcome of steps.
+/// The outcome of the executed steps.
 #[derive(Debug, Default)]
 pub(super) struct Outcome {
     /// The steps that the kernel rejected. It executed all others.
     pub(super) rejected: Vec<RejectedOp>,
-    /// Virtual servers that steps needed and that do not exist.
+    /// The virtual servers that do not exist although a step needed them.
     pub(super) absent: BTreeSet<ServerKey>,
 }
 
@@ -59,12 +60,12 @@ fn part(op: &Op) -> Part {
     }
 }
 
-/// Executes steps in order and adds their results to `outcome`. A step whose result exists already,
-/// because somebody else made the change, counts as executed.
+/// Executes steps in order and adds their results to `outcome`. A step counts as executed if
+/// somebody else has already made the change.
 ///
 /// # Errors
-/// The kernel cannot be reached or lacks a set type; or a set or the device is gone, so that only a
-/// full sync helps. It is then unknown which steps were executed.
+/// The kernel cannot be reached or lacks a set type; or a set or the device does not exist, so that
+/// only a full sync helps. After an error, it is unknown which steps were executed.
 pub(super) fn run(
     kernel: &mut Kernel,
     device: u32,
@@ -230,7 +231,7 @@ fn absent_server(op: &Op, code: i32) -> Option<ServerKey> {
 enum Reaction {
     /// Do nothing: the kernel already is in the wanted state.
     Done,
-    /// Send this command instead; it leads to the wanted state.
+    /// Send this command instead. It brings the kernel to the wanted state.
     Replace(Command),
     /// Report the step as rejected.
     Reject,
@@ -262,7 +263,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn changes_that_others_already_made_count_as_done_and_other_refusals_are_reported() {
+    fn changes_that_somebody_else_made_count_as_executed_and_other_refusals_are_reported() {
         let key = ServerKey { address: "10.96.0.1".parse().unwrap(), protocol: Protocol::Tcp, port: 80 };
         let address = "10.0.0.1:8080".parse().unwrap();
         let react = |op: Op, code| reaction(&command(&op).unwrap(), &Refusal::of_code(code));

@@ -10,7 +10,8 @@ use super::{
 };
 use crate::bisect;
 
-/// Maximum number of attempts in one search. To find one service among 10,000 takes at most 28.
+/// Maximum number of attempts in one search. Finding one faulty service among 10,000 takes at most
+/// 28 attempts.
 const MAX_ATTEMPTS: u32 = 256;
 
 /// Bisects `suspects`, or all services that are not quarantined, by trying their rules.

@@ -1,6 +1,6 @@
-//! Code that all dataplanes with iptables rules share. It runs the programs that read and write
-//! rules, tries what the machine's iptables can match, and searches for services whose rules are
-//! rejected.
+//! Code that all dataplanes with iptables rules share. This code runs the programs that read and
+//! write rules, tests which matches the machine's iptables supports, and searches for services
+//! whose rules are rejected.
 
 pub(super) mod bisect;
 pub(super) mod programs;
@@ -33,7 +33,7 @@ pub(super) struct Rules {
 }
 
 impl Rules {
-    /// Uses the programs of a variant, which must not be `Auto`.
+    /// Creates the reader and writer for a variant, which must not be `Auto`.
     pub(super) fn new(family: Family, variant: Variant) -> Self {
         Self { programs: Programs::new(family, variant), sctp: Sctp::default(), last_written: [0; 2] }
     }
@@ -44,7 +44,7 @@ impl Rules {
         self.last_written = [written(Table::Nat), written(Table::Filter)];
     }
 
-    /// Converts the numbers of a ledger.
+    /// Returns the statistics from the tally of a ledger.
     pub(super) fn statistics(&self, tally: &Tally, counts_packets: bool) -> Statistics {
         let [nat, filter] = self.last_written;
         let rules = vec![
@@ -61,8 +61,9 @@ impl Rules {
     }
 }
 
-/// Adds the result of a script to the report. Warns of a chain that could not be deleted only if
-/// `is_new` returns true, so that a repair does not repeat the warning.
+/// Adds the result of a script to the report. `kept` lists the chains that could not be deleted.
+/// The report warns of a chain only if `is_new` returns true, so that a repair does not repeat the
+/// warning.
 pub(super) fn note_written(
     report: &mut Report,
     script: &Script,
@@ -75,7 +76,7 @@ pub(super) fn note_written(
     report.objects_written += script.chains_written() + script.chains_deleted();
 }
 
-/// What a dataplane with rules of this variant leaves in the kernel.
+/// The leftovers of a dataplane that uses this variant of iptables.
 pub(super) fn leftovers(variant: Variant) -> Vec<Leftover> {
     vec![rules_of(variant), packet_counters()]
 }

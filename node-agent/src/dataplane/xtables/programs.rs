@@ -17,7 +17,7 @@ use headgate_core::{
 
 use super::super::{DataplaneError, ErrorKind};
 
-/// Seconds to wait for the lock that all iptables programs share. The nft variant has no lock.
+/// Seconds to wait for the lock of the legacy programs. The nft variant has no lock.
 const LOCK_WAIT_SECONDS: &str = "5";
 
 /// Exit status of an iptables program that rejects its arguments (xtables.h, PARAMETER_PROBLEM).
@@ -26,7 +26,8 @@ const EXIT_PARAMETER_PROBLEM: i32 = 2;
 /// Exit status of an iptables program that did not get the lock (xtables.h, RESOURCE_PROBLEM).
 const EXIT_RESOURCE_PROBLEM: i32 = 4;
 
-/// Renders the chains of these services, which a script leaves for later, into the text.
+/// Writes the chains of the services to the text. A script calls this function for services whose
+/// chains were not rendered when the script was planned.
 pub(in crate::dataplane) type Render<'a> = dyn FnMut(&[Arc<ServiceKey>], &mut String) + 'a;
 
 /// Which variant of iptables writes the rules.
@@ -59,11 +60,11 @@ impl Programs {
         self.family
     }
 
-    /// How to write all services to these programs.
+    /// How a full sync passes the rules of all services to these programs.
     ///
     /// The nft variant keeps its input in memory until it commits, about 1.5 KB per rule, and
-    /// becomes slower as this grows, so it gets many steps. The legacy variant reads and writes the
-    /// whole table at each commit, so the cost would grow with the square of the number of steps.
+    /// becomes slower as this memory grows, so the rules are committed in many steps. The legacy
+    /// variant reads and writes the whole table at each commit, so many steps would be too slow.
     pub(in crate::dataplane) fn writing(&self) -> Writing {
         if self.variant == "nft" { Writing::LateInSteps } else { Writing::Late }
     }
@@ -81,7 +82,7 @@ impl Programs {
         Command::new(self.name("restore")).arg("--version").output().is_ok_and(|output| output.status.success())
     }
 
-    /// Reads our chains in a table. Empty if the table does not exist yet.
+    /// Reads our chains in a table. The result is empty if the table does not exist yet.
     pub(in crate::dataplane) fn existing(&self, table: Table) -> Result<Existing, DataplaneError> {
         let mut reader = ExistingReader::new(table);
         self.save(table, |line| reader.line(line))?;
@@ -122,14 +123,14 @@ impl Programs {
     }
 
     /// False for a legacy table that does not exist yet: a program that reads it would create it.
-    /// Programs run in the network namespace of the thread that starts them, so this reads
+    /// Programs run in the network namespace of the thread that starts them, so this function reads
     /// `/proc/thread-self/net` and not `/proc/net`.
     fn may_have(&self, table: Table) -> bool {
         let names = match self.family {
             Family::V4 => "/proc/thread-self/net/ip_tables_names",
             Family::V6 => "/proc/thread-self/net/ip6_tables_names",
         };
-        // Without the kernel module, neither this file nor a table exists.
+        // Without the kernel module, neither the file nor the table exists.
         let exists =
             || std::fs::read_to_string(names).is_ok_and(|names| names.lines().any(|name| name == table.as_str()));
         self.variant != "legacy" || exists()
@@ -141,7 +142,8 @@ impl Programs {
         self.restore_with(script, &mut |_, _| {})
     }
 
-    /// Runs a script. `render` writes the chains that the script leaves for later.
+    /// Runs a script. `render` writes the chains that were not rendered when the script was
+    /// planned.
     pub(in crate::dataplane) fn restore_with(
         &self,
         script: &Script,
@@ -163,14 +165,15 @@ impl Programs {
         if !output.status.success() {
             return Err(classify(failure(&program, &offending_line(script, render, &late_lines, &output), &output)));
         }
-        // If the program did not read the whole script, its success means nothing.
+        // If the program did not read the whole script, its success does not mean that the rules
+        // are complete.
         written.map_err(|error| {
             DataplaneError::new(ErrorKind::NeedsFullSync, format!("{program}: cannot write rules: {error}"))
         })
     }
 
-    /// Tries a script that writes only to canary chains, which packets do not reach, and empties
-    /// these chains again. Returns the reason if the script is rejected.
+    /// Tries a script that writes only to canary chains, which packets do not reach, and then
+    /// empties these chains. Returns the reason if the script is rejected.
     pub(in crate::dataplane) fn try_out(&self, trial: &Script) -> Result<Option<String>, DataplaneError> {
         let tried = self.restore(trial);
         self.restore(&Ledger::end_of_trials())?;
@@ -193,8 +196,9 @@ impl Programs {
         let mut arguments = vec!["-C", chain];
         arguments.extend(words.iter().map(String::as_str));
         let output = self.test(table, &arguments)?;
-        // The rule does not exist either if its target chain does not exist. The programs report
-        // a missing target like an invalid argument, each variant with another message.
+        // If the target chain does not exist, the rule does not exist either. In this case the
+        // programs exit with the status for an invalid argument, and each variant prints a
+        // different message.
         let target = words.iter().skip_while(|word| *word != "-j").nth(1);
         if output.status.code() == Some(EXIT_PARAMETER_PROBLEM)
             && let Some(target) = target
@@ -221,7 +225,8 @@ impl Programs {
     }
 }
 
-/// Writes a script. Adds the number of lines of each call of `render` to `late_lines`.
+/// Writes a script. After each call of `render`, appends the number of rendered lines to
+/// `late_lines`.
 fn write_pieces(
     stdin: impl io::Write,
     script: &Script,
@@ -266,8 +271,8 @@ fn start_error(program: &str, error: &io::Error) -> DataplaneError {
 }
 
 /// Messages of iptables programs when the rules are not the cause of a failed write: the system was
-/// busy, or this process lacks a privilege. The exit status is not enough to know the cause: the
-/// nft variant exits with 4 for everything that the kernel rejects.
+/// busy, or this process lacks a privilege. The exit status does not tell the cause: the nft
+/// variant exits with 4 for everything that the kernel rejects.
 const OTHER_CAUSES: [&str; 7] = [
     "xtables lock",
     "Resource temporarily unavailable",
@@ -278,7 +283,8 @@ const OTHER_CAUSES: [&str; 7] = [
     "Operation not permitted",
 ];
 
-/// Gives the error of a failed restore kind [`ErrorKind::Rejected`] if the rules are the cause.
+/// Changes the kind of an error of `iptables-restore` to [`ErrorKind::Rejected`] if the rules are
+/// the cause.
 fn classify(error: DataplaneError) -> DataplaneError {
     let is_rejection = !OTHER_CAUSES.iter().any(|words| error.message.contains(words));
     DataplaneError { kind: if is_rejection { ErrorKind::Rejected } else { error.kind }, ..error }
@@ -292,8 +298,8 @@ fn failure(program: &str, what: &str, output: &Output) -> DataplaneError {
     DataplaneError::new(kind, format!("{program} ({}): {what}: {}", output.status, lines.join("; ")))
 }
 
-/// Describes the line of the script that the program rejects. The program prints its number, such
-/// as `line 17 failed` or `Error occurred at line: 17`.
+/// Describes the line of the script that the program rejects. The program prints the number of this
+/// line, such as `line 17 failed` or `Error occurred at line: 17`.
 fn offending_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize], output: &Output) -> String {
     let stderr = String::from_utf8_lossy(&output.stderr);
     let number = stderr.lines().find_map(|line| {
@@ -306,8 +312,8 @@ fn offending_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize]
     line.map_or_else(|| "rules rejected".to_owned(), |line| format!("rejected `{line}`"))
 }
 
-/// A line of a script, counted from 0. Renders again what was rendered while the script was
-/// written; `None` if the number of lines has changed since.
+/// Returns a line of a script, counted from 0. Calls `render` again for the parts that were
+/// rendered while the script was written. Returns `None` if a part now has another number of lines.
 fn nth_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize], mut index: usize) -> Option<String> {
     let mut late_lines = late_lines.iter();
     for piece in script.pieces() {
