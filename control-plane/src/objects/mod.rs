@@ -2,9 +2,9 @@
 //!
 //! Decoding these types costs a fraction of decoding the full types: `managedFields`, most labels
 //! and annotations, selectors and statuses are skipped in the text and never reach the heap. Values
-//! are kept as written: an address is text, and a port is any number. So [`crate::model`] can report
-//! one invalid field of an object and use the other fields. A list that is `null` is empty, because
-//! Go writes empty lists as `null`.
+//! are kept as written: an address is text, and a port is any number. So [`crate::model`] can
+//! report one invalid field of an object and use the other fields. A list that is `null` is empty,
+//! because Go writes empty lists as `null`.
 
 mod kinds;
 mod metadata;

@@ -57,7 +57,7 @@ pub(crate) struct Session {
     streams: Arc<Streams>,
     agent: Arc<Agent>,
     position: Position,
-    /// The wait until the agent may receive its Node; `None` when it may.
+    /// The wait until the agent may receive its Node; `None` once the agent may receive it.
     node_wait: Option<Box<NodeWait>>,
     behind: BehindWait,
     welcome: Option<Bytes>,
@@ -109,15 +109,16 @@ impl Session {
         let admitted = hello::admit(hello, peer)?;
         if !streams.fleet.may_open(&admitted.node, std::time::Instant::now()) {
             streams.context.failures.count(Network::of(peer.address.ip()), Instant::now());
-            let text = format!("node {} opens streams too often; wait some seconds before the next", admitted.node);
+            let text =
+                format!("node {} opens streams too often; wait some seconds before the next stream", admitted.node);
             return Err(End::refusal("too_many_streams", Status::resource_exhausted(text)));
         }
         Ok(Self::start(streams, peer, hello, admitted, signal))
     }
 
     fn start(streams: &Arc<Streams>, peer: &Peer, hello: &v1::Hello, admitted: Admitted, signal: &Arc<Signal>) -> Self {
-        // Registered before the store is read. Otherwise the stream could miss a position that
-        // moves in between.
+        // The wait is registered before the store is read. Otherwise the stream could miss a
+        // position that moves in between.
         let context = &streams.context;
         let wait = context.visits.wait_for_position();
         let store = &context.store;
@@ -190,7 +191,7 @@ impl Session {
         inbound::take(message, &self.agent, &self.streams.context)
     }
 
-    /// Returns why the stream has to end, or `None` if it goes on.
+    /// Returns why the stream has to end, or `None` if the stream continues.
     pub(crate) fn end(&self, now: Instant) -> Option<End> {
         if let Some(end) = self.agent.ended() {
             return Some(end.clone());
@@ -252,9 +253,9 @@ impl Session {
         self.resource_message(now)
     }
 
-    /// Returns true if the agent may receive its Node. It must wait until the source has been
-    /// listed, because Nodes may be missing before. It must also wait while the source is behind
-    /// the agent, because the store's Node may be older than the Node that the agent has.
+    /// Returns true if the agent may receive its Node. The agent must wait until the source has
+    /// been listed, because Nodes may be missing before. The agent must also wait while the source
+    /// is behind the agent, because the store's Node may be older than the Node that the agent has.
     fn may_send_node(&mut self, now: Instant) -> bool {
         let Some(wait) = &self.node_wait else { return true };
         if let Err(not_yet) = wait.resumption.check(&self.streams.context.store)
@@ -275,7 +276,7 @@ impl Session {
                 return None;
             }
         } else if self.has_resumed && cursor.is_complete() && cursor.version() == self.streams.context.store.version() {
-            // The usual case: everything is sent. It is checked without the store's lock.
+            // In the usual case everything is sent. This check does not need the store's lock.
             return None;
         }
         let snapshots = cursor.snapshots();

@@ -1,10 +1,10 @@
 //! The queue of streams that wait to send a snapshot.
 //!
 //! A stream that sends a snapshot keeps its current encoded bucket in memory, and some kilobytes in
-//! its connection. After an outage all agents may need a snapshot at the same time. They are served
-//! in order, so that memory is bounded and the first agents are done soon. A slow reader does not
-//! block the others. Its turn ends after [`TURN`] if others wait. Then it moves to the end of the
-//! queue and keeps its cursor.
+//! its connection. After an outage all agents may need a snapshot at the same time. Streams are
+//! served in order, so that memory is bounded and the first agents are done soon. A slow reader
+//! does not block other streams: while other streams wait, the turn of a stream ends after
+//! [`TURN`]. The stream then moves to the end of the queue and keeps its cursor.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -24,7 +24,7 @@ use crate::{
 /// snapshots, or more partial snapshots.
 const MAX_BUCKETS_IN_FLIGHT: usize = 64 * BUCKETS;
 
-/// How long a snapshot may take while others wait.
+/// How long a stream may send its snapshot while other streams wait.
 const TURN: Duration = Duration::from_secs(5);
 
 /// The snapshots that are sent, and the streams that wait.
@@ -54,7 +54,7 @@ struct Waiting {
     signal: Weak<Signal>,
 }
 
-/// The place of a stream in the queue, or its turn. The stream returns it with
+/// The place of a stream in the queue, or its turn. The stream returns the ticket with
 /// [`SnapshotQueue::leave`].
 #[derive(Debug, Default)]
 pub(crate) struct Ticket(Option<u64>);
@@ -103,7 +103,7 @@ impl SnapshotQueue {
     }
 
     /// Ends the turn of a ticket, or removes the ticket from the queue. Does nothing for a ticket
-    /// that has neither.
+    /// without a turn or a place in the queue.
     pub(crate) fn leave(&self, ticket: &mut Ticket, now: Instant) {
         let Some(number) = ticket.0.take() else { return };
         let mut queue = self.queue();
@@ -237,7 +237,7 @@ mod tests {
         let mut readers: Vec<Reader> = std::iter::repeat_with(Reader::new).take(4).collect();
         let answers: Vec<bool> = readers.iter_mut().map(|reader| rig.ask(reader, 5)).collect();
         assert_eq!(answers, [true, true, false, false]);
-        // A small snapshot that comes later does not overtake larger ones.
+        // A small snapshot that comes later does not overtake larger snapshots.
         let mut small = Reader::new();
         assert!(!rig.ask(&mut small, 1));
         rig.queue.leave(&mut readers[1].0, rig.now);

@@ -54,7 +54,7 @@ impl Holder {
         }
     }
 
-    /// Returns the most connections of the holder, and the label of this limit.
+    /// Returns the maximum number of connections of the holder, and the label of this limit.
     fn limit(&self) -> (usize, &'static str) {
         match self {
             Self::Node(_) => (MAX_CONNECTIONS_PER_NODE, "too_many_connections_of_node"),
@@ -64,7 +64,7 @@ impl Holder {
     }
 }
 
-/// One counted connection. Dropping it discounts the connection.
+/// One counted connection. When this value is dropped, the connection no longer counts.
 #[derive(Debug)]
 pub(crate) struct Held {
     connections: Arc<Connections>,
@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_of_one_holder_are_bounded_and_discounted() {
+    fn connections_of_one_holder_are_bounded_and_count_until_they_end() {
         let connections = Arc::new(Connections::default());
         let (node, reader) = (|name: &str| Identity::Node(name.into()), |name: &str| Identity::Reader(name.into()));
         let nobody = |problem: &str| Identity::Unusable(problem.into());

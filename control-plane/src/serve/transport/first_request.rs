@@ -1,8 +1,8 @@
 //! Reads the first request of a connection, to choose the server for the connection.
 //!
-//! The chosen server receives all bytes that were read. The only exception concerns the general
-//! server, which sends `SETTINGS` of its own: it does not receive the client's acknowledgement of
-//! the `SETTINGS` that this module sent.
+//! The chosen server receives all bytes that were read, with one exception. The general server
+//! sends its own `SETTINGS`, so it does not receive the client's acknowledgement of the `SETTINGS`
+//! that this module sent.
 
 use std::{
     io,
@@ -134,7 +134,8 @@ fn ends_with_sync(bytes: &[u8]) -> bool {
 /// connections that h2 serves.
 fn parse(bytes: &[u8]) -> Option<Request<h2::RecvStream>> {
     let cx = &mut Context::from_waker(Waker::noop());
-    // With HPACK's header table, a few bytes can stand for very many, so their number is limited.
+    // With HPACK's header table, a few bytes can stand for very large headers, so the size of the
+    // decoded headers is limited.
     let handshake =
         h2::server::Builder::new().max_header_list_size(MAX_HEADER_LIST_BYTES).handshake::<_, Bytes>(Replay(bytes));
     let handshake = pin!(handshake);
@@ -280,8 +281,8 @@ mod tests {
             let bytes = client(path, method, content_type);
             assert!(matches!(scan_all(&bytes), Scan::Headers { .. }) && !ends_with_sync(&bytes), "{path}");
         }
-        // Header blocks that are no request: the first cannot be decoded, the second has no
-        // pseudo-headers.
+        // These header blocks are not requests: the first block cannot be decoded, and the second
+        // block has no pseudo-headers.
         for block in [&b"\xff\xff\xff"[..], b"\x00\x01a\x01b"] {
             let bytes = [PREFACE, &frame(4, 0, 0, &[]), &frame(1, flag::END_HEADERS, 1, block)].concat();
             assert_eq!(scan_all(&bytes), Scan::Headers { end: bytes.len() });

@@ -2,9 +2,9 @@
 //! in front of tonic's services.
 //!
 //! The server refuses a request for `Sync` with `REFUSED_STREAM`, after a GOAWAY. The client may
-//! repeat a refused request (RFC 9113, 8.7). Because of the GOAWAY it needs a new connection for
-//! that, which [`super::sync_connection`] serves. Some client libraries repeat such requests
-//! themselves.
+//! repeat a refused request (RFC 9113, 8.7). Because of the GOAWAY, the client must open a new
+//! connection to repeat the request. [`super::sync_connection`] serves the new connection. Some
+//! client libraries repeat such requests themselves.
 
 use std::{
     io,
@@ -61,7 +61,8 @@ impl General {
         Self { routes, context, shutdown, stopped }
     }
 
-    /// Serves one connection until it ends. `read` holds the bytes that were already read from it.
+    /// Serves one connection until it ends. `read` holds the bytes that were already read from the
+    /// connection.
     pub(crate) async fn serve(self, connection: Connection, held: Held, read: Vec<u8>) {
         let Self { routes, context, shutdown, stopped } = self;
         let closed = stopped.child_token();
@@ -116,7 +117,7 @@ impl General {
 
 /// The connection as hyper reads and writes it. Hyper first receives the bytes that
 /// [`super::first_request`] has read, and then bytes from the connection. A [`Budget`] limits how
-/// fast it reads.
+/// fast hyper reads.
 struct Io {
     connection: Connection,
     _held: Held,

@@ -49,8 +49,9 @@ struct Limits {
 }
 
 /// A core computes about a thousand handshakes per second, and each handshake takes a few round
-/// trips. So a higher limit of running handshakes would not speed them up. All agents behind one
-/// address translator belong to one network, so thousands of connections of one network may wait.
+/// trips. So a higher limit of running handshakes would not complete more handshakes per second.
+/// All agents behind one address translator belong to one network, so thousands of connections of
+/// one network may wait.
 const LIMITS: Limits = Limits { running: 256, running_of_network: 64, waiting: 16_384, waiting_of_network: 12_288 };
 
 /// All connections of a listener before and in their handshakes.
@@ -146,8 +147,8 @@ impl Handshakes {
     }
 
     /// Adds a connection from `address`. If too many connections wait, evicts the newest connection
-    /// of the network with the longest queue. Returns `None` if that is the connection itself, or
-    /// if its network has too many waiting connections.
+    /// of the network with the longest queue. Returns `None` if no network has a longer queue than
+    /// the network of `address`, or if this network has too many waiting connections.
     pub(crate) fn enter(self: &Arc<Self>, address: IpAddr) -> Option<Handshake> {
         let network = Network::of(address);
         let mut connections = self.connections();
@@ -179,8 +180,8 @@ impl Handshakes {
     }
 
     /// Evicts running handshakes whose peers are silent at `now`, the longest silent first. Evicts
-    /// a handshake only if a waiting connection can use its place, and at most as many as
-    /// connections wait.
+    /// a handshake only if a waiting connection can use its place. Evicts at most as many
+    /// handshakes as connections wait.
     pub(crate) fn evict_silent(&self, now: Instant) {
         let connections = self.connections();
         let is_full = connections.running.len() >= self.limits.running;
@@ -212,8 +213,9 @@ impl Group {
 }
 
 impl Handshake {
-    /// Waits for a place, and then runs the handshake that `begin` returns. Whenever the task of
-    /// the handshake wakes, the peer counts as heard. Returns the result of the handshake.
+    /// Waits for a place, and then runs the handshake that `begin` returns. The task of the
+    /// handshake wakes when the peer sends something, so each wake-up counts as a message of the
+    /// peer. Returns the result of the handshake.
     ///
     /// # Errors
     ///
@@ -230,7 +232,8 @@ impl Handshake {
         if !self.start() {
             return Err(Evicted::QueueFull);
         }
-        // Allocated only now, because thousands of connections may wait for a place.
+        // The handshake is allocated only now, because thousands of connections may wait for a
+        // place.
         let mut handshake = Box::pin(begin());
         let mut steps = PollSemaphore::new(Arc::clone(&self.handshakes.steps));
         let mut step = None;

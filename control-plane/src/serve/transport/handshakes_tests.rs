@@ -97,7 +97,7 @@ async fn places_of_a_network_are_bounded_and_networks_take_turns() {
 }
 
 #[tokio::test]
-async fn if_too_many_connections_wait_the_longest_queue_loses_its_newest() {
+async fn if_too_many_connections_wait_the_newest_of_the_longest_queue_is_evicted() {
     let rig = Rig::new();
     let mut crowd = rig.many_silent(1, 6).await;
     let others = rig.many_silent(2, 4).await;
@@ -157,7 +157,7 @@ async fn a_peer_that_sends_something_is_not_silent() {
 }
 
 #[tokio::test]
-async fn a_network_whose_handshakes_fail_has_to_pause_and_others_do_not() {
+async fn a_network_whose_handshakes_fail_has_to_pause_and_other_networks_do_not() {
     let rig = Rig::new();
     let network = Network::of([192, 0, 2, 1].into());
     let mut failures = 0;

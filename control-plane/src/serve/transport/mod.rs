@@ -21,8 +21,9 @@ use std::time::Duration;
 
 pub(crate) use self::{page_listener::BoundedListener, server::serve};
 
-/// If a client sends nothing for this time, the server sends a ping. If it then sends nothing for
-/// the same time again, the server closes the connection. Agents do the same on their side.
+/// If a client sends nothing for this time, the server sends a ping. If the client then sends
+/// nothing for the same time again, the server closes the connection. Agents do the same with a
+/// server that sends nothing.
 const KEEPALIVE: Duration = Duration::from_secs(20);
 
 /// How long a connection may take to write the rest of its bytes after its stream has ended.

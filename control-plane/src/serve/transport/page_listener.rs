@@ -165,8 +165,8 @@ impl AsyncRead for Connection {
 
 impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        // Checked when writing too: while a client does not read its response, the server does not
-        // read from the client.
+        // The token is checked before each write too: while a client does not read its response,
+        // the server does not read from the client.
         if self.closed.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
@@ -198,7 +198,8 @@ mod tests {
     fn the_longest_silent_connection_of_the_most_crowded_network_is_closed() {
         let (open, start) = (Open::default(), Instant::now());
         let at = |milliseconds| start + Duration::from_millis(milliseconds);
-        // The first network has one connection, the next networks have more, and the last has most.
+        // The first network has one connection, the next networks have more, and the last network
+        // has most.
         let hosts = [1, 2, 3, 4, 5, 6].iter().flat_map(|host| std::iter::repeat_n(*host, 2 * usize::from(*host) - 1));
         let hosts: Vec<u8> = hosts.chain(std::iter::repeat_n(7, MAX_CONNECTIONS_OF_NETWORK)).collect();
         let enter = |(number, host): (usize, &u8)| open.enter(number as u64, network(*host), at(number as u64));

@@ -38,8 +38,8 @@ struct Response {
     caller: Caller,
     /// Wakes the server's task for the response.
     server: AtomicWaker,
-    /// Since when the response has had data that the client does not read; `None` while it has
-    /// none.
+    /// Since when the response has had data that the client does not read; `None` while the
+    /// response has no such data.
     pending_since: Mutex<Option<Instant>>,
 }
 
@@ -79,7 +79,7 @@ impl Visit for Response {
     }
 }
 
-/// The body of a response. Its connection is closed if the client does not read it.
+/// The body of a response. If the client does not read the body, the connection is closed.
 pub(crate) struct Watched {
     body: Body,
     response: Arc<Response>,

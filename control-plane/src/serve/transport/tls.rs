@@ -45,15 +45,15 @@ const LONGEST_SETTLING: Duration = Duration::from_secs(2);
 /// logged: certificate and key may be written one after the other.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// The number of session tickets that a client receives in a handshake. One is enough, because a
-/// client has one connection at a time.
+/// The number of session tickets that a client receives in a handshake. One ticket is enough,
+/// because a client has one connection at a time.
 const TICKETS: usize = 1;
 
 /// How connections are secured.
 #[derive(Clone)]
 pub enum Security {
-    /// Without TLS: `--insecure-loopback`. [`crate::options::Options::security`] checks that the
-    /// address allows it.
+    /// Without TLS (`--insecure-loopback`). [`crate::options::Options::security`] checks that the
+    /// address is allowed without TLS.
     Plaintext,
     /// TLS with client certificates.
     Tls(Arc<ServerTls>),
@@ -134,7 +134,7 @@ impl ServerTls {
                     }
                 }
             }
-            // Without a watcher the channel is closed. This then waits for the timeout.
+            // Without a watcher the channel is closed, and only the timeout ends the wait.
             let notified = timeout(poll, async {
                 match notices.recv().await {
                     Some(()) => settled(&mut notices).await,
@@ -175,7 +175,7 @@ impl ServerTls {
 
 /// Returns a configuration with new keys for session tickets. So no session of an earlier
 /// configuration can be resumed, and each client is verified against the present authorities. A
-/// session, including the client certificate, is stored only in the client's ticket. It takes no
+/// session, including the client certificate, is stored only in the client's ticket, and takes no
 /// memory of the server.
 fn server_config(material: &Material) -> Result<ServerConfig, rustls::Error> {
     let provider = Arc::new(ring::default_provider());

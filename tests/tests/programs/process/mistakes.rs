@@ -173,7 +173,7 @@ fn errors_of_command_lines_say_what_to_write() {
         control_plane(&[&format!("--metrics-listen={wrong}")], "write an IP address and a port, such as");
     }
     // An address reserved for documentation, which no machine has.
-    control_plane(&["--listen=198.51.100.1:7443", "--insecure-loopback"], "this machine has no such address");
+    control_plane(&["--listen=198.51.100.1:7443", "--insecure-loopback"], "this machine does not have this address");
     let agent = |arguments: &[&str], expected: &str| {
         let required = ["--control-plane=http://127.0.0.1:1", "--insecure-loopback", "--state-dir="];
         says("headgate-node-agent", &[&required, arguments].concat(), expected);

@@ -134,7 +134,7 @@ pub(super) fn put_data(out: &mut Vec<u8>, stream: u32, payload: &[u8]) {
 ///
 /// The block begins with a size update of HPACK's dynamic table to 0, because the server never uses
 /// the table. The update is required for a client whose settings reduce the table's size: without
-/// it the client reports an error (RFC 9113, 4.3.1; RFC 7541, 4.2 and 6.3).
+/// the update, the client reports an error (RFC 9113, 4.3.1; RFC 7541, 4.2 and 6.3).
 ///
 /// Next is the field `:status: 200`, entry 8 of the static table (RFC 7541, 6.1). The last field is
 /// the content type, a literal that is not indexed, with the name of entry 31 (RFC 7541, 6.2.2).

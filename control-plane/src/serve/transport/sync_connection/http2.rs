@@ -1,5 +1,5 @@
-//! The server's half of an HTTP/2 connection with one stream. It does no input or output: its
-//! methods take the bytes that were read and return the bytes to write.
+//! The server's half of an HTTP/2 connection with one stream. [`Http2`] does no input or output:
+//! its methods take the bytes that were read and return the bytes to write.
 
 use std::sync::Arc;
 
@@ -48,7 +48,7 @@ struct Stream {
     streams: Arc<Streams>,
     peer: Peer,
     signal: Arc<Signal>,
-    /// The stream's number; 0 until its request.
+    /// The stream's number; 0 until the request has arrived.
     id: u32,
     phase: Phase,
     messages: Messages,
@@ -302,7 +302,7 @@ impl Stream {
         let Violation { code, text } = violation;
         self.finish(&End::refusal("http2_violation", Status::internal(text)));
         tracing::debug!(address = %self.peer.address, ?code, text, "the client violated HTTP/2");
-        // Answers that have not been sent are of no use any more.
+        // The connection ends, so answers that have not been sent are dropped.
         self.answers = Vec::new();
         self.send_go_away(code, text);
         self.close();
@@ -323,8 +323,8 @@ impl Stream {
                 }
             }
             Phase::Open(session) => {
-                // Checked here too, because `fill` asks the session only if there is room for a
-                // message.
+                // The session is checked here too, because `fill` asks the session only if there is
+                // room for a message.
                 if let Some(end) = session.end(now) {
                     self.finish(&end);
                 }
@@ -403,8 +403,10 @@ impl From<Malformed> for End {
     fn from(malformed: Malformed) -> Self {
         match malformed {
             Malformed::TooLarge => stream::too_large(),
-            Malformed::Compressed => stream::malformed("it is compressed, which this server does not read"),
-            Malformed::Incomplete => stream::malformed("the stream ended in the middle of it"),
+            Malformed::Compressed => {
+                stream::malformed("the message is compressed, but this server reads only uncompressed messages")
+            }
+            Malformed::Incomplete => stream::malformed("the stream ended in the middle of the message"),
         }
     }
 }

@@ -3,9 +3,9 @@
 //!
 //! The parser stores no payload: it passes payload on or skips it as it arrives. It does not decode
 //! header blocks. [`super::super::first_request`] has already decoded the request's headers. Of
-//! later header blocks only the stream's trailers matter, and of them only that they end the
-//! stream. The parser does not maintain HPACK's dynamic table, because it never decodes a block
-//! that could refer to it.
+//! later header blocks only the stream's trailers matter, and only because they end the stream. The
+//! parser does not maintain HPACK's dynamic table, because it never decodes a block that could
+//! refer to the table.
 
 use super::frame::{Code, DEFAULT_WINDOW, HEADER_BYTES, Header, MAX_PAYLOAD_BYTES, MAX_WINDOW, flag, kind};
 
@@ -20,8 +20,8 @@ pub(super) enum Event<'a> {
     Opened { stream: u32 },
     /// The client sent bytes of the stream.
     Data(&'a [u8]),
-    /// A `DATA` frame is complete. `bytes` is its payload including padding. It counts against the
-    /// window of the connection and, if `is_ours`, of the stream.
+    /// A `DATA` frame is complete. `bytes` is the size of its payload including padding. The
+    /// payload counts against the window of the connection and, if `is_ours`, of the stream.
     Received { is_ours: bool, bytes: u32 },
     /// The client has ended its half of the stream.
     EndStream,

@@ -1,5 +1,5 @@
-//! Reads and writes a connection, with or without TLS. It keeps a buffer only for bytes that the
-//! kernel has not accepted.
+//! Reads and writes a connection, with or without TLS. [`Io`] keeps a buffer only for bytes that
+//! the kernel has not accepted.
 
 use std::{
     io::{self, Read as _, Write as _},
@@ -51,8 +51,8 @@ impl Io {
         self.budget.pause(now).is_some()
     }
 
-    /// Returns how many bytes the kernel has accepted. After a block, this number grows only when
-    /// the peer reads.
+    /// Returns how many bytes the kernel has accepted. After the kernel has refused bytes, this
+    /// number grows only when the peer reads.
     pub(super) fn written_bytes(&self) -> u64 {
         self.written_bytes
     }
@@ -105,7 +105,7 @@ impl Io {
         Ok(())
     }
 
-    /// Writes bytes that the kernel has not accepted yet. Returns true if none are left.
+    /// Writes bytes that the kernel has not accepted yet. Returns true if no such bytes are left.
     ///
     /// # Errors
     ///
@@ -133,7 +133,7 @@ impl Io {
         }
     }
 
-    /// Is ready once the kernel accepts more bytes.
+    /// Returns `Ready` once the kernel accepts more bytes.
     pub(super) fn poll_writable(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.stream.poll_write_ready(cx)
     }
@@ -201,7 +201,7 @@ impl io::Write for Writer<'_> {
 
     fn write_vectored(&mut self, slices: &[io::IoSlice<'_>]) -> io::Result<usize> {
         match slices {
-            // The usual case. A plain write is cheaper than a vectored write.
+            // Usually there is only one slice. A plain write is cheaper than a vectored write.
             [slice] => self.0.try_write(slice),
             slices => self.0.try_write_vectored(slices),
         }

@@ -13,7 +13,7 @@ pub(super) enum Malformed {
     Incomplete,
 }
 
-/// Assembles messages. Needs memory only within a message, for the part that has arrived.
+/// Assembles messages. It stores only the part of an incomplete message that has arrived.
 #[derive(Debug, Default)]
 pub(super) struct Messages {
     prefix: [u8; PREFIX_BYTES],
@@ -131,7 +131,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_accepted_with_memory_in_proportion_to_them(
+        fn memory_is_proportional_to_the_bytes_that_arrived(
             pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..64), 0..16),
         ) {
             let mut messages = Messages::default();

@@ -1,11 +1,11 @@
 //! A connection that carries one `Discovery.Sync` and nothing else, like the connection of every
-//! agent. It implements the parts of HTTP/2 (RFC 9113) that this needs.
+//! agent. This module implements the parts of HTTP/2 (RFC 9113) that such a connection needs.
 //!
 //! Such a connection needs little memory and time, for these reasons:
 //!
-//! - It owns no buffers. Reads and writes use scratch memory of the thread.
-//! - A change does not wake its task. [`crate::serve::context::Visits`] calls the connection
-//!   directly.
+//! - The connection owns no buffers. Reads and writes use scratch memory of the thread.
+//! - A change does not wake the task of the connection. [`crate::serve::context::Visits`] calls the
+//!   connection directly.
 //! - Messages that are ready together are written as one TLS record, with one call to the kernel.
 //!
 //! A message is taken from the cursor only when the connection can write it. So a slow reader skips
@@ -82,7 +82,7 @@ struct State {
     is_blocked: bool,
     /// True while reading pauses because the client has sent too much.
     is_paused: bool,
-    /// True after the end of the written bytes was sent.
+    /// True after the peer was told that nothing more will be written.
     is_closed: bool,
 }
 
@@ -136,7 +136,8 @@ impl Future for Serve {
         }
         let state = slot.take();
         drop(slot);
-        // Outside of the lock, because dropping the session calls the fleet.
+        // The state is dropped after the lock is released, because dropping the session calls the
+        // fleet.
         drop(state);
         Poll::Ready(())
     }
@@ -149,7 +150,7 @@ impl SyncConnection {
 }
 
 impl State {
-    /// Reads and writes as much as the kernel allows, up to [`TURN_BYTES`] each.
+    /// Reads and writes as much as the kernel allows, up to [`TURN_BYTES`] in each direction.
     fn run(&mut self, scratch: &mut Scratch, cx: &mut Context<'_>) -> Result<(), Error> {
         let now = Instant::now();
         let mut read = 0;
@@ -189,7 +190,7 @@ impl State {
             let before = self.io.written_bytes();
             let is_flushed = self.io.flush()?;
             if self.is_blocked && self.io.written_bytes() > before {
-                // The kernel accepts bytes again, so the peer reads. It is slow, but alive.
+                // The kernel accepts bytes again, so the peer is slow, but it reads.
                 self.http2.heard(now);
             }
             self.is_blocked = !is_flushed;
