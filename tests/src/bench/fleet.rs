@@ -2,9 +2,9 @@
 //! endpoints change. The bench measures the memory for each agent, the latency of changes, the
 //! replica's CPU time for each delivered message, and a profile of this CPU time.
 //!
-//! Replica and load each have one core and one network namespace. Packets are received on the core
-//! of their destination, as on two machines. The replica is a real process with a stand-in API
-//! server over HTTP.
+//! The replica and the load generator each have one core and one network namespace. The kernel
+//! receives packets on the core of their destination, as on two machines. The replica is a real
+//! process with a stand-in API server over HTTP.
 
 use std::time::{Duration, Instant};
 
@@ -26,14 +26,14 @@ use crate::fleet::{
 pub(super) const SETTLING: Duration = Duration::from_secs(5);
 /// The shortest duration of a CPU profile.
 const LEAST_SAMPLED: Duration = Duration::from_secs(5);
-/// The share of its core from which the load generator counts as the bottleneck.
+/// If the load generator uses more than this share of its core, it counts as the bottleneck.
 const BUSY: f64 = 0.9;
-/// The share of a core used by other programs from which the bench warns. The stand-in API server
+/// The bench warns if other programs use more than this share of a core. The stand-in API server
 /// and the source of changes also run on the load's core.
 const FOREIGN: f64 = 0.15;
-/// The share of stolen time of a core from which the bench warns.
+/// The bench warns if more than this share of a core's time is stolen.
 const STOLEN: f64 = 0.02;
-/// The p99 that `--find-largest` allows, in milliseconds.
+/// The largest p99 latency that `--find-largest` allows, in milliseconds.
 const HELD_P99_MS: f64 = 50.0;
 /// The duration of the measurement of bare writes, in seconds.
 const BARE_SECONDS: u32 = 5;
@@ -123,8 +123,8 @@ pub(super) fn warn(phase: &Phase, agents: usize) {
 /// Runs the bench.
 ///
 /// # Errors
-/// An agent does not receive everything, finds a violation of the contract, or has another state
-/// than the source in the end.
+/// An agent does not receive everything, finds a violation of the contract, or has a state that
+/// differs from the source in the end.
 pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     apart(|| if load.find_largest { find_largest(load, services) } else { run_once(load, services) })
 }

@@ -14,7 +14,7 @@ use super::{
 const SIZES: [u32; 4] = [1_000, 10_000, 25_000, 50_000];
 const ENDPOINTS: u32 = 10;
 
-/// Runs the bench for one size or all.
+/// Runs the bench for one size, or for all sizes.
 ///
 /// # Errors
 /// A program does not start, or a first sync does not end in time.

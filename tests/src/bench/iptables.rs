@@ -1,7 +1,7 @@
 //! `iptables-full` and `iptables-incremental`: the real dataplane on the real kernel, in a
-//! namespace. It is compared with a ruleset of kube-proxy's shape, and with a minimal ruleset for
-//! the Services alone. A change is also compared with the smallest possible change while Headgate's
-//! rules are in the kernel: one rule in a chain that no rule jumps to.
+//! namespace. The bench compares it with a ruleset of kube-proxy's shape, and with a minimal
+//! ruleset for the Services alone. A change is also compared with the smallest possible change
+//! while Headgate's rules are in the kernel: one rule in a chain that no rule jumps to.
 
 use std::{
     io::Write as _,
@@ -30,7 +30,7 @@ const ENDPOINTS: u32 = 10;
 const CHANGES: u32 = 9;
 
 /// The largest number of Services in kube-proxy's shape in the nft variant. Loading takes quadratic
-/// time: 10,000 Services do not load within 600 s. Larger sizes have no such anchor.
+/// time: 10,000 Services do not load within 600 s. Larger sizes are measured without this anchor.
 const NFT_ANCHOR_MAX_SERVICES: u32 = 1_000;
 
 fn sizes(variant: Variant, services: Option<u32>) -> Vec<u32> {
@@ -46,7 +46,7 @@ fn sizes(variant: Variant, services: Option<u32>) -> Vec<u32> {
 /// the whole table.
 const LEAST_CHANGE: &str = "*nat\n:BENCH-LEAST - [0:0]\n-A BENCH-LEAST -j RETURN\nCOMMIT\n";
 
-/// The bench to report. One run measures both.
+/// The bench to report. Each run measures the first sync and the change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bench {
     /// The first sync.
@@ -120,7 +120,7 @@ fn ours(variant: Variant, services: u32) -> Result<(Timings, f64)> {
         let (ms, result) = wall_ms(|| one_change(&mut backend, &mut state, &node, services, i));
         result?;
         times.push(ms);
-        // Both are measured alternately, so that other load affects both equally.
+        // The two changes are measured alternately, so that other load affects both equally.
         let (ms, result) = wall_ms(|| restore(variant, LEAST_CHANGE));
         result?;
         least.push(ms);

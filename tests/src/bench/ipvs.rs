@@ -1,9 +1,9 @@
 //! `ipvs`: the real dataplane on a real kernel's IPVS, inside User-Mode Linux, compared with
 //! `ipvsadm` and the same table.
 //!
-//! That kernel has one processor and slow system calls, so only the ratios are meaningful. Headgate
-//! does more work than `ipvsadm`: it also plans, and writes the addresses on the device, the sets
-//! and the rules.
+//! The kernel of User-Mode Linux has one processor and slow system calls, so only the ratios are
+//! meaningful. Headgate does more work than `ipvsadm`: it also plans, and writes the addresses on
+//! the device, the sets and the rules.
 
 use std::{
     collections::BTreeSet,
@@ -35,7 +35,8 @@ const CHANGES: u32 = 15;
 /// The number of Services that change at the same time.
 const PIPELINED: u32 = 500;
 const TIME_LIMIT: Duration = Duration::from_secs(1200);
-/// The prefix of the line with the measurements in the output of the program inside.
+/// The prefix of the line with the measurements in the output of the program that runs inside
+/// User-Mode Linux.
 const MARK: &str = "measured: ";
 
 /// Times in milliseconds.
@@ -64,7 +65,7 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     let line = output
         .lines()
         .find_map(|line| line.strip_prefix(MARK))
-        .context("the program inside printed no measurements")?;
+        .context("the program inside User-Mode Linux printed no measurements")?;
     let measured: Measured = serde_json::from_str(line).context("reading the measurements")?;
     let size = format!("{services}x{ENDPOINTS}");
     Ok(vec![
@@ -81,7 +82,7 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     ])
 }
 
-/// Runs the measurements. [`run`] starts this inside User-Mode Linux.
+/// Runs the measurements. [`run`] starts this function inside User-Mode Linux.
 ///
 /// # Errors
 /// A program fails, or a table in the kernel differs from the expected one.
@@ -94,8 +95,8 @@ pub fn measure_inside(services: Option<u32>) -> Result<()> {
 }
 
 /// Measures each load in its own network namespace. The kernel keeps removed real servers for two
-/// minutes and searches them for each new one (`ip_vs_trash_get_dest`). A second load in the same
-/// namespace would therefore be slower.
+/// minutes, and searches all of them for each new real server (`ip_vs_trash_get_dest`). A second
+/// load in the same namespace would therefore be slower.
 fn measure(services: u32) -> Result<Measured> {
     let table = table(services);
     let (mut loads, mut restores) = (Vec::new(), Vec::new());

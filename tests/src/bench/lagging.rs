@@ -1,7 +1,7 @@
-//! `lagging`: agents move to a replica whose watch is delayed. They must wait there and not receive
-//! older state. Then agents move between the replicas at random, while the watch is delayed and
-//! released at random and endpoints change. No agent may receive an older position of the source
-//! than its own.
+//! `lagging`: agents move to a replica whose watch is delayed. The agents must wait at this
+//! replica, and must not receive older state. Then agents move between the replicas at random,
+//! while the watch is delayed and released at random and endpoints change. No agent may receive an
+//! older position of the source than its own.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use super::{
 };
 use crate::fleet::{Break, Client, relay::Relay, stage::Stage};
 
-/// Longest wait until all agents are welcomed and wait.
+/// Longest time until the replica has welcomed all agents and lets them wait.
 const LIMIT: Duration = Duration::from_secs(120);
 /// The number of random moves.
 const MOVES: u32 = 30;
@@ -29,7 +29,7 @@ pub struct Lagging {
     pub waits: f64,
     /// The number of waits after which the replica sent older state. It must be 0.
     pub expired: f64,
-    /// The number of points that agents received and compared with their own point.
+    /// The number of source positions that agents received and compared with their own position.
     pub points: u64,
     /// The number of agents that received an older position of the source than their own. It must
     /// be 0.
@@ -70,12 +70,15 @@ pub fn measure(stage: &mut Stage, agents: usize, moves: u32, seed: u64) -> Resul
     stage.join(0, agents, current)?;
     let (catching_up_seconds, waits) = wait_for_one_behind(stage, &relay, agents, behind)?;
     let before = stage.fleet.ask(|worker| worker.summary().counts.connections)?;
-    move_to_and_fro(stage, &relay, moves, seed).map_err(|error| error.context(format!("moves of seed {seed}")))?;
+    move_at_random(stage, &relay, moves, seed).map_err(|error| error.context(format!("moves of seed {seed}")))?;
     stage.compare_digests()?;
     let (summary, older) = stage.fleet.ask(|worker| (worker.summary(), worker.violations().count()))?;
     let streams = summary.counts.connections - before;
     let points = summary.received.batches + summary.received.snapshots;
-    ensure!(older == 0 && points > 0, "{older} agents found a violation of the contract, in {points} points");
+    ensure!(
+        older == 0 && points > 0,
+        "{older} agents found a violation of the contract, and {points} positions were compared"
+    );
     let expired = metric(stage, behind, "headgate_behind_waits_expired_total")?;
     ensure!(expired == 0.0, "{expired} agents received older state after a wait");
     Ok(Lagging { waits, expired, points, older, catching_up_seconds, streams })
@@ -121,7 +124,7 @@ fn wait_for_one_behind(stage: &mut Stage, relay: &Relay, agents: usize, behind: 
     Ok((start.elapsed().as_secs_f64(), waits))
 }
 
-fn move_to_and_fro(stage: &mut Stage, relay: &Relay, moves: u32, seed: u64) -> Result<()> {
+fn move_at_random(stage: &mut Stage, relay: &Relay, moves: u32, seed: u64) -> Result<()> {
     let mut random = fastrand::Rng::with_seed(seed);
     let addresses: Vec<_> = stage.replicas.iter().map(crate::fleet::rig::Replica::address).collect();
     let mut version = 0;

@@ -71,9 +71,9 @@ pub(super) struct Measured {
 /// Whether `iptables-restore` alone is measured, too.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Alone {
-    /// It is not measured.
+    /// `iptables-restore` alone is not measured.
     No,
-    /// It is measured with the agent's rules.
+    /// `iptables-restore` alone is measured with the agent's rules.
     Too,
 }
 
@@ -157,7 +157,7 @@ fn program_alone(variant: &str, full: &Namespace, rules: &Path) -> Result<f64> {
     let mut child = empty.spawn(restore)?;
     let mut highest: f64 = 0.0;
     let status = loop {
-        // This fails after the program has ended.
+        // Reading the memory fails after the program has ended.
         highest = highest.max(status_mb(child.id(), "VmHWM").unwrap_or_default());
         if let Some(status) = child.try_wait()? {
             break status;
@@ -209,7 +209,7 @@ pub(super) fn status_mb(process: u32, field: &str) -> Result<f64> {
     Ok(kilobytes.with_context(|| format!("{path} has no {field}"))? / 1e3)
 }
 
-/// The resident memory of all children in megabytes. A child that has just ended counts 0.
+/// The resident memory of all children in megabytes. A child that has just ended counts as 0.
 fn children_mb(process: u32) -> f64 {
     let Ok(tasks) = fs::read_dir(format!("/proc/{process}/task")) else { return 0.0 };
     let lists = tasks.flatten().filter_map(|task| fs::read_to_string(task.path().join("children")).ok());

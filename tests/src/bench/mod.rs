@@ -1,5 +1,6 @@
-//! Benches. Each bench measures Headgate and an anchor, which is something comparable, in one run.
-//! It prints both values with their ratio, and writes them as JSON.
+//! Benches. Each bench measures Headgate and an anchor in one run. An anchor is something
+//! comparable, such as kube-proxy's rules. The bench prints both values with their ratio, and
+//! writes them as JSON.
 //!
 //! Figures are medians of repeated runs. Benches check counts, bytes and ratios within one run, and
 //! fail if a check fails. They do not check times alone, because machines differ.

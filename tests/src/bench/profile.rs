@@ -3,8 +3,8 @@
 //!
 //! A timer triggers the samples, so each sample represents an equal CPU time. For a sample in the
 //! kernel, the call chain determines the system call. For a sample in the program, only the
-//! function itself determines the purpose, because call chains are incomplete there. Sampling slows
-//! a process down by some percent, so benches measure times without it.
+//! function itself determines the purpose, because the program's call chains are incomplete.
+//! Sampling slows a process down by some percent, so benches measure times without it.
 
 use std::{
     collections::BTreeMap,
@@ -20,15 +20,16 @@ use nix::{
     unistd::Pid,
 };
 
-/// Samples per second. This is a prime, so that sampling does not synchronise with periodic work.
+/// Samples per second. The number is a prime, so that sampling does not synchronise with periodic
+/// work.
 const FREQUENCY: &str = "199";
 /// Longest time that `perf` may take to begin or to end.
 const LIMIT: Duration = Duration::from_secs(60);
 /// The smallest number of samples from which shares are computed.
 const FEWEST: u64 = 50;
 
-/// Purposes of CPU time in the kernel, each with parts of function names. The first purpose whose
-/// part occurs in any kernel function of a sample's call chain counts.
+/// Purposes of CPU time in the kernel, each with parts of function names. A sample counts for the
+/// first purpose that has such a part in a kernel function of the sample's call chain.
 const KERNEL: &[(&str, &[&str])] = &[
     ("kernel-writes", &["sys_sendto", "sys_sendmsg", "sys_write", "sys_writev"]),
     ("kernel-reads", &["sys_recvfrom", "sys_recvmsg", "sys_read"]),
@@ -38,8 +39,8 @@ const KERNEL: &[(&str, &[&str])] = &[
     ("kernel-interrupts", &["asm_sysvec", "asm_common_interrupt", "softirq"]),
 ];
 const KERNEL_REST: &str = "kernel-other";
-/// Purposes of CPU time in the program, each with parts of function names. The first purpose whose
-/// part occurs in the sample's innermost function counts.
+/// Purposes of CPU time in the program, each with parts of function names. A sample counts for the
+/// first purpose that has such a part in the sample's innermost function.
 const PROGRAM: &[(&str, &[&str])] = &[
     ("tls", &["rustls", "ring_core", "ring::aead", "ring::ec", "aes_", "gcm", "ghash", "chacha", "poly1305", "webpki"]),
     ("acks", &["serve::inbound", "serve::agents", "serve::fleet", "AgentMessage", "agent_message", "v1::Ack", "prost"]),
@@ -75,7 +76,7 @@ impl Sampling {
         let folder = tempfile::tempdir().context("creating a folder")?;
         let data = folder.path().join("perf.data");
         let mut command = Command::new("perf");
-        // `cpu-clock` is a timer: virtual machines have it too.
+        // `cpu-clock` is a timer, which virtual machines also have.
         command.args(["record", "--quiet", "-e", "cpu-clock", "-F", FREQUENCY, "-g", "-p", &process.to_string()]);
         command.arg("-o").arg(&data).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let child = match command.spawn() {

@@ -43,8 +43,8 @@ impl Figure {
     }
 }
 
-/// Prints the figures of a bench, and writes them to `folder/bench.json`, where `bench` is its
-/// name.
+/// Prints the figures of a bench, and writes them to the file `folder/NAME.json`, where NAME is the
+/// value of `bench`.
 ///
 /// # Errors
 /// The file cannot be written.
@@ -63,8 +63,8 @@ pub fn publish(bench: &str, figures: &[Figure], folder: &Path) -> Result<()> {
     fs::write(&path, serde_json::to_string_pretty(figures)?).with_context(|| format!("writing {}", path.display()))
 }
 
-/// The median. For an even number of values it is the upper of the two middle values. 0 without
-/// values.
+/// The median. For an even number of values, the median is the upper of the two middle values.
+/// Without values, it is 0.
 #[must_use]
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);

@@ -1,8 +1,8 @@
 //! `slow`: agents that never read and agents that read 1 KB a second, together with normal agents
 //! on one replica. The replica's memory must not grow with time, and the latency of the normal
-//! agents must not increase. Some slow agents are slow from the beginning, and others only after
-//! they have everything (they hang). Phases without slow agents, with slow agents and with hanging
-//! agents alternate in one run.
+//! agents must not increase. Some slow agents are slow from the beginning. Other agents become slow
+//! only after they have everything; they are called hanging agents. Phases without slow agents,
+//! with slow agents and with hanging agents alternate in one run.
 
 use std::{
     sync::mpsc::{self, RecvTimeoutError},
@@ -41,17 +41,17 @@ const WARMING_UP: Duration = Duration::from_secs(2);
 const WATCHED: u32 = 3;
 /// How often memory is measured.
 const SAMPLING: Duration = Duration::from_millis(500);
-/// The largest allowed ratio of the p99 with and without slow agents.
+/// The largest allowed ratio of the p99 with slow agents to the p99 without slow agents.
 const WORSE: f64 = 1.1;
-/// Growth of memory that does not depend on agents: of the allocator, and of the log up to its
-/// bound.
+/// The allowed growth of memory for other reasons than slow agents: the allocator, and the log
+/// until it reaches its bound.
 const SLACK_BYTES: u64 = 4 << 20;
 
 /// Runs the bench.
 ///
 /// # Errors
-/// Memory grows with time beside slow agents, or the normal agents receive changes late or not at
-/// all.
+/// Memory grows with time while slow agents are connected, or the normal agents receive changes
+/// late or not at all.
 pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let agents = load.agents.unwrap_or(1_000);
     apart(|| {
@@ -77,7 +77,8 @@ fn fault(number: usize, never: usize) -> Fault {
     if number < never { Fault::NeverRead } else { Fault::SlowRead { bytes_per_second: BYTES_PER_SECOND } }
 }
 
-/// The prefix of the node names of hanging agents. They are sound until they have everything.
+/// The prefix of the node names of hanging agents. Hanging agents read normally until they have
+/// everything.
 const HANGING: &str = "hanging";
 
 fn is_hanging(client: &Client) -> bool {
@@ -125,7 +126,7 @@ fn measure(stage: &mut Stage, agents: usize, load: &Load) -> Result<Vec<Figure>>
     check_deliveries(&phase, agents)?;
     let growth = growth(&samples)?;
     let sockets_with = socket_bytes()?;
-    // The hanging agents read again. They must receive the present state.
+    // The hanging agents read again, and must receive the present state.
     stage.fleet.ask(|worker| worker.set_fault(Fault::None, is_hanging))?;
     let (_, version) = stage.source.change_for(BREATH, load.rate)?;
     stage.wait_for_all(version)?;
@@ -187,7 +188,7 @@ fn begin_hanging(stage: &Stage) -> Result<()> {
         worker.resume(&[address], is_hanging);
     })?;
     let what = "the agents that will hang have everything";
-    stage.fleet.wait_until(what, CONVERGENCE_LIMIT, |worker| worker.having(0) == worker.sound())?;
+    stage.fleet.wait_until(what, CONVERGENCE_LIMIT, |worker| worker.having(0) == worker.healthy())?;
     std::thread::sleep(BREATH);
     stage.fleet.ask(|worker| {
         for number in 0..NEVER + SLOW {

@@ -1,6 +1,6 @@
 //! `snapshots`: thousands of agents without state connect at the same time, as after a complete
-//! outage. Each agent needs a full snapshot. The replica must serve them in order, with bounded
-//! memory.
+//! outage. Each agent needs a full snapshot. The replica must serve the agents in the order in
+//! which it welcomed them, with bounded memory.
 
 use std::time::{Duration, Instant};
 
@@ -19,9 +19,9 @@ pub const IN_FLIGHT: usize = 64;
 const BYTES_PER_AGENT: u64 = 16_000;
 /// Memory that may be used in addition, in bytes: encoded buckets, and partly sent snapshots.
 const SHARED_BYTES: u64 = 32 << 20;
-/// The largest share of pairs of agents that are served in another order than they were welcomed.
-/// Simultaneous snapshots end in any order, and the load generator reads its connections in turn.
-/// Random order would give 0.5.
+/// The largest allowed share of pairs of agents in which the agent that was welcomed later is
+/// served first. Simultaneous snapshots end in any order, and the load generator reads its
+/// connections in turn. Random order would give 0.5.
 const OVERTAKEN: f64 = 0.25;
 /// Longest time until all agents have everything.
 const LIMIT: Duration = Duration::from_secs(400);
@@ -43,7 +43,7 @@ pub struct Snapshots {
     pub waiting: usize,
     /// The number of agents that had to wait, as counted by the replica.
     pub waited: usize,
-    /// The share of pairs of agents that were served in another order than they were welcomed.
+    /// The share of pairs of agents in which the agent that was welcomed later was served first.
     pub overtaken: f64,
     /// The size of the snapshot that each agent received, in bytes.
     pub bytes_each: u64,
@@ -84,8 +84,9 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
 /// Starts a replica on a stage without replicas, and connects `agents` agents without state at
 /// once. The caller checks order and memory.
 ///
-/// # Errors An agent receives anything other than a full snapshot, or the replica sends too many
-/// snapshots at once.
+/// # Errors
+/// An agent receives anything other than a full snapshot, or the replica sends too many snapshots at
+/// once.
 pub fn measure(stage: &mut Stage, agents: usize) -> Result<Snapshots> {
     stage.start_replica(&[])?;
     std::thread::sleep(SETTLING);
@@ -104,7 +105,7 @@ pub fn measure(stage: &mut Stage, agents: usize) -> Result<Snapshots> {
     }
     let seconds = start.elapsed().as_secs_f64();
     let (summary, overtaken) = stage.fleet.ask(|worker| (worker.summary(), overtaken(worker)))?;
-    let (overtaken, received) = (overtaken.context("an agent has no first snapshot")?, summary.present);
+    let (overtaken, received) = (overtaken.context("an agent has received no snapshot")?, summary.present);
     ensure!(summary.by_full == agents, "{} of {agents} agents received everything", summary.by_full);
     let least = stage.source.resources() * agents as u64;
     ensure!(received.chunk_resources == least, "{} resources were sent, expected {least}", received.chunk_resources);
@@ -122,8 +123,8 @@ pub fn measure(stage: &mut Stage, agents: usize) -> Result<Snapshots> {
     })
 }
 
-/// The share of pairs of agents that were served in another order than they were welcomed. `None`
-/// unless all agents were served.
+/// The share of pairs of agents in which the agent that was welcomed later was served first. `None`
+/// if an agent was not served.
 fn overtaken(worker: &Worker) -> Option<f64> {
     let order: Option<Vec<(u64, u64)>> = worker.clients().iter().map(Client::first_snapshot).collect();
     let mut order = order?;

@@ -23,7 +23,7 @@ pub const CHANGED: u32 = 20;
 /// Longest time until all agents have reconnected.
 const LIMIT: Duration = Duration::from_secs(180);
 /// The smallest share of TLS sessions that are resumed when agents return to their replica. An
-/// agent whose attempt is refused has no ticket left.
+/// agent whose connection attempt is refused has used up its ticket.
 const RESUMED: f64 = 0.95;
 
 /// The measurements of one way to reconnect.
@@ -46,11 +46,11 @@ pub struct Return {
 /// The measurements of the three ways to reconnect.
 #[derive(Debug, Clone)]
 pub struct Storm {
-    /// To another replica, and nothing has changed.
+    /// Agents move to another replica, and nothing has changed.
     pub elsewhere: Return,
-    /// To another replica, and [`CHANGED`] Services have changed.
+    /// Agents move to another replica, and [`CHANGED`] Services have changed.
     pub changed: Return,
-    /// To the same replica, and nothing has changed.
+    /// Agents return to the same replica, and nothing has changed.
     pub same: Return,
 }
 
@@ -100,14 +100,14 @@ pub fn measure(stage: &mut Stage, agents: usize) -> Result<Storm> {
     Ok(Storm { elsewhere, changed, same })
 }
 
-/// Lets agents without a state resume with the digests of an agent that holds one. All are at one
-/// version.
+/// Lets agents without a state resume with the digests of an agent that holds a state. All agents
+/// are at the same version.
 fn give_digests_to_all_agents(stage: &Stage) -> Result<()> {
-    let has_one = stage.fleet.ask(|worker| {
+    let holds_state = stage.fleet.ask(|worker| {
         worker.set_handshakes(usize::MAX);
         worker.refresh_reference()
     })?;
-    ensure!(has_one, "no agent holds a state");
+    ensure!(holds_state, "no agent holds a state");
     Ok(())
 }
 
@@ -115,7 +115,7 @@ fn elsewhere(stage: &mut Stage, agents: usize, second: usize) -> Result<Return> 
     let address = stage.replicas[second].address();
     stage.fleet.ask(move |worker| worker.redirect(&[address]))?;
     let timer = Timer::start(stage, second)?;
-    // The second replica then has index 0.
+    // After this call, the second replica has index 0.
     stage.kill_replica(0)?;
     let back = timer.wait(stage, 0, agents, 0, |summary| summary.by_digests)?;
     nothing_was_sent(&back, agents)?;
@@ -169,7 +169,7 @@ fn same_replica(stage: &mut Stage, agents: usize) -> Result<Return> {
     let back = timer.wait(stage, 0, agents, 0, |summary| summary.by_log)?;
     nothing_was_sent(&back, agents)?;
     let resumed = back.resumed_handshakes as f64 / agents as f64;
-    ensure!(resumed >= RESUMED, "only {resumed:.3} of the TLS sessions were resumed");
+    ensure!(resumed >= RESUMED, "only a share of {resumed:.3} of the TLS sessions was resumed");
     Ok(back)
 }
 

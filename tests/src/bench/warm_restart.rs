@@ -1,8 +1,9 @@
 //! `warm-restart`: an agent restarts while its rules are in place, after SIGTERM, after SIGKILL,
 //! and while no control plane answers. The bench fails if the agent writes to the kernel or a
 //! connection fails. Clients open connections to the first and the last Service all the time, and
-//! keep some open. The time until the agent has verified the rules is compared with the first sync.
-//! The bench runs real programs: a control plane with a folder of manifests, and an agent.
+//! keep some open. The bench compares the time until the agent has verified the rules with the time
+//! of the first sync. The bench runs real programs: a control plane with a folder of manifests, and
+//! an agent.
 
 use std::{
     fs,
@@ -29,7 +30,7 @@ use crate::{
 
 const ENDPOINTS: u32 = 10;
 const SERVERS: &str = "0.0.0.0:8080";
-/// Longest wait for any state of the agent. Usually it takes seconds or less.
+/// Longest wait for any state of the agent. The agent usually needs seconds or less.
 const LONGEST_SYNC: Duration = Duration::from_secs(240);
 const LONGEST_ANSWER: Duration = Duration::from_secs(5);
 /// The pause between two connections of a client.
@@ -56,8 +57,8 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
 enum End {
     Sigterm,
     Sigkill,
-    /// With SIGKILL. The control plane is also killed, and starts again after the next agent has
-    /// checked the rules.
+    /// SIGKILL ends the agent and the control plane. The control plane starts again after the next
+    /// agent has checked the rules.
     Alone,
 }
 
@@ -121,7 +122,7 @@ fn measure(variant: &'static str, services: u32) -> Result<Vec<Figure>> {
             .sum();
         restarted.and(opened)
     })?;
-    ensure!(opened > 100, "only {opened} connections were opened meanwhile, too few for a result");
+    ensure!(opened > 100, "only {opened} connections were opened during the restarts, too few for a result");
     figures.push(Figure::alone(name("connections-opened-none-failed"), f64::from(opened), "connections"));
     Ok(figures)
 }
@@ -187,7 +188,7 @@ impl Programs<'_> {
     }
 
     /// Ends the agent, starts another one, and waits until it has verified its rules. Checks that
-    /// it has written nothing to the kernel.
+    /// the new agent has written nothing to the kernel.
     fn restart(&mut self, end: End) -> Result<()> {
         let before = self.machine.writes.count()?;
         let agent = self.agent.take().context("no agent runs")?;

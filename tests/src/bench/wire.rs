@@ -76,10 +76,10 @@ pub fn run() -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// The goal of a figure, or `None` if it has no goal. The first endpoint on a node has none,
+/// The goal of a figure, or `None` if it has no goal. The first endpoint on a node has no goal,
 /// because its message contains the node's name. Catching up with 1,000 IPv6 endpoints in 1,000
-/// Services has none, because address, Service and node alone take 29 bytes, and each endpoint has
-/// its own trigger time.
+/// Services has no goal, because address, Service and node alone take 29 bytes, and each endpoint
+/// has its own trigger time.
 fn goal(name: &str) -> Option<f64> {
     let [_, kind, what, ..] = name.split('/').collect::<Vec<_>>()[..] else { return None };
     match kind {

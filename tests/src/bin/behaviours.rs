@@ -6,7 +6,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use headgate_tests::behaviours::{self, Column, Report, scan};
 
 fn main() -> Result<()> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the top level of the repository")?;
+    let root =
+        Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the folder of the tests has no parent folder")?;
     let columns = Column::ALL.map(|column| scan::scan(root, column).map(|evidence| (column, evidence)));
     let columns = columns.into_iter().collect::<Result<Vec<_>, _>>()?;
     let page = behaviours::render(&columns).map_err(|bare| anyhow!("{bare}"))?;

@@ -50,7 +50,7 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     ("storm", "all agents reconnect at once", |a| storm::run(&a.load, a.services)),
     (
         "snapshots",
-        "thousands of agents without state connect at once; fails if order or memory exceeds its bounds",
+        "thousands of agents without state connect at once; fails if the order is wrong or memory exceeds its bound",
         |a| snapshots::run(&a.load, a.services),
     ),
     ("slow", "agents that read slowly or not at all, beside normal agents", |a| slow::run(&a.load, a.services)),

@@ -14,8 +14,9 @@ use crate::testbed::{Backend, Family, Outcome, Request, Testbed, Transport, clie
 
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
-/// The number of requests that checks affinity. Without affinity, one of four servers answers all
-/// eight with a probability of 1 in 16,000. The scenarios check about a hundred times.
+/// The number of requests that checks affinity. Without affinity, one of four servers would answer
+/// all eight requests with a probability of 1 in 16,000. The scenarios make this check about a
+/// hundred times.
 const REQUESTS: usize = 8;
 /// Clients that send their requests to node-a, which therefore has all their affinity records.
 const CLIENTS_OF_NODE_A: [&str; 6] = ["outside-1", "outside-2", "a3", "b3", "c2", "node-b"];
@@ -70,7 +71,7 @@ pub fn sticks(bed: &Testbed) -> Result<()> {
 /// A client loses its server after the affinity time-out without a new connection, and not earlier.
 pub fn expires(bed: &Testbed) -> Result<()> {
     let service = bed.service("sticky-briefly")?;
-    let timeout_seconds = service.affinity_timeout_seconds.context("sticky-briefly has affinity")?;
+    let timeout_seconds = service.affinity_timeout_seconds.context("sticky-briefly has no affinity time-out")?;
     if bed.backend() == Backend::Ipvs {
         return has_timeout(bed, &service, timeout_seconds);
     }
@@ -115,7 +116,8 @@ pub fn expires(bed: &Testbed) -> Result<()> {
 }
 
 /// Checks the time-out of a virtual server. IPVS starts the time-out only when it forgets the
-/// client's last connection, minutes after its end. A check with connections would take too long.
+/// client's last connection, minutes after that connection has ended. A check with connections
+/// would take too long.
 fn has_timeout(bed: &Testbed, service: &Service, timeout_seconds: u32) -> Result<()> {
     let mut command = Command::new("ipvsadm");
     command.arg("-Sn");
@@ -145,7 +147,7 @@ fn is_renewed(bed: &Testbed, family: Family, timeout_seconds: u32) -> Result<()>
         };
         CLIENTS_OF_NODE_A.iter().map(ask).collect()
     };
-    // On a busy machine requests may be too late. Then the attempt is repeated.
+    // On a busy machine requests may be too late. The check then begins again.
     for _ in 0..5 {
         let (began, first) = (Instant::now(), ask_all()?);
         let mut earliest = began;
@@ -245,7 +247,7 @@ pub fn with_local_policies(bed: &Testbed) -> Result<()> {
             let now = by_balancer(family)?;
             ensure!(
                 now == *before,
-                "policy Local: {external_local}: {now} answers over {family}, expected {before} as before"
+                "{now} answers over {family} after the policy Local was set to {external_local}, expected {before}"
             );
         }
     }
@@ -267,7 +269,7 @@ pub fn with_local_policies(bed: &Testbed) -> Result<()> {
     change(&|service| (service.endpoints, service.external_local) = (ready(&SPREAD), true))?;
     Family::BOTH.into_iter().try_for_each(|family| {
         let server = by_balancer(family)?;
-        ensure!(server != "b1", "over {family} an affinity record leads to an endpoint of another node");
+        ensure!(server != "b1", "over {family} an affinity record selects an endpoint of another node");
         Ok(())
     })
 }

@@ -10,7 +10,7 @@ pub struct Case {
     pub from: &'static str,
     /// The service to which the client sends the requests.
     pub service: &'static str,
-    /// The kind of address.
+    /// The kind of address to which the client sends the requests.
     pub via: Via,
     /// The names of the service's ports.
     pub ports: &'static [&'static str],
@@ -36,9 +36,9 @@ pub enum Expect {
         /// Whether to send enough requests to check that each server gets an equal share.
         even: bool,
     },
-    /// Refused at once.
+    /// The request is refused at once.
     Refused,
-    /// No answer until the time-out.
+    /// The request gets no answer until the time-out.
     Dropped,
     /// No server answers at the address of a removed service. A backend that binds addresses to the
     /// node may also refuse, because the node keeps the address while connections to it exist.
@@ -92,7 +92,7 @@ impl Question {
         self.must(Expect::Answered { by, source, even: false })
     }
 
-    /// Expects the same as [`Self::answered`], and an equal share for each server.
+    /// Expects that all these servers answer equal shares, and that they see this source.
     pub fn answered_evenly(self, by: &'static [&'static str], source: SourceAddress) -> Case {
         self.must(Expect::Answered { by, source, even: true })
     }

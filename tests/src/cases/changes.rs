@@ -80,12 +80,13 @@ pub fn type_switches(bed: &Testbed) -> Result<()> {
     }
     let old = bed.address("switching", LoadBalancerIp, crate::testbed::Family::V4, "tcp")?;
     change(bed, "switching", |service| service.ports.iter_mut().for_each(|port| port.port += 1000))?;
-    run(bed, &everything()).context("with other ports")?;
+    run(bed, &everything()).context("after the port numbers were changed")?;
     expect_unserved(bed, old)
 }
 
-/// Checks a removed port at an address that the service still has. The packet is not translated and
-/// gets no answer. If the node holds the address, the packet is refused.
+/// Checks a removed port at an address that the service still has. The node does not translate the
+/// packet. If the node holds the address, it refuses the packet. Otherwise the packet gets no
+/// answer.
 fn expect_unserved(bed: &Testbed, to: std::net::SocketAddr) -> Result<()> {
     let outcome = bed.machines().ask("a3", &Request::new(Transport::Tcp, to).expecting_silence())?;
     let expected = if bed.backend().binds_addresses() { Outcome::Refused } else { Outcome::TimedOut };
@@ -139,8 +140,7 @@ pub fn ports_are_added_renamed_and_removed(bed: &Testbed) -> Result<()> {
     change(bed, "ported", |service| service.ports.push(extra))?;
     run(bed, &by(&["tcp", "extra"])).context("with a further port")?;
     change(bed, "ported", |service| service.ports[0].name = "renamed")?;
-    run(bed, &by(&["renamed", "extra"]))
-        .context("after the Service and its slices were given another name of a port")?;
+    run(bed, &by(&["renamed", "extra"])).context("after a port was renamed in the Service and its slices")?;
     // A port of the Service matches ports of slices by name alone.
     change(bed, "ported", |service| {
         let slice = Slice { suffix: "kept", ports: service.ports.clone(), endpoints: ready(PODS) };
@@ -149,16 +149,17 @@ pub fn ports_are_added_renamed_and_removed(bed: &Testbed) -> Result<()> {
         service.ports[0].name = "unmatched";
     })?;
     run(bed, &[ask("a3", "ported", ClusterIp).ports(&["unmatched"]).refused(), steady()])
-        .context("after only the Service was given another name of a port")?;
+        .context("after a port was renamed in the Service alone")?;
     change(bed, "ported", |service| service.ports[0].name = "renamed")?;
-    run(bed, &by(&["renamed"])).context("after the name came back")?;
+    run(bed, &by(&["renamed"])).context("after the old name of the port was restored")?;
     let gone = bed.address("ported", ClusterIp, crate::testbed::Family::V4, "extra")?;
     change(bed, "ported", |service| service.ports.truncate(2))?;
     run(bed, &by(&["renamed"])).context("after a port was removed")?;
     expect_unserved(bed, gone)
 }
 
-/// A node's zone label changes, is removed and returns. Services with hints follow it.
+/// A node's zone label changes, is removed and returns. Services with hints use the endpoints for
+/// the present zone.
 pub fn zone_changes(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| {
         let endpoints = [("a1", "zone-1"), ("b1", "zone-1"), ("c1", "zone-2")];
@@ -180,7 +181,8 @@ pub fn zone_changes(bed: &Testbed) -> Result<()> {
             ask("outside-1", "zoned", NodePort("node-a")).answered(expected, Masqueraded("node-a")),
         ];
         eventually(|| run(bed, &near)).with_context(|| format!("node-a in {zone:?}"))?;
-        run(bed, &[ask("b3", "zoned", ClusterIp).answered(FIRST, Kept)]).context("a node in another zone")?;
+        run(bed, &[ask("b3", "zoned", ClusterIp).answered(FIRST, Kept)])
+            .context("a node whose zone does not change")?;
     }
     Ok(())
 }

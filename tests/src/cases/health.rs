@@ -18,7 +18,7 @@ const SILENT_PORT: u16 = 9999;
 const GUARD: Duration = Duration::from_secs(30);
 
 /// A service with an endpoint that answers and an endpoint that refuses.
-fn half_dead(name: &str) -> Service {
+fn half_refusing(name: &str) -> Service {
     let ports = vec![Port { name: "tcp", transport: Transport::Tcp, port: 80, target_port: SILENT_PORT }];
     let mut service = Service::new(name, &["a1"]);
     service.more_slices = vec![Slice { suffix: "silent", ports, endpoints: ready(&["b1"]) }];
@@ -26,11 +26,11 @@ fn half_dead(name: &str) -> Service {
 }
 
 /// An endpoint refuses connections, then accepts a connection, then refuses connections again. The
-/// agents check it every two seconds.
+/// agents check the endpoint every two seconds.
 pub fn refusing_endpoints_are_left_out(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| {
-        manifests.add(half_dead("unchecked"))?;
-        let mut checked = half_dead("checked");
+        manifests.add(half_refusing("unchecked"))?;
+        let mut checked = half_refusing("checked");
         checked.patch = Some(|_| {
             let annotations = json!({"headgate.io/health-check": "tcp", "headgate.io/health-check-interval": "2s"});
             json!({"metadata": {"annotations": annotations}})

@@ -33,14 +33,14 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
     add("zoned-draining", vec![terminating_for("a1", "zone-1"), terminating_for("c1", "zone-2")], &|_| {})?;
     add("zoned-local", zoned(), &|service| {
         (service.internal_local, service.external_local) = (true, true);
-        // Its hint names the other zone, but it is the only endpoint on node-a.
+        // The hint of a1 names the other zone, but a1 is the only endpoint on node-a.
         service.endpoints.retain(|endpoint| endpoint.name != "a1");
         service.endpoints.push(for_zone("a1", "zone-2"));
     })?;
 
     let noded = || vec![for_node("a1", "node-a", "zone-1"), for_node("b1", "node-b", "zone-1")];
     add("noded", [noded(), vec![for_node("c1", "node-c", "zone-2")]].concat(), &|_| {})?;
-    // No endpoint has a hint for node-b, so its zone decides.
+    // No endpoint has a hint for node-b, so hints by zone decide on node-b.
     add(
         "noded-elsewhere",
         vec![
@@ -50,14 +50,15 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
         ],
         &|_| {},
     )?;
-    // One endpoint has no hint by node, so the zones decide.
+    // One endpoint has no hint by node, so hints by zone decide.
     add("half-noded", [noded(), vec![for_zone("c1", "zone-2")]].concat(), &|_| {})?;
     // One endpoint has no hint, so all endpoints are used.
     add("hardly-noded", [noded(), vec![ready("c1")]].concat(), &|_| {})
 }
 
-/// Hints by node are followed if all ready endpoints have one and one of them names the node. Else
-/// hints by zone are followed under the corresponding conditions. Else no hints are followed.
+/// The proxy follows hints by node if all ready endpoints have such a hint and at least one of
+/// these hints names the node. Otherwise it follows hints by zone, under the corresponding
+/// conditions. Otherwise it uses all endpoints.
 pub(super) fn topology() -> Vec<Case> {
     const NEAR: &[&str] = &["a1", "b1"];
     const ALL: &[&str] = &["a1", "b1", "c1"];

@@ -66,7 +66,7 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
     add("two-addresses", &[], &|service| {
         service.endpoints = vec![Endpoint { second_address: Some("b1"), ..Endpoint::ready("a1") }];
     })?;
-    // One slice has a1 as terminating, another has a1 as ready.
+    // a1 is terminating in one slice and ready in another slice.
     add("duplicates", &[], &|service| {
         service.endpoints = vec![Endpoint::terminating("a1"), Endpoint::terminating("b1")];
         service.more_slices = vec![Slice { suffix: "living", ports: service.ports.clone(), endpoints: ready(&["a1"]) }];
@@ -172,7 +172,7 @@ fn names_in_place_of_addresses(service: &str) -> Value {
 /// The ports of [`Service::new`] whose target port is LINE_PORT.
 const LINE: &[&str] = &["tcp", "udp", "sctp"];
 
-/// How Services and EndpointSlices with unusual content are read.
+/// The cases for Services and EndpointSlices with unusual content.
 pub(super) fn intake() -> Vec<Case> {
     let mut cases = vec![
         ask("a3", "sliced", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1", "b1", "c1"], Kept).rows(&[9]),

@@ -14,7 +14,7 @@ use crate::testbed::manifests::{Service, ready};
 use crate::testbed::plan::{self, NODES};
 use crate::testbed::{AgentInfo, AgentSetup, Backend, Family, Manifests, Testbed};
 
-/// Longest wait until agents reconnect. Usually they do after their back-off of some seconds.
+/// Longest wait until agents reconnect. Agents usually reconnect after a back-off of some seconds.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(180);
 
 /// The services of this module's scenarios.
@@ -33,9 +33,9 @@ fn replace_steady(bed: &Testbed, endpoints: &[&str]) -> Result<()> {
     })
 }
 
-/// The control plane stops, and forwarding continues. It starts again with unchanged manifests, and
-/// the agents resume: no resource is sent and no kernel is written. It starts again with a change,
-/// and the agents program the change.
+/// The control plane stops, and forwarding continues. When it starts again with unchanged
+/// manifests, the agents resume: they receive no resource and write nothing to their kernels. When
+/// it starts again with a change, the agents program the change.
 ///
 /// Needs machines with [`some_services`] and no running programs.
 pub fn control_plane_outage(bed: &Testbed) -> Result<()> {
@@ -68,7 +68,7 @@ pub fn control_plane_outage(bed: &Testbed) -> Result<()> {
         ensure!(after == before, "agents wrote to the kernel {} times although nothing had changed", after - before);
         Ok(())
     })?;
-    ensure!(shares(&answers).len() == 2, "{:?} answered meanwhile", shares(&answers));
+    ensure!(shares(&answers).len() == 2, "{:?} answered during the outage", shares(&answers));
 
     bed.stop_control_plane()?;
     bed.write(|manifests| {
@@ -108,7 +108,7 @@ pub fn agent_crash(bed: &Testbed) -> Result<()> {
         bed.start_agent("node-a")?;
         bed.wait_programmed()
     })?;
-    ensure!(shares(&answers).contains_key("a1"), "{:?} answered meanwhile", shares(&answers));
+    ensure!(shares(&answers).contains_key("a1"), "{:?} answered while the agents were killed", shares(&answers));
     held.iter_mut().try_for_each(HeldConnection::check).context("after agents were killed")?;
     expect_servers(bed, "steady", &["a1", "b2"])?;
     expect_servers(bed, "newcomer", &["b1"])?;
@@ -119,8 +119,8 @@ pub fn agent_crash(bed: &Testbed) -> Result<()> {
 }
 
 /// Established connections survive when agents are stopped and started, when agents are killed
-/// while the endpoint is removed, and when agents start without the state on disk. Another version,
-/// which cannot read the state, also starts without it.
+/// while the endpoint is removed, and when agents start without the state on disk. An agent of
+/// another version, which cannot read the state, also starts without it.
 ///
 /// Needs a running cluster with [`some_services`].
 pub fn connections_survive(bed: &Testbed) -> Result<()> {
@@ -264,7 +264,7 @@ fn written(bed: &Testbed, writes: &WriteLog) -> Result<usize> {
         command.args(["-sS", "--max-time", "10", "http://127.0.0.1:10249/metrics"]);
         let page = bed.machines().machine(node.name)?.output(command)?;
         let value = page.lines().find_map(|line| line.strip_prefix("headgate_agent_objects_written_total "));
-        sum += value.context("no such metric")?.parse::<usize>().context("a number")?;
+        sum += value.context("the page has no such metric")?.parse::<usize>().context("reading the metric")?;
     }
     Ok(sum)
 }

@@ -57,7 +57,7 @@ pub fn while_asking(
         }
         result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         let all: Vec<Answer> = all.into_iter().collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
-        ensure!(all.len() >= 10 * targets.len(), "only {} requests were sent meanwhile", all.len());
+        ensure!(all.len() >= 10 * targets.len(), "only {} requests were sent during the changes", all.len());
         Ok(all)
     })
 }
@@ -127,7 +127,7 @@ pub fn rolling_replacement(bed: &Testbed) -> Result<()> {
                 connection.check().with_context(|| format!("after {old} was replaced by {new}"))?;
             }
         }
-        // Then all endpoints are replaced at once.
+        // In the last step, all endpoints are replaced at once.
         bed.update(|manifests| {
             manifests.service_mut("rolling")?.endpoints = ready(&["a1", "c1"]);
             Ok(())
@@ -135,7 +135,10 @@ pub fn rolling_replacement(bed: &Testbed) -> Result<()> {
         held.iter_mut().try_for_each(HeldConnection::check).context("after all endpoints were replaced at once")
     })?;
     let shares = shares(&answers);
-    ensure!(["a1", "b2", "b3"].iter().all(|server| shares.contains_key(server)), "only {shares:?} answered meanwhile");
+    ensure!(
+        ["a1", "b2", "b3"].iter().all(|server| shares.contains_key(server)),
+        "only {shares:?} answered during the changes"
+    );
     expect_servers(bed, "rolling", &["a1", "c1"])
 }
 
@@ -148,17 +151,17 @@ const UDP_WAYS: [(&str, Via); 5] = [
     ("outside-2", LoadBalancerIp),
 ];
 
-/// Every endpoint is replaced while UDP clients keep their sockets and send without a pause.
-/// Without help, conntrack would send such a client to a removed endpoint as long as the client
-/// sends. The clients of a removed endpoint must move to another endpoint at once, and other
-/// clients must stay.
+/// Every endpoint is replaced while UDP clients keep their sockets and send without a pause. If the
+/// agent did not delete conntrack entries, the kernel would send such a client to a removed
+/// endpoint as long as the client sends. The clients of a removed endpoint must move to another
+/// endpoint at once, and other clients must stay.
 ///
 /// The agent must delete conntrack entries after it has written the rules. Otherwise the old rules
 /// could create an entry again, and its client would stay at the old endpoint.
 pub fn udp_rolling_replacement(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("datagrams", &["a1", "b1", "c1"])))?;
     let mut flows = Vec::new();
-    // With this number of flows every endpoint has some.
+    // With this number of flows, every endpoint has at least one flow.
     for _ in 0..4 {
         flows.extend(open_all(bed, "datagrams", &UDP_WAYS)?);
     }
@@ -193,7 +196,7 @@ pub fn udp_rolling_replacement(bed: &Testbed) -> Result<()> {
         }
     }
     // All endpoints are replaced by one. Only stale conntrack entries could keep a client away from
-    // it.
+    // the new endpoint.
     flow::while_asking(&flows, || {
         bed.update(|manifests| {
             manifests.service_mut("datagrams")?.endpoints = ready(&["c1"]);
@@ -251,7 +254,7 @@ pub fn services_are_added_changed_and_removed(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// A Service without endpoints refuses. It answers again when it has endpoints.
+/// A Service without endpoints refuses connections. It answers again when it has endpoints.
 pub fn scale_to_zero_and_back(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("idle", &["a1", "c1"])))?;
     for _ in 0..2 {

@@ -13,7 +13,7 @@ use crate::testbed::client::{ANSWER_TIMEOUT, HeldConnection};
 use crate::testbed::manifests::{Service, Via};
 use crate::testbed::{Backend, Family, Namespace, Testbed, iptables, plan};
 
-/// How long to wait until packets have arrived. A longer delay does not fail a test.
+/// How long to wait until sent packets have arrived.
 const QUIET: Duration = Duration::from_millis(300);
 const TCP_HEADER_BYTES: usize = 20;
 const FLAG_ACK: u8 = 0x10;
@@ -68,7 +68,8 @@ impl Segment {
     }
 }
 
-/// A raw TCP socket of a pod. It is wrapped as a `UdpSocket` for `send_to` and `recv`.
+/// A raw TCP socket of a pod. The socket is wrapped as a `UdpSocket`, which has `send_to` and
+/// `recv`.
 fn raw_tcp(bed: &Testbed, pod: &str, address: IpAddr) -> Result<UdpSocket> {
     bed.machines().machine(pod)?.run(|| {
         let socket = Socket::new(Domain::for_address(SocketAddr::new(address, 0)), Type::RAW, Some(Protocol::TCP))?;
@@ -91,8 +92,8 @@ fn last_segment(socket: &UdpSocket, family: Family, client_port: u16, server_por
     last.context("no segment of the connection arrived at the server")
 }
 
-/// A packet far outside the window does not end its connection. Conntrack classifies the packet as
-/// invalid and does not translate its source back. The client would answer with a reset, and the
+/// A packet far outside the TCP window does not end its connection. Conntrack classifies the packet
+/// as invalid and does not translate its source back. The client would answer with a reset, and the
 /// reset would end the connection. The agent's rules therefore drop the packet, and count it.
 pub fn a_packet_outside_the_window_does_not_end_a_connection(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("windowed", &["a1"])))?;
@@ -121,7 +122,7 @@ pub fn a_packet_outside_the_window_does_not_end_a_connection(bed: &Testbed) -> R
         if bed.backend() == Backend::Ipvs {
             // IPVS tracks its connections itself, so it translates this packet without a rule.
             disturb()?;
-            held.check().with_context(|| format!("over {family}, after a segment outside the window"))?;
+            held.check().with_context(|| format!("over {family}, after a segment outside the TCP window"))?;
             continue;
         }
         let node = bed.machines().machine("node-a")?;
@@ -160,14 +161,14 @@ pub fn neighbours_cannot_reach_loopback(bed: &Testbed) -> Result<()> {
     iptables::run(node, bed.backend().variant(), Family::V4, &lock, &["-F", "KUBE-LOCALNET-GUARD"])?;
     send("open")?;
     let mut buffer = [0; 64];
-    let received = listener.recv(&mut buffer).context("no datagram arrives even without the guard")?;
+    let received = listener.recv(&mut buffer).context("no datagram arrives although the guard is removed")?;
     ensure!(&buffer[..received] == b"open", "{:?} passed the guard", String::from_utf8_lossy(&buffer[..received]));
     Ok(())
 }
 
 /// The agent's rules accept health checks to the node's address, but not from a neighbour to
-/// 127.0.0.1. An earlier version put the guard of 127.0.0.1 behind the rule that accepts health
-/// checks. The agent moves the guard to the front.
+/// 127.0.0.1. An earlier version put the jump to `KUBE-LOCALNET-GUARD`, which drops packets for
+/// 127.0.0.1, behind the rule that accepts health checks. The agent moves this jump to the front.
 ///
 /// Needs machines without running programs.
 pub fn health_checks_do_not_open_loopback(bed: &Testbed) -> Result<()> {

@@ -106,7 +106,8 @@ pub fn a_change_writes_only_chains_of_its_service(bed: &Testbed) -> Result<()> {
     let mut own = chains_of(&before, &steady);
     ensure!(!own.is_empty(), "no chain of the service was found");
     own.extend(chains_of(&after, &steady));
-    // Chains of the testbed's marker may also be written, because its port changes each time.
+    // Chains of the testbed's marker may also be written, because the marker's port changes with
+    // each change of the manifests.
     let others: Vec<&&str> =
         written.iter().filter(|chain| is_of_one_service(chain) && !own.contains(**chain)).collect();
     ensure!(others.is_empty(), "chains of other services were written: {others:?}; the service has {own:?}");
@@ -196,7 +197,8 @@ pub fn host_bits_of_ranges_are_cleared(bed: &Testbed) -> Result<()> {
     expect_from_node_a(bed, &["a1", "b1"])
 }
 
-/// The agent used the other variant of iptables before. It removes all rules of that variant.
+/// The agent used the other variant of iptables before. The agent removes all rules of that
+/// variant.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn rules_of_the_other_variant_are_removed(bed: &Testbed) -> Result<()> {
@@ -232,9 +234,10 @@ pub fn rules_of_the_other_variant_are_removed(bed: &Testbed) -> Result<()> {
     expect_servers(bed, "steady", &["a2", "c1"])
 }
 
-/// kube-proxy replaces the agent on a node, and then the agent replaces kube-proxy. kube-proxy's
-/// sync rewrites its own chains and removes all service chains that it does not know, here all of
-/// them, in one transaction. If a rule still jumped to one of these chains, each sync would fail.
+/// kube-proxy replaces the agent on a node, and then the agent replaces kube-proxy. In one
+/// transaction, kube-proxy's sync rewrites its own chains and removes all service chains that it
+/// does not know. In this test it knows no service chain. If a rule still jumped to a removed
+/// chain, each sync would fail.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn kube_proxy_takes_over_again(bed: &Testbed) -> Result<()> {
@@ -287,8 +290,8 @@ pub fn no_sctp_sockets(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The SCTP protocols of the kernel with their numbers of sockets. Empty if the SCTP module is not
-/// loaded. Raw sockets are not counted.
+/// The SCTP protocols of the kernel with their numbers of sockets. The list is empty if the SCTP
+/// module is not loaded. Raw sockets are not counted.
 fn sctp_sockets() -> Result<Vec<String>> {
     let protocols = std::fs::read_to_string("/proc/net/protocols").context("reading /proc/net/protocols")?;
     ensure!(

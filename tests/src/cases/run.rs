@@ -10,14 +10,14 @@ use anyhow::{Context, Result, bail, ensure};
 use super::case::{Case, Expect, SourceAddress};
 use crate::testbed::{Answer, Family, Outcome, Request, Testbed, client, plan};
 
-/// The number of cases that run in parallel. They wait for time-outs during most of their time.
+/// The number of cases that run in parallel. Cases spend most of their time waiting for time-outs.
 const WORKERS: usize = 12;
-/// The number of requests that checks for equal shares. Each of four servers expects 75 ± 7.5 of
-/// them.
+/// The number of requests with which a case checks for equal shares. With four servers, each server
+/// expects 75 ± 7.5 requests.
 const EVEN_REQUESTS: usize = 300;
 /// The largest distance of a share from its expectation, in standard deviations. By chance one in a
-/// million shares exceeds it. A case that exceeds it sends the requests again, and fails only if
-/// the second round exceeds it too.
+/// million shares exceeds this distance. If a share exceeds it, the case sends the requests again,
+/// and fails only if a share of the second round exceeds it, too.
 const EVEN_SIGMAS: f64 = 5.0;
 
 /// Runs all cases, each for its ports and families.
@@ -74,7 +74,7 @@ fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
         }
         Expect::Dropped | Expect::Gone => {
             // A packet that is not translated leaves a conntrack entry without translation. The
-            // entry would also match a later request from that port, so each request has a new
+            // entry would also match a later request from the same port, so each request has a new
             // port.
             let request = request.expecting_silence();
             let ask = |port| client::ask(client, &Request { from_port: Some(port), ..request });
@@ -157,7 +157,10 @@ fn check_even(answers: &[Answer], servers: usize) -> Result<()> {
     for (server, share) in &shares {
         #[allow(clippy::cast_precision_loss)]
         let distance = (*share as f64 - expected).abs();
-        ensure!(distance <= bound, "{server} got {share} of {count} requests, more than {bound:.0} off: {shares:?}");
+        ensure!(
+            distance <= bound,
+            "{server} got {share} of {count} requests, expected {expected:.0} ± {bound:.0}: {shares:?}"
+        );
     }
     Ok(())
 }
@@ -171,12 +174,17 @@ fn check_source(answer: &Answer, from: &str, source: SourceAddress, family: Fami
         SourceAddress::Kept => address(from, family)?,
         SourceAddress::Masqueraded(node) => address(node, family)?,
     };
-    ensure!(answer.source.ip() == expected, "{} saw {}, not {expected}", answer.server, answer.source.ip());
+    ensure!(
+        answer.source.ip() == expected,
+        "{} saw the source {}, expected {expected}",
+        answer.server,
+        answer.source.ip()
+    );
     Ok(())
 }
 
-/// Checks that a node which masquerades its own requests changes their source ports. Its address
-/// stays equal, so only the ports show the masquerading.
+/// Checks that a node which masquerades its own requests changes their source ports. The node's
+/// address stays the same, so only the ports show the masquerading.
 fn check_port_changes(bed: &Testbed, from: &str, request: &Request) -> Result<()> {
     for _ in 0..4 {
         let ask = |port| bed.machines().ask(from, &Request { from_port: Some(port), ..*request });

@@ -48,10 +48,10 @@ pub fn masquerading(bed: &Testbed) -> Result<()> {
             ask("b3", "web", ClusterIp).ports(PORTS).answered(WEB, Kept),
             ask("outside-2", "of-b", ClusterIp).ports(PORTS).answered(&["b1", "b2"], Kept),
             ask("node-b", "of-b", ClusterIp).answered(&["b1", "b2"], Kept),
-            // It masquerades requests to other addresses.
+            // node-b masquerades requests to its other addresses.
             ask("outside-2", "of-b", NodePort("node-b")).answered(&["b1", "b2"], Masqueraded("node-b")),
-            // It treats its pods as outside clients, so the policy Local applies to them. The node
-            // itself still reaches all endpoints.
+            // node-b treats its pods as outside clients, so the policy Local applies to pods. The
+            // node itself still reaches all endpoints.
             ask("b3", "local-of-b", ExternalIp).answered(&["b1"], Kept),
             ask("b3", "local-elsewhere", ExternalIp).dropped(),
             ask("node-b", "local-elsewhere", ExternalIp).answered(&["a1", "c1"], Masqueraded("node-b")),
@@ -65,7 +65,8 @@ pub fn masquerading(bed: &Testbed) -> Result<()> {
     let lock = bed.machines().xtables_lock("node-c");
     for family in Family::BOTH {
         let rules = iptables::save(bed.machines().machine("node-c")?, bed.backend().variant(), family, &lock)?;
-        // The bit is set, and cleared before the packet leaves. The default bit is unused.
+        // The rules set the chosen bit, and clear it before the packet leaves the node. They do not
+        // use the default bit.
         for expected in ["--set-xmark 0x80/0x80", "-A KUBE-POSTROUTING -j MARK --set-xmark 0x80/0x0"] {
             ensure!(rules.contains(expected), "the rules do not contain {expected}:\n{rules}");
         }
@@ -83,7 +84,7 @@ const FURTHER: [(&str, &str, &str); 3] = [
 ];
 
 /// Three agents that serve NodePorts on different addresses and detect local pods in different
-/// ways. One of them ignores externalIPs.
+/// ways. One agent ignores externalIPs.
 ///
 /// Needs machines with [`services`] and no running programs.
 pub fn addresses_and_pods(bed: &Testbed) -> Result<()> {
@@ -96,15 +97,15 @@ pub fn addresses_and_pods(bed: &Testbed) -> Result<()> {
     let start = |node, arguments: &[&str]| {
         bed.start_agent_with(node, &AgentSetup { cannot_tell_pods: true, ..AgentSetup::with(arguments) })
     };
-    // NodePorts on one IPv4 range. The prefix of interface names identifies pods.
+    // node-a serves NodePorts on one IPv4 range. The prefix of interface names identifies pods.
     let by_name = ["--detect-local-mode=InterfaceNamePrefix", "--pod-interface-name-prefix=veth-"];
     start("node-a", &[&by_name[..], &["--nodeport-addresses=192.0.2.11/32"]].concat())?;
-    // NodePorts on all addresses except localhost. The interface identifies only b3 as a pod. No
-    // externalIPs.
+    // node-b serves NodePorts on all addresses except localhost, and ignores externalIPs. The
+    // interface name identifies only b3 as a pod.
     let by_bridge = ["--detect-local-mode=BridgeInterface", "--pod-bridge-interface=veth-b3"];
     let fewer = ["--iptables-localhost-nodeports=false", "--feature-gates=AllowServiceExternalIPs=false"];
     start("node-b", &[&by_bridge[..], &fewer].concat())?;
-    // NodePorts on the Node's own addresses. The Node's podCIDRs identify pods.
+    // node-c serves NodePorts on the Node's own addresses. The Node's podCIDRs identify pods.
     start("node-c", &["--detect-local-mode=NodeCIDR", "--nodeport-addresses=primary"])?;
     bed.wait_programmed()?;
 

@@ -29,7 +29,7 @@ pub const GROUPS: [Group; 9] = [
     ("intake", intake::intake),
 ];
 
-/// All services of the table. They all exist while a group runs, so that the test also finds
+/// All services of the table. All services exist while a group runs, so that the test also finds
 /// interference between services.
 pub fn services() -> Result<Manifests> {
     let mut all = Manifests::default();
@@ -117,8 +117,8 @@ pub fn cluster_ip() -> Vec<Case> {
     ]
 }
 
-/// Node ports: all clients reach them on every node, and the node that gets the request masquerades
-/// it.
+/// Node ports: all clients reach them on every node, and the node that receives the request
+/// masquerades it.
 pub fn node_port() -> Vec<Case> {
     vec![
         ask("outside-1", "web", NodePort("node-a"))
@@ -194,8 +194,8 @@ pub fn external_addresses() -> Vec<Case> {
     cases
 }
 
-/// Endpoint conditions: they decide which endpoints are usable. Services without usable endpoints
-/// refuse.
+/// Endpoint conditions decide which endpoints are usable. Services without usable endpoints refuse
+/// connections.
 pub fn endpoint_conditions() -> Vec<Case> {
     let mut cases = Vec::new();
     for via in [ClusterIp, ExternalIp, LoadBalancerIp, NodePort("node-a")] {
@@ -204,7 +204,7 @@ pub fn endpoint_conditions() -> Vec<Case> {
             cases.push(ask(from, "empty", via).ports(EVERY_TRANSPORT).refused().rows(refused));
             cases.push(ask(from, "unready", via).refused().rows(&[23]));
         }
-        // A node is refused too, also at addresses of other machines.
+        // Requests of a node are also refused, even at addresses of other machines.
         cases.push(ask("node-a", "empty", via).ports(EVERY_TRANSPORT).refused().rows(refused));
         // A service with policies Local also refuses if it has no endpoints on any node.
         cases.push(ask("outside-1", "empty-local", via).ports(&["tcp", "udp"]).refused().rows(refused));
@@ -217,7 +217,7 @@ pub fn endpoint_conditions() -> Vec<Case> {
     cases
 }
 
-/// `externalTrafficPolicy: Local`: requests from outside reach endpoints of the node alone and keep
+/// `externalTrafficPolicy: Local`: requests from outside reach only endpoints on the node and keep
 /// their source, or are dropped. Requests from the cluster reach all endpoints.
 pub fn external_traffic_policy() -> Vec<Case> {
     const ALL: &[&str] = &["a1", "c1"];
@@ -240,7 +240,7 @@ pub fn external_traffic_policy() -> Vec<Case> {
         // The policy does not apply to the cluster address.
         ask("b3", "external-local", ClusterIp).ports(EVERY_TRANSPORT).answered(ALL, Kept).rows(&[31]),
         ask("outside-2", "external-local", ClusterIp).answered(ALL, Masqueraded("node-b")).rows(&[32]),
-        // Terminating endpoints serve if the node has no others.
+        // Terminating endpoints serve if the node has no other endpoints.
         ask("outside-1", "external-local-draining", NodePort("node-a"))
             .ports(EVERY_TRANSPORT)
             .answered(&["a1"], Kept)
@@ -261,8 +261,8 @@ pub fn external_traffic_policy() -> Vec<Case> {
     cases
 }
 
-/// `internalTrafficPolicy: Local`: requests to the cluster address reach endpoints of the node
-/// alone, or are dropped.
+/// `internalTrafficPolicy: Local`: requests to the cluster address reach only endpoints on the
+/// node, or are dropped.
 pub fn internal_traffic_policy() -> Vec<Case> {
     const ALL: &[&str] = &["a1", "c1"];
     vec![
@@ -285,7 +285,7 @@ pub fn internal_traffic_policy() -> Vec<Case> {
     ]
 }
 
-/// `loadBalancerSourceRanges`: they restrict the load balancer address alone, also for pods and
+/// `loadBalancerSourceRanges` restrict only the load balancer address. They also apply to pods and
 /// nodes.
 pub fn source_ranges() -> Vec<Case> {
     vec![
@@ -326,7 +326,7 @@ pub fn source_ranges() -> Vec<Case> {
         ask("a3", "ranges-open", LoadBalancerIp).answered(WEB, Masqueraded("node-a")).rows(&[64]),
         ask("outside-2", "ranges-halves", LoadBalancerIp).answered(WEB, Masqueraded("node-b")).rows(&[64]),
         ask("a3", "ranges-halves", LoadBalancerIp).answered(WEB, Masqueraded("node-a")).rows(&[64]),
-        // Without endpoints, clients outside the ranges are refused like all others.
+        // Without endpoints, clients outside the ranges are refused, like all other clients.
         ask("outside-1", "ranges-empty", LoadBalancerIp).ports(EVERY_TRANSPORT).refused().rows(&[65]),
         ask("a3", "ranges-empty", LoadBalancerIp).refused().rows(&[57]),
         // Ranges are checked before the policy, also for pods and the node itself.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// A log of kernel writes. It consists of wrappers around the iptables-restore programs. A wrapper
+/// A log of kernel writes. Wrappers around the iptables-restore programs write the log. A wrapper
 /// logs each call and its script, and then runs the real program.
 #[derive(Debug)]
 pub(crate) struct WriteLog {

@@ -200,9 +200,9 @@ impl Client {
         self.is_following() && self.agent.tracker().point().is_some_and(|point| point.slices() >= slices)
     }
 
-    /// Whether the agent is sound: it reads, sends no garbage, and is not suspended.
+    /// Whether the agent is healthy: it reads, sends no garbage, and is not suspended.
     #[must_use]
-    pub fn is_sound(&self) -> bool {
+    pub fn is_healthy(&self) -> bool {
         matches!(self.member.fault, Fault::None | Fault::Nack) && !self.is_suspended
     }
 

@@ -38,7 +38,7 @@ pub struct Phase {
 }
 
 impl Phase {
-    /// Makes `rate` changes a second for some time, and waits until every sound agent has
+    /// Makes `rate` changes a second for some time, and waits until every healthy agent has
     /// everything. Measures the replica with the index `replica`.
     ///
     /// # Errors

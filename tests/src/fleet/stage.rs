@@ -150,16 +150,16 @@ impl Stage {
     pub fn join(&self, first: usize, count: usize, replica: usize) -> Result<()> {
         self.fleet.join(self.members(first, count, replica))?;
         let what = format!("{count} agents have their first snapshot");
-        self.fleet.wait_until(&what, CONVERGENCE_LIMIT, |worker| worker.having(0) == worker.sound())
+        self.fleet.wait_until(&what, CONVERGENCE_LIMIT, |worker| worker.having(0) == worker.healthy())
     }
 
-    /// Waits until every sound agent has everything up to this position of EndpointSlices.
+    /// Waits until every healthy agent has everything up to this position of EndpointSlices.
     ///
     /// # Errors
     /// This takes too long, or an agent finds a violation of the contract.
     pub fn wait_for_all(&self, slices: u64) -> Result<()> {
         let what = format!("every agent has version {slices} of the source");
-        self.fleet.wait_until(&what, CONVERGENCE_LIMIT, move |worker| worker.having(slices) == worker.sound())
+        self.fleet.wait_until(&what, CONVERGENCE_LIMIT, move |worker| worker.having(slices) == worker.healthy())
     }
 
     /// The text of a kubeconfig file for the source's API server at another address, such as a

@@ -396,17 +396,17 @@ impl Worker {
         self.clients.iter().filter_map(|client| client.agent().digests().cloned()).collect()
     }
 
-    /// The number of sound agents: they read, send no garbage, and are not suspended.
+    /// The number of healthy agents. A healthy agent reads, sends no garbage, and is not suspended.
     #[must_use]
-    pub fn sound(&self) -> usize {
-        self.clients.iter().filter(|client| client.is_sound()).count()
+    pub fn healthy(&self) -> usize {
+        self.clients.iter().filter(|client| client.is_healthy()).count()
     }
 
-    /// The number of sound agents that follow a stream and have everything up to this position of
+    /// The number of healthy agents that follow a stream and have everything up to this position of
     /// EndpointSlices.
     #[must_use]
     pub fn having(&self, slices: u64) -> usize {
-        self.clients.iter().filter(|client| client.is_sound() && client.has(slices)).count()
+        self.clients.iter().filter(|client| client.is_healthy() && client.has(slices)).count()
     }
 
     /// Sums over all agents.

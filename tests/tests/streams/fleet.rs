@@ -104,7 +104,7 @@ fn slow_agents_cost_no_memory_and_do_not_slow_others() {
         stage.fleet.ask(|worker| worker.summary_of(|client| client.member().fault == Fault::NeverRead)).unwrap();
     assert_eq!((received.agents, received.received.messages), (slow, 0), "agents that never read received messages");
     // Once they read, they receive current values instead of all missed changes.
-    stage.fleet.ask(|worker| worker.set_fault(Fault::None, |client| !client.is_sound())).unwrap();
+    stage.fleet.ask(|worker| worker.set_fault(Fault::None, |client| !client.is_healthy())).unwrap();
     let version = stage.source.change().unwrap();
     stage.wait_for_all(version).unwrap();
     stage.compare_digests().unwrap();
@@ -199,7 +199,7 @@ fn hostile_and_vanishing_agents_do_not_affect_others() {
     stage.fleet.wait_until("bytes that are not a message get INVALID_ARGUMENT", LIMIT, is_refused).unwrap();
     stage
         .fleet
-        .wait_until("the vanishing agents have their streams", LIMIT, |worker| worker.having(0) == worker.sound())
+        .wait_until("the vanishing agents have their streams", LIMIT, |worker| worker.having(0) == worker.healthy())
         .unwrap();
     stage
         .fleet

@@ -18,8 +18,10 @@ impl Interrupt {
     /// has already begun.
     pub(crate) fn install() -> Result<Self> {
         let came = Arc::new(AtomicBool::new(false));
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_all().build().context("a runtime for signals")?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .context("creating a runtime for signals")?;
         let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
         let signals: Vec<_> = {
             let _inside = runtime.enter();

@@ -14,7 +14,7 @@ use headgate_tests::testbed::{Backend, Family, Testbed};
 use crate::screen::Screen;
 use crate::story::{CLIENT, SERVICE, url};
 
-/// Prints commands that the user can copy. They work in any folder while the demo runs.
+/// Prints commands that the user can copy. The commands work in any folder while the demo runs.
 pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
     let name = |machine: &str| -> Result<String> { Ok(bed.machines().machine(machine)?.name().to_owned()) };
     let control = plan::address(CONTROL).context("the plan has no address for the control plane")?.v4;
@@ -75,7 +75,8 @@ pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
     Ok(())
 }
 
-/// The grpcurl in `target/tools`, where `make demo KEEP=1` installs it, or else the one on `PATH`.
+/// The path of grpcurl: `target/tools/grpcurl`, which `make demo KEEP=1` installs, or else
+/// `grpcurl` for a search on `PATH`.
 fn grpcurl() -> String {
     let own = std::env::current_exe().ok();
     let fetched = own.as_deref().and_then(|own| own.parent()?.parent()).map(|target| target.join("tools/grpcurl"));

@@ -1,5 +1,5 @@
 //! `make demo`: a control plane with a folder of manifests, three nodes in network namespaces, a
-//! web Service, and changes of it.
+//! web Service, and changes of this Service.
 //!
 //! If all steps succeed, the demo prints `demo: ok` and exits with code 0. If a step fails, the
 //! demo prints the reason and exits with code 1. After an interruption it exits with code 130. In

@@ -1,5 +1,5 @@
-//! The output of the demo: numbered steps, results, and a bar for each pod. It has colours only on
-//! a terminal.
+//! The output of the demo: numbered steps, results, and a bar for each pod. The output has colours
+//! only on a terminal.
 
 use std::cell::Cell;
 use std::io::{IsTerminal as _, Write as _};
@@ -44,7 +44,7 @@ impl Screen {
     }
 
     /// Prints a line. Errors are ignored, because the reader may have closed the pipe (`| head`).
-    /// The demo then still reports its result with the exit code.
+    /// The exit code still reports the result of the demo.
     fn line(&self, text: &str) {
         let mut out = std::io::stdout().lock();
         let _ = writeln!(out, "{text}");

@@ -21,8 +21,8 @@ pub(crate) const CLIENT: &str = "a3";
 /// The machine that sends requests to node ports.
 const OUTSIDE: &str = "outside-1";
 
-/// The number of requests in a step. By chance one of six pods gets none of them only once in 500
-/// million runs.
+/// The number of requests in a step. With six pods, the probability that a pod gets no request is
+/// about 1 in 500 million.
 const REQUESTS: usize = 120;
 const START: [&str; 3] = ["a1", "b1", "c1"];
 const SCALED_UP: [&str; 6] = ["a1", "a2", "b1", "b2", "c1", "c2"];

@@ -1,5 +1,6 @@
 //! In mode ipvs the node holds the services' addresses on its device. Routing daemons must not
-//! announce them, and rules of other programs for the node's addresses must not apply to them.
+//! announce them, and rules of other programs for the node's addresses must not apply to the
+//! services' addresses.
 
 use anyhow::{Context, Result, ensure};
 
@@ -52,9 +53,9 @@ pub fn a_device_that_is_up_is_replaced(bed: &Testbed) -> Result<()> {
     answers()
 }
 
-/// A rule of another program translates packets to a port of the node, behind Headgate's rules. CNI
-/// plugins write such rules for host ports, and Docker for published ports. The rule must not
-/// receive connections to a service's address.
+/// After Headgate's rules, a rule of another program translates packets that are sent to a port of
+/// the node. CNI plugins write such rules for host ports, and Docker for published ports. The rule
+/// must not receive connections to a service's address.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn rules_of_others_for_node_ports_do_not_get_service_traffic(bed: &Testbed) -> Result<()> {
@@ -63,7 +64,7 @@ pub fn rules_of_others_for_node_ports_do_not_get_service_traffic(bed: &Testbed) 
     bed.start_agent("node-a")?;
     bed.wait_programmed()?;
     let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
-    let host_port = plan::address("a2").context("a2's address")?;
+    let host_port = plan::address("a2").context("the plan has no address for a2")?;
     for family in Family::BOTH {
         let to = std::net::SocketAddr::new(host_port.of(family), LINE_PORT);
         for chain in ["PREROUTING", "OUTPUT"] {
@@ -91,10 +92,13 @@ pub fn rules_of_others_for_node_ports_do_not_get_service_traffic(bed: &Testbed) 
             ask("a3", "empty", ClusterIp).ports(PORTS).refused(),
         ],
     )?;
-    // The host port itself works, so the rule is effective.
+    // Connections to the host port reach a2, so the other program's rule is effective.
     let outside = bed.machines().machine("outside-1")?;
     for family in Family::BOTH {
-        let to = std::net::SocketAddr::new(plan::address("node-a").context("node-a's address")?.of(family), 80);
+        let to = std::net::SocketAddr::new(
+            plan::address("node-a").context("the plan has no address for node-a")?.of(family),
+            80,
+        );
         let held = HeldConnection::open(outside, to)?;
         ensure!(held.answer.server == "a2", "the host port {to} leads to {}", held.answer.server);
     }

@@ -15,8 +15,9 @@ use Via::{ClusterIp, LoadBalancerIp};
 
 type Step<'a> = &'a dyn Fn() -> Result<()>;
 
-/// Another program removes objects that a change needs. The next change notices this and restores
-/// everything before the change is reported as programmed. It does not wait for the periodic check.
+/// Another program removes objects that a change needs. When the agent programs the next change, it
+/// notices the loss, and restores all objects before it reports the change as programmed. It does
+/// not wait for the periodic check.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn a_change_restores_objects_that_were_removed(bed: &Testbed) -> Result<()> {
@@ -24,7 +25,7 @@ pub fn a_change_restores_objects_that_were_removed(bed: &Testbed) -> Result<()> 
     bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1h"]))?;
     bed.wait_programmed()?;
     let node = bed.machines().machine("node-a")?;
-    let there_and_back = || set_endpoints(bed, &["a1", "b2"]).and_then(|()| set_endpoints(bed, &["a1", "b1"]));
+    let change_and_undo = || set_endpoints(bed, &["a1", "b2"]).and_then(|()| set_endpoints(bed, &["a1", "b1"]));
     let affinity = || -> Result<()> {
         for timeout in [Some(600), None] {
             bed.update(|manifests| {
@@ -40,10 +41,10 @@ pub fn a_change_restores_objects_that_were_removed(bed: &Testbed) -> Result<()> 
     };
     let flush_servers = || tool(node, "ipvsadm", &["-C"]).map(drop);
     let steps: [(&str, Step<'_>, Step<'_>); 5] = [
-        ("virtual servers were flushed, and endpoints change", &flush_servers, &there_and_back),
+        ("virtual servers were flushed, and endpoints change", &flush_servers, &change_and_undo),
         ("virtual servers were flushed, and settings change", &flush_servers, &affinity),
-        ("the device was removed", &|| node.ip_batch("link del kube-ipvs0\n"), &there_and_back),
-        ("the device was set up", &|| node.ip_batch("link set kube-ipvs0 up\n"), &there_and_back),
+        ("the device was removed", &|| node.ip_batch("link del kube-ipvs0\n"), &change_and_undo),
+        ("the device was set up", &|| node.ip_batch("link set kube-ipvs0 up\n"), &change_and_undo),
         ("a set was destroyed", &|| tool(node, "ipset", &["destroy", "KUBE-NODE-PORT-SERVERS"]).map(drop), &node_port),
     ];
     let before = without_marker(kernel(bed, "node-a")?);
@@ -79,8 +80,8 @@ pub fn changes_of_other_programs_are_reverted(bed: &Testbed) -> Result<()> {
     let before = kernel(bed, "node-a")?;
     let server = bed.address("steady", ClusterIp, Family::V4, "tcp")?;
 
-    // Addresses on the device: an unknown one in each family, and a wanted one with another prefix
-    // length and scope.
+    // Add an unknown address of each family to the device, and change the prefix length and the
+    // scope of a wanted address.
     let address = server.ip();
     node.ip_batch(&format!(
         "addr add 10.96.200.1/16 dev kube-ipvs0\naddr add fd00:10:96::c8/112 dev kube-ipvs0\n\
@@ -89,8 +90,8 @@ pub fn changes_of_other_programs_are_reverted(bed: &Testbed) -> Result<()> {
     // An entry that admits a range becomes an entry that excludes it.
     let set = "KUBE-LOAD-BALANCER-SOURCE-CIDR";
     let saved = tool(node, "ipset", &["save", set])?;
-    let range = saved.lines().find(|line| line.starts_with("add ")).context("no range is in the set")?;
-    let range = range.split(' ').nth(2).context("no range")?;
+    let range = saved.lines().find(|line| line.starts_with("add ")).context("the set has no entry")?;
+    let range = range.split(' ').nth(2).context("the entry of the set has no range")?;
     tool(node, "ipset", &["-exist", "add", set, range, "nomatch"])?;
     // Change the settings of a virtual server and its destinations, and add a destination.
     let server = server.to_string();
@@ -114,8 +115,8 @@ pub fn changes_of_other_programs_are_reverted(bed: &Testbed) -> Result<()> {
     )
 }
 
-/// The agent turns IPv6 on for its device: on a node where new devices have no IPv6, and when IPv6
-/// is turned off later.
+/// The agent turns IPv6 on for its device, both on a node where new devices have no IPv6, and after
+/// another program has turned IPv6 off.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn ipv6_is_turned_on_for_the_device(bed: &Testbed) -> Result<()> {

@@ -1,5 +1,5 @@
 //! Cases of mode ipvs: virtual servers, sets and the device in the kernel, and how the agent
-//! handles changes of other programs to them.
+//! handles changes that other programs make to these objects.
 
 mod device;
 mod meddling;
@@ -53,7 +53,7 @@ fn kernel(bed: &Testbed, node: &str) -> Result<Vec<String>> {
     let machine = bed.machines().machine(node)?;
     let mut lines: Vec<String> =
         tool(machine, "ipvsadm", &["-Sn"])?.lines().map(|line| format!("server {line}")).collect();
-    // The kernel chooses the number of buckets, so it is left out.
+    // The kernel chooses the number of buckets, so the comparison ignores this number.
     let without_buckets = |line: &str| {
         let words: Vec<&str> = line.split(' ').collect();
         let at = words.iter().position(|word| *word == "hashsize" || *word == "bucketsize");
@@ -89,9 +89,9 @@ fn difference(one: &[String], other: &[String]) -> Vec<String> {
     gone.chain(other.iter().filter(|line| !one.contains(line)).map(|line| format!("+ {line}"))).collect()
 }
 
-/// Longest wait until the agent has found a change that another program made. Some changes are
-/// found only by the full comparison, whose interval is chosen so that it takes one percent of a
-/// core.
+/// Longest wait until the agent has found a change that another program made. The agent finds some
+/// changes only with its full comparison. It chooses the interval so that comparisons take one
+/// percent of a core.
 const CHANGED_BY_HAND: Duration = Duration::from_secs(150);
 
 /// Waits until the state of a node's kernel equals `before`.
@@ -209,7 +209,7 @@ pub fn flushed_state_is_restored(bed: &Testbed) -> Result<()> {
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn foreign_state_and_cleanup(bed: &Testbed) -> Result<()> {
     let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
-    let own = crate::testbed::plan::address("node-a").context("node-a has addresses")?;
+    let own = crate::testbed::plan::address("node-a").context("the plan has no address for node-a")?;
     let servers = [
         format!("-A -t {}:22222 -s wlc", own.v4),
         format!("-a -t {}:22222 -r 198.18.5.1:80 -g -w 3", own.v4),
@@ -322,9 +322,9 @@ pub fn destinations_drain(bed: &Testbed) -> Result<()> {
         Ok(found.map(str::to_owned))
     };
     let rest: Vec<&str> = ["a1", "b1"].into_iter().filter(|pod| *pod != held.answer.server).collect();
-    ensure!(destination("u")?.is_some(), "UDP has no such destination");
+    ensure!(destination("u")?.is_some(), "the UDP virtual server has no destination on {server}");
     set_endpoints(bed, &rest)?;
-    ensure!(destination("u")?.is_none(), "the destination of UDP still exists");
+    ensure!(destination("u")?.is_none(), "the UDP destination still exists");
     let drains = || -> Result<()> {
         let line = destination("t")?.context("the destination is gone although it has a connection")?;
         ensure!(line.ends_with("-w 0"), "the destination still accepts connections: {line}");
@@ -424,7 +424,7 @@ fn ping(from: &Namespace, to: IpAddr) -> Result<()> {
         socket.send_to(&request, SocketAddr::new(to, 0)).context("sending a ping")?;
         let mut buffer = [0; 512];
         loop {
-            let length = socket.recv(&mut buffer).context("no answer")?;
+            let length = socket.recv(&mut buffer).context("the ping got no answer")?;
             let packet = buffer.get(if is_v4 { 20 } else { 0 }..length).unwrap_or_default();
             if packet.first() == Some(&answer) && packet.get(4..6) == Some(&ID) {
                 return Ok(());

@@ -24,7 +24,8 @@ use Via::{ClusterIp, LoadBalancerIp};
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
-    // Load the modules that iptables needs now, because none can be loaded later.
+    // Load the modules that iptables needs, because `WithoutModules` prevents the kernel from
+    // loading them later.
     let needed = [
         "xt_nat",
         "xt_sctp",
@@ -58,8 +59,8 @@ pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
 }
 
 /// An agent that cannot set kernel parameters, as in a container that is not privileged, uses
-/// iptables and reports the reason. If a run with `--init-only` has set the parameters before, the
-/// agent uses IPVS.
+/// iptables and reports the reason. If the agent's program has set the parameters before with
+/// `--init-only`, the agent uses IPVS.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn kernel_parameters_can_be_set_by_init_only(bed: &Testbed) -> Result<()> {
@@ -116,9 +117,9 @@ fn scheduler(bed: &Testbed, service: &str) -> Result<(String, usize)> {
     Ok((made.split(' ').next().unwrap_or_default().to_owned(), destinations))
 }
 
-/// Services ask for a scheduler whose module is missing. They get the cluster's scheduler, and the
-/// agent reports the missing module. When the module can be loaded again, they get the scheduler
-/// that they ask for.
+/// Services ask for a scheduler whose module is missing. These Services get the cluster's
+/// scheduler, and the agent reports the missing module. When the module can be loaded again, the
+/// Services get the scheduler that they ask for.
 ///
 /// Needs a running cluster with [`super::super::lifecycle::some_services`].
 pub fn a_missing_scheduler_is_replaced_until_its_module_loads(bed: &Testbed) -> Result<()> {
@@ -162,11 +163,14 @@ pub fn a_missing_scheduler_is_replaced_until_its_module_loads(bed: &Testbed) -> 
     ensure!(agent(bed, "node-a")?.rejections.is_empty(), "the agent rejects a service");
     expect_page(bed, "/metrics", "headgate_agent_degraded_modes 1")?;
     expect_page(bed, "/status", "modprobe ip_vs_mh")?;
-    let replica = format!("http://{}:{CONTROL_PORT}", plan::address(CONTROL).context("no control plane")?.v4);
+    let replica = format!(
+        "http://{}:{CONTROL_PORT}",
+        plan::address(CONTROL).context("the plan has no address for the control plane")?.v4
+    );
     let headgatectl = program("headgatectl")?;
     let headgatectl = headgatectl.to_str().context("the program's path is not UTF-8")?;
     let shown = tool(bed.machines().machine(CONTROL)?, headgatectl, &["--server", &replica, "agents"])?;
-    ensure!(shown.contains("modprobe ip_vs_mh"), "headgatectl does not show it:\n{shown}");
+    ensure!(shown.contains("modprobe ip_vs_mh"), "headgatectl does not show the missing module:\n{shown}");
 
     drop(modules);
     within(CHANGED_BY_HAND, || {
@@ -181,8 +185,9 @@ pub fn a_missing_scheduler_is_replaced_until_its_module_loads(bed: &Testbed) -> 
     answers()
 }
 
-/// iptables cannot match SCTP. In both modes the agent leaves out rules that match SCTP and reports
-/// this, and everything else works. When the module can be loaded again, SCTP works.
+/// iptables cannot match SCTP. In both modes the agent leaves out rules that match SCTP, and
+/// reports the missing module. All other rules work. When the module can be loaded again, SCTP
+/// works.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn rules_for_sctp_are_left_out_if_iptables_cannot_match_sctp(bed: &Testbed) -> Result<()> {
@@ -225,7 +230,7 @@ pub fn rules_for_sctp_are_left_out_if_iptables_cannot_match_sctp(bed: &Testbed) 
 
     super::restart(bed, &AgentSetup { backend: Some(Backend::IptablesLegacy), ..AgentSetup::default() })?;
     expect_degraded(&["modprobe xt_sctp", "ports of SCTP do not work"])?;
-    // The agent reports this before it has programmed everything.
+    // The agent reports the missing module before it has programmed everything.
     let without = bed.address("steady", ClusterIp, Family::V4, "sctp")?;
     eventually(|| {
         let outcome = bed.machines().ask("a3", &Request::new(Transport::Sctp, without).expecting_silence())?;
@@ -236,7 +241,7 @@ pub fn rules_for_sctp_are_left_out_if_iptables_cannot_match_sctp(bed: &Testbed) 
 
     drop(modules);
     within(CHANGED_BY_HAND, || expect_degraded(&[]))?;
-    // The agent reports this before it has programmed everything.
+    // The agent stops reporting the module before it has programmed everything.
     eventually(|| run(bed, &of_sctp))?;
     run(bed, &others)
 }

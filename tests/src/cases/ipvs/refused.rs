@@ -14,21 +14,21 @@ use Via::ClusterIp;
 
 /// The kernel rejects a destination whose address is a broadcast address of the node. The agent
 /// leaves the destination out and reports it, and programs everything else, also later changes. The
-/// agent tries the destination again with each change of its service and from time to time. It
-/// never does a full sync for this reason.
+/// agent tries the destination again with each change of its service and from time to time. The
+/// agent never does a full sync for this reason.
 ///
 /// Needs a running cluster with [`super::super::lifecycle::some_services`].
 pub fn a_rejected_destination_affects_no_other(bed: &Testbed) -> Result<()> {
     const V4: &[Family] = &[Family::V4];
     let node = bed.machines().machine("node-a")?;
     let refuse = |change: &str, pod: &str| -> Result<()> {
-        let address = plan::address(pod).with_context(|| format!("{pod} has addresses"))?.v4;
+        let address = plan::address(pod).with_context(|| format!("the plan has no address for {pod}"))?.v4;
         node.ip_batch(&format!("route {change} broadcast {address} dev eth0 table local\n"))
     };
     let full_syncs = || -> Result<String> {
         let page = tool(node, "curl", &["-sS", "--max-time", "10", "http://127.0.0.1:10249/metrics"])?;
         let is_full = |line: &&str| line.starts_with("headgate_agent_apply_duration_seconds_count{kind=\"full\"}");
-        Ok(page.lines().find(is_full).context("no such metric")?.to_owned())
+        Ok(page.lines().find(is_full).context("the page has no count of full syncs")?.to_owned())
     };
     let expect_reported = |refused: Option<&str>| {
         within(CHANGED_BY_HAND, || {
@@ -37,7 +37,7 @@ pub fn a_rejected_destination_affects_no_other(bed: &Testbed) -> Result<()> {
                 ensure!(reported == "[]", "the agent still reports {reported}");
                 return Ok(());
             };
-            let address = plan::address(pod).with_context(|| format!("{pod} has addresses"))?.v4;
+            let address = plan::address(pod).with_context(|| format!("the plan has no address for {pod}"))?.v4;
             let parts =
                 ["testbed/bad", &format!("{address}:"), "no unicast", "all of the service is programmed but this"];
             ensure!(parts.iter().all(|part| reported.contains(part)), "the agent reports {reported}");

@@ -16,7 +16,8 @@ use crate::testbed::{Family, Namespace, Testbed, plan};
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, NodePort};
 
-/// Sets as kube-proxy creates them, some with other types or options. Their entries are stale.
+/// Sets with the names that kube-proxy uses. Some sets have other types or options. All entries are
+/// stale.
 const SETS: &str = "\
 create KUBE-CLUSTER-IP hash:ip,port family inet hashsize 1024 maxelem 65536
 add KUBE-CLUSTER-IP 10.96.200.1,tcp:80
@@ -55,7 +56,7 @@ const RULES: &[&str] = &[
 fn restore_sets(node: &Namespace, lines: &str) -> Result<()> {
     node.run(|| {
         let mut ipset = Command::new("ipset").arg("restore").stdin(Stdio::piped()).spawn().context("running ipset")?;
-        ipset.stdin.take().context("ipset's input")?.write_all(lines.as_bytes())?;
+        ipset.stdin.take().context("ipset has no standard input")?.write_all(lines.as_bytes())?;
         let status = ipset.wait()?;
         ensure!(status.success(), "ipset restore: {status}");
         Ok(())
@@ -69,8 +70,8 @@ fn rule(bed: &Testbed, rule: &str) -> Result<()> {
 
 /// The agent takes over the state that kube-proxy left, also sets of other sizes, options or types.
 /// In the end the kernel's state is as on a new node. The agent cannot replace a set of another
-/// type while foreign rules refer to it. It reports the set, and replaces it when the rules are
-/// removed.
+/// type while foreign rules refer to it. The agent reports the set, and replaces it when the rules
+/// are removed.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {
@@ -99,7 +100,8 @@ pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {
     let steady = bed.address("steady", ClusterIp, Family::V4, "tcp")?;
     node.ip_batch(&format!("addr add {}/32 dev kube-ipvs0\n", steady.ip()))?;
     let [first, second] = ["a1", "b2"].map(|pod| plan::address(pod).map(|address| address.v4.to_string()));
-    let (first, second) = (first.context("a1's address")?, second.context("b2's address")?);
+    let (first, second) =
+        (first.context("the plan has no address for a1")?, second.context("the plan has no address for b2")?);
     for server in [
         "-A -t 10.96.200.1:80 -s rr".to_owned(),
         format!("-A -t {steady} -s wlc -p 300"),
