@@ -5,7 +5,7 @@ use std::{io, net::SocketAddr};
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpListener;
 
-/// How many connections may wait to be accepted.
+/// The maximum number of connections that wait to be accepted.
 const BACKLOG: i32 = 1024;
 
 /// Which families a socket at an IPv6 address serves.

@@ -1,8 +1,8 @@
-//! What rules depend on besides the shared state: how rules recognise local pods, and which
-//! addresses answer NodePorts.
+//! The inputs of the rules that are not part of the shared state: how rules recognise local pods,
+//! and which addresses answer NodePorts.
 //!
-//! Both are resolved from the settings, the agent's own Node and the addresses of the machine's
-//! interfaces, and resolved again whenever one of these may have changed.
+//! The agent computes these inputs from the settings, its own Node and the addresses of the
+//! machine's interfaces. It computes them again whenever one of these sources may have changed.
 
 use std::net::IpAddr;
 
@@ -25,21 +25,23 @@ pub struct NodeSettings {
 /// The resolved settings, for both families.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NodeInputs {
-    /// How IPv4 rules recognise local pods; `None` when they cannot.
+    /// How IPv4 rules recognise local pods. `None` when the rules cannot recognise local pods.
     pub detector_v4: Option<LocalDetector>,
-    /// How IPv6 rules recognise local pods; `None` when they cannot.
+    /// How IPv6 rules recognise local pods. `None` when the rules cannot recognise local pods.
     pub detector_v6: Option<LocalDetector>,
     /// IPv4 addresses that answer NodePorts and health-check node ports.
     pub node_ports_v4: NodePortAddresses,
     /// IPv6 addresses that answer NodePorts and health-check node ports.
     pub node_ports_v6: NodePortAddresses,
     /// Addresses of the machine's interfaces, sorted. Excludes the device that carries the
-    /// addresses of services in mode ipvs. Empty while nothing needs them.
+    /// addresses of services in mode ipvs. Empty if neither the settings nor the dataplane need
+    /// these addresses.
     pub interfaces: Vec<IpAddr>,
 }
 
 impl NodeInputs {
-    /// How rules of a family recognise local pods; `None` when they cannot.
+    /// How rules of a family recognise local pods. `None` when the rules cannot recognise local
+    /// pods.
     #[must_use]
     pub fn detector(&self, family: Family) -> Option<&LocalDetector> {
         match family {
@@ -69,13 +71,14 @@ impl NodeSettings {
         }
     }
 
-    /// True when the result depends on the Node.
+    /// True when the result of [`Self::resolve`] depends on the Node.
     #[must_use]
     pub fn needs_node(&self) -> bool {
         self.detect_local == DetectLocal::NodeCidr || self.node_ports == NodePortSelector::Primary
     }
 
-    /// True when the result depends on the addresses of the machine's interfaces.
+    /// True when the result of [`Self::resolve`] depends on the addresses of the machine's
+    /// interfaces.
     #[must_use]
     pub fn needs_interfaces(&self) -> bool {
         matches!(self.node_ports, NodePortSelector::Cidrs(_))
@@ -94,9 +97,9 @@ impl NodeSettings {
         }
     }
 
-    /// Settings that could not be resolved, one sentence for each setting and family. A family
-    /// without affected Services is left out, such as IPv6 in an IPv4 cluster. A setting that needs
-    /// the Node is left out until the Node is known.
+    /// Returns the settings that could not be resolved, as one sentence for each setting and
+    /// family. Families without affected Services are left out, for example IPv6 in an IPv4
+    /// cluster. A setting that needs the Node is left out until the Node is known.
     #[must_use]
     pub fn complaints(&self, is_node_known: bool, inputs: &NodeInputs, demand: &Demand) -> Vec<String> {
         let mut complaints = Vec::new();
@@ -106,7 +109,7 @@ impl NodeSettings {
                     Some(format!("clusterCIDR has no {family} range: add one"))
                 }
                 DetectLocal::NodeCidr if is_node_known => Some(format!(
-                    "detectLocalMode is NodeCIDR, and the Node has no {family} range among its podCIDRs: give it one, or choose another mode"
+                    "detectLocalMode is NodeCIDR, and the Node has no {family} range among its podCIDRs: add such a range to the Node, or choose another mode"
                 )),
                 _ => None,
             };
@@ -118,7 +121,7 @@ impl NodeSettings {
             let has_no_address = *inputs.node_ports(family) == NodePortAddresses::Only(vec![]);
             if has_no_address && demand.of(family).with_node_ports > 0 && (is_node_known || !self.needs_node()) {
                 complaints.push(format!(
-                    "nodePortAddresses selects no {family} address of this node, so no {family} NodePort answers: name a range that the node is in"
+                    "nodePortAddresses selects no {family} address of this node, so no {family} NodePort answers: add a range that contains an {family} address of the node"
                 ));
             }
         }
@@ -196,7 +199,7 @@ mod tests {
 
     // rows: 112
     #[test]
-    fn row_112_the_operators_address_comes_first_then_one_per_family_of_the_node() {
+    fn row_112_the_operators_address_takes_precedence_over_the_addresses_of_the_node() {
         let of_node = [ip("10.0.0.1"), ip("10.0.0.2"), ip("fd00::1")];
         assert_eq!(node_addresses(&of_node, None), [ip("10.0.0.1"), ip("fd00::1")]);
         assert_eq!(node_addresses(&of_node, Some(ip("192.0.2.1"))), [ip("192.0.2.1"), ip("fd00::1")]);
@@ -206,7 +209,7 @@ mod tests {
 
     // rows: 113
     #[test]
-    fn row_113_each_mode_gives_each_family_its_detector() {
+    fn row_113_each_mode_resolves_to_a_detector_for_each_family() {
         let resolve = |detect_local, node: Option<&Node>| {
             let inputs = NodeSettings { detect_local, ..NodeSettings::default() }.resolve(node, &[]);
             (inputs.detector_v4, inputs.detector_v6)
@@ -236,7 +239,7 @@ mod tests {
 
     // rows: 113
     #[test]
-    fn row_113_what_cannot_be_detected_is_said_of_families_that_have_services() {
+    fn row_113_unresolved_settings_are_reported_for_families_with_services() {
         let both = demand(&["10.96.0.1", "fd00::1"]);
         let complaints = |settings: &NodeSettings, node: Option<&Node>, demand: &Demand| {
             settings.complaints(node.is_some(), &settings.resolve(node, &[]), demand)
@@ -245,7 +248,7 @@ mod tests {
         let detect = |detect_local| NodeSettings { detect_local, ..NodeSettings::default() };
         let one = detect(DetectLocal::ClusterCidr(vec!["10.0.0.0/8".parse().unwrap()]));
         assert!(complaints(&one, None, &both)[0].starts_with("clusterCIDR has no IPv6 range"));
-        // A cluster without IPv6 lacks nothing.
+        // A cluster without IPv6 Services needs no IPv6 range.
         assert_eq!(complaints(&one, None, &demand(&["10.96.0.1"])), none);
         assert_eq!(complaints(&one, None, &Demand::default()), none);
         assert!(complaints(&one, None, &demand(&["fd00::1"]))[0].contains("has no IPv6 range"));
@@ -264,7 +267,7 @@ mod tests {
 
     // rows: 46, 47
     #[test]
-    fn row_47_ranges_select_among_interfaces_and_a_family_without_a_range_is_free() {
+    fn row_47_ranges_select_interface_addresses_and_do_not_restrict_the_other_family() {
         let interfaces = ["10.0.0.1", "127.0.0.1", "192.0.2.1", "::1", "fd00::1"].map(ip);
         let resolve = |cidrs: &[&str]| {
             let node_ports = NodePortSelector::Cidrs(cidrs.iter().map(|cidr| cidr.parse().unwrap()).collect());

@@ -1,7 +1,7 @@
 //! Packet counters that rules increment, over netlink (`linux/netfilter/nfnetlink_acct.h`).
 //!
 //! A counter is a named object of the network namespace. It outlives the rules that use it and the
-//! process that created it. The names are kube-proxy's.
+//! process that created it. kube-proxy uses the same names.
 
 use headgate_core::iptables::names::{INVALID_COUNTER, LOCALHOST_COUNTER};
 use headgate_netlink::{Connection, NetlinkError, attributes, netfilter};
@@ -21,7 +21,8 @@ const CREATE: u16 = libc::NLM_F_CREATE as u16 | libc::NLM_F_EXCL as u16;
 pub struct PacketCounts {
     /// Packets that were dropped because conntrack marked them INVALID.
     pub invalid_dropped: u64,
-    /// Connections accepted at NodePorts on 127.0.0.0/8: only the first packet counts.
+    /// Accepted connections to NodePorts on 127.0.0.0/8. Only the first packet of a connection is
+    /// counted.
     pub localhost_node_ports_accepted: u64,
 }
 
@@ -64,8 +65,8 @@ pub fn read() -> Result<PacketCounts, NetlinkError> {
 /// Removes the counters. Counters that rules still use stay.
 ///
 /// # Errors
-/// The kernel refuses a removal. It is no error if a counter is in use or does not exist, or if
-/// `nfnetlink_acct` is missing.
+/// The kernel refuses a removal. The function succeeds if a counter is in use or does not exist,
+/// and if `nfnetlink_acct` is missing.
 pub fn remove() -> Result<(), NetlinkError> {
     let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
     for name in [INVALID_COUNTER, LOCALHOST_COUNTER] {
@@ -76,7 +77,7 @@ pub fn remove() -> Result<(), NetlinkError> {
     Ok(())
 }
 
-/// Turns the kernel's refusal with this error code into success.
+/// Returns success if the kernel refused the request with this error code.
 fn allow(done: Result<(), NetlinkError>, code: i32) -> Result<(), NetlinkError> {
     match done {
         Err(error) if error.refusal_code() == Some(code) => Ok(()),

@@ -117,7 +117,7 @@ impl Files {
             let mut bytes = Vec::new();
             // Opening a pipe would block until another program writes to it.
             if !fs::metadata(file)?.is_file() {
-                return Err(io::Error::other("it is no ordinary file"));
+                return Err(io::Error::other("it is not an ordinary file"));
             }
             File::open(file)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
             Ok(bytes)

@@ -1,6 +1,6 @@
 //! Pages that every Kubernetes component serves on its metrics port: `/healthz` with the check
-//! `ping`, and `/metrics/slis` with the results of this check (KEP-3466). They show only that the
-//! process answers. [`super::health`] shows whether programming works.
+//! `ping`, and `/metrics/slis` with the results of this check (KEP-3466). These pages show only
+//! that the process answers. [`super::health`] shows whether programming works.
 
 use std::{fmt::Write as _, sync::Arc};
 

@@ -70,8 +70,9 @@ struct FamilyPage {
     healthy: bool,
 }
 
-/// Serves `/healthz`. It fails when programming is late. It also fails when load balancers should
-/// send no new connections to this node, because the node is going away or has no rules yet.
+/// Serves `/healthz`. The answer is 503 when programming is late. It is also 503 when load
+/// balancers should send no new connections to this node, because the node is going away or has no
+/// rules yet.
 async fn healthz(State(pages): State<HealthPages>) -> impl IntoResponse {
     let health = pages.backlog.health(pages.patience);
     let is_healthy = health.is_serving();
@@ -80,7 +81,7 @@ async fn healthz(State(pages): State<HealthPages>) -> impl IntoResponse {
     answer(code, page(health, is_healthy, Some(health.is_node_eligible)))
 }
 
-/// Serves `/livez`. It fails only when a restart of the agent may help.
+/// Serves `/livez`. The answer is 503 only when a restart of the agent may help.
 async fn livez(State(pages): State<HealthPages>) -> impl IntoResponse {
     let health = pages.backlog.health(pages.patience);
     let code = status(health.is_alive());
@@ -142,7 +143,7 @@ mod tests {
 
     // rows: 105
     #[test]
-    fn row_105_the_body_says_what_kube_proxys_says() {
+    fn row_105_the_body_has_the_fields_and_values_of_kube_proxy() {
         let synced_at = |second| Some(UNIX_EPOCH + Duration::from_secs(second));
         let (late, well) = (
             FamilyHealth { is_healthy: false, synced_at: synced_at(5) },

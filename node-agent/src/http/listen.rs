@@ -78,8 +78,8 @@ impl Server {
         Ok(())
     }
 
-    /// Serves until `shutdown`. If the address cannot be bound, it logs the error and retries,
-    /// because forwarding does not depend on the pages.
+    /// Serves until `shutdown`. If the address cannot be bound, logs the error and retries.
+    /// Forwarding does not depend on the pages.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30), Jitter::Full);
         loop {

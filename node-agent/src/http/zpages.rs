@@ -1,6 +1,6 @@
-//! `/statusz` and `/flagz` of Kubernetes components (KEP-4827, KEP-4828): text for people, whose
-//! format may change. The structured formats, which Kubernetes negotiates by `Accept`, are not
-//! supported. A client that accepts only these gets status 406.
+//! `/statusz` and `/flagz` of Kubernetes components (KEP-4827, KEP-4828): pages for people, in a
+//! text format that may change. The structured formats, which Kubernetes negotiates by `Accept`,
+//! are not supported. A client that accepts only structured formats gets status 406.
 
 use std::{
     sync::Arc,
@@ -23,7 +23,7 @@ use crate::settings::{Flags, Settings};
 
 const COMPONENT: &str = "headgate-node-agent";
 const WARNING: &str = "Warning: This endpoint is not meant to be machine parseable, has no formatting compatibility guarantees and is for debugging purposes only.";
-/// The kube-proxy release whose behaviour Headgate has.
+/// The release of kube-proxy whose behaviour Headgate reproduces.
 const EMULATED: &str = "1.36";
 /// The other pages on the port, which `/statusz` lists.
 const PATHS: &str = "/configz /flagz /healthz /metrics /proxyMode /status";

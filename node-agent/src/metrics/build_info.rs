@@ -27,7 +27,7 @@ struct Labels {
 
 /// Registers the metric.
 pub(super) fn register(registry: &mut MetricRegistry) {
-    // The names that Go uses.
+    // Go's names of architectures.
     let architecture = match ARCH {
         "x86_64" => "amd64",
         "aarch64" => "arm64",

@@ -116,7 +116,7 @@ mod tests {
     };
 
     #[test]
-    fn headgates_own_metrics_have_their_names_and_labels() {
+    fn headgates_own_metrics_are_served_with_their_names_and_labels() {
         let metrics = Metrics::default();
         metrics.session.stream_error("version_gap");
         metrics.session.resumed(ResumeMode::Digests);
@@ -165,7 +165,7 @@ mod tests {
 
     // rows: 109
     #[test]
-    fn row_109_kube_proxys_names_and_labels() {
+    fn row_109_metrics_have_kube_proxys_names_and_labels() {
         let metrics = Metrics::default();
         let table = TableStatistics { table: "nat", total: 9, last: 2 };
         let no_local = NoLocalEndpoints { internal: 1, external: 0 };
@@ -196,7 +196,7 @@ mod tests {
         }
         assert!(
             !text.contains("network_programming_duration_seconds_count{ip_family=\"IPv6\"}"),
-            "a trigger before the start of the process does not count"
+            "a change that was triggered before the start of the process is not counted"
         );
     }
 }

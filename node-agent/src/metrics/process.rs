@@ -1,6 +1,6 @@
-//! Metrics of the process, with the names that all Kubernetes components use. They are read from
-//! the operating system when metrics are requested. Child processes such as `iptables-restore` are
-//! not included.
+//! Metrics of the process, with the names that all Kubernetes components use. The values are read
+//! from the operating system when a client requests the metrics. Child processes such as
+//! `iptables-restore` are not included.
 
 use std::{
     fs,
@@ -76,7 +76,7 @@ impl ProcessMetrics {
             Err(error) => debug!(%error, "the memory of the process cannot be read"),
         }
         match fs::read_dir("/proc/self/fd") {
-            // One of the descriptors belongs to this listing.
+            // `read_dir` itself uses one of the listed descriptors.
             Ok(open) => {
                 self.open_fds.set((open.count() as u64).saturating_sub(1));
             }

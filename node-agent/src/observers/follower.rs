@@ -11,8 +11,8 @@ use tokio::sync::Notify;
 
 use super::{Observer, Scope};
 
-/// Services whose value changed, with the new value. `None` means that the service no longer has
-/// one.
+/// Services whose value changed, with the new value. `None` means that the service no longer has a
+/// value.
 pub type Changes<T> = BTreeMap<Arc<ServiceKey>, Option<T>>;
 
 /// Changes that the task has not received yet. Each service appears once, with its newest value.

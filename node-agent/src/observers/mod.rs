@@ -1,9 +1,9 @@
-//! Work that follows the rules: the cleanup of connection tracking, health-check node ports, and
-//! endpoint checks.
+//! Work that follows each change of the rules: the cleanup of connection tracking, health-check
+//! node ports, and endpoint checks.
 //!
 //! An observer reads the state while a step is planned, and acts once the rules of the step are in
-//! the kernel. It never delays programming: slow or fallible work runs in a separate thread or
-//! task, which retries by itself.
+//! the kernel. An observer never delays programming: slow or fallible work runs in a separate
+//! thread or task, which retries by itself.
 
 pub mod conntrack;
 pub mod endpoint_checks;
@@ -22,13 +22,13 @@ use crate::node_inputs::NodeInputs;
 /// The services that a step programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scope<'a> {
-    /// All services: the first sync, and repairs.
+    /// All services, as in the first sync and in repairs.
     All,
     /// Only these services.
     Services(&'a BTreeSet<Arc<ServiceKey>>),
 }
 
-/// Is called beside the dataplane, on the thread of the reconcile loop.
+/// Work that follows each change of the rules. The reconcile loop calls observers on its thread.
 pub trait Observer: Send {
     /// Is called when a step is planned. The caller holds the lock of the state, so this method
     /// must only compute. If the previous step failed, `scope` includes its services.
@@ -60,7 +60,7 @@ impl NodePorts {
     }
 }
 
-/// All addresses of the node answer NodePorts.
+/// By default, all addresses of the node answer NodePorts.
 impl Default for NodePorts {
     fn default() -> Self {
         Self(watch::channel(NodeInputs::default()).1)

@@ -43,7 +43,7 @@ impl Observer for Recorder {
 
 // rows: 85
 #[test]
-fn companions_act_once_the_rules_are_in_place_and_forget_no_failed_step() {
+fn observers_act_after_the_rules_are_in_place_and_failed_steps_are_included_later() {
     let (dataplane, control) = InMemoryDataplane::new();
     let shared = Arc::new(AgentState::new("node-1"));
     let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5), Jitter::Full);
@@ -58,7 +58,7 @@ fn companions_act_once_the_rules_are_in_place_and_forget_no_failed_step() {
     shared.apply(snapshot(1, vec![service("web", 80), service("db", 5432)]));
     assert_eq!(steps.recv_timeout(GUARD).unwrap(), (vec!["all".to_owned()], 1));
     // The first attempt fails. The second attempt is a full sync, so it includes the services of
-    // the first.
+    // the first attempt.
     control.hold(true);
     control.fail_next(DataplaneError::new(ErrorKind::Retry, "another process holds the lock"));
     shared.apply(update(2, vec![endpoint("web", 1, 8080)]));

@@ -47,7 +47,7 @@ pub fn configuration_page() -> String {
             row(&mut page, &[code(field.path), flags(field), value(field.kind), code(field.default), what.to_owned()]);
         }
     }
-    page.push_str("\n## kube-proxy's settings that have no effect\n\nA warning names a value other than the default.\n\n| field | flag | why |\n| --- | --- | --- |\n");
+    page.push_str("\n## kube-proxy's settings that have no effect\n\nThe agent logs a warning if the value of such a setting differs from the default.\n\n| field | flag | why |\n| --- | --- | --- |\n");
     for field in FIELDS {
         if let Meaning::Ignored(why) = field.meaning {
             row(&mut page, &[code(field.path), flags(field), why.to_owned()]);

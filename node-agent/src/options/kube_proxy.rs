@@ -14,9 +14,9 @@ const HEADING: &str = "Flags of kube-proxy";
 /// The flags of kube-proxy that were given.
 #[derive(Debug, Clone, Default)]
 pub struct KubeProxyFlags {
-    /// Their values.
+    /// The values of these flags.
     pub raw: Raw,
-    /// Their names with dashes, in the order of the table.
+    /// The names of these flags with dashes, in the order of the table.
     pub given: Vec<String>,
 }
 

@@ -29,7 +29,7 @@ use crate::{
 /// The options cannot be used. The message names the option and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum OptionsError {
-    /// The node's name is not given and the host has none, or the name is invalid.
+    /// The name of the node is invalid, or the host name cannot be read.
     #[error("--node-name: {0}; pass the Kubernetes name of this node")]
     NodeName(String),
     /// The URL of a control plane is invalid. The variant holds text instead of an
@@ -61,7 +61,8 @@ pub struct Configured {
     pub settings: Settings,
     /// The path and the text of the configuration file, if `--config` is given.
     pub file: Option<(PathBuf, String)>,
-    /// A warning that names all given settings without effect; `None` if there are none.
+    /// A warning that names all given settings without effect; `None` if all settings have an
+    /// effect.
     pub warning: Option<String>,
 }
 
@@ -167,14 +168,15 @@ pub struct Options {
     #[arg(long, value_name = "FILTER", default_value = "info", env = "HEADGATE_LOG")]
     pub log: String,
 
-    /// All flags with their values, whether given, from the environment, or defaults.
+    /// All flags with their values. A value comes from the command line, from the environment, or
+    /// from the default.
     #[arg(skip)]
     pub flags: Flags,
 }
 
 impl Options {
-    /// Parses the program's arguments; the first is the program's name. As in kube-proxy, flags may
-    /// be written with `_` in place of `-`.
+    /// Parses the program's arguments. The first argument is the program's name. As in kube-proxy,
+    /// flags may be written with `_` in place of `-`.
     ///
     /// # Errors
     /// The arguments are invalid or ask for help. Call [`clap::Error::exit`] to print the message.
@@ -298,8 +300,8 @@ fn flags(command: &clap::Command, matches: &ArgMatches) -> Flags {
     named.map(|(argument, flag)| (flag.to_owned(), value(argument, flag))).collect()
 }
 
-/// Parses the interval of health checks. The bounds equal those of the annotation; they protect
-/// nodes from too many checks.
+/// Parses the interval of health checks. The annotation of a Service has the same bounds. They
+/// protect nodes from too many checks.
 fn check_interval(text: &str) -> Result<Duration, String> {
     duration_up_to_1h(text, Duration::from_millis(500))
 }

@@ -26,7 +26,7 @@ fn refused(arguments: &[&str]) -> String {
 }
 
 #[test]
-fn unsupported_modes_are_refused_by_name() {
+fn unsupported_modes_are_rejected_and_the_error_names_the_mode() {
     let error = refused(&["--proxy-mode=nftables"]);
     assert!(error.contains("--proxy-mode: nftables is not supported; pass auto, iptables or ipvs"), "{error}");
     assert_eq!(settings(&["--proxy-mode=ipvs"]).mode, ProxyMode::Ipvs);
@@ -35,7 +35,7 @@ fn unsupported_modes_are_refused_by_name() {
 }
 
 #[test]
-fn a_control_plane_is_required_except_for_actions() {
+fn a_control_plane_is_required_except_for_flags_that_make_the_agent_exit() {
     assert!(parse(&[]).unwrap_err().contains("--control-plane"));
     assert!(parse(&["--cleanup"]).unwrap().cleanup);
     assert!(parse(&["--init-only"]).unwrap().init_only);
@@ -58,7 +58,7 @@ fn tls_files_that_are_missing_are_named() {
 }
 
 #[test]
-fn plaintext_needs_the_flag_and_an_address() {
+fn plaintext_needs_the_flag_and_an_allowed_ip_address() {
     let refused = |arguments: &[&str]| parse(arguments).unwrap().control_planes().unwrap_err().to_string();
     assert!(refused(&["--control-plane=http://127.0.0.1:1"]).contains("--insecure-loopback"));
     assert!(refused(&["--control-plane=http://10.0.0.1:1", "--insecure-loopback"]).contains("10.0.0.1"));
@@ -87,7 +87,7 @@ fn node_names_are_lower_case_dns_names() {
 }
 
 #[test]
-fn old_names_of_periods_keep_working() {
+fn old_names_of_the_sync_periods_are_accepted() {
     let settings = settings(&["--sync-period=1m0s", "--min-sync-period=250ms"]);
     assert_eq!((settings.sync_period, settings.min_sync_period), (Duration::from_secs(60), Duration::from_millis(250)));
     assert!(refused(&["--sync-period=0"]).contains("--iptables-sync-period: must be more than zero"));
@@ -190,7 +190,7 @@ fn flags_without_effect_are_accepted_and_named_in_one_warning() {
 }
 
 #[test]
-fn servers_can_be_turned_off_and_moved() {
+fn http_servers_can_be_switched_off_and_bound_to_other_addresses() {
     let moved = settings(&["--healthz-bind-address=", "--metrics-bind-address=127.0.0.1"]);
     assert_eq!(moved.healthz_bind_address, None);
     assert_eq!(moved.metrics_bind_address, Some("127.0.0.1:10249".parse().unwrap()));

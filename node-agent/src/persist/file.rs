@@ -57,7 +57,7 @@ struct Log {
     bytes: u64,
 }
 
-/// A state that becomes durable by [`StateFile::commit`], once the kernel has it.
+/// An encoded state. [`StateFile::commit`] makes it durable, once the kernel has this state.
 #[derive(Debug)]
 pub(super) enum Prepared {
     /// Bytes to append, and the checksum of their last record.
@@ -67,7 +67,7 @@ pub(super) enum Prepared {
 }
 
 impl Prepared {
-    /// The generation of the prepared state, as [`AgentState`] counts.
+    /// The generation of the prepared state, as [`AgentState`] counts generations.
     pub(super) fn generation(&self) -> u64 {
         match self {
             Self::Append { generation, .. } | Self::Full { generation, .. } => *generation,
@@ -97,8 +97,8 @@ impl StateFile {
     /// Reads the file. Returns `None` if it does not exist. If the file is intact and this agent
     /// gets the lock, later changes are appended to the file.
     pub(super) fn load(&mut self) -> Result<Option<Loaded>, LoadError> {
-        // The lock comes first: another agent could append to the file while this agent reads it.
-        // If there is no lock, the next write reports the reason.
+        // Take the lock before reading, because another agent could append to the file. If the lock
+        // cannot be taken, the next write reports the reason.
         let may_write = self.take_lock().is_ok();
         let loaded = load::read(&self.path(), &self.node_name)?;
         if let Some(Loaded { chain, base_bytes, valid_bytes, left_out: None, .. }) = &loaded
@@ -111,7 +111,7 @@ impl StateFile {
     }
 
     /// Takes the unsaved changes from the state and encodes them. If the file has to be replaced,
-    /// it writes the whole state to a temporary file instead.
+    /// writes the whole state to a temporary file instead.
     pub(super) fn prepare(&mut self, shared: &AgentState) -> Result<Prepared, SaveError> {
         self.take_lock()?;
         if let Some(log) = &self.log
@@ -131,9 +131,9 @@ impl StateFile {
         Ok(Prepared::Append { generation: unsaved.generation, bytes, chain })
     }
 
-    /// Writes the whole state to a temporary file. It locks the state for one service at a time.
-    /// The changes that arrive meanwhile follow at the end, so that the file holds one consistent
-    /// state.
+    /// Writes the whole state to a temporary file. Locks the state for one service at a time.
+    /// Changes that arrive during the write are added at the end, so that the file holds one
+    /// consistent state.
     fn write_full(&self, shared: &AgentState) -> Result<Prepared, SaveError> {
         let path = self.folder.join(TEMPORARY);
         let fail = |error| self.io_error(&path, error);
@@ -166,7 +166,7 @@ impl StateFile {
                 log.append(&bytes, chain).map_err(|error| self.io_error(&path, error))?;
                 log
             }
-            // The append was prepared for a log that was given up since.
+            // The bytes were prepared for a file to which nothing can be appended any more.
             (Prepared::Append { .. }, None) => return Err(SaveError::Overtaken),
             (Prepared::Full { file, chain, bytes, .. }, _) => {
                 fs::rename(&temporary, &path).map_err(|error| self.io_error(&temporary, error))?;
@@ -178,7 +178,7 @@ impl StateFile {
         Ok(self.log.insert(log).bytes)
     }
 
-    /// Drops what was prepared and removes the temporary file. The next write replaces the file.
+    /// Drops the prepared state and removes the temporary file. The next write replaces the file.
     pub(super) fn give_up(&mut self) {
         self.log = None;
         if self.lock.is_some() {
@@ -197,7 +197,7 @@ impl StateFile {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.folder).map_err(fail)?;
         // If the path is a named pipe, opening it would block until a reader opens it.
         if fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
-            return Err(fail(io::Error::other("it is no ordinary file")));
+            return Err(fail(io::Error::other("it is not an ordinary file")));
         }
         let open = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
         let file = open.map_err(fail)?;
@@ -240,8 +240,8 @@ fn write_unsaved(writer: &mut Writer<impl Write>, unsaved: &UnsavedChanges) -> i
     writer.record(Kind::Point, &unsaved.point.encode_to_vec())
 }
 
-/// Writes services with their current values. A service that has been removed meanwhile is among
-/// the unsaved changes, which follow.
+/// Writes services with their current values. If a service was removed in the meantime, the unsaved
+/// changes contain its removal. They are written afterwards.
 fn write_services(writer: &mut Writer<impl Write>, shared: &AgentState, keys: &[Arc<ServiceKey>]) -> io::Result<()> {
     let mut builder = ChangesBuilder::default();
     for key in keys {

@@ -17,8 +17,8 @@ use sha2::{Digest as _, Sha256};
 
 /// First bytes of the file.
 pub(super) const MAGIC: [u8; 8] = *b"HEADGATE";
-/// The version of the format. It grows with each incompatible change. Compatible changes of the
-/// protobuf messages in the payloads do not count.
+/// The version of the format. The number grows with each incompatible change. It does not change
+/// with compatible changes of the protobuf messages in the payloads.
 pub(super) const FORMAT_VERSION: u32 = 2;
 /// Maximum length of a payload. Writers begin a new record at a fraction of this length.
 pub(super) const MAX_PAYLOAD_BYTES: usize = 4 << 20;
@@ -45,12 +45,13 @@ impl Kind {
     }
 }
 
-/// Why the file, or a part of it, cannot be read. The texts continue a sentence about the file.
+/// Why the file, or a part of it, cannot be read. Each text continues a sentence that begins with
+/// the name of the file.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum FormatError {
     #[error("cannot be read: {0}")]
     Io(#[from] io::Error),
-    #[error("is no ordinary file")]
+    #[error("is not an ordinary file")]
     NoFile,
     #[error("is not a state file of Headgate")]
     Magic,

@@ -17,8 +17,8 @@ use headgate_proto::{Decoder, digests_from_wire, node_from_wire, v1};
 use super::format::{Chain, FormatError, Kind, Reader};
 use crate::state::held::{Held, Restored};
 
-/// Why a state file, or the end of one, is not used. The control plane then sends what is missing.
-/// The texts continue a sentence about the file.
+/// Why a state file, or a part at its end, is not used. The control plane later sends the missing
+/// resources. Each text continues a sentence that begins with the name of the file.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum LoadError {
     #[error(transparent)]
@@ -41,11 +41,11 @@ pub(super) struct Loaded {
     pub(super) base_bytes: u64,
     /// The end of the last intact point.
     pub(super) valid_bytes: u64,
-    /// Why the rest of the file is not used, if there is a rest.
+    /// Why the rest of the file is not used. `None` if the whole file is used.
     pub(super) left_out: Option<LoadError>,
 }
 
-/// Reads the file of a node. Returns `None` if it does not exist.
+/// Reads the file of a node. Returns `None` if the file does not exist.
 pub(super) fn read(path: &Path, node_name: &str) -> Result<Option<Loaded>, LoadError> {
     // If the path is a named pipe, opening it without O_NONBLOCK would wait for a writer.
     let file = match OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
@@ -86,8 +86,8 @@ pub(super) fn read_from(input: impl Read, node_name: &str) -> Result<Loaded, Loa
     }
 }
 
-/// Reads the records up to the first point. It applies changes at once, because there is no earlier
-/// state to keep if the point is missing.
+/// Reads the records up to the first point. Applies each change at once: if the point is missing,
+/// there is no earlier state that must be kept.
 fn read_base(reader: &mut Reader<impl Read>, decoder: &mut Decoder, node_name: &str) -> Result<Restored, LoadError> {
     let (mut state, mut node) = (State::default(), LoadedNode::default());
     loop {
@@ -175,8 +175,8 @@ fn decode<M: prost::Message + Default>(payload: &[u8]) -> Result<M, LoadError> {
 fn changes(decoder: &mut Decoder, payload: &[u8]) -> Result<Vec<Change>, LoadError> {
     let decoded = decoder.changes(decode(payload)?);
     let (changes, rejections) = decoded.map_err(|error| LoadError::Content(error.to_string()))?;
-    // Everything in the file was usable when it was written. The agent must not silently leave out
-    // what this version of the program cannot use.
+    // Every resource in the file was usable when it was written. If this version of the program
+    // cannot use a resource, it must not silently leave it out.
     rejections.into_iter().next().map_or(Ok(changes), |rejection| Err(unusable(&rejection)))
 }
 

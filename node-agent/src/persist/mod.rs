@@ -46,7 +46,7 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (O
             Some(loaded.restored)
         }
         Ok(None) => {
-            info!(path = %path.display(), "there is no last good state");
+            info!(path = %path.display(), "the folder has no state file");
             None
         }
         Err(error) => {
@@ -70,13 +70,15 @@ pub fn remove(folder: &Path) -> io::Result<()> {
     })
 }
 
-/// The state in the bytes of a file, if they are usable; for [`crate::fuzz`].
+/// Returns the state that the bytes of a file encode, or `None` if they are not usable. For
+/// [`crate::fuzz`].
 pub(crate) fn state_in(bytes: &[u8], node_name: &str) -> Option<headgate_core::State> {
     let loaded = load::read_from(bytes, node_name).ok()?;
     Some(loaded.restored.held.into_state())
 }
 
-/// Encodes a file of records, each with the number of its kind; for [`crate::fuzz`] and tests.
+/// Encodes a file that consists of `records`, each with the number of its kind. For [`crate::fuzz`]
+/// and tests.
 ///
 /// # Errors
 /// The number of a kind is unknown, or a payload is too long.
@@ -90,7 +92,7 @@ pub fn file_of(records: &[(u8, &[u8])]) -> io::Result<Vec<u8>> {
     Ok(writer.finish().0)
 }
 
-/// The records of a file, up to the first that is damaged.
+/// Returns the records of a file, up to the first damaged record.
 #[doc(hidden)]
 #[must_use]
 pub fn records_of(bytes: &[u8]) -> Vec<(u8, Vec<u8>)> {

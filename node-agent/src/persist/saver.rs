@@ -23,7 +23,7 @@ use crate::{
     state::AgentState,
 };
 
-/// Longest pause after a failed write.
+/// The longest pause after a failed write.
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 
 /// Keeps the file up to date with the state that the kernel has. Call [`Self::run`], and
@@ -31,9 +31,10 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 #[derive(Debug)]
 pub(crate) struct Saver {
     file: Arc<Mutex<StateFile>>,
-    /// A state that is ready to be written and not in the kernel yet.
+    /// A state that is encoded. It may not be in the kernel yet.
     prepared: Option<Prepared>,
-    /// The generation of the state on disk; `None` if there is none or it is unknown.
+    /// The generation of the state on disk. `None` if no state is on disk, or if its generation is
+    /// unknown.
     saved: Option<u64>,
     backoff: Backoff,
 }
@@ -58,7 +59,7 @@ impl SaverInputs {
 
 impl Saver {
     /// Creates a saver for a file that holds generation 0 of [`AgentState`] if `is_restored`, and
-    /// otherwise no usable state. It saves at most once per `interval`.
+    /// otherwise no usable state. The saver writes at most once per `interval`.
     pub(super) fn new(file: StateFile, is_restored: bool, interval: Duration) -> Self {
         let backoff = Backoff::new(interval, LONGEST_PAUSE.max(interval), Jitter::None);
         Self { file: Arc::new(Mutex::new(file)), prepared: None, saved: is_restored.then_some(0), backoff }
@@ -77,8 +78,8 @@ impl Saver {
             not_before = Instant::now() + interval;
             let outcome = match self.prepare(&inputs.state).await {
                 Ok(generation) => {
-                    // The prepared state may be newer than the state in the kernel, so this waits
-                    // until the kernel has it.
+                    // The prepared state may be newer than the state in the kernel. Wait until the
+                    // kernel has the prepared state.
                     let before = generation.checked_sub(1);
                     if shutdown.run_until_cancelled(inputs.programmed_after(before)).await != Some(true) {
                         return self;
@@ -93,8 +94,8 @@ impl Saver {
         }
     }
 
-    /// Saves the last state after the reconcile loop has ended. If the last attempt to program the
-    /// kernel failed, it saves nothing.
+    /// Saves the last state after the reconcile loop has ended. Saves nothing if the last attempt
+    /// to program the kernel failed.
     pub(crate) async fn save_last(mut self, inputs: &SaverInputs) {
         let progress = inputs.progress.borrow().clone();
         let has_news = progress.generation().is_some() && inputs.state.has_moved_since(self.saved);
@@ -146,7 +147,7 @@ impl Saver {
         metrics.errors.inc();
         let pause = self.backoff.next_pause();
         if self.backoff.attempts() == 1 {
-            warn!(%failure, pause_ms = pause.as_millis(), "the state cannot be saved; forwarding continues, but a restart while no control plane answers would begin with an older state or none");
+            warn!(%failure, pause_ms = pause.as_millis(), "the state cannot be saved; forwarding continues, but a restart while no control plane answers would begin with an older state or without a state");
         } else {
             debug!(%failure, pause_ms = pause.as_millis(), "the state still cannot be saved");
         }

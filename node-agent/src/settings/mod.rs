@@ -79,7 +79,7 @@ pub fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
     let read = || {
         // Opening a pipe would block until another process writes to it.
         if !std::fs::metadata(path)?.is_file() {
-            return Err(io::Error::other("it is no ordinary file"));
+            return Err(io::Error::other("it is not an ordinary file"));
         }
         std::fs::read_to_string(path)
     };

@@ -1,5 +1,5 @@
-//! Reads and writes the rules of one family: the rules of the iptables dataplane, or the rules
-//! beside the virtual servers of IPVS.
+//! Reads and writes the rules of one family: the rules of the iptables dataplane, or the iptables
+//! rules of the IPVS dataplane.
 
 use headgate_core::iptables::{ExistingTables, Jump, Ledger, Script, Table, names::CANARY};
 
@@ -30,8 +30,8 @@ impl Programs {
     }
 
     /// Runs a script, and returns the chains that could not be deleted. The kernel does not delete
-    /// a chain while a rule of somebody else jumps to it. Such a chain stays, empty, and everything
-    /// else is written.
+    /// a chain while a rule of somebody else jumps to it. Such a chain stays in the kernel, without
+    /// rules. Everything else is written.
     pub(in crate::dataplane) fn restore_leaving(&self, script: &Script) -> Result<Vec<Kept>, DataplaneError> {
         self.restore_leaving_by(script, &mut |script| self.restore(script))
     }
@@ -58,14 +58,16 @@ impl Programs {
         Ok(kept)
     }
 
-    /// Deletes as many chains as possible. Splits them into halves when the kernel refuses.
+    /// Deletes as many chains as possible. If the kernel refuses, splits the list into halves and
+    /// tries each half.
     fn delete_chains(&self, chains: &[(Table, String)], kept: &mut Vec<Kept>) {
         if chains.is_empty() {
             return;
         }
         let Err(error) = self.restore(&Script::deleting(chains)) else { return };
         if let [(table, name)] = chains {
-            // A script that failed at one table has already changed the tables before it.
+            // A script changes one table after the other. The script that failed may have deleted
+            // this chain before the failure.
             if let Ok(false) = self.has_chain(*table, name) {
                 return;
             }

@@ -1,5 +1,6 @@
 //! Leaves out SCTP ports if iptables cannot match SCTP on this machine, so that the other ports of
-//! services still work. The kernel may lack the module xt_sctp, or the program its SCTP extension.
+//! services still work. The reason may be that the kernel lacks the module xt_sctp, or that the
+//! program lacks its SCTP extension.
 
 use std::time::Instant;
 
@@ -30,7 +31,7 @@ impl Sctp {
         self.0.all().next().is_some()
     }
 
-    /// When to call [`Rules::retry_sctp`]; `None` if SCTP can be matched.
+    /// The time at which to call [`Rules::retry_sctp`]. `None` if SCTP can be matched.
     pub(in crate::dataplane) fn retry_at(&self) -> Option<Instant> {
         self.0.next_due()
     }
@@ -62,7 +63,7 @@ impl Rules {
     ///
     /// # Errors
     /// [`ErrorKind::NeedsFullSync`] if SCTP can be matched now: the full sync adds SCTP ports.
-    /// Other kinds if the trial failed.
+    /// Other kinds mean that the trial failed.
     pub(in crate::dataplane) fn retry_sctp(&mut self, now: Instant) -> Result<(), DataplaneError> {
         if self.sctp.0.due(now).is_empty() {
             return Ok(());
@@ -77,7 +78,7 @@ impl Rules {
     }
 
     /// The degradation to report if Services have SCTP ports and SCTP cannot be matched.
-    /// `until_then` says what does not work.
+    /// `until_then` is the part of the sentence that says what does not work.
     pub(in crate::dataplane) fn missing_sctp(&self, demand: &Demand, until_then: &str) -> Option<Degradation> {
         let is_asked_for = demand.of(self.programs.family()).with_sctp > 0;
         let remedy = "load the module xt_sctp (modprobe xt_sctp)";

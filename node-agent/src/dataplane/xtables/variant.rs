@@ -1,5 +1,5 @@
 //! Chooses the iptables variant that the node already uses. If the agent used the other variant,
-//! the kernel would evaluate the rules of both, in an undefined order.
+//! the kernel would evaluate the rules of both variants, in an undefined order.
 
 use headgate_core::{Family, iptables::Table};
 
@@ -11,8 +11,9 @@ use super::{
 /// Chains that the kubelet creates to show which variant the node's software uses (KEP-3178).
 const KUBELET_CHAINS: [&str; 2] = [":KUBE-IPTABLES-HINT", ":KUBE-KUBELET-CANARY"];
 
-/// Returns the variant to use. For `Auto`, this is the installed variant with the kubelet's chains,
-/// otherwise the one with more rules, otherwise nft.
+/// Returns the variant to use. For `Auto`, returns the installed variant with the kubelet's chains.
+/// If this does not decide, returns the variant with more rules. If both have the same number of
+/// rules, returns nft.
 ///
 /// # Errors
 /// [`ErrorKind::Unavailable`] when the programs of the variant are not installed.
@@ -82,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kubelets_chains_decide_and_otherwise_the_number_of_rules() {
+    fn the_variant_with_the_kubelets_chains_is_chosen_and_otherwise_the_variant_with_more_rules() {
         let used = |save: &str| {
             let mut used = Use::default();
             save.lines().for_each(|line| used.count(line));

@@ -2,9 +2,9 @@
 //! place.
 //!
 //! [`headgate_core::conntrack`] decides which flows are stale. This module lists flows over netlink
-//! with filters that the kernel evaluates, and deletes the stale ones. It does so in a separate
+//! with filters that the kernel evaluates, and deletes the stale ones. This work runs in a separate
 //! thread, so that a large table does not delay programming. A failed pass is repeated until it
-//! succeeds, and includes the changes that arrive meanwhile.
+//! succeeds. Each repetition includes the changes that arrived in the meantime.
 
 mod sweep;
 pub mod wire;
@@ -32,7 +32,7 @@ use crate::{
     observers::{NodePorts, Observer, Scope},
 };
 
-/// Metrics of the cleanup. The first two have the names and the meaning that kube-proxy gives them.
+/// Metrics of the cleanup. `duration` and `deleted` have kube-proxy's names and meanings.
 #[derive(Debug, Clone)]
 pub struct ConntrackMetrics {
     duration: Labelled<Labels<1>, Histogram>,
@@ -79,9 +79,8 @@ pub struct ConntrackCleaner {
 }
 
 impl ConntrackCleaner {
-    /// Starts the thread, which works in the network namespace of the caller. `node_ports` names
-    /// the addresses of the node that answer NodePorts, or says that all of them do. `interfaces`
-    /// are all of them.
+    /// Starts the thread, which works in the network namespace of the caller. `node_ports` provides
+    /// the addresses that answer NodePorts, and `interfaces` provides all addresses of the node.
     ///
     /// # Errors
     /// The operating system cannot start a thread.
@@ -127,15 +126,15 @@ struct Inbox {
 
 #[derive(Debug, Default)]
 struct InboxState {
-    // Rules that the thread has not received yet. After a failed pass, the thread merges them into
-    // the rules of that pass before the next attempt.
+    // Rules that the thread has not received yet. After a failed pass, the thread merges these
+    // rules into the rules of the failed pass before the next attempt.
     newer: Cleanup,
     stop: bool,
 }
 
 impl Worker {
-    /// Starts the thread. The thread calls `pass` for each cleanup, and repeats the call until it
-    /// succeeds.
+    /// Starts the thread. The thread calls `pass` for each cleanup, and repeats the call until the
+    /// pass succeeds.
     fn start(pass: impl FnMut(&Cleanup) -> Result<(), SweepError> + Send + 'static) -> io::Result<Self> {
         let inbox = Arc::new(Inbox::default());
         let inbox_of_thread = Arc::clone(&inbox);

@@ -19,8 +19,8 @@ use crate::observers::NodePorts;
 /// family once: in a table of a million entries, one filtered list takes a quarter to a third of
 /// the time of a complete list (bench `conntrack`).
 const FILTER_LIMIT: usize = 3;
-/// Attempts to get one list that the kernel does not interrupt. After the last attempt, the pass
-/// continues with the entries that it has read.
+/// Maximum number of attempts to get one list that the kernel does not interrupt. After the last
+/// attempt, the pass continues with the entries that it has read.
 const ATTEMPTS: u32 = 5;
 
 /// Why a pass was not finished.
@@ -37,7 +37,7 @@ pub enum SweepError {
     Kept {
         /// Number of entries that stay.
         count: u64,
-        /// The error for the last of them.
+        /// The error of the last entry that stays.
         last: Refusal,
     },
     /// The addresses of the node's interfaces are not known yet. Rules for NodePorts need them.
@@ -66,10 +66,10 @@ pub struct NodeAddresses {
 
 impl NodeAddresses {
     /// Selects the addresses if the cleanup has rules for NodePorts. Otherwise the result is empty.
-    /// `interfaces` are the addresses of the node's interfaces, or none while they are not known.
+    /// `interfaces` are the addresses of the node's interfaces, or `None` while they are not known.
     ///
     /// # Errors
-    /// [`SweepError::Addresses`] if all addresses are needed and not known.
+    /// [`SweepError::Addresses`] if all addresses are needed but not known.
     pub fn of(cleanup: &Cleanup, node_ports: &NodePorts, interfaces: Option<&[IpAddr]>) -> Result<Self, SweepError> {
         if !cleanup.needs_node_addresses() {
             return Ok(Self::default());
@@ -102,7 +102,7 @@ const LOCALHOST: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 /// Deletes the stale flows of a family, and adds to the counts in `swept`.
 ///
 /// # Errors
-/// Stale flows may be left. `swept` counts what was deleted. The caller should retry.
+/// Stale flows may be left. `swept` counts the deleted flows. The caller should retry.
 pub fn sweep(
     cleanup: &Cleanup,
     family: Family,
@@ -112,7 +112,7 @@ pub fn sweep(
     let of_family = |filter: &Filter| filter.family == family;
     let mut lists: Vec<Request> = Vec::new();
     for list in cleanup.filters(FILTER_LIMIT).iter().filter(|filter| of_family(filter)).map(wire::list) {
-        // Requests omit IPv6 addresses, so that several filters may give the same request.
+        // Requests omit IPv6 addresses, so several filters may produce the same request.
         if !lists.contains(&list) {
             lists.push(list);
         }
@@ -128,7 +128,7 @@ pub fn sweep(
     deletions.finish()
 }
 
-/// Deletes stale entries while it lists, so that memory stays bounded for any number of them.
+/// Deletes stale entries while it lists, so that memory stays bounded for any number of entries.
 fn list_and_delete(
     cleanup: &Cleanup,
     list: &Request,
@@ -144,7 +144,8 @@ fn list_and_delete(
                 let Some(entry) = (kind == wire::MESSAGE_NEW).then(|| Entry::parse(payload)).flatten() else { return };
                 swept.listed += 1;
                 let (original, answered_by) = (entry.original_destination, entry.reply_source);
-                // The kernel also lists entries that are not stale. Kernels before 5.8 list all.
+                // The kernel also lists entries that are not stale. Kernels before 5.8 list all
+                // entries.
                 if result.is_ok() && cleanup.is_stale(original, answered_by, |address| addresses.contains(address)) {
                     result = deletions.push(entry.delete(), swept);
                 }

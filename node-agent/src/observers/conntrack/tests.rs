@@ -73,7 +73,7 @@ fn a_failed_pass_is_repeated_with_the_changes_that_arrived_meanwhile() {
     answer.send(false).unwrap();
     assert_eq!(passes.recv_timeout(GUARD).unwrap(), [answered_by(2)]);
     answer.send(true).unwrap();
-    // The flows of endpoint 2 are cleaned and not searched again.
+    // The flows of endpoint 2 are deleted, so the next pass does not search for them.
     worker.hand_over(world.step([gone(3)]));
     assert_eq!(passes.recv_timeout(GUARD).unwrap(), [answered_by(3)]);
     answer.send(true).unwrap();

@@ -7,8 +7,8 @@ use headgate_core::{Family, conntrack::Filter};
 use headgate_netlink::{Request, attributes};
 
 const SUBSYSTEM: u16 = (libc::NFNL_SUBSYS_CTNETLINK as u16) << 8;
-/// `IPCTNL_MSG_CT_NEW`: the type of the messages in a list. As a request, it adds or changes an
-/// entry.
+/// `IPCTNL_MSG_CT_NEW`: the type of the messages in a list. A request of this type adds or changes
+/// an entry.
 pub const MESSAGE_NEW: u16 = SUBSYSTEM;
 const MESSAGE_GET: u16 = SUBSYSTEM | 1;
 const MESSAGE_DELETE: u16 = SUBSYSTEM | 2;
@@ -76,14 +76,14 @@ pub fn put_address(request: Request, kind: u16, address: IpAddr) -> Request {
     }
 }
 
-/// The request to list the entries that a filter admits.
+/// Returns the request to list the entries that match a filter.
 ///
-/// The kernel may list more entries, so the caller has to compare each of them again:
+/// The kernel may list more entries, so the caller must compare each entry with the filter:
 ///
 /// - Kernels before 5.8 do not filter.
-/// - The request omits IPv6 addresses. Kernels up to at least 6.18 list the entries whose address
-///   differs, because `ctnetlink_filter_match_tuple` reads the result of `ipv6_addr_cmp` the wrong
-///   way round.
+/// - The request omits IPv6 addresses. Kernels up to at least 6.18 compare IPv6 addresses wrongly:
+///   they list the entries whose address differs, because `ctnetlink_filter_match_tuple` inverts
+///   the result of `ipv6_addr_cmp`.
 #[must_use]
 pub fn list(filter: &Filter) -> Request {
     let family = filter.family;
@@ -118,7 +118,7 @@ pub fn list(filter: &Filter) -> Request {
         })
 }
 
-/// Adds one end of a UDP tuple to a request: the address and the port, each only if it is given.
+/// Adds one end of a UDP tuple to a request: the address and the port, if they are given.
 fn put_end(tuple: Request, address_kind: u16, address: Option<IpAddr>, port_kind: u16, port: Option<u16>) -> Request {
     let tuple = match address {
         Some(address) => tuple.nested(TUPLE_IP, |ip| put_address(ip, address_kind, address)),
@@ -133,8 +133,8 @@ fn put_end(tuple: Request, address_kind: u16, address: Option<IpAddr>, port_kind
     })
 }
 
-/// A UDP entry of a list. It borrows from the received message, because few entries are stale and
-/// most are dropped at once.
+/// A UDP entry of a list. The entry borrows from the received message, because most entries are not
+/// stale and are dropped at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry<'a> {
     /// The destination to which the client sends, before translation.
@@ -169,8 +169,8 @@ impl<'a> Entry<'a> {
         Some(Self { original_destination, reply_source, original_tuple, id: id?, zone, family })
     }
 
-    /// The request to delete this entry. It includes the ID of the entry, so that the kernel does
-    /// not delete a newer entry with an equal tuple.
+    /// Returns the request to delete this entry. The request includes the ID of the entry, so that
+    /// the kernel does not delete a newer entry with an equal tuple.
     #[must_use]
     pub fn delete(&self) -> Request {
         let request = Request::new(MESSAGE_DELETE, 0, &header(self.family))
@@ -185,7 +185,7 @@ impl<'a> Entry<'a> {
 }
 
 /// Adds one part of a tuple. `CTA_TUPLE_IP` and `CTA_TUPLE_PROTO` are nested attributes; the zone
-/// is not.
+/// is a plain attribute.
 fn put_nested(request: Request, (kind, value): (u16, &[u8])) -> Request {
     if kind == TUPLE_IP || kind == TUPLE_PROTOCOL {
         request.nested(kind, |part| attributes(value).fold(part, |part, (kind, value)| part.attribute(kind, value)))

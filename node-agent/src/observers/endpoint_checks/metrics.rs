@@ -45,7 +45,7 @@ impl EndpointCheckMetrics {
         self.checks.get_or_create(&[("result", result)]).inc();
     }
 
-    /// Sets the number of endpoints that are checked, and of those that fail.
+    /// Sets the number of endpoints that are checked, and the number of endpoints that fail.
     pub(crate) fn counted(&self, checked: usize, failing: usize) {
         self.checked.set(i64::try_from(checked).unwrap_or(i64::MAX));
         self.failing.set(i64::try_from(failing).unwrap_or(i64::MAX));

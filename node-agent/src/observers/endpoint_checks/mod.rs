@@ -58,14 +58,14 @@ pub struct Checker {
     shared: Arc<AgentState>,
     metrics: EndpointCheckMetrics,
     checks: Checks,
-    /// A copy of the failing endpoints in the node's facts. The checker locks the state only if
-    /// they change.
+    /// A copy of the failing endpoints in the node's facts. The checker locks the state only if the
+    /// failing endpoints change.
     reported: FailingEndpoints,
     started: Instant,
 }
 
 impl Checker {
-    /// Checks until `shutdown`.
+    /// Checks the endpoints until `shutdown`.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut running = JoinSet::new();
         loop {
@@ -165,8 +165,8 @@ async fn connect(check: Check) -> io::Result<()> {
     }
 }
 
-/// True if the check failed for a reason on this machine, such as a lack of file descriptors. The
-/// error says nothing about the endpoint.
+/// True if the check failed for a reason on this machine, such as a lack of file descriptors. Such
+/// an error says nothing about the endpoint.
 fn is_local_error(error: &io::Error) -> bool {
     let local = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM, libc::EADDRNOTAVAIL, libc::EAFNOSUPPORT];
     error.raw_os_error().is_some_and(|code| local.contains(&code))

@@ -6,9 +6,9 @@ use headgate_core::{
     Family, NodeFacts, Protocol, ServiceKey, State, endpoint_health::ServiceTargets, view::views_of_all_endpoints,
 };
 
-/// The endpoints of a service that this node has to check: the TCP endpoints that it may use.
-/// `None` if the service has no checks or no such endpoints. The cost depends on the size of this
-/// service only.
+/// The endpoints of a service that this node has to check: the TCP endpoints that the node may use.
+/// `None` if the service has no checks or no such endpoints. The cost depends only on the size of
+/// this service.
 pub(super) fn targets(state: &State, key: &Arc<ServiceKey>, node: &NodeFacts) -> Option<ServiceTargets> {
     let service = state.entry(key)?.service().filter(|service| service.is_checked_by_tcp())?;
     let views = Family::BOTH.into_iter().flat_map(|family| views_of_all_endpoints(state, key, family, node));
@@ -68,7 +68,7 @@ mod tests {
         let all = texts(&["10.244.1.1:8080", "10.244.2.1:8080", "10.244.2.2:8080", "[fd00:1::1]:8080"]);
         assert_eq!(targets_of(service("tcp")), Some(ServiceTargets { interval_ms: None, addresses: all }));
         assert_eq!(targets_of(service("")), None);
-        assert_eq!(targets_of(service("http")), None, "an unknown kind of check");
+        assert_eq!(targets_of(service("http")), None, "an unknown kind of check is ignored");
         let mut local = service("tcp");
         (local.internal_traffic_policy, local.health_check_interval_ms) = (TrafficPolicy::Local, 700);
         assert_eq!(

@@ -106,8 +106,8 @@ async fn endpoints_that_refuse_connections_fail_until_they_accept_again() {
 
     let second = listen(&second.1.to_string());
     world.expect(&[]).await;
-    // All endpoints fail, and the facts name all of them. The endpoint choice decides which
-    // endpoints are used then.
+    // All endpoints fail, and the node's facts contain all of them. `headgate_core` decides which
+    // endpoints are used in this case.
     drop((first, second, third));
     world.expect(&addresses).await;
     assert_eq!(world.metrics.failing(), 3);

@@ -1,7 +1,7 @@
 //! Health-check node ports (`spec.healthCheckNodePort`): an external load balancer asks each node
 //! at this port whether the node has local endpoints for a Service.
 //!
-//! [`headgate_core::health_check_port`] decides what the answer is. Ports open and close after the
+//! [`headgate_core::health_check_port`] decides what a port answers. Ports open and close after the
 //! rules are in place. If a port cannot be bound, the server retries and continues with the other
 //! ports.
 
@@ -44,7 +44,8 @@ pub type HealthCheckPorts = Follower<HealthCheckPort>;
 
 /// Returns the observer, and the server. The caller runs the server on the async runtime.
 ///
-/// `is_healthy` says whether the proxy as a whole works. If it does not, every port answers 503.
+/// `is_healthy` says whether the proxy as a whole works. If the proxy does not work, every port
+/// answers 503.
 #[must_use]
 pub fn new(metrics: HealthCheckMetrics, node_ports: NodePorts, is_healthy: IsHealthy) -> (HealthCheckPorts, Server) {
     let (ports, mailbox) = Follower::new(|state, key, node| health_check_port(state, key, node));

@@ -45,7 +45,7 @@ impl fmt::Debug for IsHealthy {
 /// The header with the number of local endpoints. Load balancers may use it as the node's weight.
 const WEIGHT_HEADER: &str = "x-load-balancing-endpoint-weight";
 /// Maximum number of open connections per socket. Further connections wait. Load balancers open
-/// only a few.
+/// only a few connections.
 const MAX_CONNECTIONS: usize = 128;
 /// Maximum time to receive a request, and maximum idle time between two requests.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);

@@ -88,15 +88,15 @@ impl Server {
     }
 
     /// Opens and closes the sockets of these services and of services with failed sockets. If the
-    /// node's addresses changed, it does so for all services. It closes sockets before it opens
-    /// others, so that one service can get a port that another service had.
+    /// node's addresses changed, updates the sockets of all services. Closes the unwanted sockets
+    /// before it opens new ones, so that one service can get a port that another service had.
     async fn update_sockets(&mut self, mut keys: BTreeSet<Arc<ServiceKey>>) {
         let addresses = Family::BOTH.map(|family| self.node_ports.of(family));
         if addresses != self.addresses {
             self.addresses = addresses;
             keys.extend(self.wanted.keys().cloned());
         }
-        // The port may be free by now.
+        // Try again to open the sockets that failed: their ports may be free now.
         keys.extend(self.failed.keys().map(|(key, _)| Arc::clone(key)));
         for key in &keys {
             let wanted = self.sockets(key);
@@ -145,7 +145,7 @@ impl Server {
                     warn!(
                         service = %key, %address, error,
                         "cannot listen at the service's healthCheckNodePort, so load balancers consider this node unhealthy; \
-                         the agent tries again. Free the port, or give the service another one"
+                         the agent tries again. Free the port, or give the service another healthCheckNodePort"
                     );
                 }
             }

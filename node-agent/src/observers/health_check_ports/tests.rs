@@ -124,7 +124,7 @@ async fn answers(port: u16, name: &'static str, status: &'static str, endpoints:
 
 // rows: 67
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn answers_follow_endpoints_and_health() {
+async fn answers_contain_the_local_endpoints_and_the_health_of_the_proxy() {
     let (mut world, reserved) = (World::start(), ReservedPort::reserve().unwrap());
     let port = reserved.number();
     world.step([service("web", port)]);
@@ -137,13 +137,13 @@ async fn answers_follow_endpoints_and_health() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_service_can_get_the_port_that_another_service_leaves_in_the_same_step() {
+async fn a_service_can_get_the_port_that_another_service_releases_in_the_same_step() {
     let (mut world, reserved) = (World::start(), [ReservedPort::reserve().unwrap(), ReservedPort::reserve().unwrap()]);
     let [first, second] = reserved.each_ref().map(ReservedPort::number);
     world.step([service("web", first)]);
     answers(first, "web", "503", 0).await;
-    // In one step, "web" moves to another port and "api" gets the port that "web" had. "api" comes
-    // first in the order of names.
+    // In one step, "web" moves to another port and "api" gets the port that "web" had. The server
+    // processes "api" before "web".
     world.step([service("web", second), service("api", first)]);
     answers(first, "api", "503", 0).await;
     answers(second, "web", "503", 0).await;

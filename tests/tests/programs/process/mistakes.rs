@@ -127,14 +127,14 @@ fn a_pipe_in_place_of_a_file_is_reported_and_blocks_no_program() {
     rig.until_programmed();
     eventually("the agent logs why it cannot save its state", || {
         let log = agent.log();
-        let is_logged = log.contains("the state cannot be saved") && log.contains("lock: it is no ordinary file");
+        let is_logged = log.contains("the state cannot be saved") && log.contains("lock: it is not an ordinary file");
         if is_logged { Ok(()) } else { Err(log) }
     });
     assert!(agent.terminate().0.success());
 
     let (status, log) =
         rig.run_agent(&["--control-plane=http://127.0.0.1:7443", "--insecure-loopback", &format!("--config={pipe}")]);
-    assert!(!status.success() && log.contains(&format!("--config {pipe}: it is no ordinary file")), "{log}");
+    assert!(!status.success() && log.contains(&format!("--config {pipe}: it is not an ordinary file")), "{log}");
 
     let files: Vec<String> = ["cert", "key", "ca"].iter().map(|file| format!("--tls-{file}={pipe}")).collect();
     let mut arguments = vec!["--control-plane=https://127.0.0.1:7444"];
@@ -142,14 +142,14 @@ fn a_pipe_in_place_of_a_file_is_reported_and_blocks_no_program() {
     let agent = rig.agent(&arguments);
     eventually("the agent names the file", || {
         let log = agent.log();
-        let is_logged = log.contains(&format!("--tls-cert {pipe}: cannot read it: it is no ordinary file"));
+        let is_logged = log.contains(&format!("--tls-cert {pipe}: cannot read it: it is not an ordinary file"));
         if is_logged { Ok(()) } else { Err(log) }
     });
     assert!(agent.terminate().0.success());
 
     let files: Vec<String> = ["cert", "key", "client-ca"].iter().map(|file| format!("--tls-{file}={pipe}")).collect();
     let (status, log) = rig.control_plane(&["--listen=127.0.0.1:7444", "--metrics-listen=127.0.0.1:0"], &files).ended();
-    assert!(!status.success() && log.contains("it is no ordinary file"), "{log}");
+    assert!(!status.success() && log.contains("it is not an ordinary file"), "{log}");
 }
 
 #[test]
