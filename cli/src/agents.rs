@@ -141,7 +141,7 @@ fn is_up_to_date(agent: &AgentInfo) -> bool {
     !is_waiting_or_cut_off(agent) && !render::is_behind(agent)
 }
 
-/// Whether the agent waits for a replica, or its replica is cut off from its source.
+/// Whether the state of the agent is `waiting` or `cut_off`.
 fn is_waiting_or_cut_off(agent: &AgentInfo) -> bool {
     matches!(agent.state.as_str(), "waiting" | "cut_off")
 }

@@ -46,7 +46,7 @@ pub enum Failure {
     #[error("{0}")]
     TimedOut(String),
     /// Standard output cannot be written.
-    #[error("writing the answer: {0}")]
+    #[error("cannot write the answer: {0}")]
     Output(#[from] io::Error),
 }
 

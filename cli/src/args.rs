@@ -28,8 +28,9 @@ pub struct Args {
     /// The TLS options.
     #[command(flatten)]
     pub tls: TlsArgs,
-    /// Output format: tables, wide tables with more columns, or JSON for programs. JSON is one
-    /// array (status, wait: one object; watch: one object per line)
+    /// Output format: tables, wide tables with more columns, or JSON for programs. `status` and
+    /// `wait` print one JSON object, `watch` prints one object per line, other commands print an
+    /// array
     #[arg(short, long, global = true, value_enum, default_value_t = Output::Table)]
     pub output: Output,
     /// The command to run.
@@ -104,8 +105,8 @@ pub struct AgentsArgs {
     /// Only this node
     #[arg(long = "node", value_name = "NODE", conflicts_with = "node")]
     pub node_flag: Option<String>,
-    /// Only agents that lag by more than a second, wait for a replica, or are connected to a
-    /// replica that is cut off from its source
+    /// Only agents that lag by more than a second, that have not acknowledged anything yet, or
+    /// whose replica has not listed its source or is cut off from it
     #[arg(long)]
     pub behind: bool,
     /// Only agents that failed in their last attempt to program the kernel, or that reject
@@ -212,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn both_spellings_of_a_service_resolve() {
+    fn a_service_can_be_given_as_namespace_and_name_or_with_the_namespace_flag() {
         assert_eq!(resolve(None, None), pair("", ""));
         assert_eq!(resolve(None, Some("prod")), pair("prod", ""));
         assert_eq!(resolve(Some("web"), None), pair("default", "web"));

@@ -32,17 +32,20 @@ pub struct CertsArgs {
     /// added later
     #[arg(long, value_name = "FOLDER")]
     pub out: PathBuf,
-    /// Node that gets a certificate. Repeat, or separate by commas
+    /// Node that gets a certificate. Repeat the option for several nodes, or separate names by
+    /// commas
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     pub node: Vec<String>,
-    /// DNS name by which agents reach the control plane. Repeat, or separate by commas
+    /// DNS name by which agents reach the control plane. Repeat the option for several names, or
+    /// separate names by commas
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     pub server_name: Vec<String>,
-    /// IP address by which agents reach the control plane. Repeat, or separate by commas
+    /// IP address by which agents reach the control plane. Repeat the option for several addresses,
+    /// or separate addresses by commas
     #[arg(long, value_name = "ADDRESS", value_delimiter = ',')]
     pub server_ip: Vec<IpAddr>,
-    /// Name of a user with read access through headgatectl and grpcurl. Repeat, or separate by
-    /// commas
+    /// Name of a user with read access through headgatectl and grpcurl. Repeat the option for
+    /// several users, or separate names by commas
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     pub reader: Vec<String>,
     /// Validity of the certificates in days
@@ -56,7 +59,7 @@ pub struct CertsArgs {
 /// Why the command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CertsError {
-    /// The command line requests no certificate, or an impossible one.
+    /// The command line requests no certificate, or a certificate that cannot be created.
     #[error("{0}")]
     Usage(String),
     /// A file or the folder cannot be used.
@@ -81,7 +84,7 @@ struct Authority {
     certificate_pem: String,
     issuer: Issuer<'static, KeyPair>,
     not_after: SystemTime,
-    /// Whether the authority existed before.
+    /// Whether the authority already existed.
     is_kept: bool,
 }
 
@@ -108,7 +111,7 @@ pub fn make(args: &CertsArgs) -> Result<Made, CertsError> {
     let not_after = now + DAY * args.days;
     if not_after > authority.not_after {
         let problem = format!(
-            "this authority expires in {} days, before certificates for {} days would: pass fewer --days, or another --out for a new authority",
+            "this authority expires in {} days, but the certificates must be valid for {} days: pass fewer --days, or another --out for a new authority",
             authority.not_after.duration_since(now).unwrap_or_default().as_secs() / DAY.as_secs(),
             args.days
         );
@@ -163,7 +166,7 @@ fn check(args: &CertsArgs) -> Result<(), CertsError> {
             // In the folder of the nodes' files, `ca.crt` is the authority's certificate.
             if name == "ca" && option == "--node" {
                 return usage(
-                    "--node ca: its file ca.crt would replace the authority's; create it in another folder".to_owned(),
+                    "--node ca: the certificate ca.crt of this node would replace the certificate of the authority; create it in another folder".to_owned(),
                 );
             }
             if names[..i].contains(name) {
@@ -207,13 +210,13 @@ fn kept_authority(folder: &Folder, pem: String, key: &str, now: SystemTime) -> R
     let (_, parsed) = x509_parser::pem::parse_x509_pem(pem.as_bytes()).map_err(|error| no_certificate(&error))?;
     let parsed = parsed.parse_x509().map_err(|error| no_certificate(&error))?;
     if rcgen::PublicKeyData::der_bytes(&key) != parsed.public_key().subject_public_key.data.as_ref() {
-        let problem = format!("is not the key of {}; restore the right one, or pass another --out", ca_crt.display());
+        let problem = format!("is not the key of {}; restore the right key, or pass another --out", ca_crt.display());
         return Err(bad_file(&ca_key, problem));
     }
     let seconds = u64::try_from(parsed.validity().not_after.timestamp()).unwrap_or_default();
     let not_after = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
     if not_after <= now {
-        return Err(bad_file(&ca_crt, "this authority has expired: pass another --out for a new one"));
+        return Err(bad_file(&ca_crt, "this authority has expired: pass another --out for a new authority"));
     }
     let is_ca = parsed.basic_constraints().ok().flatten().is_some_and(|constraints| constraints.value.ca);
     if !is_ca {
@@ -362,7 +365,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_are_quoted_where_a_shell_needs_it() {
+    fn words_with_special_characters_are_quoted_for_the_shell() {
         assert_eq!(quoted("/tmp/certs-1"), "/tmp/certs-1");
         assert_eq!(quoted("/tmp/my certs"), "'/tmp/my certs'");
         assert_eq!(quoted("it's"), r"'it'\''s'");

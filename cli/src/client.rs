@@ -63,7 +63,7 @@ pub(crate) fn silent(server: &str) -> ConnectError {
     ConnectError::Unreachable {
         server: server.to_owned(),
         reason: format!("it accepts connections but has not answered within {} s", ANSWER_TIMEOUT.as_secs()),
-        advice: "The replica hangs or is overloaded: look at its log and its load. To ask only the other replicas, remove it from --server."
+        advice: "The replica hangs or is overloaded: look at its log and its load. To ask only the other replicas, remove this replica from --server."
             .to_owned(),
     }
 }
@@ -111,7 +111,7 @@ pub async fn replicas_of(server: &str, tls: &TlsArgs) -> Result<Vec<(String, Tls
 fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
     let usage = |text: String| ConnectError::Usage(text);
     let endpoint = Endpoint::from_shared(server.to_owned())
-        .map_err(|error| usage(format!("--server {server} is no URL ({error}): write https://HOST:7443")))?
+        .map_err(|error| usage(format!("--server {server} is not a valid URL ({error}): write https://HOST:7443")))?
         .connect_timeout(CONNECT_TIMEOUT)
         .timeout(ANSWER_TIMEOUT)
         .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
@@ -128,7 +128,7 @@ fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
             Ok(endpoint)
         }
         Some("http") => Err(usage(format!(
-            "--server {server} does not use TLS, but only loopback and test addresses work without it: \
+            "--server {server} does not use TLS, but only loopback and test addresses work without TLS: \
              write https:// and give --tls-ca, --tls-cert and --tls-key"
         ))),
         Some("https") => {
@@ -161,7 +161,7 @@ fn tls_config(tls: &TlsArgs) -> Result<ClientTlsConfig, ConnectError> {
             settings = settings.identity(Identity::from_pem(read("tls-cert", certificate)?, read("tls-key", key)?));
         }
         (None, None) => {}
-        _ => return Err(ConnectError::Usage("--tls-cert and --tls-key belong together: give both".to_owned())),
+        _ => return Err(ConnectError::Usage("--tls-cert and --tls-key belong together: give both options".to_owned())),
     }
     if let Some(name) = &tls.tls_server_name {
         settings = settings.domain_name(name);
@@ -169,7 +169,7 @@ fn tls_config(tls: &TlsArgs) -> Result<ClientTlsConfig, ConnectError> {
     Ok(settings)
 }
 
-/// Describes what the TLS files must contain, for errors that do not name the faulty one.
+/// Describes what the TLS files must contain, for errors that do not name the faulty file.
 fn files(tls: &TlsArgs) -> String {
     let path = |file: &Option<PathBuf>| {
         file.as_ref().map_or_else(|| "(not given)".to_owned(), |file| file.display().to_string())
@@ -184,7 +184,9 @@ fn read(option: &'static str, path: &Path) -> Result<Vec<u8>, ConnectError> {
     let failed = |reason: String| ConnectError::File { option, path: path.display().to_string(), reason };
     let content = std::fs::read(path).map_err(|error| failed(error.to_string()))?;
     if !content.windows(11).any(|window| window == b"-----BEGIN ") {
-        return Err(failed("it contains no PEM: expected a line like -----BEGIN CERTIFICATE-----".to_owned()));
+        return Err(failed(
+            "the file is not in PEM format: expected a line like -----BEGIN CERTIFICATE-----".to_owned(),
+        ));
     }
     Ok(content)
 }
@@ -197,7 +199,7 @@ fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
             "The server does not speak TLS: check the port. For a control plane without TLS, on a loopback or test address, use an http:// URL."
         }
         Some(io::ErrorKind::ConnectionRefused) => {
-            "No control plane listens there. Set its address with --server URL, or HEADGATE_SERVER in the environment."
+            "No control plane listens at this address. Set the address of a control plane with --server URL, or HEADGATE_SERVER in the environment."
         }
         Some(io::ErrorKind::TimedOut) => "The machine does not answer. Check the address, and firewalls on the path.",
         Some(io::ErrorKind::InvalidData) => {
@@ -219,10 +221,10 @@ pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<Conne
     if status.message().starts_with("grpc-status header missing") {
         return unreachable(
             "it speaks HTTP, but is not a control plane",
-            "Check the port of --server (or HEADGATE_SERVER): a control plane answers at its --listen address, and serves metrics at another.",
+            "Check the port of --server (or HEADGATE_SERVER): a control plane answers at its --listen address, and serves metrics at another address.",
         );
     }
-    // HTTP/2 reports a TLS alert as one of these codes. A replica rarely answers with them.
+    // HTTP/2 reports a TLS alert as one of these codes. A replica rarely answers with these codes.
     let is_broken = matches!(status.code(), Code::Internal | Code::Unknown | Code::Unavailable | Code::Cancelled);
     let uri: tonic::transport::Uri = server.parse().ok().filter(|_| is_broken)?;
     let is_plain = uri.scheme_str() == Some("http");
@@ -240,9 +242,10 @@ pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<Conne
 /// In TLS 1.3 a client learns only after its handshake that the server rejects its certificate.
 pub(crate) fn broken(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     let broken = causes(status).find(|cause| cause.is::<tonic::transport::Error>())?;
-    // The TLS alert with the reason is lost if the connection closes before it is read.
+    // The TLS alert with the reason is lost if the connection closes before the client reads the
+    // alert.
     let advice = if server.starts_with("https://") {
-        "The replica has stopped, or rejects the TLS handshake; its log says which. The certificate of --tls-cert and --tls-key must be \
+        "The replica has stopped, or rejects the TLS handshake; the log of the replica names the reason. The certificate of --tls-cert and --tls-key must be \
          valid now, have the extended key usage clientAuth, and be signed by an authority of the replica's --tls-client-ca."
     } else {
         "The connection broke: the replica may have stopped. Try again."
@@ -290,7 +293,7 @@ mod tests {
     const NO_TLS: TlsArgs = TlsArgs { tls_ca: None, tls_cert: None, tls_key: None, tls_server_name: None };
 
     #[test]
-    fn plain_text_is_for_loopback_and_test_addresses() {
+    fn connections_without_tls_are_allowed_only_to_loopback_and_test_addresses() {
         for host in ["localhost", "127.0.0.1", "127.8.9.1", "[::1]", "192.0.2.1", "198.51.100.7", "203.0.113.9"] {
             assert!(may_be_plain(host), "{host}");
         }
@@ -308,7 +311,7 @@ mod tests {
         assert!(refusal("http://10.0.0.1:7443").contains("write https:// and give --tls-ca"));
         assert!(refusal("https://10.0.0.1:7443").contains("--tls-ca"));
         assert!(refusal("ftp://10.0.0.1").contains("write https://HOST:7443"));
-        assert!(refusal("not a url").contains("is no URL"));
+        assert!(refusal("not a url").contains("is not a valid URL"));
         endpoint("http://[::1]:7443", &NO_TLS).unwrap();
     }
 

@@ -7,7 +7,7 @@ use headgate_proto::v1::{
 };
 use serde_json::{Value, json};
 
-/// A `ServiceInfo`.
+/// Converts a `ServiceInfo`.
 pub fn service(info: &ServiceInfo) -> Value {
     json!({
         "namespace": info.namespace,
@@ -36,7 +36,7 @@ fn port(info: &ServicePortInfo) -> Value {
     json!({ "name": info.name, "protocol": info.protocol, "port": info.port, "node_port": info.node_port })
 }
 
-/// An `EndpointInfo`.
+/// Converts an `EndpointInfo`.
 pub fn endpoint(info: &EndpointInfo) -> Value {
     json!({
         "namespace": info.namespace,
@@ -54,7 +54,7 @@ pub fn endpoint(info: &EndpointInfo) -> Value {
     })
 }
 
-/// An `AgentInfo`.
+/// Converts an `AgentInfo`.
 pub fn agent(info: &AgentInfo) -> Value {
     json!({
         "node": info.node,
@@ -79,7 +79,7 @@ pub fn agent(info: &AgentInfo) -> Value {
     })
 }
 
-/// A `GetStatusResponse`.
+/// Converts a `GetStatusResponse`.
 pub fn status(info: &GetStatusResponse) -> Value {
     json!({
         "replica": info.replica,
@@ -124,7 +124,7 @@ fn position(info: &SourcePosition) -> Value {
     json!({ "kind": info.kind().as_str_name(), "position": info.position })
 }
 
-/// A `WaitProgress`.
+/// Converts a `WaitProgress`.
 pub fn progress(info: &WaitProgress) -> Value {
     json!({
         "replica": info.replica,
@@ -153,7 +153,7 @@ fn problem(info: &Problem) -> Value {
     json!({ "object": info.object, "field": info.field, "message": info.message, "origin": info.origin })
 }
 
-/// A `WatchEvent`. Either `service` or `endpoint` is null.
+/// Converts a `WatchEvent`. Either `service` or `endpoint` is null.
 pub fn event(info: &WatchEvent) -> Value {
     json!({
         "version": info.version,

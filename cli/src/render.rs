@@ -92,7 +92,7 @@ fn table(headers: &[&str], rows: impl IntoIterator<Item = Vec<Cell>>, style: Sty
     table.trim_fmt() + "\n"
 }
 
-/// Adds a line below a table that needs attention.
+/// Adds a line of text below a table.
 fn note(output: &mut String, text: &str, tone: Tone, style: Style) {
     let _ = writeln!(output, "{}", paint(&plain(text), tone, style));
 }
@@ -101,8 +101,8 @@ fn paint(text: &str, tone: Tone, style: Style) -> String {
     if style.colour { format!("{}{text}\u{1b}[0m", tone.ansi()) } else { text.to_owned() }
 }
 
-/// Formats Services, one per row, with conflicts and problems below. Settings made by annotation
-/// have a column if at least one Service uses them.
+/// Formats Services, one per row, with conflicts and problems below the table. Settings made by
+/// annotation have a column if at least one Service uses them.
 pub fn services(services: &[ServiceInfo], style: Style) -> String {
     let mut headers =
         vec!["NAMESPACE", "NAME", "CLUSTER-IP", "EXTERNAL-IP", "PORTS", ">READY", "POLICY", "AFFINITY", ">VERSION"];
@@ -182,8 +182,8 @@ fn affinity(service: &ServiceInfo) -> String {
     }
 }
 
-/// Formats endpoints. Ports of an address that have the same state share a row. There is a service
-/// column if there are several Services.
+/// Formats endpoints. Ports of an address that have the same state share a row. The table has a
+/// SERVICE column if the endpoints belong to several Services.
 pub fn endpoints(endpoints: &[EndpointInfo], style: Style) -> String {
     let first = endpoints.first().map(|endpoint| (&endpoint.namespace, &endpoint.name));
     let several = endpoints.iter().any(|endpoint| Some((&endpoint.namespace, &endpoint.name)) != first);

@@ -128,7 +128,7 @@ impl<'a> Session<'a> {
             self.out.write_all(b"\n")?;
             self.out.flush()?;
         }
-        let message = "the replica ended the watch; start it again to continue".to_owned();
+        let message = "the replica ended the watch; run the command again to continue".to_owned();
         Err(Failure::Server { server: self.server.to_owned(), code: Code::Unavailable, message })
     }
 

@@ -17,7 +17,7 @@ pub fn duration(milliseconds: u64) -> String {
     }
 }
 
-/// Formats a duration given in microseconds: `850µs`, `12.3ms`. Longer ones are formatted like
+/// Formats a duration given in microseconds: `850µs`, `12.3ms`. Longer durations are formatted like
 /// [`duration`].
 pub fn microseconds(value: u64) -> String {
     match value {
@@ -35,7 +35,8 @@ pub fn time_of_day(unix_ms: u64) -> String {
     format!("{hours:02}:{minutes:02}:{seconds:02}.{:03}", of_day % 1000)
 }
 
-/// Parses a duration such as `90s`, `5m`, `1h` or `250ms`. It must be above 0 and at most a day.
+/// Parses a duration such as `90s`, `5m`, `1h` or `250ms`. The duration must be above 0 and at most
+/// a day.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let digits = text.find(|character: char| !character.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -73,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn durations_are_read_with_their_unit() {
+    fn durations_are_parsed_with_their_unit() {
         let seconds = |text| parse_duration(text).map(|duration| duration.as_secs_f64());
         assert_eq!((seconds("90s"), seconds("5m"), seconds("250ms")), (Ok(90.0), Ok(300.0), Ok(0.25)));
         for wrong in ["", "60", "s", "0s", "25h", "-1s", "1.5s", "99999999999999999999h"] {
@@ -82,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_moment_shows_its_time_of_day() {
+    fn a_time_is_formatted_as_time_of_day() {
         assert_eq!(time_of_day(0), "00:00:00.000");
         assert_eq!(time_of_day(86_400_000 + 33_221_250), "09:13:41.250");
     }

@@ -137,7 +137,7 @@ impl Report<'_> {
             let took = units::duration(self.took_ms);
             writeln!(out, "{}: {} {nodes} {verb} programmed it, {took}", self.what(), thousands(agents))?;
             for node in self.replicas.iter().flat_map(|progress| &progress.disconnected) {
-                writeln!(out, "  {}: disconnected meanwhile, not waited for", plain(node))?;
+                writeln!(out, "  {}: disconnected during the wait, so the command does not wait for it", plain(node))?;
             }
         }
         Ok(())
@@ -158,14 +158,17 @@ impl Report<'_> {
 
     /// Describes why the wait is not over. Problems of replicas come first.
     fn missing(&self) -> String {
-        let mut text = format!("{}: not everywhere after {}", self.what(), units::duration(ms(self.wait.timeout)));
+        let mut text =
+            format!("{}: not programmed on all nodes after {}", self.what(), units::duration(ms(self.wait.timeout)));
         for progress in self.replicas {
             let replica = plain(&progress.replica);
             let problem = match (progress.waiting_for.as_str(), self.wait.gone) {
                 ("source", _) if progress.source_state == "unlisted" => "its source has not been listed",
                 ("source", _) if progress.source_state == "cut_off" => "it is cut off from its source",
-                ("source", _) if progress.source_state == "following" => "its source is behind another replica's",
-                ("source", _) => "its source has not been listed, or is behind another replica's",
+                ("source", _) if progress.source_state == "following" => {
+                    "its source is behind the source of another replica"
+                }
+                ("source", _) => "its source has not been listed, or is behind the source of another replica",
                 ("service", false) => "it knows no such service",
                 ("endpoint", false) => "it knows no such endpoint of the service",
                 ("service", true) => "the service is still there",
@@ -176,7 +179,7 @@ impl Report<'_> {
         }
         let (agents, programmed) = (self.sum(|progress| progress.agents), self.sum(|progress| progress.programmed));
         if agents == 0 {
-            text.push_str("\n  no agents are connected (--allow-empty lets that pass)");
+            text.push_str("\n  no agents are connected (with --allow-empty the command succeeds without agents)");
         } else if self.replicas.iter().all(|progress| progress.version > 0) {
             let _ = write!(text, "\n  {} of {} nodes have programmed it", thousands(programmed), thousands(agents));
         }
@@ -185,8 +188,8 @@ impl Report<'_> {
         for (progress, laggard) in laggards.take(MAX_NAMED) {
             let (at, version) = (laggard.programmed_version, progress.version);
             let reason = match laggard.reason.as_str() {
-                "" if laggard.sent_version >= version => "it was sent, and there is no ACK yet",
-                "" => "not sent yet: the agent is waiting for this replica, or does not read",
+                "" if laggard.sent_version >= version => "the version was sent, and there is no ACK yet",
+                "" => "the version was not sent yet: the agent waits for this replica, or does not read its stream",
                 reason => reason,
             };
             let lag = units::duration(laggard.lag_ms);
@@ -202,10 +205,10 @@ impl Report<'_> {
         let unnamed = counted.map(|progress| progress.agents - progress.programmed.min(progress.agents)).sum::<u64>();
         let unnamed = unnamed.saturating_sub(named);
         if named > 0 && unnamed > 0 {
-            let _ = write!(text, "\n  and {} more: headgatectl agents --behind", thousands(unnamed));
+            let _ = write!(text, "\n  and {} more; `headgatectl agents --behind` lists them", thousands(unnamed));
         }
         for node in self.replicas.iter().flat_map(|progress| &progress.disconnected).take(MAX_NAMED) {
-            let _ = write!(text, "\n  {}: disconnected meanwhile", plain(node));
+            let _ = write!(text, "\n  {}: disconnected during the wait", plain(node));
         }
         text
     }

@@ -1,6 +1,6 @@
-//! IPVS on a kernel that rejects some objects of services. All other objects are programmed at any
-//! time, the ledger knows exactly which objects are missing, and a retry programs them as soon as
-//! the kernel accepts them.
+//! IPVS on a kernel that rejects some objects of services. All other objects are always programmed,
+//! the ledger knows exactly which objects are missing, and a retry programs them as soon as the
+//! kernel accepts them.
 #![allow(clippy::unwrap_used)]
 
 use std::{collections::BTreeSet, net::SocketAddr};
@@ -82,7 +82,7 @@ impl Rig {
         let rejections = &self.rejections;
         let rejected =
             self.kernel.apply_rejecting(plan, |op| rejections.iter().any(|rejection| rejection.rejects(op))).unwrap();
-        assert_eq!(self.ledger.record(plan.ops(), &rejected), [], "services want all rejected objects");
+        assert_eq!(self.ledger.record(plan.ops(), &rejected), [], "every rejected object must be wanted by a service");
         let existing = self.kernel.existing();
         assert!(self.ledger.matches(&existing));
         for (set, elements) in &existing.sets {
@@ -165,7 +165,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
     #[test]
-    fn other_objects_are_programmed_and_a_retry_programs_the_missing_ones(
+    fn other_objects_are_programmed_and_a_retry_programs_the_missing_objects(
         events in prop::collection::vec(any_event(5), 1..50),
         chunk in 1usize..8,
         rejections in any_rejections(),
@@ -187,7 +187,7 @@ proptest! {
                 rig.check();
             }
         }
-        // The first retry fails, the second one succeeds.
+        // The first retry fails, and the second retry succeeds.
         for is_rejecting in [true, false] {
             if !is_rejecting {
                 rig.rejections.clear();

@@ -55,7 +55,7 @@ impl Rig {
         Self { kernel, ledger: Ledger::new(config), state: State::default(), node: node(), now_ms: 0 }
     }
 
-    /// Runs a full plan. Returns false if it is empty.
+    /// Runs a full plan. Returns false if the plan is empty.
     fn full(&mut self) -> bool {
         let plan = self.ledger.full(&self.state, &self.node, &self.kernel.existing(), self.now_ms);
         self.kernel.apply(&plan).unwrap();
@@ -145,7 +145,7 @@ impl Rig {
     }
 
     /// Asserts that a server has a destination for new connections if and only if its service port
-    /// has endpoints, also when all of them fail health checks.
+    /// has endpoints, even if all endpoints fail health checks.
     fn check_new_connections_have_a_destination(&self) {
         for key in self.state.entries().map(|(key, _)| key) {
             for view in service_views(&self.state, key, self.ledger.config().family, &self.node) {
@@ -195,7 +195,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
     #[test]
-    fn replayed_split_and_squashed_changes_end_in_the_same_kernel(
+    fn replayed_split_and_squashed_changes_produce_the_same_kernel_objects(
         changes in prop::collection::vec(any_scheduled_event(8), 1..60),
         chunk in 1usize..10,
         restarts in any::<bool>(),

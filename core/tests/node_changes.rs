@@ -113,7 +113,7 @@ proptest! {
 
     // rows: 25, 26, 27, 29, 62
     #[test]
-    fn facts_of_the_node_may_change_at_any_time(
+    fn rules_match_the_last_facts_of_the_node_in_any_order_of_changes(
         events in prop::collection::vec(any_event(), 1..50),
         chunk in 1usize..8,
         layout in prop_oneof![Just(Layout::Classic), Just(Layout::Compact)],
@@ -127,7 +127,7 @@ proptest! {
         let wanted = at_once.rules();
 
         // The sequences are: the original order; events of the node first; events of the node last;
-        // only the last event of each subject; these in reverse order.
+        // only the last event of each subject; the same events in reverse order.
         let (of_node, others): (Vec<Event>, Vec<Event>) =
             events.iter().cloned().partition(|event| !matches!(event, Event::Change(_)));
         let squashed = last_of_each(&events, Event::subject);

@@ -100,7 +100,8 @@ impl Rig {
         self.ledger.matches(&ExistingTables::parse(&saves))
     }
 
-    /// Returns the last chain of Headgate in nat by name. It belongs to a service if there is one.
+    /// Returns the last chain of Headgate in nat by name. The chain belongs to a service if any
+    /// service exists.
     fn some_chain(&self) -> String {
         let save = self.kernel.save(Table::Nat);
         let mut names = save.lines().filter_map(|line| line.strip_prefix(":KUBE")?.split(' ').next());
@@ -118,7 +119,7 @@ proptest! {
 
     // rows of iptables: 19, 93, 98, 100
     #[test]
-    fn replayed_split_and_squashed_changes_end_in_the_same_rules(
+    fn replayed_split_and_squashed_changes_produce_the_same_rules(
         changes in prop::collection::vec(any_event(8), 1..60),
         chunk in 1usize..10,
         layout in prop_oneof![Just(Layout::Classic), Just(Layout::Compact)],
@@ -167,7 +168,7 @@ proptest! {
 
     // rows: 19, 98
     #[test]
-    fn what_changes_while_a_full_sync_is_written_is_right_after_the_next_step(
+    fn changes_during_the_writing_of_a_full_sync_are_programmed_by_the_next_step(
         earlier in prop::collection::vec(any_event(8), 0..30),
         changes in prop::collection::vec(any_event(8), 1..30),
         meanwhile in prop::collection::vec(any_event(8), 0..20),
@@ -196,8 +197,8 @@ proptest! {
         wanted.full();
         prop_assert_eq!(flat(&rig.rules()), flat(&wanted.rules()));
         prop_assert!(rig.is_intact());
-        // The next full script may divide the dispatch chains into other groups. Then nothing is
-        // left to do.
+        // The next full script may divide the dispatch chains into other groups. After that script,
+        // nothing is left to do.
         rig.full();
         prop_assert_eq!(flat(&rig.rules()), flat(&wanted.rules()));
         prop_assert_eq!(rig.full(), 0);
@@ -206,7 +207,7 @@ proptest! {
 
 // rows of iptables: 99
 #[test]
-fn crossing_the_dispatch_threshold_keeps_the_rules_right() {
+fn rules_are_correct_after_the_cluster_crosses_the_layout_threshold() {
     for removed in [0u16, 100, 144, 272, 399] {
         let service = |i: u16| {
             let [high, low] = i.to_be_bytes();

@@ -58,7 +58,7 @@ impl Rig {
         self.ledger.matches(&self.existing())
     }
 
-    /// Changes nat as another program.
+    /// Changes nat as another program would.
     fn change_by_hand(&mut self, rule: &str) {
         self.kernel.restore(&format!("*nat\n{rule}\nCOMMIT\n")).unwrap();
     }

@@ -11,8 +11,8 @@ use std::collections::HashMap;
 
 use headgate_netlink::{Connection, Request};
 
-/// `IPSET_PROTOCOL`: the protocol version that this crate uses if the kernel supports it. Version 6
-/// is the same for the requests used here.
+/// `IPSET_PROTOCOL`: the protocol version that this crate uses if the kernel supports it. The
+/// requests of this crate are the same in version 6.
 const PROTOCOL: u8 = 7;
 /// `IPSET_PROTOCOL_MIN`.
 const PROTOCOL_MIN: u8 = 6;
@@ -105,7 +105,8 @@ impl IpSets {
         Ok(Self { connection, protocol: most.min(PROTOCOL), revisions: HashMap::new() })
     }
 
-    /// The revision in which new sets of a type are created. The kernel is asked once per type.
+    /// The revision in which new sets of a type are created. The crate asks the kernel once per
+    /// type and family.
     ///
     /// # Errors
     /// [`IpSetError::MissingType`] if the kernel does not have the type.
@@ -136,19 +137,19 @@ impl IpSets {
         let set_type = wanted.set_type;
         let revision = self.revision(set_type, wanted.family)?;
         let request = wire::create(self.protocol, revision, wanted);
-        self.ask(request, || format!("making the set {} of type {set_type}", wanted.name), Some(set_type))
+        self.ask(request, || format!("creating the set {} of type {set_type}", wanted.name), Some(set_type))
     }
 
     /// Destroys a set with its entries.
     ///
     /// # Errors
-    /// [`IpSetError::Refused`] if a rule uses the set, or with `ENOENT` if it does not exist.
+    /// [`IpSetError::Refused`] if a rule uses the set, or with `ENOENT` if the set does not exist.
     pub fn destroy(&mut self, set: &str) -> Result<(), IpSetError> {
         self.ask(wire::destroy(self.protocol, set), || format!("destroying the set {set}"), None)
     }
 
     /// Atomically swaps the contents of two sets of the same type and family. Rules that use one of
-    /// the sets then match the entries of the other.
+    /// the sets then match the entries of the other set.
     ///
     /// # Errors
     /// [`IpSetError::Refused`] if a set does not exist, or if types or families differ.
@@ -170,18 +171,18 @@ impl IpSets {
         Ok(all_refused)
     }
 
-    /// The header of a set. None if no set has this name.
+    /// Returns the header of a set, or `None` if no set has this name.
     ///
     /// # Errors
-    /// The kernel does not list it. Retry if [`NetlinkError::is_transient`].
+    /// The kernel does not list the set. Retry if [`NetlinkError::is_transient`].
     pub fn header(&mut self, name: &str) -> Result<Option<Header>, IpSetError> {
         Ok(self.read_one(name, false)?.map(|set| set.header))
     }
 
-    /// A set with its entries. None if no set has this name.
+    /// Returns a set with its entries, or `None` if no set has this name.
     ///
     /// # Errors
-    /// The kernel does not list it. Retry if [`NetlinkError::is_transient`].
+    /// The kernel does not list the set. Retry if [`NetlinkError::is_transient`].
     pub fn set(&mut self, name: &str) -> Result<Option<Set>, IpSetError> {
         self.read_one(name, true)
     }

@@ -53,7 +53,7 @@ impl SetType {
         }
     }
 
-    /// The type with a name. None if this crate does not support it.
+    /// Returns the type with this name, or `None` if this crate does not support the type.
     #[must_use]
     pub fn of_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|set_type| set_type.name() == name)
@@ -98,7 +98,7 @@ pub struct Specification {
     pub name: String,
     /// The type of the set.
     pub set_type: SetType,
-    /// The family of the addresses. `bitmap:port` ignores it.
+    /// The family of the addresses. `bitmap:port` ignores the family.
     pub family: Family,
     /// Hash types: the initial number of buckets, rounded up to a power of two. None uses the
     /// kernel's default (1,024).
@@ -184,7 +184,7 @@ pub struct Entry {
 pub struct Header {
     /// The name.
     pub name: String,
-    /// The name of the type. It may be a type outside [`SetType`].
+    /// The name of the type. The type may be outside [`SetType`].
     pub type_name: String,
     /// The address family. None for sets without addresses.
     pub family: Option<Family>,
@@ -210,7 +210,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// Whether type and family are the same, so that the set can be swapped with the wanted one and
+    /// Whether type and family are the same, so that the set can be swapped with the wanted set and
     /// can hold the same entries.
     #[must_use]
     pub fn is_of_type(&self, wanted: &Specification) -> bool {
@@ -246,7 +246,7 @@ pub struct Set {
 pub enum Change {
     /// Adds an entry. If the entry exists, its comment is replaced.
     Add(String, Element),
-    /// Deletes an entry. A missing entry is no error.
+    /// Deletes an entry. A missing entry is not an error.
     Delete(String, Element),
 }
 

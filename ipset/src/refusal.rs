@@ -13,7 +13,7 @@ const TYPE_SPECIFIC: i32 = 4352;
 /// Texts for `enum ipset_errno`, starting at [`PRIVATE`].
 const NAMES: [&str; 19] = [
     "an error of ipset",
-    "the family or type of the entry differs from the set's, or the kernel uses another protocol version",
+    "the family or type of the entry differs from the family or type of the set, or the kernel uses another protocol version",
     "the kernel has no such set type: its module is missing",
     "the kernel has no room for another set",
     "the set is in use by a rule or a list, or being listed",
@@ -35,7 +35,7 @@ const NAMES: [&str; 19] = [
 
 /// Texts for the numbers from `IPSET_ERR_HASH_FULL` on.
 const OF_HASHES: [&str; 6] = [
-    "the set is full: it holds as many entries as it may (maxelem)",
+    "the set is full: it has the maximum number of entries (maxelem)",
     "the entry is null: an address or a prefix length of zero",
     "the protocol has no ports, or is unknown",
     "a protocol is missing",
@@ -50,13 +50,13 @@ fn numbered(code: i32, first: i32, names: &[&'static str]) -> Option<&'static st
     names.get(usize::try_from(code.checked_sub(first)?).ok()?).copied()
 }
 
-/// Describes a rejection in words. Type-specific numbers depend on `set_type`; without it, the text
-/// names both meanings.
+/// Describes a rejection in words. The meaning of type-specific numbers depends on `set_type`.
+/// Without a type, the text names both meanings.
 pub(crate) fn reason(refusal: &Refusal, set_type: Option<SetType>) -> String {
     let code = refusal.code;
     let general = match code {
         libc::ENOENT => Some("there is no such set"),
-        libc::EEXIST => Some("a set of that name exists"),
+        libc::EEXIST => Some("a set with this name exists"),
         libc::EPERM => Some("not permitted: CAP_NET_ADMIN is needed"),
         _ => None,
     };

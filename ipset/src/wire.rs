@@ -52,7 +52,7 @@ mod data {
     pub(super) const MAXELEM: u16 = 19;
     pub(super) const REFERENCES: u16 = 25;
     pub(super) const ELEMENTS: u16 = 24;
-    /// In set headers. In entries this number is [`IP2`].
+    /// The netmask in set headers. In entries, this number means [`IP2`].
     pub(super) const NETMASK: u16 = 20;
     pub(super) const IP2: u16 = 20;
     pub(super) const CIDR2: u16 = 21;

@@ -7,14 +7,15 @@ use crate::{Destination, Refusal, Service, ServiceId};
 /// One change of the kernel's IPVS configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Command {
-    /// Creates a virtual service. The kernel rejects it if the service exists.
+    /// Creates a virtual service. The kernel rejects the command if the service exists.
     AddService(Service),
     /// Changes the scheduler, persistence and flags of a virtual service. Its destinations and
     /// connections are kept.
     SetService(Service),
     /// Removes a virtual service and its destinations.
     RemoveService(ServiceId),
-    /// Adds a destination to a virtual service. The kernel rejects it if the destination exists.
+    /// Adds a destination to a virtual service. The kernel rejects the command if the destination
+    /// exists.
     AddDestination(ServiceId, Destination),
     /// Changes the weight, forwarding method and thresholds of a destination. Its connections are
     /// kept.
@@ -70,7 +71,7 @@ impl Command {
                 "this node does not route the address as a unicast address (see ip route get)"
             }
             (Self::AddDestination(..) | Self::SetDestination(..), libc::ERANGE) => {
-                "the weight is out of range, or the lower threshold is above the upper"
+                "the weight is out of range, or the lower threshold is above the upper threshold"
             }
             _ => return None,
         })

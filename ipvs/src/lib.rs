@@ -65,7 +65,7 @@ impl Ipvs {
     /// Sets the idle timeouts of connections. Zero keeps the current value.
     ///
     /// # Errors
-    /// The kernel rejects a timeout that is longer than it can count.
+    /// The kernel rejects a timeout that is longer than the kernel can represent.
     pub fn set_timeouts(&mut self, timeouts: &Timeouts) -> Result<(), IpvsError> {
         Ok(self.connection.ask(wire::set_timeouts(self.family, timeouts), |_, _| {})?)
     }
@@ -74,12 +74,12 @@ impl Ipvs {
     /// twice.
     ///
     /// # Errors
-    /// The kernel does not list them. Retry if [`NetlinkError::is_transient`].
+    /// The kernel does not return the list. Retry if [`NetlinkError::is_transient`].
     pub fn services(&mut self) -> Result<Vec<ServiceEntry>, IpvsError> {
         self.list(&wire::list_services(self.family), wire::service)
     }
 
-    /// One virtual service. None if it does not exist.
+    /// Returns a virtual service, or `None` if the service does not exist.
     ///
     /// # Errors
     /// The kernel rejects the query or does not answer.
@@ -90,11 +90,11 @@ impl Ipvs {
         }
     }
 
-    /// Lists all destinations of a virtual service, including those of weight 0. The list is empty
-    /// if the service does not exist.
+    /// Lists all destinations of a virtual service, including destinations of weight 0. The list is
+    /// empty if the service does not exist.
     ///
     /// # Errors
-    /// The kernel does not list them. Retry if [`NetlinkError::is_transient`].
+    /// The kernel does not return the list. Retry if [`NetlinkError::is_transient`].
     pub fn destinations(&mut self, id: ServiceId) -> Result<Vec<DestinationEntry>, IpvsError> {
         self.list(&wire::list_destinations(self.family, id), |payload| wire::destination(payload, id.family()))
     }

@@ -111,20 +111,21 @@ impl Netmask {
     }
 }
 
-/// Persistence: new connections of a client use the same destination as its earlier ones
+/// Persistence: new connections of a client use the same destination as its earlier connections
 /// (`IP_VS_SVC_F_PERSISTENT`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Persistence {
     /// How long persistence lasts after the client's last connection has ended, in seconds.
     pub timeout_seconds: u32,
-    /// The mask that groups client addresses into one client. Its family is that of the service.
+    /// The mask that groups client addresses into one client. Its family is the family of the
+    /// service.
     pub netmask: Netmask,
 }
 
 /// Flags whose meaning depends on the scheduler (`IP_VS_SVC_F_SCHED1` and `2`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct SchedulerFlags {
-    /// sh, mh: use another destination if the selected one has weight 0 or is overloaded
+    /// sh, mh: use another destination if the selected destination has weight 0 or is overloaded
     /// (`sh-fallback`, `mh-fallback`).
     pub fallback: bool,
     /// sh, mh: include the client's port in the hash (`sh-port`, `mh-port`).
@@ -181,7 +182,7 @@ pub enum Forwarding {
     Local,
     /// Through a tunnel (`IP_VS_CONN_F_TUNNEL`).
     Tunnel,
-    /// Unchanged, to the destination's link-layer address (`IP_VS_CONN_F_DROUTE`).
+    /// Without changes, to the destination's link-layer address (`IP_VS_CONN_F_DROUTE`).
     Direct,
     /// Another method, by its number.
     Other(u32),
@@ -190,18 +191,19 @@ pub enum Forwarding {
 /// A destination (real server) of a virtual service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Destination {
-    /// Address and port, which are the key within the service. The family differs from the
-    /// service's only in tunnels.
+    /// Address and port, which are the key within the service. The family differs from the family
+    /// of the service only with tunnels.
     pub address: SocketAddr,
     /// The forwarding method.
     pub forwarding: Forwarding,
     /// The relative share of new connections, at most 2³¹ − 1. A destination of weight 0 gets no
     /// new connections and keeps existing ones.
     pub weight: u32,
-    /// The number of connections at which the destination stops getting new ones. 0 means no limit.
+    /// The number of connections at which the destination stops getting new connections. 0 means no
+    /// limit.
     pub upper_threshold: u32,
     /// After the upper threshold was reached, the destination gets new connections again when it
-    /// has fewer than this many. 0 means three quarters of the upper threshold.
+    /// has fewer connections than this number. 0 means three quarters of the upper threshold.
     pub lower_threshold: u32,
 }
 

@@ -1,4 +1,4 @@
-//! Encoding of requests. Attribute numbers are those of `linux/ip_vs.h`, layouts those of
+//! Encoding of requests. Attribute numbers come from `linux/ip_vs.h`, and layouts from
 //! `net/netfilter/ipvs/ip_vs_ctl.c`.
 //!
 //! Ports and IPv4 netmasks are big-endian. All other numbers are in the machine's byte order.

@@ -5,12 +5,12 @@ use std::net::IpAddr;
 use super::Malformed;
 
 pub(super) const HEADER_BYTES: usize = 4;
-/// Masks the two flags in the upper bits of an attribute type.
+/// The mask that removes the two flags in the upper bits of an attribute type.
 const TYPE_MASK: u16 = 0x3fff;
 /// `NLA_F_NESTED`.
 pub(super) const NESTED: u16 = 0x8000;
-/// `NLA_F_NET_BYTEORDER`: the value is in network byte order. Add it to the attribute types of
-/// subsystems that require it, such as ipset.
+/// `NLA_F_NET_BYTEORDER`: the value is in network byte order. Add this flag to the attribute types
+/// of subsystems that require network byte order, such as ipset.
 pub const NET_BYTE_ORDER: u16 = 0x4000;
 
 pub(super) fn align(length: usize) -> usize {
@@ -74,7 +74,7 @@ fn array<const N: usize>(value: &[u8]) -> Result<[u8; N], Malformed> {
 /// Reads one byte.
 ///
 /// # Errors
-/// The value has another length.
+/// The value has the wrong length.
 pub fn read_u8(value: &[u8]) -> Result<u8, Malformed> {
     array(value).map(|[byte]| byte)
 }
@@ -82,7 +82,7 @@ pub fn read_u8(value: &[u8]) -> Result<u8, Malformed> {
 /// Reads 16 bits in the machine's byte order.
 ///
 /// # Errors
-/// The value has another length.
+/// The value has the wrong length.
 pub fn read_u16(value: &[u8]) -> Result<u16, Malformed> {
     array(value).map(u16::from_ne_bytes)
 }
@@ -90,7 +90,7 @@ pub fn read_u16(value: &[u8]) -> Result<u16, Malformed> {
 /// Reads 32 bits in the machine's byte order.
 ///
 /// # Errors
-/// The value has another length.
+/// The value has the wrong length.
 pub fn read_u32(value: &[u8]) -> Result<u32, Malformed> {
     array(value).map(u32::from_ne_bytes)
 }
@@ -98,7 +98,7 @@ pub fn read_u32(value: &[u8]) -> Result<u32, Malformed> {
 /// Reads a signed 32-bit number in the machine's byte order.
 ///
 /// # Errors
-/// The value has another length.
+/// The value has the wrong length.
 pub fn read_i32(value: &[u8]) -> Result<i32, Malformed> {
     array(value).map(i32::from_ne_bytes)
 }
@@ -106,7 +106,7 @@ pub fn read_i32(value: &[u8]) -> Result<i32, Malformed> {
 /// Reads 64 bits in the machine's byte order.
 ///
 /// # Errors
-/// The value has another length.
+/// The value has the wrong length.
 pub fn read_u64(value: &[u8]) -> Result<u64, Malformed> {
     array(value).map(u64::from_ne_bytes)
 }
@@ -114,7 +114,7 @@ pub fn read_u64(value: &[u8]) -> Result<u64, Malformed> {
 /// Reads 16 bits in network byte order.
 ///
 /// # Errors
-/// The value has another length.
+/// The value has the wrong length.
 pub fn read_be16(value: &[u8]) -> Result<u16, Malformed> {
     array(value).map(u16::from_be_bytes)
 }
@@ -122,7 +122,7 @@ pub fn read_be16(value: &[u8]) -> Result<u16, Malformed> {
 /// Reads 32 bits in network byte order.
 ///
 /// # Errors
-/// The value has another length.
+/// The value has the wrong length.
 pub fn read_be32(value: &[u8]) -> Result<u32, Malformed> {
     array(value).map(u32::from_be_bytes)
 }
@@ -130,7 +130,7 @@ pub fn read_be32(value: &[u8]) -> Result<u32, Malformed> {
 /// Reads an IPv4 address from 4 bytes or an IPv6 address from 16 bytes.
 ///
 /// # Errors
-/// The value has another length.
+/// The value has the wrong length.
 pub fn read_ip(value: &[u8]) -> Result<IpAddr, Malformed> {
     let of_v6 = || array::<16>(value).map(IpAddr::from);
     array::<4>(value)

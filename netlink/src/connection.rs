@@ -63,7 +63,7 @@ impl Connection {
     ///
     /// # Errors
     /// Messages already passed to `each` are valid. After an error the dump is incomplete and the
-    /// connection is unusable: open another one.
+    /// connection is unusable: open another connection.
     pub fn dump(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<Dumped, NetlinkError> {
         let sequence = self.reserve(1);
         self.socket.send(&request.finish(sequence)?).map_err(NetlinkError::Send)?;
@@ -87,12 +87,12 @@ impl Connection {
     }
 
     /// Requests a list, and repeats the request a limited number of times until no change of the
-    /// table interrupts it. `add` adds the payload of one message to the result. Each attempt
+    /// table interrupts the list. `add` adds the payload of one message to the result. Each attempt
     /// starts with an empty result.
     ///
     /// # Errors
-    /// Those of [`Connection::dump`], a malformed message that `add` reports, or `EINTR` if every
-    /// attempt was interrupted. A retry after `EINTR` may succeed.
+    /// The errors of [`Connection::dump`], a malformed message that `add` reports, or `EINTR` if
+    /// every attempt was interrupted. A retry after `EINTR` may succeed.
     pub fn list<L, E>(
         &mut self,
         request: &Request,
@@ -198,7 +198,7 @@ impl Connection {
     }
 
     /// Passes each rejection of sent requests to `refused`, with the index of the request. Ends
-    /// when the acknowledgement arrives or `refused` breaks.
+    /// when the acknowledgement arrives or `refused` returns `Break`.
     pub(super) fn collect_refusals(
         &mut self,
         sent: &Sent,
@@ -206,7 +206,8 @@ impl Connection {
     ) -> Result<(), NetlinkError> {
         let mut lost = false;
         loop {
-            // Answers that arrived before the overflow are still in the buffer after this error.
+            // Answers that arrived before the overflow are still in the receive buffer after
+            // `ENOBUFS`.
             let received = match if lost {
                 self.socket.receive_now(&mut self.buffer)
             } else {

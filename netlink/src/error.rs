@@ -11,8 +11,8 @@ pub enum NetlinkError {
     /// Sending failed.
     #[error("cannot send to netlink: {0}")]
     Send(#[source] io::Error),
-    /// Receiving failed: `ENOBUFS` if answers were lost, `EAGAIN` if no answer arrived within
-    /// seconds.
+    /// Receiving failed: `ENOBUFS` if answers were lost, `EAGAIN` if no answer arrived within the
+    /// timeout.
     #[error("cannot receive from netlink: {0}")]
     Receive(#[source] io::Error),
     /// The kernel rejected the request.

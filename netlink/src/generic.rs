@@ -26,7 +26,7 @@ pub struct Family {
 
 impl Family {
     /// Looks up a family by name on a connection of [`libc::NETLINK_GENERIC`]. The kernel loads the
-    /// family's module if it can.
+    /// family's module if the module is available.
     ///
     /// # Errors
     /// [`NetlinkError::Kernel`] with `ENOENT` if the family does not exist and no module provides

@@ -42,13 +42,13 @@ impl Listener {
     /// Subscribes to multicast groups of a netlink protocol in the calling thread's network
     /// namespace, for example group 7 (`NFNLGRP_NFTABLES`) of [`libc::NETLINK_NETFILTER`].
     ///
-    /// Notifications that are not read yet fill the receive buffer. The kernel doubles its size to
-    /// account for its own overhead. A size above `net.core.rmem_max` needs `CAP_NET_ADMIN`.
-    /// Without this capability the limit applies.
+    /// Notifications that are not read yet fill the receive buffer. The kernel doubles the size of
+    /// the buffer to account for its own overhead. A size above `net.core.rmem_max` needs
+    /// `CAP_NET_ADMIN`. Without this capability the limit applies.
     ///
     /// # Errors
-    /// The kernel creates no socket, or does not let it join a group. Groups of netfilter need
-    /// `CAP_NET_ADMIN`.
+    /// The kernel creates no socket, or does not let the socket join a group. Groups of netfilter
+    /// need `CAP_NET_ADMIN`.
     pub fn open(protocol: libc::c_int, groups: &[u32], receive_buffer_bytes: u32) -> Result<Self, NetlinkError> {
         let socket = Socket::open(protocol, receive_buffer_bytes).map_err(NetlinkError::Open)?;
         for group in groups {

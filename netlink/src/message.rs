@@ -173,7 +173,7 @@ impl Message<'_> {
     /// The result of the request that this `NLMSG_ERROR` answers.
     pub(super) fn error_status(&self) -> Result<Result<(), Refusal>, Malformed> {
         let code = self.status()?;
-        // The whole request follows, or only its header.
+        // After the error number, the kernel repeats the whole request or only its header.
         let repeated = match self.flags & FLAG_CAPPED {
             0 => self.payload.get(4..8).map(read_u32).transpose()?.unwrap_or_default(),
             _ => u32::try_from(HEADER_BYTES).unwrap_or_default(),

@@ -1,5 +1,5 @@
-//! Requests to netfilter subsystems (`linux/netfilter/nfnetlink.h`). They begin with `struct
-//! nfgenmsg`.
+//! Requests to netfilter subsystems (`linux/netfilter/nfnetlink.h`). The requests begin with
+//! `struct nfgenmsg`.
 
 use std::ops::ControlFlow;
 
@@ -35,9 +35,9 @@ fn batch_limit(kind: u16, subsystem: libc::c_int) -> Request {
 ///
 /// `refused` receives each rejection with the index of the request, or without an index if the
 /// kernel rejects the transaction as a whole. If there is any rejection, the kernel changed
-/// nothing. The kernel also checks the requests after a rejected one, so there may be several
-/// rejections. The first one shows the cause. Errors that the kernel detects only at the end of the
-/// transaction are reported for the first request.
+/// nothing. The kernel also checks the requests after a rejected request, so there may be several
+/// rejections. The first rejection shows the cause. Errors that the kernel detects only at the end
+/// of the transaction are reported for the first request.
 ///
 /// # Errors
 /// If `refused` received a rejection, the kernel changed nothing. Otherwise it is unknown whether

@@ -60,7 +60,7 @@ impl Link {
     }
 }
 
-/// An address of a link. The kernel tells the addresses of a node apart by these fields.
+/// An address of a link. These fields identify an address among all addresses of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LinkAddress {
     /// The index of the link.
@@ -90,10 +90,12 @@ pub enum Event {
     RemovedAddress(LinkAddress),
 }
 
-/// Decodes a notification of one of the [`GROUPS`]. None if it reports no [`Event`].
+/// Decodes a notification of one of the [`GROUPS`]. Returns `None` if the notification reports no
+/// [`Event`].
 ///
 /// # Errors
-/// The notification is truncated, or lacks an attribute. Links and addresses have to be listed.
+/// The notification is truncated, or lacks an attribute. The caller must list links and addresses
+/// again.
 pub fn event(notification: &Notification<'_>) -> Result<Option<Event>, Malformed> {
     wire::event(notification.kind, notification.payload)
 }
@@ -103,15 +105,15 @@ pub fn event(notification: &Notification<'_>) -> Result<Option<Event>, Malformed
 pub enum Change {
     /// Adds an address that the kernel does not select as a source address. An IPv4 address has
     /// host scope. An IPv6 address is deprecated from the beginning, without duplicate address
-    /// detection and prefix route; the kernel accepts packets to it a moment later. Fails with
-    /// `EEXIST` if the link has the address.
+    /// detection and prefix route; the kernel accepts packets to the address a moment later. Fails
+    /// with `EEXIST` if the link has the address.
     AddAddress {
         /// The index of the link.
         link: u32,
         /// The address.
         address: Prefix,
     },
-    /// Removes an address. Fails with `EADDRNOTAVAIL` if the link does not have it.
+    /// Removes an address. Fails with `EADDRNOTAVAIL` if the link does not have the address.
     RemoveAddress {
         /// The index of the link.
         link: u32,
@@ -135,7 +137,7 @@ impl Routing {
         Ok(Self { connection: Connection::open(libc::NETLINK_ROUTE)? })
     }
 
-    /// The link with a name, or none.
+    /// Returns the link with this name, or `None` if no link has the name.
     ///
     /// # Errors
     /// The kernel rejects the query or does not answer.
@@ -167,17 +169,17 @@ impl Routing {
     /// All IPv4 and IPv6 addresses of a link.
     ///
     /// # Errors
-    /// The kernel does not list them, or interrupts every attempt to list them.
+    /// The kernel does not list the addresses, or changes interrupt every attempt to list them.
     pub fn addresses(&mut self, link: u32) -> Result<Vec<Prefix>, NetlinkError> {
         let found = self.list_addresses(link, |found| found.link == link)?;
         Ok(found.into_iter().map(|found| found.address).collect())
     }
 
-    /// All IPv4 and IPv6 addresses of all links that `is_wanted` accepts. The kernel lists all of
-    /// them; the others are not kept.
+    /// All IPv4 and IPv6 addresses of all links that `is_wanted` accepts. The kernel lists all
+    /// addresses. Addresses that `is_wanted` rejects are not stored.
     ///
     /// # Errors
-    /// As [`Routing::addresses`].
+    /// The errors of [`Routing::addresses`].
     pub fn all_addresses(
         &mut self,
         is_wanted: impl Fn(&LinkAddress) -> bool,

@@ -11,9 +11,9 @@ use libc::c_int;
 /// The kernel answers within `send`, so this timeout ends only waits that are caused by an error.
 const RECEIVE_TIMEOUT_SECONDS: libc::time_t = 30;
 
-/// The size of the send buffer at first, and of the receive buffer of a connection, in bytes. More
-/// than the kernel's limits of some 200 KB (`net.core.wmem_max`, `net.core.rmem_max`) needs
-/// `CAP_NET_ADMIN`; without it the limits apply.
+/// The initial size of the send buffer, and the size of the receive buffer of a connection, in
+/// bytes. Sizes above the kernel's limits of about 200 KB (`net.core.wmem_max`,
+/// `net.core.rmem_max`) need `CAP_NET_ADMIN`; without this capability the limits apply.
 pub(super) const BUFFER_BYTES: u32 = 1 << 20;
 
 /// A blocking netlink socket that accepts messages only from the kernel.
@@ -37,7 +37,8 @@ impl Socket {
         // Kernels before 4.12 have no extended acknowledgements, and kernels before 4.20 no strict
         // checks.
         socket.set_option_if_known(libc::SOL_NETLINK, libc::NETLINK_EXT_ACK, 1)?;
-        // Checks the headers of list requests and filters by their fields.
+        // With this option, the kernel checks the headers of list requests and filters by their
+        // fields.
         if protocol == libc::NETLINK_ROUTE {
             socket.set_option_if_known(libc::SOL_NETLINK, libc::NETLINK_GET_STRICT_CHK, 1)?;
         }
@@ -103,7 +104,7 @@ impl Socket {
         Ok(address.nl_pid)
     }
 
-    /// Assigns the port. Otherwise the kernel assigns it at the first send.
+    /// Assigns the port. Without this call, the kernel assigns the port at the first send.
     pub(super) fn bind(&self) -> io::Result<()> {
         // SAFETY: the structure consists of plain numbers, for which zero is valid.
         let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
@@ -113,7 +114,7 @@ impl Socket {
         check(unsafe { libc::bind(self.fd.as_raw_fd(), std::ptr::from_ref(&address).cast(), length) }).map(drop)
     }
 
-    /// Sends to the kernel, which processes the requests before this returns.
+    /// Sends to the kernel, which processes the requests before this function returns.
     pub(super) fn send(&self, bytes: &[u8]) -> io::Result<()> {
         retry(|| {
             // SAFETY: pointer and length describe `bytes`, which lives until the call returns.
@@ -127,7 +128,7 @@ impl Socket {
         self.receive_with(0, buffer)
     }
 
-    /// Like [`Self::receive`], but without waiting. `EAGAIN` if no answer is available.
+    /// Like [`Self::receive`], but without waiting. Fails with `EAGAIN` if no answer is available.
     pub(super) fn receive_now<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
         self.receive_with(libc::MSG_DONTWAIT, buffer)
     }

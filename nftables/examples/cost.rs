@@ -1,7 +1,7 @@
 //! Measures transactions: the replacement of one map element and the load of a whole map, compared
-//! with `nft -f` if it is installed. It creates its own table in the current network namespace and
-//! deletes it at the end. Run it in a separate namespace, for example `ip netns exec NAME
-//! target/release/examples/cost`.
+//! with `nft -f` if it is installed. The program creates its own table in the current network
+//! namespace and deletes the table at the end. Run the program in a separate namespace, for example
+//! `ip netns exec NAME target/release/examples/cost`.
 
 use std::{
     io::Write as _,
@@ -83,7 +83,7 @@ fn timed(work: impl FnOnce()) -> Duration {
     start.elapsed()
 }
 
-/// Measures equal changes with the `nft` program. None if it is not installed.
+/// Measures equal changes with the `nft` program. Returns `None` if `nft` is not installed.
 fn program(table: &TableName) -> Option<(Duration, Duration)> {
     let line = |index: u32, port: u16| {
         let address = std::net::Ipv4Addr::from(0x0a00_0000 + index);

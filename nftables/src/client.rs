@@ -11,8 +11,8 @@ use crate::{
 /// The maximum number of attempts to obtain a complete list.
 const ATTEMPTS: u32 = 8;
 
-/// A connection to nftables in the network namespace of the thread that opened it. It owns the
-/// tables that it creates with [`Table::owned`].
+/// A connection to nftables in the network namespace of the thread that opened it. The connection
+/// owns the tables that it creates with [`Table::owned`].
 #[derive(Debug)]
 pub struct Nftables {
     connection: Connection,
@@ -45,7 +45,8 @@ impl Nftables {
         self.port
     }
 
-    /// Executes a transaction like [`Kernel::commit`] if `generation` is still the current one.
+    /// Executes a transaction like [`Kernel::commit`] if `generation` is still the current
+    /// generation.
     ///
     /// # Errors
     /// The errors of [`Kernel::commit`]. [`NftablesError::is_of_past_generation`] holds if another
@@ -61,12 +62,12 @@ impl Nftables {
         let result = netfilter::transact(&mut self.connection, subsystem, generation, requests, |message, refusal| {
             faults.push(fault(transaction, message, refusal));
         });
-        // The kernel drops answers only if there are many. Only rejections can be so many, and the
-        // received rejections are sufficient.
+        // The kernel drops answers only if the receive buffer is full. Only many rejections can
+        // fill it, and the rejections that were received suffice.
         if faults.is_empty() { Ok(result?) } else { Err(NftablesError::Refused(faults)) }
     }
 
-    /// One table. None if it does not exist.
+    /// Returns a table, or `None` if the table does not exist.
     ///
     /// # Errors
     /// The kernel rejects the query or does not answer.
@@ -74,7 +75,7 @@ impl Nftables {
         self.get(wire::get(message::GET_TABLE, name, None), decode::new_table)
     }
 
-    /// One set without its elements. None if it does not exist.
+    /// Returns a set without its elements, or `None` if the set does not exist.
     ///
     /// # Errors
     /// The kernel rejects the query or does not answer.
@@ -107,8 +108,8 @@ impl Nftables {
         Ok(dumped?)
     }
 
-    /// The elements of a set that have one of these keys. This is cheap, because the kernel looks
-    /// up each key.
+    /// Returns the elements of a set that have one of these keys. The query is cheap, because the
+    /// kernel looks up each key.
     ///
     /// # Errors
     /// The kernel rejects the query or does not answer: `ENOENT` if the set does not exist.
@@ -135,7 +136,7 @@ impl Nftables {
             return Err(Refusal::of_code(libc::ENOENT).into());
         };
         // Only lists of hash tables that grow are unreliable. If elements expire, the kernel counts
-        // some that it does not list.
+        // some elements that it does not list.
         let may_grow = !set.flags.interval && (set.size.is_none() || set.flags.timeout || set.flags.dynamic);
         Ok(match count.and_then(|count| usize::try_from(count).ok()) {
             _ if !may_grow => Expected::Stable,

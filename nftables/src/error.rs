@@ -11,8 +11,8 @@ pub enum NftablesError {
     /// The kernel rejected a transaction and executed none of it.
     #[error("{}", .0.first().map_or_else(String::new, ToString::to_string))]
     Refused(Vec<Fault>),
-    /// The kernel cannot be reached, or rejects a query. If this is the result of a transaction, it
-    /// is unknown whether the kernel executed it.
+    /// The kernel cannot be reached, or rejects a query. If a transaction fails with this error, it
+    /// is unknown whether the kernel executed the transaction.
     #[error("nftables: {0}")]
     Netlink(#[from] NetlinkError),
     /// The kernel's answer has an unexpected format.
@@ -52,8 +52,8 @@ impl NftablesError {
 pub struct Fault {
     /// The index of the message in the transaction, from 0. None if the kernel rejects the
     /// transaction as a whole. Each change is one message, except that long lists of elements span
-    /// several. The kernel reports errors that it detects at the end of a transaction, such as an
-    /// anonymous set that no rule uses, for the first message.
+    /// several messages. The kernel reports errors that it detects at the end of a transaction,
+    /// such as an anonymous set that no rule uses, for the first message.
     pub message: Option<usize>,
     /// The index of the element in the message, if the kernel reports it (extended
     /// acknowledgements).

@@ -12,7 +12,7 @@
 //! - Elements are listed in another order.
 //! - Overlapping ranges of a single type may go undetected.
 //! - Limits always match.
-//! - Translation to a range of ports or addresses selects the first one.
+//! - Translation to a range of ports or addresses selects the first port or address.
 //! - Expressions that this crate does not know are accepted and end a rule.
 
 mod apply;
@@ -47,7 +47,7 @@ pub enum Misses {
     /// No lookup, as in kernels since 6.17.
     #[default]
     Never,
-    /// The first lookups of each key. Later lookups find it.
+    /// The given number of first lookups of each key. Later lookups find the key.
     First(u32),
     /// All lookups.
     Always,
@@ -85,7 +85,7 @@ impl FakeKernel {
     }
 
     /// Sets the next results of random numbers (`numgen random`, `meta random`), each over all 32
-    /// bits. Without any, the results are 0.
+    /// bits. When no number is left, the result is 0.
     pub fn set_random_numbers(&self, numbers: impl IntoIterator<Item = u32>) {
         self.state().random = numbers.into_iter().collect();
     }

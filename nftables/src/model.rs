@@ -49,7 +49,7 @@ impl Family {
         }
     }
 
-    /// The family with a number.
+    /// Returns the family with this number.
     #[must_use]
     pub fn of_number(number: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|family| family.number() == number)
@@ -103,9 +103,9 @@ pub struct Table {
     /// `NFT_TABLE_F_OWNER` (Linux 5.12): only the socket that created the table may change it. The
     /// kernel deletes the table when the socket closes. The flag cannot be added or removed later.
     pub owned: bool,
-    /// `NFT_TABLE_F_PERSIST` (Linux 6.9): when its socket closes, an owned table becomes an orphan.
-    /// An orphan is persistent, has no owner, and any socket may change it. Adding the table again
-    /// with both flags adopts the orphan.
+    /// `NFT_TABLE_F_PERSIST` (Linux 6.9): when the owning socket closes, an owned table becomes an
+    /// orphan. An orphan is persistent, has no owner, and any socket may change it. Adding the
+    /// table again with both flags adopts the orphan.
     pub persistent: bool,
     /// In lists: the port of the owning socket. Ignored when a table is created.
     pub owner_port: Option<u32>,
@@ -227,7 +227,7 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// A chain that only jumps reach.
+    /// A chain that processes packets only after a jump.
     #[must_use]
     pub fn regular(table: &TableName, name: impl Into<String>) -> Self {
         Self { table: table.clone(), name: name.into(), base: None, user_data: Vec::new() }
@@ -240,7 +240,8 @@ impl Chain {
     }
 }
 
-/// A rule. Its expressions are evaluated in order until one does not match or issues a verdict.
+/// A rule. Its expressions are evaluated in order until an expression does not match or issues a
+/// verdict.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
     /// The table of the rule.
@@ -304,7 +305,7 @@ pub fn comment_of(user_data: &[u8]) -> Option<&str> {
     None
 }
 
-/// A generation of a network namespace's rules. Each transaction begins a new one.
+/// A generation of a network namespace's rules. Each transaction begins a new generation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Generation {
     /// The number. Every transaction in the network namespace adds one. The kernel skips 0.
@@ -325,7 +326,8 @@ pub enum Existing {
     Kept,
     /// The kernel rejects the message with `EEXIST`.
     Refused,
-    /// The kernel changes the object, and rejects the message with `ENOENT` if it is missing.
+    /// The kernel changes the object, and rejects the message with `ENOENT` if the object is
+    /// missing.
     Required,
 }
 

@@ -13,7 +13,8 @@ use crate::{
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
     /// The port of the connection that made the change ([`crate::Nftables::port`]), or 0 if the
-    /// kernel made it, for example when it deletes a table whose owner has closed its connection.
+    /// kernel made the change, for example when it deletes a table whose owner has closed its
+    /// connection.
     pub port: u32,
     /// The change.
     pub what: Changed,
@@ -53,7 +54,7 @@ pub enum Changed {
     /// The transaction ended and this generation began. This event follows all other events of the
     /// transaction.
     Generation(Generation),
-    /// Another change, such as one of an object type that this crate does not know.
+    /// Another change, such as a change of an object type that this crate does not know.
     Other {
         /// The message type: `NFT_MSG_…`.
         command: u8,

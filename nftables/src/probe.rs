@@ -1,4 +1,4 @@
-//! Detects what this kernel supports by trials, not by its version.
+//! Detects the features of a kernel by trials, not by the version of the kernel.
 
 use crate::{
     AddressFamily, DataType, Direction, DynamicSet, DynamicSetOperation, Element, Expression, Family, Fault, FibFlags,
@@ -30,7 +30,7 @@ pub enum Feature {
     ConntrackAddresses,
     /// `dynset`.
     DynamicSet,
-    /// `dynset` that deletes (Linux 5.1).
+    /// `dynset` that deletes elements (Linux 5.1).
     DynamicSetDelete,
     /// `limit` (module `nft_limit`).
     Limit,
@@ -83,13 +83,13 @@ impl Feature {
 pub struct Support {
     /// The feature.
     pub feature: Feature,
-    /// Why the kernel does not support the feature. None if it does.
+    /// Why the kernel does not support the feature. None if the kernel supports the feature.
     pub fault: Option<Fault>,
 }
 
 /// Tries features in transactions that are rejected on purpose, so that they leave no changes. The
 /// kernel loads available modules. `family` is the family of the table; the supported expressions
-/// depend on it.
+/// depend on the family.
 ///
 /// # Errors
 /// The kernel does not answer.
@@ -102,9 +102,9 @@ pub fn probe(kernel: &mut impl Kernel, family: Family, features: &[Feature]) -> 
     Ok(all)
 }
 
-/// Lists what the kernel would reject in a transaction, without executing it. Checks that the
-/// kernel makes only at the end of a transaction are not included: loops of jumps, and expressions
-/// in chains of the wrong type.
+/// Lists what the kernel would reject in a transaction, without executing the transaction. Checks
+/// that the kernel makes only at the end of a transaction are not included: loops of jumps, and
+/// expressions in chains of the wrong type.
 ///
 /// # Errors
 /// The kernel does not answer.
@@ -119,7 +119,8 @@ pub fn refusals(kernel: &mut impl Kernel, transaction: &Transaction) -> Result<V
             Ok(faults.into_iter().filter(|fault| fault.message != Some(last)).collect())
         }
         Err(error) => Err(error),
-        // A table with this name existed. The transaction deleted it together with the trial.
+        // A table with this name existed. The transaction deleted that table together with the
+        // objects of the trial.
         Ok(()) => Ok(Vec::new()),
     }
 }

@@ -9,7 +9,8 @@ use crate::{Chain, Element, Existing, Rule, RulePosition, Set, SetName, Table, T
 /// can create a set, fill it and use it in a rule.
 ///
 /// Objects are encoded when they are added, so a transaction needs little more memory than its
-/// bytes on the wire. It is one send, because the kernel cannot divide a transaction.
+/// bytes on the wire. A transaction is sent in one call, because the kernel requires all its
+/// messages together.
 #[derive(Debug, Clone, Default)]
 pub struct Transaction {
     requests: Vec<Request>,
@@ -51,7 +52,7 @@ impl Transaction {
         self.requests.push(wire::new_table(table, existing));
     }
 
-    /// Deletes a table with its contents. `ENOENT` if it does not exist.
+    /// Deletes a table with its contents. Fails with `ENOENT` if the table does not exist.
     pub fn delete_table(&mut self, table: &TableName) {
         self.requests.push(wire::delete_table(table));
     }
@@ -66,7 +67,8 @@ impl Transaction {
         self.requests.push(wire::new_chain(chain, existing));
     }
 
-    /// Deletes a chain with its rules. `EBUSY` if a rule or an element jumps to it.
+    /// Deletes a chain with its rules. Fails with `EBUSY` if a rule or an element jumps to the
+    /// chain.
     pub fn delete_chain(&mut self, table: &TableName, name: &str) {
         self.requests.push(wire::delete_chain(table, name));
     }
@@ -81,7 +83,7 @@ impl Transaction {
         self.requests.push(wire::new_rule(rule, position));
     }
 
-    /// Deletes the rule with a handle.
+    /// Deletes the rule with this handle.
     pub fn delete_rule(&mut self, table: &TableName, chain: &str, handle: u64) {
         self.requests.push(wire::delete_rules(table, Some(chain), Some(handle)));
     }
@@ -109,7 +111,7 @@ impl Transaction {
         SetName { name: set.name.clone(), id: set.flags.anonymous.then_some(self.sets) }
     }
 
-    /// Deletes a set with its elements. `EBUSY` if a rule refers to it.
+    /// Deletes a set with its elements. Fails with `EBUSY` if a rule refers to the set.
     pub fn delete_set(&mut self, table: &TableName, name: &str) {
         self.requests.push(wire::delete_set(table, name));
     }
@@ -136,7 +138,7 @@ impl Transaction {
         self.requests.extend(wire::new_elements(table, &set.into(), existing, elements));
     }
 
-    /// Deletes elements by their keys. `ENOENT` if one does not exist.
+    /// Deletes elements by their keys. Fails with `ENOENT` if an element does not exist.
     pub fn delete_elements(
         &mut self,
         table: &TableName,

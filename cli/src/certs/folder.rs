@@ -29,7 +29,7 @@ pub(super) struct Folder {
 }
 
 impl Folder {
-    /// Opens a folder. It need not exist yet.
+    /// Opens a folder. The folder need not exist yet.
     pub(super) fn open(root: &Path, force: bool) -> Result<Self, CertsError> {
         if root.exists() && !root.is_dir() {
             return Err(bad_file(root, "is not a folder: pass another --out"));
@@ -41,7 +41,7 @@ impl Folder {
         self.root.join(name)
     }
 
-    /// Reads a file. `None` if it does not exist.
+    /// Returns the content of a file, or `None` if the file does not exist.
     pub(super) fn read(&self, name: &str) -> Result<Option<String>, CertsError> {
         let path = self.path(name);
         match fs::read_to_string(&path) {

@@ -62,7 +62,7 @@ fn settings_by_annotation_have_a_column_and_problems_have_a_line() {
     let problem = Problem {
         object: "Service demo/web".into(),
         field: "metadata.annotations[headgate.io/scheduler]".into(),
-        message: "\"fastest\" is no scheduler of IPVS; the cluster's scheduler is used".into(),
+        message: "\"fastest\" is not a scheduler of IPVS; the cluster's scheduler is used".into(),
         origin: "web.yaml, document 2".into(),
     };
     let checked = ServiceInfo { health_check: "tcp".into(), health_check_interval_ms: 5000, ..dns() };
@@ -70,7 +70,7 @@ fn settings_by_annotation_have_a_column_and_problems_have_a_line() {
     let lines: Vec<&str> = output.lines().collect();
     assert!(lines[0].ends_with("VERSION  HEALTH-CHECK") && lines[1].ends_with("18  -"), "{output}");
     assert!(lines[2].ends_with("2  tcp 5.0s"), "{output}");
-    let expected = "Service demo/web, metadata.annotations[headgate.io/scheduler]: \"fastest\" is no scheduler of IPVS; the cluster's \
+    let expected = "Service demo/web, metadata.annotations[headgate.io/scheduler]: \"fastest\" is not a scheduler of IPVS; the cluster's \
                 scheduler is used [web.yaml, document 2]";
     assert_eq!(lines[3], expected);
     let output = services(&[ServiceInfo { scheduler: "mh".into(), ..web() }], PLAIN);
@@ -151,7 +151,7 @@ fn agent(node: &str) -> AgentInfo {
 }
 
 #[test]
-fn agents_show_who_is_behind_and_why() {
+fn the_table_of_agents_shows_states_errors_and_rejections() {
     let failing = AgentInfo {
         programmed_version: 16,
         lag_ms: 4_200,
@@ -164,7 +164,7 @@ fn agents_show_who_is_behind_and_why() {
         rejections: vec![Problem {
             object: "Endpoint demo/web 10.1.2.3".into(),
             field: "ports[0].port".into(),
-            message: "0 is no port".into(),
+            message: "0 is not a valid port".into(),
             origin: String::new(),
         }],
         ..agent("node-d")
@@ -178,7 +178,7 @@ node-c  up to date          17    17  1 (12ms)  iptables-nft
 node-d  rejecting           18    18         0  iptables-nft
 node-b: error: iptables-nft-restore: line 7 failed
 node-d: degraded: IPv6 has no iptables here
-node-d: rejected Endpoint demo/web 10.1.2.3, ports[0].port: 0 is no port
+node-d: rejected Endpoint demo/web 10.1.2.3, ports[0].port: 0 is not a valid port
 ";
     assert_eq!(agents(&all, 1_192_000, false, PLAIN), expected);
     let wide = agents(&all[..1], 1_192_000, true, PLAIN);
@@ -215,7 +215,7 @@ node-b: cut off: the replica is cut off from its source: it is silent
 }
 
 #[test]
-fn a_fleet_is_one_line() {
+fn the_fleet_is_summarized_in_one_line() {
     let info = FleetInfo { up_to_date: 4998, behind: 2, ..FleetInfo::default() };
     assert_eq!(fleet(&info), "fleet: 4,998 of 5,000 up to date, 2 behind");
     let info = FleetInfo {

@@ -6,7 +6,7 @@
 //! opens a new connection. A UDP client does not notice, and its entry remains in the table as long
 //! as the client sends. So the agent deletes UDP entries whose replies come from an address that is
 //! no longer an endpoint. kube-proxy 1.36 misses some stale flows and deletes some valid flows.
-//! This module differs from it in four points:
+//! This module differs from kube-proxy in four points:
 //!
 //! - It also finds stale flows after a service is deleted or scaled to zero, and after a service
 //!   loses an address or a port, because it remembers the endpoints that the service used.
@@ -316,8 +316,8 @@ impl Tracker {
         let used = self.used.entry(Arc::clone(key)).or_default();
         for (destination, keep) in &owned {
             let suspects = match used.get(destination) {
-                // As long as a service has no endpoints, its packets are not translated. If it has
-                // just got the first one, flows without translation may exist.
+                // As long as a service has no endpoints, its packets are not translated. If the
+                // service has just got its first endpoint, flows without translation may exist.
                 Some(sources) if is_past_known && (!sources.is_empty() || keep.is_empty()) => {
                     Suspects::Sources(sources.iter().copied().collect())
                 }
@@ -340,7 +340,7 @@ impl Tracker {
 }
 
 /// Returns the rule for a destination that a service used and no longer owns. Another service may
-/// own it now.
+/// own the destination now.
 fn rule_after_loss(state: &State, destination: Frontend, sources: &Sources) -> Rule {
     let keep =
         state.frontends().owner(&destination).and_then(|owner| owned_destinations(state, owner).remove(&destination));

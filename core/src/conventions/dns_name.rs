@@ -1,5 +1,5 @@
 //! The rule for names of nodes. The control plane and `headgatectl`, which makes certificates,
-//! share it.
+//! share this rule.
 
 /// Maximum length of the name of a Kubernetes object.
 const MAX_BYTES: usize = 253;

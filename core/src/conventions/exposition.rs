@@ -1,8 +1,8 @@
 //! The two exposition formats of metrics pages.
 //!
 //! A client that accepts OpenMetrics, such as Prometheus, gets OpenMetrics. Every other client gets
-//! the Prometheus text format 0.0.4, as from kube-proxy. The formats differ in counters: for the
-//! counter `a_total`, OpenMetrics describes `a` and the text format describes `a_total`.
+//! the Prometheus text format 0.0.4, which kube-proxy serves. The formats differ in counters: for
+//! the counter `a_total`, OpenMetrics describes `a` and the text format describes `a_total`.
 
 use std::collections::HashSet;
 
@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clients_that_accept_open_metrics_get_it_and_others_get_the_text_format() {
+    fn only_clients_that_accept_open_metrics_get_open_metrics() {
         let asked = |accept: &[&str]| page(accept.iter().copied(), "# EOF\n".to_owned());
         assert_eq!(
             asked(&["text/html, application/openmetrics-text; version=1.0.0;q=0.5"]),

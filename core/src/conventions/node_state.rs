@@ -1,4 +1,5 @@
-//! The states of a replica's source and of a node. `docs/concepts.md` describes both for operators.
+//! The states of a replica's source and of a node. `docs/concepts.md` describes these states for
+//! operators.
 
 use std::{fmt, time::Duration};
 

@@ -1,6 +1,6 @@
 //! The ipsets of the IPVS dataplane. Because iptables rules match sets, their number does not
-//! depend on the number of services. Names and types are those of kube-proxy, unless the comment of
-//! a set says otherwise.
+//! depend on the number of services. Names and types are the same as in kube-proxy, unless the
+//! comment of a set says otherwise.
 
 use std::{fmt, net::IpAddr};
 
@@ -8,9 +8,9 @@ use ipnet::IpNet;
 
 use crate::model::{Family, Protocol};
 
-/// A set. Elements are added in this order of sets and removed in the opposite order. Sets that let
-/// packets pass come before sets that reject or drop packets, so an update never blocks an address
-/// that both the old and the new state admit.
+/// A set. Elements are added to the sets in the order of this list and removed in the opposite
+/// order. Sets that let packets pass come before sets that reject or drop packets, so an update
+/// never blocks an address that both the old and the new state admit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Set {
     /// ClusterIPs and ports.
@@ -23,7 +23,7 @@ pub enum Set {
     LoadBalancer,
     /// Load balancer IPs and ports, Local policy.
     LoadBalancerLocal,
-    /// Load balancer IPs and ports, each with a source range that may reach it.
+    /// Load balancer IPs and ports, each with a source range whose clients may reach it.
     LoadBalancerSourceCidr,
     /// Load balancer IPs and ports that the node may reach, each with the same address as source.
     LoadBalancerSourceIp,
@@ -41,8 +41,8 @@ pub enum Set {
     NodePortSctp,
     /// Node addresses and NodePorts, SCTP, Local policy.
     NodePortLocalSctp,
-    /// Node addresses and NodePorts that have virtual servers, of all protocols. It marks these
-    /// servers as programmed by Headgate. kube-proxy has no such set.
+    /// Node addresses and NodePorts that have virtual servers, of all protocols. This set marks
+    /// these servers as programmed by Headgate. kube-proxy has no such set.
     NodePortServers,
     /// Health-check node ports.
     HealthCheckNodePort,
@@ -140,7 +140,7 @@ impl fmt::Display for Element {
     }
 }
 
-/// Writes a network; one that contains a single address is written as that address.
+/// Writes a network. A network that contains a single address is written as that address.
 fn write_net(f: &mut fmt::Formatter<'_>, net: &IpNet) -> fmt::Result {
     if net.prefix_len() == net.max_prefix_len() { write!(f, "{}", net.addr()) } else { write!(f, "{net}") }
 }

@@ -33,7 +33,7 @@ pub struct ServiceTargets {
 pub struct CheckTiming {
     /// Time between two checks of an endpoint whose service sets no interval.
     pub interval_ms: u32,
-    /// Maximum duration of a check. A quarter of the interval applies if that is shorter.
+    /// Maximum duration of a check. A quarter of the interval applies if it is shorter.
     pub timeout_ms: u32,
 }
 
@@ -92,7 +92,7 @@ pub struct Checks {
 }
 
 impl Checks {
-    /// Creates an empty set of checks. Nodes must use different values of `seed`: it starts the
+    /// Creates an empty set of checks. Nodes must use different values of `seed`, which starts the
     /// random numbers that spread checks over time.
     #[must_use]
     pub fn new(timing: CheckTiming, seed: u64) -> Self {
@@ -206,7 +206,7 @@ impl Checks {
         users
     }
 
-    /// Records that the caller could not make a check, for a reason that says nothing about the
+    /// Records that the caller could not make a check, for a reason that is unrelated to the
     /// endpoint. The next check is due after one interval.
     pub fn skip(&mut self, check: &Check, now_ms: u64) {
         let Some(target) = self.targets.get(&check.address).filter(|target| target.next == Next::Running(check.ticket))
@@ -255,8 +255,8 @@ impl Checks {
         }
     }
 
-    /// Returns a random number below `bound` (SplitMix64, Steele et al. 2014). Its quality suffices
-    /// to spread checks over time.
+    /// Returns a random number below `bound` (SplitMix64, Steele et al. 2014). The quality of these
+    /// numbers suffices to spread checks over time.
     fn draw(&mut self, bound: u64) -> u64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.random;

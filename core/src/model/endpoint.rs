@@ -37,7 +37,7 @@ impl Conditions {
 /// and endpoints share equal port lists.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct EndpointPort {
-    /// The name of the [`super::ServicePort`] that it belongs to.
+    /// The name of the [`super::ServicePort`] to which this port belongs.
     pub name: CompactString,
     /// Transport protocol.
     pub protocol: Protocol,
@@ -92,8 +92,8 @@ impl Placement {
     }
 }
 
-/// One address behind a service. Service and address identify it. Endpoints share port lists and
-/// placements, because a cluster has few different ones.
+/// One address behind a service. The Service and the address identify an endpoint. Endpoints share
+/// port lists and placements, because a cluster has few different ones.
 ///
 /// Digests are computed from this value, so equal endpoints must have equal fields. The control
 /// plane therefore sets the conditions and the placement of the endpoint to those of its first

@@ -21,7 +21,7 @@ impl<T: ?Sized> Default for Pool<T> {
 }
 
 impl<T: ?Sized + Hash + Eq> Pool<T> {
-    /// Returns the shared copy of `value`. If the pool has none, it stores the result of `make`.
+    /// Returns the shared copy of `value`. If the pool has no copy, it stores the result of `make`.
     pub fn get(&mut self, value: &T, make: impl FnOnce() -> Arc<T>) -> Arc<T>
     where
         Arc<T>: Borrow<T>,

@@ -145,7 +145,8 @@ impl Service {
         self.health_check == "tcp"
     }
 
-    /// Returns the ClusterIP of a family. A Service without one is not programmed in that family.
+    /// Returns the ClusterIP of a family. A Service without a ClusterIP of a family is not
+    /// programmed in that family.
     #[must_use]
     pub fn cluster_ip(&self, family: Family) -> Option<IpAddr> {
         self.cluster_ips.iter().copied().find(|address| Family::of(*address) == family)

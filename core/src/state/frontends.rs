@@ -81,7 +81,7 @@ fn frontends_of(service: &Service) -> Vec<Frontend> {
 
 impl FrontendOwners {
     /// Adds a Service as a candidate for its frontends. Returns the Services that lose a frontend
-    /// to it.
+    /// to this Service.
     pub(crate) fn add(&mut self, key: &Arc<ServiceKey>, service: &Service) -> Vec<Arc<ServiceKey>> {
         let mut losers = Vec::new();
         for frontend in frontends_of(service) {
@@ -137,7 +137,7 @@ impl FrontendOwners {
         self.frontends.get(frontend)?.owner().map(|owner| &*owner.key)
     }
 
-    /// True if the Service owns the frontend, or if no Service does.
+    /// True if the Service owns the frontend, or if no Service owns it.
     #[must_use]
     pub fn owns(&self, key: &ServiceKey, frontend: &Frontend) -> bool {
         self.owner(frontend).is_none_or(|owner| owner == key)

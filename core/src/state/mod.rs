@@ -33,7 +33,7 @@ pub struct State {
 }
 
 /// A service and its endpoints. The API does not guarantee an order of events, so the state may
-/// hold one without the other.
+/// hold a Service without its endpoints, or endpoints without their Service.
 #[derive(Debug, Default)]
 pub struct ServiceEntry {
     service: Option<Box<Service>>,

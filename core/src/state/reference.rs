@@ -124,8 +124,8 @@ fn first_bytes(form: Form) -> u32 {
     u32::from_le_bytes([a, b, c, d]).max(1)
 }
 
-/// The values in a state that a message may refer to. The key of a Service is one of them only if
-/// the Service itself is known: endpoints without a Service are not enough.
+/// The values in a state that a message may refer to. The key of a Service belongs to these values
+/// only if the Service itself is known. Endpoints without a Service are not enough.
 #[derive(Debug, Default)]
 pub struct Referable {
     /// Keys of Services.

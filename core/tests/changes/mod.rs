@@ -1,5 +1,5 @@
 //! Generators of random changes: services, endpoints and removals. There are few names and
-//! addresses, so many changes are about one object. Two versions of a service may differ in
+//! addresses, so many changes affect the same object. Two versions of a service may differ in
 //! families, addresses, ports, policies, affinity, source ranges and annotations.
 
 use std::{
@@ -27,7 +27,7 @@ fn any_protocol() -> impl Strategy<Value = Protocol> {
 }
 
 prop_compose! {
-    /// One or two ports. Several services may have one NodePort.
+    /// One or two ports. Several services may have the same NodePort.
     fn any_ports(i: u8)(
         protocol in any_protocol(), port in 80u16..82, is_renamed in prop::bool::weighted(0.2), has_node_port in any::<bool>(),
         second in prop::option::of((any_protocol(), any::<bool>())),
@@ -45,7 +45,7 @@ prop_compose! {
 
 prop_compose! {
     /// ClusterIPs, externalIPs and load balancer IPs, each in one family or in both. Several
-    /// services may have one externalIP or load balancer IP.
+    /// services may have the same externalIP or load balancer IP.
     fn any_addresses(i: u8)(
         families in prop_oneof![4 => Just((true, true)), 1 => Just((true, false)), 1 => Just((false, true))],
         is_shared in any::<bool>(), has_external in any::<bool>(), has_balancer in any::<bool>(), has_v6 in any::<bool>(),
@@ -65,8 +65,8 @@ prop_compose! {
     }
 }
 
-/// No ranges, ranges of clients, a range with the node, a range of IPv6 only, a range with all IPv4
-/// addresses.
+/// Generates source ranges: no ranges, ranges of clients, a range with the node, a range of IPv6
+/// only, or a range with all IPv4 addresses.
 fn any_source_ranges() -> impl Strategy<Value = Vec<&'static str>> {
     prop_oneof![
         4 => Just(vec![]),
@@ -108,8 +108,8 @@ prop_compose! {
     }
 }
 
-/// Ready (twice as likely), ready and terminating (publishNotReadyAddresses), serving and
-/// terminating, terminating, not ready.
+/// The conditions to choose from: ready (twice as likely), ready and terminating
+/// (publishNotReadyAddresses), serving and terminating, terminating, not ready.
 const CONDITIONS: [Conditions; 6] = [
     Conditions::READY,
     Conditions::READY,
@@ -119,7 +119,7 @@ const CONDITIONS: [Conditions; 6] = [
     Conditions { ready: false, serving: false, terminating: false },
 ];
 
-/// No hints, or hints for some zones and nodes.
+/// Generates no hints, or hints for some zones and nodes.
 fn any_hints() -> impl Strategy<Value = Option<Arc<Hints>>> {
     let names = |letter: char| {
         prop::collection::btree_set(1u8..4, 0..3).prop_map(move |numbers| {
@@ -132,7 +132,7 @@ fn any_hints() -> impl Strategy<Value = Option<Arc<Hints>>> {
     ]
 }
 
-/// One of a few addresses in both families. Services share them.
+/// One of a few addresses in both families. Services share these addresses.
 fn any_address() -> impl Strategy<Value = IpAddr> {
     (0u8..6, any::<bool>()).prop_map(|(last, v6)| {
         if v6 { format!("fd00:244::{last:x}").parse().unwrap() } else { IpAddr::from([10, 244, 0, last]) }
@@ -151,8 +151,8 @@ fn any_conditions() -> impl Strategy<Value = Conditions> {
     prop::sample::select(CONDITIONS.to_vec())
 }
 
-/// The conditions and placements that the ports of an endpoint carry, in order. Most endpoints have
-/// none.
+/// The conditions and placements that the ports of an endpoint carry, in order. The ports of most
+/// endpoints carry no conditions and no placement.
 fn any_carried() -> impl Strategy<Value = Vec<(Option<Conditions>, Option<Arc<Placement>>)>> {
     let one = (prop::option::weighted(0.6, any_conditions()), prop::option::weighted(0.4, any_placement()));
     prop_oneof![2 => Just(Vec::new()), 1 => prop::collection::vec(one, 1..4)]
@@ -209,7 +209,7 @@ pub(crate) fn last_of_each<T: Clone, S: Ord>(all: &[T], subject: impl Fn(&T) -> 
 }
 
 /// A change of the state or of the failing endpoints.
-#[allow(dead_code)] // not every test that uses this module does
+#[allow(dead_code)] // not used by every test that includes this module
 #[derive(Debug, Clone)]
 pub(crate) enum Event {
     /// A change of the state.
@@ -224,7 +224,7 @@ impl From<Change> for Event {
     }
 }
 
-#[allow(dead_code)] // not every test that uses this module does
+#[allow(dead_code)] // not used by every test that includes this module
 impl Event {
     pub(crate) fn apply(&self, state: &mut State, node: &mut NodeFacts, dirty: &mut Dirty) {
         match self {
@@ -259,8 +259,8 @@ prop_compose! {
     }
 }
 
-/// Mostly changes of the state, and some changes of failing endpoints.
-#[allow(dead_code)] // not every test that uses this module does
+/// Generates mostly changes of the state, and some changes of failing endpoints.
+#[allow(dead_code)] // not used by every test that includes this module
 pub(crate) fn any_event(services: u8) -> impl Strategy<Value = Event> {
     prop_oneof![
         9 => any_change(services).prop_map(Event::from),
@@ -269,7 +269,7 @@ pub(crate) fn any_event(services: u8) -> impl Strategy<Value = Event> {
 }
 
 /// Returns the last event of each subject.
-#[allow(dead_code)] // not every test that uses this module does
+#[allow(dead_code)] // not used by every test that includes this module
 pub(crate) fn squash(events: &[Event]) -> Vec<Event> {
     last_of_each(events, Event::subject)
 }

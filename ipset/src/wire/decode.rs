@@ -1,5 +1,5 @@
-//! Decoding of the kernel's answers. Unknown attributes are ignored. A truncated message, or one
-//! without a required attribute, is an error.
+//! Decoding of the kernel's answers. Unknown attributes are ignored. A truncated message, or a
+//! message without a required attribute, is an error.
 
 use std::net::IpAddr;
 
@@ -11,7 +11,7 @@ use crate::{Element, Entry, Family, Header, Protocol, SetType};
 /// The lowest and the highest supported version.
 type Versions = (u8, u8);
 
-/// Reads the kernel's protocol versions. Kernels before 4.20 report a single one.
+/// Reads the kernel's protocol versions. Kernels before 4.20 report a single version.
 pub(crate) fn protocol_versions(payload: &[u8]) -> Result<Versions, Malformed> {
     versions(payload, top::PROTOCOL, "no version of the protocol")
 }
@@ -36,7 +36,7 @@ fn versions(payload: &[u8], greatest: u16, missing: &'static str) -> Result<Vers
 }
 
 /// One message of a list. The first message of a set has the header; further messages of the same
-/// set have none.
+/// set have no header.
 #[derive(Debug)]
 pub(crate) struct Part {
     pub(crate) name: String,
@@ -127,7 +127,7 @@ fn ip(value: &[u8]) -> Result<IpAddr, Malformed> {
             return read_ip(value);
         }
     }
-    Err(Malformed("an address of no family"))
+    Err(Malformed("an address that is neither IPv4 nor IPv6"))
 }
 
 fn entry(set_type: SetType, bytes: &[u8]) -> Result<Entry, Malformed> {

@@ -1,5 +1,5 @@
-//! Decoding of the kernel's answers. Unknown attributes are ignored. A truncated message, or one
-//! without the key of its object, is an error.
+//! Decoding of the kernel's answers. Unknown attributes are ignored. A truncated message, or a
+//! message without the key of its object, is an error.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -20,7 +20,7 @@ fn family(number: u16) -> Result<Family, Malformed> {
 
 /// Reads an address as `union nf_inet_addr`, or in the length of its family.
 fn address(family: Family, value: &[u8]) -> Result<IpAddr, Malformed> {
-    let wrong = Malformed("an address of another length than its family's");
+    let wrong = Malformed("an address with the wrong length for its family");
     match family {
         Family::V4 if value.len() == 4 || value.len() == 16 => {
             let bytes: [u8; 4] = value.get(..4).ok_or(wrong)?.try_into().map_err(|_| wrong)?;
@@ -106,7 +106,8 @@ fn read_netmask(family: Family, value: &[u8]) -> Result<Netmask, Malformed> {
     })
 }
 
-/// Reads a destination of a list. Kernels before 3.18 omit its family, which is then the service's.
+/// Reads a destination of a list. Kernels before 3.18 omit its family, which is then the family of
+/// the service.
 pub(crate) fn destination(payload: &[u8], service: Family) -> Result<DestinationEntry, Malformed> {
     let (mut of, mut ip, mut port, mut forwarding) = (None, None, None, None);
     let mut destination = Destination::new(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0)).weighing(0);

@@ -1,4 +1,4 @@
-//! Encoding of rtnetlink requests and decoding of its answers.
+//! Encoding of rtnetlink requests and decoding of the answers.
 
 use std::net::IpAddr;
 
@@ -107,7 +107,7 @@ pub(super) fn list_addresses(family: libc::c_int, link: u32) -> Request {
     Request::new(libc::RTM_GETADDR, FLAG_DUMP, &address_header(family_number(family), 0, 0, link))
 }
 
-/// The address of an address message. None if the message has no address.
+/// Returns the address of an address message, or `None` if the message has no address.
 pub(super) fn address(payload: &[u8]) -> Result<Option<LinkAddress>, Malformed> {
     let short = Malformed("an address without its header");
     let header = payload.get(..ADDRESS_HEADER_BYTES).ok_or(short)?;
@@ -120,13 +120,14 @@ pub(super) fn address(payload: &[u8]) -> Result<Option<LinkAddress>, Malformed> 
         }
     }
     let link = read_u32(&header[4..8])?;
-    // In IPv6 the peer is no part of the key: the kernel can change it (`inet6_addr_modify`).
+    // In IPv6 the peer is not part of the key: the kernel can change it (`inet6_addr_modify`).
     let peer = other.and_then(|other| if let IpAddr::V4(peer) = other { Some(peer) } else { None });
     let prefix = |address| Prefix { address, length: header[1] };
     Ok(local.or(other).map(|address| LinkAddress { link, address: prefix(address), peer }))
 }
 
-/// What a notification reports. None if it is not about links and addresses as such.
+/// Returns the event that a notification reports, or `None` if the notification does not report a
+/// change of a link or an address.
 pub(super) fn event(kind: u16, payload: &[u8]) -> Result<Option<Event>, Malformed> {
     Ok(match kind {
         libc::RTM_NEWADDR => address(payload)?.map(Event::Address),
@@ -143,9 +144,9 @@ pub(super) fn event(kind: u16, payload: &[u8]) -> Result<Option<Event>, Malforme
 }
 
 /// A `struct ifa_cacheinfo` with a preferred lifetime of 0 and an unlimited valid lifetime. IPv6
-/// has no host scope. A deprecated address keeps the kernel from selecting it as a source address
-/// (RFC 6724, rule 3).
-fn never_a_source() -> [u8; 16] {
+/// has no host scope. The address is deprecated from the beginning, so the kernel avoids it as a
+/// source address (RFC 6724, rule 3).
+fn deprecated_lifetimes() -> [u8; 16] {
     let mut lifetimes = [0; 16];
     lifetimes[4..8].copy_from_slice(&u32::MAX.to_ne_bytes());
     lifetimes
@@ -159,7 +160,7 @@ pub(super) fn change(change: &Change) -> Request {
                 IpAddr::V4(_) => request,
                 IpAddr::V6(_) => request
                     .attribute(ADDRESS_FLAGS, &(libc::IFA_F_NODAD | libc::IFA_F_NOPREFIXROUTE).to_ne_bytes())
-                    .attribute(ADDRESS_LIFETIMES, &never_a_source()),
+                    .attribute(ADDRESS_LIFETIMES, &deprecated_lifetimes()),
             }
         }
         Change::RemoveAddress { link, address } => address_request(libc::RTM_DELADDR, 0, link, address),
@@ -200,7 +201,7 @@ mod tests {
         digits.chunks(2).map(|byte| u8::from_str_radix(&String::from_iter(byte), 16).unwrap()).collect()
     }
 
-    /// Messages of Linux 6.18 to the groups.
+    /// Compares with messages that Linux 6.18 sends to the multicast groups.
     #[cfg(target_endian = "little")]
     #[test]
     fn notifications_of_addresses_are_decoded() {
@@ -234,8 +235,8 @@ mod tests {
 
     #[cfg(target_endian = "little")]
     #[test]
-    fn notifications_of_links_are_decoded_and_those_of_bridge_ports_are_not() {
-        // The first attributes after: ip link del d1
+    fn notifications_of_links_are_decoded_and_notifications_of_bridge_ports_are_ignored() {
+        // The first attributes of the notification for: ip link del d1
         let link = bytes("00000100 03000000 02100000 ffffffff 07000300 64310000 08000d00 e8030000");
         assert_eq!(event(libc::RTM_DELLINK, &link), Ok(Some(Event::RemovedLink(3))));
         assert_eq!(event(libc::RTM_NEWLINK, &link), Ok(Some(Event::Link { index: 3, name: "d1".into() })));

@@ -1,4 +1,5 @@
-//! Execution of transactions. Messages are applied in order. If one is rejected, all are undone.
+//! Execution of transactions. Messages are applied in order. If a message is rejected, all messages
+//! are undone.
 
 use std::{collections::HashSet, sync::Arc};
 
@@ -88,8 +89,9 @@ pub(super) fn commit(state: &mut State, port: u32, requests: &[Request]) -> Vec<
     }
 }
 
-/// Applies the requests. With `each`, jumps are validated after every message, otherwise at the
-/// end. An error without rejected messages means that the validation at the end failed.
+/// Applies the requests. With `each`, jumps are validated after every message. Without `each`, they
+/// are validated at the end. An error without rejected messages means that the validation at the
+/// end failed.
 fn attempt(state: &mut State, port: u32, requests: &[Request], each: bool) -> Result<(), Vec<(usize, Refusal)>> {
     let before = state.tables.clone();
     let mut running = Running {
@@ -324,7 +326,7 @@ impl Running<'_> {
         Ok(())
     }
 
-    /// Deletes anonymous sets that no rule uses any more. Those created in this transaction are
+    /// Deletes anonymous sets that no rule uses any more. Sets that this transaction created are
     /// kept, because a later rule may use them.
     fn delete_unbound_sets(&mut self, name: &TableName) {
         let Some(table) = self.state.table_mut(name) else { return };
@@ -340,7 +342,7 @@ impl Running<'_> {
         let table = self.table(&wanted.table)?;
         let is_wanted = |set: &&mut FakeSet| set.set.name == wanted.name && !wanted.flags.anonymous;
         if let Some(FakeSet { set, .. }) = table.sets.iter_mut().find(is_wanted) {
-            // These properties can change (Linux 6.5). All others must be the same.
+            // Since Linux 6.5 these properties can change. All other properties must be the same.
             let (size, timeout_ms) = (wanted.size.or(set.size), wanted.timeout_ms.or(set.timeout_ms));
             let gc_interval_ms = wanted.gc_interval_ms.or(set.gc_interval_ms);
             let changed = Set { size, timeout_ms, gc_interval_ms, ..set.clone() };

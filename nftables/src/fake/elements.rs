@@ -25,7 +25,7 @@ pub(super) fn check_set(wanted: &Set) -> Applied {
     require(wanted.timeout_ms.is_none() || wanted.flags.timeout, libc::EINVAL)
 }
 
-/// Adds the elements of a message, up to the first rejected one.
+/// Adds the elements of a message, up to the first rejected element.
 pub(super) fn add(running: &mut Running<'_>, flags: u16, all: Elements) -> Applied {
     let table = running.table(&all.table)?;
     let Some(set) = table.set_of(&all.set).cloned() else { return reject(libc::ENOENT) };

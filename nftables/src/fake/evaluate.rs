@@ -17,7 +17,7 @@ use crate::{
 
 /// How processing continues after an expression.
 pub(super) enum Flow {
-    /// With the next expression.
+    /// Processing continues with the next expression.
     Next,
     /// The expression does not match, so the rule ends.
     Break,
@@ -71,7 +71,8 @@ impl Walker<'_> {
     }
 }
 
-/// Evaluates an expression. `at` is the handle of the rule and the position in it.
+/// Evaluates an expression. `at` is the handle of the rule and the position of the expression in
+/// the rule.
 pub(super) fn evaluate(walker: &mut Walker<'_>, table: &TableName, at: (u64, usize), expression: &Expression) -> Flow {
     match expression {
         Expression::Payload { base, offset, length, to } => {
@@ -265,7 +266,7 @@ fn fib(walker: &Walker<'_>, result: FibResult, flags: FibFlags) -> Vec<u8> {
     }
 }
 
-/// Evaluates verdicts that translate addresses or deliver to a proxy.
+/// Evaluates expressions that translate addresses or deliver packets to a proxy.
 fn translate(walker: &mut Walker<'_>, expression: &Expression) -> Flow {
     let action = match expression {
         Expression::Nat { kind, family, address, port, .. } => {

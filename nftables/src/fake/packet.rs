@@ -123,29 +123,29 @@ impl Packet {
 /// The final verdict on a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
-    /// It passed the hook.
+    /// The packet passed the hook.
     Accepted,
-    /// It was dropped.
+    /// The packet was dropped.
     Dropped,
-    /// It was dropped, and an error was sent to its sender.
+    /// The packet was dropped, and an error was sent to its sender.
     Rejected(Reject),
 }
 
 /// An action of rules on a packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
-    /// Its destination was translated to this one.
+    /// The destination was translated to this address and port.
     DestinationTranslated(IpAddr, u16),
-    /// Its source was translated to this one.
+    /// The source was translated to this address and port.
     SourceTranslated(IpAddr, u16),
-    /// Its source was translated to the address of the outgoing interface. The fake does not know
+    /// The source was translated to the address of the outgoing interface. The fake does not know
     /// this address.
     Masqueraded(NatFlags),
-    /// Its destination was translated to this host, at a port.
+    /// The destination was translated to this port of the local host.
     Redirected(u16),
-    /// It was delivered to a transparent socket.
+    /// The packet was delivered to a transparent socket.
     Proxied(Option<IpAddr>, Option<u16>),
-    /// It was exempted from connection tracking.
+    /// The packet was exempted from connection tracking.
     Untracked,
     /// A line with this prefix was logged.
     Logged(String),

@@ -60,7 +60,7 @@ impl FakeTable {
         self.sets.iter().find(|set| set.set.name == name)
     }
 
-    /// The set with a name, otherwise the set with an ID in the same transaction.
+    /// Returns the set with this name, or else the set with this ID in the same transaction.
     pub(super) fn set_of(&self, name: &SetName) -> Option<&FakeSet> {
         let by_id = |id| self.sets.iter().find(|set| set.id == Some(id));
         self.set(&name.name).or_else(|| name.id.and_then(by_id))
@@ -102,7 +102,8 @@ pub(super) struct State {
     pub(super) misses: Misses,
     /// Keys that the last transaction deleted and added again, by the handle of the set.
     pub(super) replaced: HashSet<(u64, ElementKey)>,
-    /// The state of `numgen inc`, by the handle of the rule and the position in it.
+    /// The state of `numgen inc`, by the handle of the rule and the position of the expression in
+    /// the rule.
     pub(super) counters: HashMap<(u64, usize), u32>,
     handles: u64,
     ports: u32,
@@ -162,7 +163,7 @@ impl State {
     pub(super) fn listed_elements(&self, set: &FakeSet) -> Vec<Element> {
         let listed = self.contents_of(set).map(|stored| {
             let expires_in_ms = stored.expires_at_ms.map(|at| at.saturating_sub(self.now_ms));
-            // The kernel omits a timeout that equals the set's.
+            // The kernel omits a timeout that equals the timeout of the set.
             let timeout_ms = stored.element.timeout_ms.filter(|timeout| set.set.timeout_ms != Some(*timeout));
             Element { expires_in_ms, timeout_ms, ..stored.element.clone() }
         });
@@ -182,7 +183,7 @@ impl State {
     }
 }
 
-/// The generation after this one. Generation 0 does not exist.
+/// Returns the generation after `generation`. Generation 0 does not exist.
 pub(super) fn next_generation(generation: u32) -> u32 {
     generation.checked_add(1).unwrap_or(1)
 }

@@ -23,8 +23,8 @@ pub(super) fn validate(state: &State) -> Applied {
     Ok(())
 }
 
-/// Validates a chain. `seen` holds the depths at which chains were found valid; they are also valid
-/// at smaller depths.
+/// Validates a chain. `seen` holds the depths at which chains were found valid. A chain that is
+/// valid at a depth is also valid at smaller depths.
 fn validate_chain<'a>(
     state: &'a State,
     table: &'a FakeTable,
@@ -40,7 +40,7 @@ fn validate_chain<'a>(
     for expression in chain.rules.iter().flat_map(|(_, rule)| &rule.expressions) {
         require(fits(base, expression), libc::EOPNOTSUPP)?;
         let mut targets: Vec<&str> = jump(expression).into_iter().collect();
-        // The kernel follows the verdicts of the map here, for every kind of lookup.
+        // Like the kernel, follow the verdicts of the map for every kind of lookup.
         let map = set_name(expression).and_then(|name| table.set_of(name));
         if let Some(set) = map.filter(|map| map.set.data == Some(SetData::Verdicts)) {
             targets.extend(state.contents_of(set).filter_map(|stored| match &stored.element.data {

@@ -63,8 +63,8 @@ pub(super) fn walk(state: &mut State, hook: Hook, packet: &mut Packet) -> Walk {
 }
 
 impl Walker<'_> {
-    /// Whether NAT chains process the packet. They process the first packet of a connection until
-    /// one of them has translated the address that this hook translates.
+    /// Whether NAT chains process the packet. NAT chains process the first packet of a connection
+    /// until one chain has translated the address that this hook can translate.
     fn may_translate(&self, hook: Hook) -> bool {
         let done = match hook {
             Hook::Prerouting | Hook::Output => Connection::DESTINATION_TRANSLATED,
@@ -125,7 +125,7 @@ impl Walker<'_> {
         }
     }
 
-    /// The element with a key, unless the lookup must miss it.
+    /// Returns the element with a key, unless the lookup must miss the element.
     pub(super) fn find(&mut self, set: &FakeSet, key: &Value) -> Option<Stored> {
         let contents = self.state.contents.get(&set.handle)?;
         let exact: ElementKey = (false, key.clone(), false, None);

@@ -53,11 +53,11 @@ pub enum Expression {
         from: Register,
     },
     /// `ct`: loads a property of the connection. For packets without a connection only the state is
-    /// available; other properties do not match.
+    /// available. Expressions that load other properties do not match.
     Conntrack {
         /// The property.
         key: CtKey,
-        /// The direction, for properties that have one.
+        /// The direction, for properties that need a direction.
         direction: Option<Direction>,
         /// The destination register.
         to: Register,
@@ -152,8 +152,8 @@ pub enum Expression {
         length: u32,
         /// The number of different results, at least 1.
         modulus: u32,
-        /// Hosts with the same seed compute the same hash for a key. With none, the kernel selects
-        /// a random seed.
+        /// Hosts with the same seed compute the same hash for a key. Without a seed, the kernel
+        /// selects a random seed.
         seed: Option<u32>,
         /// The smallest result.
         offset: u32,
@@ -230,10 +230,10 @@ pub enum Expression {
         /// Sends the packet to this group of `nfnetlink_log` instead of the kernel's log.
         group: Option<u16>,
     },
-    /// `notrack`: exempts the packet from connection tracking. Only in hooks before connection
-    /// tracking.
+    /// `notrack`: exempts the packet from connection tracking. Allowed only in hooks before
+    /// connection tracking.
     NoTrack,
-    /// `tproxy`: delivers the packet to a transparent socket. Only in prerouting.
+    /// `tproxy`: delivers the packet to a transparent socket. Allowed only in prerouting.
     TransparentProxy {
         /// The family of the address.
         family: AddressFamily,
@@ -252,9 +252,9 @@ pub enum Expression {
     },
     /// An expression that this crate does not know, as the kernel lists it.
     Unknown {
-        /// Its name.
+        /// The name of the expression.
         name: String,
-        /// Its encoded attributes.
+        /// The encoded attributes of the expression.
         data: Vec<u8>,
     },
 }

@@ -11,12 +11,12 @@ pub enum PayloadBase {
     LinkLayer,
     /// The IPv4 or IPv6 header.
     Network,
-    /// The TCP, UDP or other transport header. Packets without one, such as fragments, do not
-    /// match.
+    /// The TCP, UDP or other transport header. Packets without a transport header, such as
+    /// fragments, do not match.
     Transport,
 }
 
-/// Packet metadata outside its headers (`NFT_META_…`).
+/// Packet metadata that is not in the headers (`NFT_META_…`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MetaKey {
     /// The length of the packet in bytes, 4 bytes.
@@ -93,7 +93,8 @@ pub enum Direction {
     Reply,
 }
 
-/// How a register is compared with a value. Bytes are compared from the first on.
+/// How a register is compared with a value. Bytes are compared in order, starting with the first
+/// byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Comparison {
     /// Equal.
@@ -120,7 +121,7 @@ pub enum Conversion {
 }
 
 /// How a lookup's result is used. With [`Self::Absent`] the rule continues if the key is not found.
-/// In all other cases it ends then.
+/// In all other cases the rule ends if the key is not found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LookupResult {
     /// The key must be in the set.
@@ -241,13 +242,13 @@ impl BitOr for NatFlags {
     }
 }
 
-/// The registers that hold the first and the last of a range of addresses or ports. Both may be the
-/// same.
+/// The registers that hold the first and the last address or port of a range. Both registers may be
+/// the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RegisterRange {
-    /// The register of the first.
+    /// The register that holds the first address or port.
     pub first: Register,
-    /// The register of the last.
+    /// The register that holds the last address or port.
     pub last: Register,
 }
 
@@ -260,7 +261,7 @@ impl From<Register> for RegisterRange {
 /// How a packet is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Reject {
-    /// An ICMP or ICMPv6 "unreachable" message with a code, in tables of one of these families.
+    /// An "unreachable" message with this code: ICMP in IPv4 tables, ICMPv6 in IPv6 tables.
     Icmp(u8),
     /// A TCP reset.
     TcpReset,
@@ -273,7 +274,7 @@ pub enum Reject {
 pub enum DynamicSetOperation {
     /// Adds an element if it does not exist.
     Add,
-    /// Adds an element. If it exists, its timeout restarts and its data stays.
+    /// Adds an element. If the element exists, its timeout restarts and its data stays.
     Update,
     /// Deletes an element (Linux 5.1).
     Delete,

@@ -21,7 +21,7 @@ pub enum DataType {
     Protocol,
     /// `inet_service`, a port: 2 bytes.
     Port,
-    /// `mark`: 4 bytes in the machine's byte order. Also suits numbers of your own.
+    /// `mark`: 4 bytes in the machine's byte order. Also suitable for your own numbers.
     Mark,
     /// `iface_index`: 4 bytes in the machine's byte order.
     InterfaceIndex,
@@ -72,7 +72,7 @@ pub struct ValueType {
 }
 
 impl ValueType {
-    /// A concatenation of types. A single type stays that type.
+    /// A concatenation of types. A single type is returned unchanged.
     #[must_use]
     pub fn concatenation(parts: &[DataType]) -> Self {
         match parts {
@@ -109,7 +109,8 @@ const DATA_BYTE_ORDER: u8 = 1;
 /// The flags of a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SetFlags {
-    /// `NFT_SET_ANONYMOUS`: the set belongs to the rule that refers to it, and is deleted with it.
+    /// `NFT_SET_ANONYMOUS`: the set belongs to the rule that refers to it, and is deleted with the
+    /// rule.
     pub anonymous: bool,
     /// `NFT_SET_CONSTANT`: the elements cannot change once a rule refers to the set.
     pub constant: bool,
@@ -129,7 +130,7 @@ pub struct SetFlags {
 pub struct SetName {
     /// The name. For an anonymous set that does not exist yet, its name pattern.
     pub name: String,
-    /// The ID of a set in the same transaction. Only anonymous sets need it.
+    /// The ID of a set in the same transaction. Only anonymous sets need the ID.
     pub id: Option<u32>,
 }
 
@@ -159,26 +160,26 @@ pub struct Set {
     /// The name, which is unique among the sets of the table. For an anonymous set, a pattern such
     /// as `__set%d`.
     pub name: String,
-    /// The type of its keys.
+    /// The type of the keys.
     pub key: ValueType,
-    /// The data of the elements. None if this is not a map.
+    /// The data of the elements. None if the set is not a map.
     pub data: Option<SetData>,
     /// The flags of the set.
     pub flags: SetFlags,
     /// The maximum number of elements. With a size the kernel uses a hash with a fixed number of
-    /// buckets; without one it uses a hash that grows.
+    /// buckets; without a size it uses a hash that grows.
     pub size: Option<u32>,
     /// The timeout in milliseconds of elements that have no timeout of their own.
     pub timeout_ms: Option<u64>,
     /// The interval in milliseconds at which the kernel removes expired elements.
     pub gc_interval_ms: Option<u32>,
-    /// Expressions of which each element gets a copy, such as a counter (Linux 5.7; more than one:
-    /// 5.11).
+    /// Expressions of which each element gets a copy, such as a counter (Linux 5.7; several
+    /// expressions: Linux 5.11).
     pub expressions: Vec<Expression>,
     /// If keys are concatenations of ranges: the length of each part in bytes.
     pub field_lengths: Vec<u32>,
-    /// Bytes for user space. Old versions of `nft` crash on kinds that they do not know, so this is
-    /// best left empty.
+    /// Bytes for user space. Old versions of `nft` crash on unknown kinds of user data, so leave
+    /// this field empty if possible.
     pub user_data: Vec<u8>,
 }
 
@@ -215,8 +216,8 @@ impl Set {
     }
 
     /// Adds user data that tells `nft` that keys are numbers in the machine's byte order. Without
-    /// it `nft` prints their bytes in reverse order. Concatenations do not need it. Every version
-    /// of `nft` knows this kind of user data.
+    /// this user data, `nft` prints the bytes of keys in reverse order. Concatenations do not need
+    /// the user data. Every version of `nft` knows this kind of user data.
     #[must_use]
     pub fn with_key_in_host_order(self) -> Self {
         self.with_byte_order(KEY_BYTE_ORDER)
@@ -299,15 +300,15 @@ pub struct Element {
     pub key_end: Option<Value>,
     /// The data of a map element.
     pub data: Option<ElementData>,
-    /// `NFT_SET_ELEM_INTERVAL_END`: the key is the first one after a range.
+    /// `NFT_SET_ELEM_INTERVAL_END`: the key is the first key after a range.
     pub interval_end: bool,
     /// `NFT_SET_ELEM_CATCHALL`: the element matches all keys that no other element matches (Linux
     /// 5.13).
     pub catch_all: bool,
     /// The time from creation to expiry, in milliseconds.
     pub timeout_ms: Option<u64>,
-    /// The remaining time to expiry, in milliseconds. The kernel lists it. Set it for new elements
-    /// that keep the age of an older element.
+    /// The remaining time to expiry, in milliseconds. Lists contain this time. Set this field for
+    /// new elements that keep the age of an older element.
     pub expires_in_ms: Option<u64>,
     /// Expressions of the element, such as a counter.
     pub expressions: Vec<Expression>,

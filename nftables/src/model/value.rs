@@ -125,8 +125,8 @@ impl Register {
         self.0
     }
 
-    /// The number on the wire. If a 16-byte register starts at the word, its number is used, as the
-    /// kernel does.
+    /// The number on the wire. If a 16-byte register starts at the word, this is the number of that
+    /// register, as in the kernel.
     pub(crate) fn number(self) -> u32 {
         match (self.0 % 4, self.0 / 4) {
             (0, wide @ 0..=3) => wide + 1,
@@ -134,7 +134,8 @@ impl Register {
         }
     }
 
-    /// The register with a number. None for the verdict register and for unknown numbers.
+    /// Returns the register with this number, or `None` for the verdict register and for unknown
+    /// numbers.
     pub(crate) fn of_number(number: u32) -> Option<Self> {
         match number {
             1..=4 => Some(Self((number - 1) * 4)),
@@ -153,12 +154,12 @@ pub enum Verdict {
     Drop,
     /// Processing continues with the next rule.
     Continue,
-    /// Processing continues after the rule that jumped to this chain. In a base chain its policy
-    /// applies.
+    /// Processing continues after the rule that jumped to this chain. In a base chain, the policy
+    /// of the chain applies.
     Return,
     /// Processing continues in a chain and returns afterwards.
     Jump(String),
-    /// Processing continues in a chain and does not return to this one.
+    /// Processing continues in a chain and does not return to the present chain.
     Goto(String),
     /// Another verdict, such as `NF_QUEUE`, by its code.
     Other(i32),

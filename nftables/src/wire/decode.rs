@@ -1,5 +1,5 @@
 //! Decoding of objects that the kernel lists or reports. Unknown attributes are ignored. A
-//! truncated message, or one without a required attribute, is an error.
+//! truncated message, or a message without a required attribute, is an error.
 
 use headgate_netlink::{Malformed, checked_attributes, netfilter, read_be32, read_text, read_u8};
 
@@ -72,7 +72,7 @@ pub(super) fn table_name(family: Family, fields: &Fields<'_>) -> Result<TableNam
     Ok(TableName { family, name })
 }
 
-/// Decodes a table. A message that deletes a table may name it only by its handle.
+/// Decodes a table.
 pub(crate) fn new_table(payload: &[u8]) -> Result<Listed<Table>, Malformed> {
     let (family, fields) = split(payload)?;
     let flags = fields.u32(table::FLAGS)?.unwrap_or_default();
@@ -104,7 +104,7 @@ pub(crate) fn new_chain(payload: &[u8]) -> Result<Listed<Chain>, Malformed> {
 }
 
 /// Decodes the properties of a base chain. Notifications of deleted chains contain a hook attribute
-/// without its number; the result is then none.
+/// without its number; in this case the result is `None`.
 fn base_chain(family: Family, fields: &Fields<'_>, hook: &Fields<'_>) -> Result<Option<BaseChain>, Malformed> {
     let kind = fields.text(chain::TYPE)?.and_then(|name| ChainType::of_name(&name)).unwrap_or(ChainType::Filter);
     let Some(number) = hook.u32(chain::HOOK_NUMBER)? else { return Ok(None) };

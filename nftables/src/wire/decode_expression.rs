@@ -79,8 +79,8 @@ impl Fields<'_> {
     }
 }
 
-/// Decodes an expression that this crate represents. None if it has a property that this crate
-/// cannot represent.
+/// Decodes an expression that this crate represents. Returns `None` if the expression has a
+/// property that this crate cannot represent.
 fn known(name: &str, bytes: &[u8]) -> Result<Option<Expression>, Malformed> {
     let f = &Fields::read(bytes)?;
     Ok(Some(match name {

@@ -75,7 +75,8 @@ fn description(bytes: &[u8]) -> Result<(Option<u32>, Vec<u32>), Malformed> {
     Ok((fields.u32(set::DESCRIPTION_SIZE)?.filter(|size| *size != 0), lengths))
 }
 
-/// Decodes expressions: a single one has its own attribute, several are in a list.
+/// Decodes expressions. A single expression has its own attribute. Several expressions are in a
+/// list.
 fn some_expressions(fields: &Fields<'_>, single: u16, several: u16) -> Result<Vec<Expression>, Malformed> {
     match (fields.get(single), fields.get(several)) {
         (Some(one), _) => Ok(vec![expression(one)?]),
@@ -84,7 +85,7 @@ fn some_expressions(fields: &Fields<'_>, single: u16, several: u16) -> Result<Ve
     }
 }
 
-/// A message with elements of a set. Without a list it refers to all elements.
+/// A message with elements of a set. Without a list, the message refers to all elements.
 #[derive(Debug)]
 pub(crate) struct Elements {
     pub(crate) table: TableName,
@@ -126,8 +127,8 @@ fn one_element(bytes: &[u8]) -> Result<Element, Malformed> {
     })
 }
 
-/// The element of a request that contains an offset, with its index. The offset counts from the
-/// start of the message header.
+/// Returns the element of a request at an offset, with the index of the element. The offset counts
+/// from the start of the message header.
 pub(crate) fn element_at(payload: &[u8], offset: usize) -> Option<(usize, Element)> {
     /// The length of the message header.
     const HEADER_BYTES: usize = 16;

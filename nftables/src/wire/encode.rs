@@ -115,8 +115,8 @@ pub(super) fn put_expressions(request: Request, kind: u16, expressions: &[Expres
     })
 }
 
-/// Adds expressions: a single one in its own attribute, several in a list. Kernels before 5.11
-/// support only a single one.
+/// Adds expressions: a single expression in its own attribute, several expressions in a list.
+/// Kernels before 5.11 support only a single expression.
 fn put_some_expressions(request: Request, single: u16, several: u16, expressions: &[Expression]) -> Request {
     match expressions {
         [] => request,
@@ -197,7 +197,7 @@ pub(crate) fn flush_set(of: &TableName, name: &str) -> Request {
     elements_request(message::DELETE_ELEMENTS, 0, of, &name.into())
 }
 
-/// Divides elements among messages. Each message holds as many as fit.
+/// Divides elements among messages. Each message holds as many elements as fit.
 fn elements(
     command: u8,
     flags: u16,

@@ -104,7 +104,7 @@ fn put_optional(request: Request, kind: u16, number: Option<u32>) -> Request {
     number.iter().fold(request, |request, number| put_u32(request, kind, *number))
 }
 
-/// Adds the first register, and the last one if it differs.
+/// Adds the first register, and the last register if it differs.
 fn put_registers(request: Request, first: u16, range: Option<RegisterRange>) -> Request {
     let Some(range) = range else { return request };
     let request = put_register(request, first, range.first);
@@ -212,7 +212,8 @@ fn put_flags(data: Request, kind: u16, flags: NatFlags) -> Request {
 }
 
 fn put_dynamic_set(data: Request, change: &DynamicSet) -> Request {
-    /// `NFT_DYNSET_F_EXPR`: the expressions are in a list, or in the attribute for a single one.
+    /// `NFT_DYNSET_F_EXPR`: the expressions are in a list, or in the attribute for a single
+    /// expression.
     const HAS_EXPRESSIONS: u32 = 2;
     let data = put_register(data, 4, change.key);
     let data = put_optional(data, 5, change.data.map(Register::number));

@@ -70,7 +70,7 @@ async fn wait_returns_once_every_node_has_acknowledged() {
     let answer = headgatectl(&[&replica], "wait service-1 --timeout 500ms").await.unwrap();
     assert_eq!((answer.code, answer.out.as_str()), (3, ""));
     assert!(answer.err.contains("1 of 2 nodes have programmed it"), "{}", answer.err);
-    let behind = "behind: it was sent, and there is no ACK yet";
+    let behind = "behind: the version was sent, and there is no ACK yet";
     assert!(answer.err.contains("b: at version 1 of 2,") && answer.err.contains(behind), "{}", answer.err);
     assert!(!answer.err.contains("a: at"), "{}", answer.err);
 

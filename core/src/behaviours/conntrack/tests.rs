@@ -360,7 +360,7 @@ fn any_change() -> impl Strategy<Value = Change> {
 
 /// The step fails.
 const FAILED: u8 = 0;
-/// The step succeeds and its cleanup waits.
+/// The step succeeds, and its cleanup is delayed.
 const DELAYED: u8 = 1;
 
 proptest! {

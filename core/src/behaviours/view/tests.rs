@@ -9,7 +9,7 @@ use crate::{
 
 // rows: 18
 #[test]
-fn row_18_external_ips_are_left_out_where_the_node_ignores_them() {
+fn row_18_external_ips_are_left_out_if_the_node_ignores_external_ips() {
     let port = ServicePort { name: "p".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
     let ip = |text: &str| text.parse::<IpAddr>().unwrap();
     let mut service = Service::new(ServiceKey::new("ns", "s"), vec![ip("10.96.0.1")], vec![port]);

@@ -35,8 +35,8 @@ pub fn ruleset(config: RenderConfig) -> Ruleset {
     }
 }
 
-/// True if NodePorts are served on addresses in 127.0.0.0/8. This needs the sysctl `route_localnet`
-/// and the chain [`LOCALNET_GUARD`].
+/// True if NodePorts are served on addresses in 127.0.0.0/8. NodePorts on these addresses need the
+/// sysctl `route_localnet` and the chain [`LOCALNET_GUARD`].
 #[must_use]
 pub fn has_localnet_guard(config: &RenderConfig) -> bool {
     let includes_loopback = match &config.node_port_addresses {
@@ -78,7 +78,8 @@ fn jumps(config: &RenderConfig) -> Vec<Jump> {
 }
 
 /// Creates the jump from OUTPUT to KUBE-EXTERNAL-SERVICES. kube-proxy has no such jump in iptables
-/// mode, so connections from the node to external addresses without endpoints time out there.
+/// mode. With kube-proxy, connections from the node to external addresses without endpoints
+/// therefore time out.
 ///
 /// The jump does not match packets to the node's own addresses, such as NodePorts. INPUT rejects
 /// these packets. If OUTPUT rejected them, the sending system call would fail with EPERM instead of

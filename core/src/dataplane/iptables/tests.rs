@@ -61,7 +61,7 @@ fn rules<'a>(script: &'a str, chain: &str) -> Vec<&'a str> {
 
 // rows of iptables: 100
 #[test]
-fn hashes_are_kube_proxys() {
+fn names_of_chains_are_the_same_as_in_kube_proxy() {
     let vector = |kind, text| ChainName::of(kind, text).to_string();
     assert_eq!(vector(ChainKind::ClusterPolicy, "ns1/svc1:p80tcp"), "KUBE-SVC-XPGD46QRK7WJZT7O");
     assert_eq!(vector(ChainKind::Endpoint, "ns1/svc1:p80tcp10.180.0.1:80"), "KUBE-SEP-SXIVWICOYRO3J4NJ");
@@ -80,7 +80,7 @@ fn hashes_are_kube_proxys() {
 
 // rows of iptables: 30, 32, 100
 #[test]
-fn a_cluster_ip_spreads_over_its_endpoints_as_in_kube_proxy() {
+fn the_rules_of_a_cluster_ip_are_the_same_as_in_kube_proxy() {
     let key = ServiceKey::new("ns4", "svc4");
     let mut svc4 = service("svc4", "172.30.0.44");
     svc4.external_ips = vec![ip("192.168.99.33")];
@@ -125,7 +125,7 @@ fn a_cluster_ip_spreads_over_its_endpoints_as_in_kube_proxy() {
 
 // rows of iptables: 52, 53, 54, 55
 #[test]
-fn a_local_policy_short_circuits_pods_and_the_node_and_drops_the_rest() {
+fn with_local_policy_only_pods_and_the_node_use_endpoints_on_other_nodes() {
     let key = ServiceKey::new("ns2", "svc2");
     let mut svc2 = service("svc2", "172.30.0.42");
     svc2.external_traffic_policy = TrafficPolicy::Local;
@@ -154,7 +154,7 @@ fn a_local_policy_short_circuits_pods_and_the_node_and_drops_the_rest() {
 
 // rows of iptables: 60, 62, 63
 #[test]
-fn source_ranges_guard_load_balancer_ips_alone() {
+fn source_ranges_apply_only_to_load_balancer_ips() {
     let key = ServiceKey::new("ns5", "svc5");
     let mut svc5 = service("svc5", "172.30.0.45");
     svc5.load_balancer_ips = vec![ip("5.6.7.8")];
@@ -201,7 +201,7 @@ fn affinity_checks_and_records_the_client() {
 
 // rows of iptables: 40, 57
 #[test]
-fn without_endpoints_connections_are_refused() {
+fn connections_to_a_service_without_endpoints_are_rejected() {
     let (state, _) = state([Change::from(service("svc6", "172.30.0.46"))]);
     let (_, script) = full(config(), &state);
     let rejected = r#"-A KUBE-SERVICES -d 172.30.0.46/32 -p tcp -m comment --comment "ns6/svc6:p80 has no endpoints" -m tcp --dport 80 -j REJECT --reject-with icmp-port-unreachable"#;
@@ -211,7 +211,7 @@ fn without_endpoints_connections_are_refused() {
 
 // rows of iptables: 93
 #[test]
-fn one_endpoint_touches_two_chains_and_no_dispatch() {
+fn a_new_endpoint_rewrites_at_most_two_chains_and_no_dispatch_chain() {
     let changes = (0..100u32).flat_map(|i| {
         let key = ServiceKey::new("ns", &format!("svc{i}"));
         let service = Service { key: key.clone(), ..service("svc1", &format!("172.30.{}.{}", i / 250, i % 250 + 1)) };
@@ -238,7 +238,7 @@ fn one_endpoint_touches_two_chains_and_no_dispatch() {
 }
 
 #[test]
-fn the_older_of_two_services_with_one_external_ip_owns_it() {
+fn the_older_of_two_services_owns_a_shared_external_ip() {
     let mut old = service("svc2", "172.30.0.42");
     old.external_ips = vec![ip("192.0.2.99")];
     old.created_unix_seconds = 100;
@@ -268,7 +268,7 @@ fn the_older_of_two_services_with_one_external_ip_owns_it() {
 
 // rows of iptables: 20, 21
 #[test]
-fn terminating_endpoints_serve_only_when_nothing_is_ready() {
+fn terminating_endpoints_are_used_only_if_no_endpoint_is_ready() {
     let key = ServiceKey::new("ns1", "svc1");
     let mut leaving = endpoint("10.180.0.1");
     leaving.conditions = Conditions { ready: false, serving: true, terminating: true };
@@ -288,7 +288,7 @@ fn terminating_endpoints_serve_only_when_nothing_is_ready() {
 
 // rows of iptables: 97, 98
 #[test]
-fn stale_chains_go_and_foreign_ones_stay() {
+fn stale_chains_are_deleted_and_foreign_chains_are_kept() {
     let save = "*nat\n:PREROUTING ACCEPT [0:0]\n:DOCKER - [0:0]\n:KUBE-SVC-XPGD46QRK7WJZT7O - [0:0]\n\
         -A PREROUTING -j DOCKER\n-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\nCOMMIT\n";
     let existing = ExistingTables::parse(save);
@@ -309,7 +309,7 @@ fn stale_chains_go_and_foreign_ones_stay() {
 
 // rows of iptables: 99
 #[test]
-fn the_compact_layout_translates_in_the_services_chain() {
+fn in_the_compact_layout_the_chain_of_a_service_contains_its_dnat_rules() {
     let key = ServiceKey::new("ns1", "svc1");
     let mut svc1 = service("svc1", "172.30.0.41");
     svc1.session_affinity = Some(ClientIpAffinity { timeout_seconds: 60 });
@@ -343,7 +343,7 @@ fn the_compact_layout_translates_in_the_services_chain() {
         ]
     );
     let (script, filter) = script.split_once("*filter\n").unwrap();
-    // Only the endpoint on this node can be its own client on this node.
+    // Hairpin connections are possible only for endpoints on this node.
     let hairpin = rules(script, "KUBE-HAIRPIN");
     assert_eq!(hairpin.len(), 1);
     let group = hairpin[0].strip_prefix("-s 10.180.0.0/24 -j ").unwrap();
@@ -359,7 +359,7 @@ fn the_compact_layout_translates_in_the_services_chain() {
 
 // rows of iptables: 57
 #[test]
-fn what_a_node_sends_to_itself_is_refused_in_input_alone() {
+fn packets_from_the_node_to_itself_are_rejected_only_in_input() {
     let (_, script) = full(config(), &State::default());
     let jumps = |chain: &str| {
         let jumps = script.lines().filter(|line| line.starts_with(&format!("-I {chain} ")));
@@ -372,7 +372,8 @@ fn what_a_node_sends_to_itself_is_refused_in_input_alone() {
 #[test]
 fn the_compact_layout_masquerades_by_groups_of_cluster_ips() {
     let mut svc1 = service("svc1", "172.30.0.41");
-    // The externalIP has the prefix of the ClusterIP. Its policy keeps the client's address.
+    // The externalIP has the prefix of the ClusterIP. With its Local policy, the address of the
+    // client is kept.
     svc1.external_ips = vec![ip("172.30.0.42")];
     svc1.external_traffic_policy = TrafficPolicy::Local;
     let key = ServiceKey::new("ns1", "svc1");
@@ -433,7 +434,7 @@ fn dispatch_groups_are_resized_when_the_cluster_grows() {
 }
 
 #[test]
-fn without_an_sctp_match_only_sctp_ports_lose_their_rules() {
+fn only_rules_of_sctp_ports_are_left_out_if_iptables_cannot_match_sctp() {
     let port = |name: &str, protocol, node_port| ServicePort { name: name.into(), protocol, port: 80, node_port };
     let of_endpoint = |name: &str, protocol| EndpointPort::new(name, protocol, 8080);
     let without = Service {

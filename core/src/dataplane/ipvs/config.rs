@@ -25,7 +25,7 @@ pub struct IpvsConfig {
     /// Virtual servers with these addresses belong to other programs, even if a set contains them.
     pub exclude_cidrs: Vec<IpNet>,
     /// Time in milliseconds after which a draining destination is removed even if it has
-    /// connections. `None` means that it is kept until it has none, as in kube-proxy.
+    /// connections. `None` means that it is kept until it has no connections, as in kube-proxy.
     pub drain_limit_ms: Option<u64>,
     /// Masquerading.
     pub masquerade: MasqueradeConfig,

@@ -69,8 +69,8 @@ impl Existing {
         self.is_kube_proxys_node_port(key).then_some((Set::NodePortServers, key.element()))
     }
 
-    /// True if a previous kube-proxy has created the server for a NodePort. Its sets of NodePorts
-    /// contain no addresses, and it does not have [`Set::NodePortServers`].
+    /// True if a previous kube-proxy has created the server for a NodePort. kube-proxy's sets of
+    /// NodePorts contain no addresses, and kube-proxy does not create [`Set::NodePortServers`].
     fn is_kube_proxys_node_port(&self, key: &ServerKey) -> bool {
         let element = match key.protocol {
             Protocol::Tcp | Protocol::Udp => Element::Port(key.port),

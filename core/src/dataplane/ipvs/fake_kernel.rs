@@ -74,10 +74,10 @@ impl FakeKernel {
         Ok(())
     }
 
-    /// Carries out a plan as the agent does: an operation succeeds if the object already is as the
-    /// operation wants it, and a rejected operation does not prevent the others. The kernel rejects
-    /// the operations for which `rejects` returns true, but never removals. Returns the rejected
-    /// operations.
+    /// Carries out a plan as the agent does: an operation succeeds if the object already has the
+    /// state that the operation would produce, and a rejected operation does not prevent the
+    /// others. The kernel rejects the operations for which `rejects` returns true, but never
+    /// removals. Returns the rejected operations.
     ///
     /// # Errors
     /// Returns an operation or a rule that fails for another reason, and that reason.

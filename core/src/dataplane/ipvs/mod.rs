@@ -10,8 +10,8 @@
 //!
 //! - *Local policies.* If a node has no endpoint for a Local policy, kube-proxy uses endpoints on
 //!   other nodes. In Headgate a virtual server has only the endpoints of its address's policy. If
-//!   there are none, its address and port are in [`Set::NoEndpoints`] (packets are rejected) or
-//!   [`Set::NoLocalEndpoints`] (packets are dropped).
+//!   the policy has no endpoints, the address and port of the server are in [`Set::NoEndpoints`]
+//!   (packets are rejected) or [`Set::NoLocalEndpoints`] (packets are dropped).
 //! - *Short circuit.* With external Local policy, pods on the node and the node itself may use all
 //!   endpoints. A virtual server cannot distinguish them from other clients. IPVS could select a
 //!   virtual server by firewall mark, but it compares the complete mark, and other programs use
@@ -35,9 +35,9 @@
 //! no new ones. It is removed when the kernel counts no connections. If it is wanted again before
 //! that, its weight is restored. UDP and SCTP destinations are removed at once, as in kube-proxy.
 //! Destinations of the scheduler `dh` are also removed at once, because `dh` selects destinations
-//! of weight 0. A virtual server exists as long as it has a destination. So do its address and the
-//! element that marks it as a server of Headgate: after a restart, the agent finds destinations of
-//! weight 0 and continues to drain them.
+//! of weight 0. A virtual server exists as long as it has a destination. As long as the server
+//! exists, the kernel also keeps its address and the element that marks it as a server of Headgate.
+//! So after a restart, the agent finds destinations of weight 0 and continues to drain them.
 //!
 //! A destination that fails health checks also has weight 0, but it is kept until its endpoint is
 //! removed.

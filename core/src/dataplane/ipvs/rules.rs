@@ -4,8 +4,8 @@
 //!
 //! The hooks of IPVS determine the tables of the rules. IPVS translates packets that the node
 //! receives at INPUT, after table filter. It translates packets from the node itself at OUTPUT,
-//! between nat and filter. Filter would see these with translated addresses, so mangle checks
-//! source ranges for them.
+//! between nat and filter. Filter would see packets from the node with translated addresses, so
+//! mangle checks source ranges for these packets.
 
 use super::{config::IpvsConfig, short_circuit};
 use crate::{
@@ -90,8 +90,8 @@ fn jumps() -> Vec<Jump> {
     ]
 }
 
-/// Renders the rules of nat KUBE-SERVICES that follow the rules of single services. They do not
-/// name their chain.
+/// Renders the rules of nat KUBE-SERVICES that follow the rules of single services. The returned
+/// rules do not contain the name of the chain.
 fn service_rules(config: &RenderConfig) -> Vec<String> {
     let family = config.family;
     let rule = |build: &dyn Fn(Line<'_>)| {
@@ -220,7 +220,7 @@ fn out_filter(family: Family) -> String {
 
 /// Renders the rules for packets that the node receives. In this mode, addresses of services are
 /// addresses of the node. Without these rules, programs that listen on all addresses would answer
-/// on them. Pings to these addresses are answered.
+/// packets to addresses of services. Pings to these addresses are answered.
 fn in_filter(family: Family) -> String {
     let mut rules = reject_and_drop(IN_FILTER, family);
     let served = [Set::LoadBalancer, Set::ClusterIp, Set::ExternalIp, Set::ExternalIpLocal];

@@ -43,7 +43,8 @@ pub(super) struct Server {
     key: ServerKey,
     pub(super) settings: Settings,
     destinations: BTreeMap<SocketAddr, Destination>,
-    /// As in [`Wanted`], from the service that wants the server or that was the last to want it.
+    /// The fields of [`Wanted`] from the service that wants the server, or that was the last to
+    /// want it.
     pub(super) mark: (Set, Element),
     pub(super) is_on_device: bool,
 }
@@ -55,7 +56,7 @@ impl Server {
     }
 
     /// Creates the record of a server that was found in the kernel. Its destinations with weight 0
-    /// are draining; `since` returns since when.
+    /// are draining. `since` returns the time at which a destination started to drain.
     pub(super) fn found(
         key: ServerKey,
         settings: Settings,
@@ -80,7 +81,7 @@ impl Server {
         self.destinations.values().any(|destination| matches!(destination, Destination::Draining(_)))
     }
 
-    /// Returns since when a destination is draining, or `None` if it is not draining.
+    /// Returns the time at which a destination started to drain, or `None` if it is not draining.
     pub(super) fn draining_since(&self, address: &SocketAddr) -> Option<u64> {
         match self.destinations.get(address)? {
             Destination::Draining(since_ms) => Some(*since_ms),
@@ -121,7 +122,7 @@ impl Server {
         after: &mut Vec<Op>,
     ) {
         let key = self.key;
-        // Without wanted destinations, all remaining ones may drain with any scheduler.
+        // If no destination is wanted, the remaining destinations may drain with any scheduler.
         let can_drain =
             key.protocol == Protocol::Tcp && (wanted.is_empty() || self.settings.scheduler.skips_weight_zero());
         for (address, weight) in wanted {
@@ -155,7 +156,8 @@ impl Server {
 
     /// Removes draining destinations that have no connections or that have drained for `limit_ms`.
     /// `connections` contains the number of active and inactive connections of each destination in
-    /// the kernel. A draining destination that is not in it no longer exists.
+    /// the kernel. A draining destination that `connections` does not contain no longer exists in
+    /// the kernel.
     pub(super) fn drain(
         &mut self,
         connections: &BTreeMap<SocketAddr, u64>,

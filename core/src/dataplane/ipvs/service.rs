@@ -40,7 +40,7 @@ pub struct ServicePlan {
     pub servers: BTreeMap<ServerKey, (AddressKind, Wanted)>,
     /// Elements of sets.
     pub elements: BTreeSet<(Set, Element)>,
-    /// Addresses that Headgate's device must have, also without virtual servers.
+    /// Addresses that Headgate's device must have, even if no virtual server has the address.
     pub device_addresses: BTreeSet<IpAddr>,
     /// A problem with the annotations of the service.
     pub problem: Option<Problem>,

@@ -104,7 +104,7 @@ fn weighted(destinations: &[(&str, u32)]) -> Option<Vec<(String, u32)>> {
 }
 
 #[test]
-fn names_of_sets_are_those_of_kube_proxy() {
+fn names_of_sets_are_the_same_as_in_kube_proxy() {
     assert_eq!(Set::ClusterIp.name(Family::V4), "KUBE-CLUSTER-IP");
     assert_eq!(Set::LoopBack.name(Family::V6), "KUBE-6-LOOP-BACK");
     assert_eq!(Set::LoadBalancerSourceCidr.name(Family::V6), "KUBE-6-LOAD-BALANCER-SOURCE-CID");
@@ -131,7 +131,7 @@ fn every_address_has_a_virtual_server() {
     assert!(rig.has(Set::ClusterIp, "10.96.0.1,tcp:80") && rig.has(Set::ExternalIp, "203.0.113.1,tcp:80"));
     assert!(rig.has(Set::LoadBalancer, "203.0.113.2,tcp:80") && rig.has(Set::NodePortTcp, "30080"));
     assert!(rig.has(Set::DeviceAddresses, "203.0.113.2") && rig.has(Set::NodePortServers, "192.0.2.11,tcp:30080"));
-    // Only the endpoint on this node can be its own client on this node.
+    // Hairpin connections are possible only for endpoints on this node.
     let loop_back: Vec<String> = rig.kernel.sets[&Set::LoopBack].iter().map(ToString::to_string).collect();
     assert_eq!(loop_back, ["10.244.1.1,tcp:8080,10.244.1.1"]);
     // The order is elements, addresses, servers and their destinations.
@@ -213,7 +213,7 @@ fn the_short_circuit_comes_after_source_ranges_and_before_the_virtual_server() {
         "packets of other clients continue to the virtual server"
     );
     assert!(rig.rules(Nat, "KUBE-NODEPORTS")[0].contains("--dport 30080 -j KUBE-EXT-"));
-    // Packets that no source range admits are not translated here. They are dropped before they
+    // The rules do not translate packets that no source range admits. They are dropped before they
     // reach the virtual server.
     assert_eq!(rig.rules(Nat, &external.replace("EXT", "FW")).len(), 4);
     assert!(rig.has(Set::LoadBalancerFirewall, "203.0.113.2,tcp:80"));
@@ -222,7 +222,7 @@ fn the_short_circuit_comes_after_source_ranges_and_before_the_virtual_server() {
 }
 
 #[test]
-fn rules_match_sets() {
+fn iptables_rules_match_sets() {
     use crate::dataplane::rules::Table::{Filter, Mangle, Nat};
     let rig = Rig::new(config());
     let firewall = ["-m set --match-set KUBE-LOAD-BALANCER-FW dst,dst -j KUBE-SOURCE-RANGES-FIREWALL"];

@@ -57,7 +57,7 @@ pub struct Dispatch {
 impl Dispatch {
     /// Creates empty dispatch chains. `addresses` are the addresses to dispatch in the compact
     /// layout; `None` selects the classic layout. `in_use` is the prefix length of the rules in the
-    /// kernel. It is kept unless another length is clearly better.
+    /// kernel. This length is kept unless the cost of the best length is at most half as high.
     #[must_use]
     pub fn new(ruleset: Arc<Ruleset>, addresses: Option<&[IpAddr]>, in_use: Option<u8>) -> Self {
         let prefix_length = addresses.map(|addresses| choose_prefix_length(ruleset.config.family, addresses, in_use));
@@ -106,7 +106,7 @@ impl Dispatch {
         }
     }
 
-    /// Returns the lines of a service. `selectors` has the order in which they were added.
+    /// Returns the lines of a service. `selectors` has the order in which the lines were added.
     pub(super) fn lines(&self, key: &ServiceKey, selectors: &[(DispatchChain, Selector)]) -> Vec<DispatchLine> {
         let mut texts = BTreeMap::new();
         let line = |(chain, selector): &(DispatchChain, Selector)| {
@@ -204,8 +204,8 @@ impl Dispatch {
 
     /// Returns the first and the last rule of a group of ClusterIPs in nat, or `None` if traffic to
     /// ClusterIPs is not masqueraded. The first rule sets the mark before the lines of services
-    /// match, and the last rule removes it if no line has matched. So each group needs two rules,
-    /// instead of one rule in the chain of each service.
+    /// match, and the last rule removes the mark if no line has matched. So each group needs two
+    /// rules, instead of one rule in the chain of each service.
     fn group_masquerade(&self, group: ChainName) -> Option<[String; 2]> {
         if !self.masquerades_cluster_ips() {
             return None;

@@ -37,7 +37,8 @@ impl RulesHash {
 /// The chains of Headgate in one table, and the rules of the built-in chains.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Existing {
-    /// Chains with names of Headgate, with the hash of their rules or `None` if it is unknown.
+    /// Chains with names of Headgate, with the hash of their rules, or `None` if the hash is
+    /// unknown.
     pub chains: HashMap<String, Option<RulesHash>>,
     /// Rules of the built-in chains in order, as `CHAIN REST`.
     pub base_rules: Vec<String>,
@@ -64,8 +65,8 @@ impl ExistingReader {
         Self { table, is_in_table: false, existing: Existing::default() }
     }
 
-    /// Reads the next line. Lines of other tables and other programs are ignored; no line is an
-    /// error.
+    /// Reads the next line. Lines of other tables and other programs are ignored, and no line
+    /// causes an error.
     pub fn line(&mut self, line: &str) {
         if let Some(name) = line.strip_prefix('*') {
             self.is_in_table = name.trim() == self.table.as_str();
@@ -81,7 +82,8 @@ impl ExistingReader {
     }
 
     fn rule(&mut self, line: &str, rule: &str) {
-        // iptables 1.8.9 prints a second space after `--nfacct-name`. Other versions may print one.
+        // iptables 1.8.9 prints a second space after `--nfacct-name`. Other versions may print only
+        // one space.
         if line.contains("--nfacct-name  ") {
             let line = line.replace("--nfacct-name  ", "--nfacct-name ");
             return self.rule(&line, line.strip_prefix("-A ").unwrap_or(&line));
@@ -149,8 +151,8 @@ impl Existing {
         self.referenced.contains_key(name) && self.has_chain_with(name, RulesHash::default())
     }
 
-    /// True if a rule outside of Headgate's chains jumps to one of them, so that packets may pass
-    /// it.
+    /// True if a rule outside of Headgate's chains jumps to a chain of Headgate, so that packets
+    /// may reach that chain.
     #[must_use]
     pub fn leads_to_ours(&self, table: Table) -> bool {
         !self.referenced.is_empty() || self.jumps_to_ours(table).next().is_some()

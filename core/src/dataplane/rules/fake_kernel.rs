@@ -34,7 +34,8 @@ impl FakeKernel {
     /// Runs a script as `iptables-restore --noflush` would.
     ///
     /// # Errors
-    /// Returns the faulty line and the reason. Tables that were committed before it stay changed.
+    /// Returns the faulty line and the reason. Tables that were committed before this line stay
+    /// changed.
     pub fn restore(&mut self, script: &str) -> Result<(), String> {
         let mut working: Option<(Table, Chains)> = None;
         for line in script.lines() {

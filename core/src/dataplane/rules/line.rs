@@ -26,8 +26,8 @@ impl<'a> Line<'a> {
         Self { text }
     }
 
-    /// Begins a rule without the name of its chain. Dispatch lines need it: the chain may be a
-    /// group that is not known yet.
+    /// Begins a rule without the name of its chain. Dispatch lines need this function: the chain
+    /// may be a group that is not known yet.
     pub(in crate::dataplane) fn bare(text: &'a mut String) -> Self {
         Self { text }
     }
@@ -111,8 +111,8 @@ impl<'a> Line<'a> {
         self.add(format_args!("-m recent {what} --name {list} --mask {mask} --rsource"))
     }
 
-    /// Matches packets whose addresses and ports are in a set. `flags` selects them, such as
-    /// `dst,dst`.
+    /// Matches packets whose addresses and ports are in a set. `flags` selects the addresses and
+    /// ports to compare, for example `dst,dst`.
     pub(in crate::dataplane) fn in_set(self, set: Set, family: Family, flags: &str) -> Self {
         self.add(format_args!("-m set --match-set {} {flags}", set.name(family)))
     }
@@ -123,7 +123,7 @@ impl<'a> Line<'a> {
     }
 
     /// Matches one of `n` packets at random. The kernel stores the probability in units of 2⁻³¹,
-    /// and `iptables-save` prints eleven decimal places of it.
+    /// and `iptables-save` prints eleven decimal places of the probability.
     pub(in crate::dataplane) fn one_in(self, n: usize) -> Self {
         const UNITS: f64 = 2_147_483_648.0;
         #[allow(clippy::cast_precision_loss)]
@@ -132,7 +132,7 @@ impl<'a> Line<'a> {
     }
 
     /// Counts packets that match the previous conditions in an nfacct counter, which must exist.
-    /// Always matches.
+    /// This condition always matches.
     pub(in crate::dataplane) fn counted_by(self, counter: &str) -> Self {
         self.add(format_args!("-m nfacct --nfacct-name {counter}"))
     }

@@ -6,9 +6,9 @@
 //! programmed and writes [`Script`]s with only the differences. [`dispatch`] manages the chains
 //! that contain rules of many services.
 //!
-//! Names, hashes and rule text are those of kube-proxy, so existing knowledge and tools apply.
-//! Rules are rendered exactly as `iptables-save` prints them. The rules of a kernel can therefore
-//! be compared with the wanted rules without parsing them.
+//! Names, hashes and rule text are the same as in kube-proxy, so existing knowledge and tools
+//! apply. Rules are rendered exactly as `iptables-save` prints them. The rules of a kernel can
+//! therefore be compared with the wanted rules as text, without a parser.
 
 pub mod config;
 pub mod dispatch;

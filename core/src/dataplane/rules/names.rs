@@ -58,7 +58,7 @@ pub const IN_FILTER: &str = "KUBE-IPVS-FILTER";
 pub const OUT_FILTER: &str = "KUBE-IPVS-OUT-FILTER";
 
 /// Returns the names, without hashed names, of all chains that a dataplane of Headgate may have
-/// created in a table. A cleanup removes them.
+/// created in a table. A cleanup removes these chains.
 #[must_use]
 pub fn all(table: Table) -> &'static [&'static str] {
     match table {

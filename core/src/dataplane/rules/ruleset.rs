@@ -26,8 +26,8 @@ pub struct Ruleset {
     pub forward: String,
     /// The dispatch chains without KUBE-HAIRPIN. They must include nat KUBE-SERVICES.
     pub dispatch: &'static [DispatchChain],
-    /// The last rules of nat KUBE-SERVICES. Each one has a leading space and a line end, and does
-    /// not name its chain.
+    /// The last rules of nat KUBE-SERVICES. Each rule has a leading space and a line end, and does
+    /// not contain the name of the chain.
     pub last_service_rules: Vec<String>,
     /// Jumps from the built-in chains, in their order at the head of these chains.
     pub jumps: Vec<Jump>,

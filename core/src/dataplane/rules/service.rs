@@ -135,8 +135,8 @@ impl<'a> PortRules<'a> {
     }
 
     /// Adds the dispatch lines of the compact layout for hairpin connections, in which an endpoint
-    /// is its own client. They are needed only on the node of the endpoint. An endpoint without a
-    /// known node gets the lines on every node.
+    /// is its own client. The lines are needed only on the node of the endpoint. An endpoint
+    /// without a known node gets the lines on every node.
     fn hairpin_lines(&self, endpoints: &BTreeSet<Destination>, rules: &mut ServiceRules) {
         for destination in endpoints.iter().filter(|destination| destination.may_be_local) {
             let address = destination.address;
@@ -236,13 +236,13 @@ impl<'a> PortRules<'a> {
 
     /// Renders the chain for external destinations, without its last rule, which jumps to the chain
     /// of the policy. With Local policy, traffic from pods of this node and from the node itself
-    /// may use all endpoints, because no load balancer has chosen this node for it.
+    /// may use all endpoints, because no load balancer has chosen this node for this traffic.
     pub(in crate::dataplane) fn external_chain(&self) -> Chain {
         let (chain, name) = (self.external, &self.name);
         let mut rules = String::new();
         let reaches_cluster = !self.view.cluster_endpoints.is_empty();
-        // Only NodePorts have destinations in 127.0.0.0/8. In this chain the rule costs other
-        // connections nothing; in KUBE-NODEPORTS it would.
+        // Only NodePorts have destinations in 127.0.0.0/8. The rule is in this chain, because in
+        // KUBE-NODEPORTS it would also take time for connections to other ports.
         if self.config.counts_packets && self.config.localhost_node_ports && self.view.node_port != 0 {
             Line::append(&mut rules, chain).add("-d 127.0.0.0/8").counted_by(LOCALHOST_COUNTER).end();
         }
@@ -321,8 +321,8 @@ impl<'a> PortRules<'a> {
     }
 
     /// Adds a comment to a rule in nat, only in the classic layout. A comment takes half a kilobyte
-    /// of kernel memory, two thirds of a rule, and the kernel copies it with each change of the
-    /// table.
+    /// of kernel memory, which is two thirds of the size of a rule, and the kernel copies the
+    /// comment with each change of the table.
     fn comment<'t>(&self, line: Line<'t>, comment: impl Display) -> Line<'t> {
         if self.is_compact { line } else { line.comment(comment) }
     }

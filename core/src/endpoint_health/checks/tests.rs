@@ -149,7 +149,6 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// The fields agree after any sequence of calls.
     #[test]
     fn fields_agree_after_any_sequence_of_calls(steps in prop::collection::vec(step(), 0..60), seed: u64) {
         let mut checks = Checks::new(CheckTiming::default(), seed);

@@ -184,7 +184,7 @@ fn errors_name_the_change_and_the_reason() {
         let small = Specification::new("small", SetType::HashIp, Family::V4).with_sizes(64, 1);
         sets.create(&small)?;
         let error = sets.create(&small).unwrap_err();
-        assert_eq!(error.to_string(), "making the set small of type hash:ip: a set of that name exists");
+        assert_eq!(error.to_string(), "creating the set small of type hash:ip: a set with this name exists");
         let of_v6 = Specification::new("of-v6", SetType::HashIp, Family::V6);
         sets.create(&of_v6)?;
         let text = |result: Result<(), ipset_netlink::IpSetError>| result.unwrap_err().to_string();
@@ -208,7 +208,7 @@ fn errors_name_the_change_and_the_reason() {
         assert_eq!(
             said,
             [
-                "adding 10.0.0.2 to the set small: the set is full: it holds as many entries as it may (maxelem)",
+                "adding 10.0.0.2 to the set small: the set is full: it has the maximum number of entries (maxelem)",
                 "adding 10.0.0.1 to the set none: there is no such set",
                 "adding 10.0.0.1 to the set of-v6: the family or type of the entry differs from the \
                  set's, or the kernel uses another protocol version",

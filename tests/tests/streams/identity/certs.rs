@@ -105,7 +105,7 @@ fn errors_name_the_problem_and_the_remedy() {
     assert!(refused(&out, &["--node=a,a"], 2).contains("--node a is given twice"));
     assert!(!out.exists());
     made(&out, &["--reader=ops"]);
-    assert!(refused(&out, &["--node=a", "--days=3650"], 1).contains("before certificates for 3650 days would"));
+    assert!(refused(&out, &["--node=a", "--days=3650"], 1).contains("the certificates must be valid for 3650 days"));
     let key = fs::read(out.join("ca.key")).unwrap();
     fs::remove_file(out.join("ca.key")).unwrap();
     assert!(refused(&out, &["--node=a"], 1).contains("ca.key: missing, while ca.crt is there"));

@@ -3,7 +3,8 @@
 use super::*;
 use crate::dataplane::rules::script::{Piece, Writing};
 
-/// The time of `iptables-nft-restore` for a step grows with the square of the chain names in it.
+/// The time of `iptables-nft-restore` for a step grows with the square of the number of chain names
+/// in the step.
 #[test]
 fn steps_of_a_first_sync_are_bounded_and_produce_the_same_rules() {
     let changes = (0..3000_u32).flat_map(|i| {
@@ -39,7 +40,7 @@ fn steps_of_a_first_sync_are_bounded_and_produce_the_same_rules() {
 
 // rows of iptables: 50, 72
 #[test]
-fn jumps_of_an_earlier_version_get_the_order_that_is_wanted() {
+fn jumps_in_the_wrong_order_are_inserted_again() {
     let mut kernel = FakeKernel::default();
     let saved = |kernel: &FakeKernel| ExistingTables::parse(&Table::ALL.map(|table| kernel.save(table)).concat());
     let sync = |kernel: &mut FakeKernel| {

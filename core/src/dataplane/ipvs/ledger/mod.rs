@@ -1,5 +1,5 @@
-//! A record of the objects that are programmed in one family. It produces the plans that change
-//! them.
+//! A record of the objects that are programmed in one family. The ledger plans the changes of these
+//! objects.
 //!
 //! The ledger assumes that plans succeed, except for the operations that the caller passes to
 //! [`Ledger::record`] as rejected. After any other failure, the caller must use [`Ledger::full`]
@@ -48,8 +48,8 @@ pub struct Ledger {
     config: IpvsConfig,
     rules: rules::Ledger,
     programmed: HashMap<Arc<ServiceKey>, ServicePlan>,
-    /// Services that want a virtual server, in order; the first one gets it. There is nearly always
-    /// only one.
+    /// Services that want a virtual server, in order; the first one gets it. Nearly always, only
+    /// one service wants it.
     candidates: HashMap<ServerKey, Vec<(AddressKind, Arc<ServiceKey>)>>,
     /// The virtual servers in the kernel.
     servers: HashMap<ServerKey, Server>,
@@ -149,8 +149,9 @@ impl Ledger {
 
     /// Records whether the kernel has a scheduler. Returns the services that the caller has to plan
     /// again. If the scheduler is available, these are the services that use the default scheduler
-    /// instead of it. If not, these are the services with virtual servers that the kernel rejected.
-    /// The cost depends on the number of services with problems and of deferred objects.
+    /// because this scheduler was missing. If the scheduler is not available, these are the
+    /// services whose virtual servers with this scheduler the kernel rejected. The cost depends on
+    /// the number of services with problems and of deferred objects.
     pub fn set_available(&mut self, scheduler: Scheduler, is_available: bool) -> BTreeSet<Arc<ServiceKey>> {
         if is_available {
             self.config.available_schedulers.insert(scheduler);
@@ -168,7 +169,7 @@ impl Ledger {
 
     /// Plans the changes of the dirty services. The cost depends only on these services.
     ///
-    /// `now_ms` is the time of a monotonic clock with any start.
+    /// `now_ms` is the time of a monotonic clock. Only differences between such times count.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty, now_ms: u64) -> Plan {
         let (script, planned) = self.rules.changed(state, node, dirty);
         let mut round = Round::default();
@@ -373,7 +374,7 @@ impl Ledger {
         };
         let fresh = Server::new(key, wanted.settings, wanted.mark, wanted.is_on_device);
         // The new mark and address are added before the old ones are released, so that the kernel
-        // keeps those that are equal.
+        // keeps a mark or an address that does not change.
         self.need_objects_of(&fresh, round);
         let mut server = match self.servers.remove(&key) {
             None => {

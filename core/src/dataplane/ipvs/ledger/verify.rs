@@ -13,9 +13,10 @@ use super::{
 };
 
 impl Ledger {
-    /// True if `existing`, the objects in the kernel, are the recorded objects and Headgate has no
-    /// other objects there. Draining destinations may be missing, and deferred objects may be
-    /// missing or differ. This full pass is meant for slow verification in the background.
+    /// True if the kernel has the recorded objects and no other objects of Headgate. `existing`
+    /// contains the objects in the kernel. Draining destinations may be missing, and deferred
+    /// objects may be missing or differ. This full pass is meant for slow verification in the
+    /// background.
     #[must_use]
     pub fn matches(&self, existing: &Existing) -> bool {
         let has_sets = Set::ALL.into_iter().all(|set| existing.sets.contains_key(&set));
@@ -57,8 +58,8 @@ impl Ledger {
         wanted.saturating_sub(self.deferred.elements_of(set))..=wanted
     }
 
-    /// Returns any virtual server that the kernel must have, for a quick check that it still has
-    /// Headgate's servers. Draining servers do not count.
+    /// Returns any virtual server that the kernel must have, for a quick check that the kernel
+    /// still has Headgate's servers. Draining servers do not count.
     #[must_use]
     pub fn any_server(&self) -> Option<ServerKey> {
         self.candidates.keys().find(|key| !self.deferred.contains(&Object::Server(**key))).copied()

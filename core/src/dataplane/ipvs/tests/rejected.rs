@@ -32,7 +32,7 @@ fn rejected_objects_are_deferred_and_tried_again() {
     assert!(rig.ledger.deferred().all(|(_, of)| **of == service().key));
 
     // A change of the service tries its deferred objects again. A change of another service does
-    // not.
+    // not try them again.
     let other = Service { external_ips: vec![], load_balancer_ips: vec![], ..service() };
     let other =
         Service { key: ServiceKey::new("ns", "other"), cluster_ips: vec![ip("10.96.0.2")], ports: vec![], ..other };
@@ -107,7 +107,7 @@ fn a_missing_scheduler_is_replaced_by_the_default_until_it_is_loaded() {
         assert!(rig.ledger.matches(&rig.kernel.existing()));
         assert_eq!(rig.ledger.set_available(Scheduler::MaglevHashing, true), services);
     }
-    // The scheduler is loaded, so the service that requests it gets it.
+    // The scheduler is loaded, so the service that requests this scheduler now uses it.
     rig.kernel.set_scheduler(Scheduler::MaglevHashing, true);
     assert_eq!(step(&mut rig, vec![], &[service().key]), []);
     assert_eq!(rig.kernel.servers[&key].0.scheduler, Scheduler::MaglevHashing);

@@ -19,8 +19,8 @@ pub struct LateChange {
 
 impl Ledger {
     /// Renders the chains of these services, which `script` does not contain, and appends them to
-    /// `text`. The state may have changed since the script was planned. The rules are those of the
-    /// present state, and services whose chains differ from the plan are added to `changed`. The
+    /// `text`. The state may have changed since the script was planned. The rules are rendered from
+    /// the present state. Services whose chains differ from the plan are added to `changed`. The
     /// next step plans these changes again.
     pub fn write_late(
         &self,

@@ -1,5 +1,5 @@
-//! A record of the rules that are programmed in one family. It produces the scripts that change
-//! them.
+//! A record of the rules that are programmed in one family. The ledger plans the scripts that
+//! change these rules.
 //!
 //! The ledger keeps a hash of each chain instead of its text. It assumes that the kernel accepts
 //! every script. After a script has failed, the record may differ from the kernel, and the caller
@@ -131,11 +131,11 @@ impl Ledger {
         (script, planned)
     }
 
-    /// Returns a script that changes `existing`, the rules in the kernel, to the wanted rules. It
-    /// ignores what the ledger recorded before. The script writes the chains that differ and
-    /// deletes chains with names of Headgate that are not wanted. It does not touch foreign rules.
-    /// It is empty if the kernel already has the wanted rules. Also returns the number of services
-    /// whose rules were computed.
+    /// Returns a script that changes `existing`, the rules in the kernel, to the wanted rules. The
+    /// script does not depend on what the ledger recorded before. It writes the chains that differ
+    /// and deletes chains with names of Headgate that are not wanted. It does not touch foreign
+    /// rules. The script is empty if the kernel already has the wanted rules. Also returns the
+    /// number of services whose rules were computed.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &ExistingTables) -> (Script, u32) {
         self.full_by(Writing::Text, state, node, existing.clone())
     }
@@ -363,8 +363,8 @@ impl Ledger {
         }
     }
 
-    /// Records that the kernel rejected the deletion of a chain and still has it, empty. Returns
-    /// false if this is already recorded.
+    /// Records that the kernel rejected the deletion of a chain, and that the chain still exists
+    /// without rules. Returns false if the chain was already recorded.
     pub fn note_undeletable(&mut self, table: Table, name: &str) -> bool {
         self.undeletable.insert((table, name.to_owned()))
     }
