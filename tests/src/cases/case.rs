@@ -92,7 +92,7 @@ impl Question {
         self.must(Expect::Answered { by, source, even: false })
     }
 
-    /// Expects that all these servers answer equal shares, and that they see this source.
+    /// Expects that all these servers answer equal shares of the requests, and see this source.
     pub fn answered_evenly(self, by: &'static [&'static str], source: SourceAddress) -> Case {
         self.must(Expect::Answered { by, source, even: true })
     }

@@ -1,5 +1,5 @@
-//! A TCP relay between a replica and its API server. It can refuse connections, or keep them open
-//! without forwarding bytes.
+//! A TCP relay between a replica and its API server. The relay can refuse connections, or keep
+//! connections open without forwarding bytes.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -54,12 +54,12 @@ impl Gate {
         Ok(Self { address, mode, carrying, accepting })
     }
 
-    /// Changes the mode. When this returns and the mode is not [`Mode::Open`], the relay forwards
-    /// no more bytes.
+    /// Changes the mode. When this function returns and the mode is not [`Mode::Open`], the relay
+    /// forwards no more bytes.
     pub async fn set(&self, mode: Mode) {
         self.mode.send_replace(mode);
         if mode != Mode::Open {
-            // This cannot fail, because this value holds the sender.
+            // `wait_for` cannot fail, because `self` holds the sender.
             let _ = self.carrying.subscribe().wait_for(|carrying| *carrying == 0).await;
         }
     }
@@ -81,7 +81,8 @@ async fn carry(
     mut mode: watch::Receiver<Mode>,
     carrying: watch::Sender<usize>,
 ) {
-    // The connection is counted before its mode is read, so that `Gate::set` waits for it.
+    // The connection is counted before the mode is read, so that `Gate::set` waits for the
+    // connection.
     carrying.send_modify(|count| *count += 1);
     let mut has_ended = false;
     if *mode.borrow_and_update() == Mode::Open
@@ -97,12 +98,13 @@ async fn carry(
     if has_ended {
         return;
     }
-    // A silent connection is never continued. When the mode changes, it is reset.
+    // A silent connection forwards no bytes later either. When the mode changes, the relay resets
+    // it.
     while *mode.borrow_and_update() == Mode::Silent {
         if mode.changed().await.is_err() {
             break;
         }
     }
-    // If this fails, the connection ends without a reset.
+    // If `set_linger` fails, the connection ends without a reset.
     let _ = SockRef::from(&client).set_linger(Some(Duration::ZERO));
 }

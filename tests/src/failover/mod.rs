@@ -1,6 +1,7 @@
-//! Many agents and three replicas. One replica follows the API server, one never lists it, and one
-//! loses it after a while. Later all replicas lose it. Replicas are real processes. Agents are the
-//! real session and reconcile loop.
+//! Many agents and three replicas. The first replica follows the API server, the second one never
+//! reaches the API server, and the third one loses its connection after a while. Later all replicas
+//! lose their connections. Replicas are real processes. Agents are the real session and reconcile
+//! loop.
 
 mod gate;
 mod replica;
@@ -49,7 +50,7 @@ pub struct Scenario {
     pub agents: usize,
     /// The number of agents without state that start while no replica has its API server.
     pub newcomers: usize,
-    /// The number of Services. Each has two endpoints.
+    /// The number of Services. Each Service has two endpoints.
     pub services: u32,
     /// The time from the start of the agents until one replica loses its API server.
     pub cut_after: Duration,
@@ -64,7 +65,7 @@ pub struct Scenario {
 pub struct Outcome {
     /// The time from the start of the agents until all had programmed everything.
     pub start_seconds: f64,
-    /// The number of agents at the replica that lost its API server, at that time.
+    /// The number of agents at the replica that lost its API server, at the time of the loss.
     pub agents_at_cut: usize,
     /// The time from the cut until all agents had programmed a change made after the cut. At
     /// that time all agents were at the healthy replica.
@@ -83,7 +84,8 @@ pub struct Outcome {
     pub return_seconds: f64,
 }
 
-/// A store that follows the API server directly. Its digests are the expected ones.
+/// A store that follows the API server directly. Tests expect the agents to have the digests of
+/// this store.
 struct Reference {
     store: Arc<Store>,
     _folder: TempDir,
@@ -196,7 +198,7 @@ impl Scene {
     /// Changes one endpoint.
     ///
     /// # Errors
-    /// The API server refuses the change, which is a defect.
+    /// The stand-in API server refuses the change. This means a defect of the test.
     pub fn change(&mut self) -> Result<()> {
         self.changes += 1;
         apply(&self.api, slice(0, self.changes))
@@ -297,7 +299,8 @@ pub async fn run(scenario: Scenario) -> Result<Outcome> {
     let before = scene.moves();
     let most_moves = before.iter().copied().max().unwrap_or_default();
     sleep(calm).await;
-    let moved = |scene: &Scene, before: &[u64]| scene.moves().iter().zip(before).map(|(now, then)| now - then).sum();
+    let moved =
+        |scene: &Scene, before: &[u64]| scene.moves().iter().zip(before).map(|(now, earlier)| now - earlier).sum();
     let moves_in_calm: u64 = moved(&scene, &before);
 
     scene.replicas[HEALTHY].gate.set(cut).await;
@@ -305,7 +308,8 @@ pub async fn run(scenario: Scenario) -> Result<Outcome> {
     let joined = Instant::now();
     scene.add_agents(newcomers, &all)?;
     let newcomers_programmed = || scene.agents[agents..].iter().all(|agent| agent.programmed().is_some());
-    until("agents without state receive one while no replica has its API server", newcomers_programmed).await?;
+    until("the agents without state have received a state while no replica has its API server", newcomers_programmed)
+        .await?;
     let newcomers_seconds = joined.elapsed().as_secs_f64();
     sleep(calm).await;
     let moves_while_all_cut_off: u64 = moved(&scene, &before[..]) - moves_in_calm;

@@ -178,7 +178,7 @@ impl Full {
                     self.dirty_services += dirty.services.len() as u64;
                 }
                 MachineEffect::Reject(nack) => {
-                    return Err(Violation::Agent(format!("it rejects resources: {:?}", nack.rejections)));
+                    return Err(Violation::Agent(format!("the agent rejects resources: {:?}", nack.rejections)));
                 }
                 _ => {}
             }

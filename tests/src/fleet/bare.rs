@@ -1,7 +1,7 @@
 //! Measures bare writes: the lowest possible cost of sending a message to many agents on this
-//! machine. One thread writes a message to each of many plain sockets, and another thread reads
-//! them, without TLS, HTTP/2, state and answers. A replica is compared with bare writes, because
-//! the speed differs between machines and between hours.
+//! machine. One thread writes a message to each of many plain sockets, and another thread reads the
+//! messages, without TLS, HTTP/2, state and answers. Benches compare a replica with bare writes,
+//! because the speed differs between machines and between hours.
 
 use std::{
     io::{Read as _, Write as _},
@@ -55,7 +55,7 @@ pub fn measure(machines: &Machines, connections: usize, rounds: u32, rate: u32) 
     })
 }
 
-/// Opens the connections. Returns the writer's ends and the reader's ends, in equal order.
+/// Opens the connections. Returns the writer's ends and the reader's ends, in the same order.
 fn connect(machines: &Machines, connections: usize) -> Result<(Vec<TcpStream>, Vec<TcpStream>)> {
     let listener = machines.server().run(|| Ok(TcpListener::bind((machines.server_address(), 0))?))?;
     let to = listener.local_addr()?;

@@ -1,5 +1,5 @@
 //! A certificate authority, and certificates for thousands of nodes. All node certificates share
-//! one key, because generating thousands of keys takes long.
+//! one key, because generating thousands of keys takes a long time.
 
 use std::{fs, path::Path, sync::Arc};
 

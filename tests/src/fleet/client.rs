@@ -55,8 +55,7 @@ pub(super) struct Gauge {
     pub(super) timetable: Arc<Timetable>,
     pub(super) is_recording: bool,
     pub(super) latency: Histogram,
-    /// The number of events so far, which numbers them in order. Events are welcomes and first
-    /// snapshots.
+    /// The number of welcomes and first snapshots so far. It numbers these events in their order.
     pub(super) moments: u64,
 }
 
@@ -89,14 +88,14 @@ struct Link {
     has_sent_garbage: bool,
 }
 
-/// One simulated agent. Its state survives its connections.
+/// One simulated agent. The agent's state survives its connections.
 pub struct Client {
     pub(super) member: Member,
     config: Arc<ClientConfig>,
     agent: Agent,
     link: Option<Link>,
     next_replica: usize,
-    /// The replica that asked the agent to move. The next connection avoids it.
+    /// The replica that asked the agent to move. The next connection avoids this replica.
     left: Option<SocketAddr>,
     pub(super) failures: u32,
     next_ack: Option<Instant>,
@@ -175,8 +174,9 @@ impl Client {
         all
     }
 
-    /// When the agent was first welcomed, and when it had its first snapshot. The numbers are
-    /// positions in the order of these events of all agents. `None` before the first snapshot.
+    /// The number of the event in which the agent was first welcomed, and of the event in which it
+    /// received its first snapshot. These events of all agents are numbered in their order. `None`
+    /// before the first snapshot.
     #[must_use]
     pub fn first_snapshot(&self) -> Option<(u64, u64)> {
         self.first_snapshot
@@ -221,8 +221,8 @@ impl Client {
         self.failures = 0;
     }
 
-    /// The address of the next replica. It differs from the replica that the agent left, if there
-    /// are others.
+    /// The address of the next replica. It differs from the replica that the agent left, if the
+    /// agent has another replica.
     fn next_address(&mut self) -> Result<SocketAddr> {
         let left = self.left.take();
         let replicas = &self.member.replicas;
@@ -230,7 +230,7 @@ impl Client {
         if address(self.next_replica) == left {
             self.next_replica += 1;
         }
-        let address = address(self.next_replica).context("an agent without replicas")?;
+        let address = address(self.next_replica).context("the agent has no replicas")?;
         self.next_replica += 1;
         Ok(address)
     }
@@ -273,7 +273,7 @@ impl Client {
     }
 
     /// Prepares to leave the replica, if `connection` is still the present connection. Returns
-    /// whether it is.
+    /// false if it is not.
     pub(super) fn leaves(&mut self, connection: u64) -> bool {
         let leaves = self.link.is_some() && self.counts.connections == connection;
         if leaves {
@@ -294,7 +294,8 @@ impl Client {
         }
     }
 
-    /// Notes that the server has closed its side. Bytes that it sent before can still be read.
+    /// Records that the server has closed its side. Bytes that the server sent before can still be
+    /// read.
     pub(super) fn on_closed(&mut self) {
         if let Some(link) = &mut self.link {
             link.has_ended = true;
@@ -310,8 +311,9 @@ impl Client {
         link.flush()
     }
 
-    /// Reads available bytes, and processes their messages. A `limit` below the size of the buffer
-    /// allows one read of at most so many bytes. Returns what the worker has to do later.
+    /// Reads available bytes, and processes their messages. If `limit` is below the size of the
+    /// buffer, this function makes one read of at most `limit` bytes. Returns what the worker has
+    /// to do later.
     pub(super) fn on_readable(
         &mut self,
         limit: usize,
@@ -348,8 +350,8 @@ impl Client {
                 let effect = agent.on_message(message).map_err(|violation| violation.to_string())?;
                 match effect {
                     Effect::None => {}
-                    // After a resume from the log nothing may change, so the agent must acknowledge
-                    // its version now.
+                    // After a resume from the log, no change may follow, so the agent must
+                    // acknowledge its version now.
                     Effect::Welcomed => {
                         wants_ack |= agent.tracker().mode() == Some(Mode::Log);
                         gauge.moments += 1;
@@ -414,7 +416,8 @@ impl Client {
         Ok(Outcome { move_at: move_at.map(|at| (at, self.counts.connections)), ..outcome })
     }
 
-    /// Sends an ACK, or returns when it is due. Faulty agents first send a NACK or garbage.
+    /// Sends an ACK, or returns the time at which the ACK is due. Faulty agents first send a NACK
+    /// or garbage.
     fn answer(&mut self, scratch: &mut Scratch, ack_interval: Duration) -> Result<Outcome, Lost> {
         if self.member.fault == Fault::Nack {
             let nack = self.agent.nack();
@@ -468,7 +471,7 @@ impl Client {
         let Some(link) = &self.link else { return Ok(()) };
         if !link.is_open {
             let is_late = now.duration_since(link.since) > handshake_limit;
-            return if is_late { Err(Lost::Ended("handshake: no end".to_owned())) } else { Ok(()) };
+            return if is_late { Err(Lost::Ended("the TLS handshake did not end in time".to_owned())) } else { Ok(()) };
         }
         let limit = Duration::from_millis(3 * self.agent.tracker().heartbeat_interval_ms());
         if !limit.is_zero() && now.duration_since(link.last_heard) > limit {
@@ -506,7 +509,7 @@ impl Link {
         Lost::Ended(format!("connection: {how}"))
     }
 
-    /// Encrypts `plain`, appends it to `cipher`, and writes all of it.
+    /// Encrypts `plain`, appends the result to `cipher`, and writes `cipher` to the socket.
     fn encrypt_and_flush(&mut self, plain: &mut Vec<u8>, cipher: &mut Vec<u8>) -> Result<(), Lost> {
         if !plain.is_empty() {
             self.tls.encrypt(plain, cipher).map_err(Lost::Ended)?;

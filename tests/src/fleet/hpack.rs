@@ -57,7 +57,7 @@ fn put_text(block: &mut Vec<u8>, text: &str) {
 /// Appends an integer with a prefix of `prefix_bits` bits (RFC 7541, section 5.1).
 fn put_number(block: &mut Vec<u8>, pattern: u8, prefix_bits: u8, number: usize) {
     let most = (1_usize << prefix_bits) - 1;
-    // No bits are lost: the prefix has at most 7 bits, and so have all following groups.
+    // No bits are lost: the prefix and each following group have at most 7 bits.
     let byte = |value: usize| u8::try_from(value & 0xff).unwrap_or_default();
     if number < most {
         block.push(pattern | byte(number));
@@ -72,9 +72,10 @@ fn put_number(block: &mut Vec<u8>, pattern: u8, prefix_bits: u8, number: usize) 
     block.push(byte(rest));
 }
 
-/// Whether a header block begins with a size update to 0 of the dynamic table. The first block
-/// must, if the receiver allows no dynamic table (RFC 9113, 4.3.1).
-pub(super) fn gives_up_table(block: &[u8]) -> bool {
+/// Whether a header block begins with an update that sets the size of the dynamic table to 0. If
+/// the receiver allows no dynamic table, the first block must begin with this update (RFC 9113,
+/// 4.3.1).
+pub(super) fn disables_dynamic_table(block: &[u8]) -> bool {
     block.first() == Some(&0x20)
 }
 

@@ -1,5 +1,5 @@
 //! The client's side of one HTTP/2 connection with one gRPC stream (RFC 9113). Frames are parsed in
-//! place, and each message is handed on when it is complete.
+//! place, and each message is passed to its handler when it is complete.
 
 use headgate_proto::{MAX_SERVER_MESSAGE_BYTES, frame::PREFIX_BYTES};
 
@@ -14,7 +14,7 @@ const STREAM_WINDOW: u32 = 2 << 20;
 const CONNECTION_WINDOW: u32 = 5 << 20;
 /// The default window of connections and streams.
 const DEFAULT_WINDOW: u32 = 65_535;
-/// The largest payload of a frame. This is the default, which neither side changes.
+/// The largest payload of a frame. Both sides keep this default value.
 const MAX_FRAME_BYTES: usize = 16_384;
 
 mod kind {
@@ -56,9 +56,9 @@ pub(super) enum Broken {
 /// How the server ended the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum End {
-    /// With trailers.
+    /// The server sent trailers.
     Status { code: u32, message: String },
-    /// With RST_STREAM and this error code.
+    /// The server sent RST_STREAM with this error code.
     Reset(u32),
 }
 
@@ -81,7 +81,8 @@ pub(super) struct Http2 {
     control: Vec<u8>,
     prefix: [u8; PREFIX_BYTES],
     prefix_bytes: usize,
-    /// The number of bytes that the present message lacks. Valid only after its prefix is complete.
+    /// The number of bytes that the present message lacks. The number is valid only after the
+    /// message's prefix is complete.
     lacking: usize,
     /// The received part of an incomplete message.
     message: Vec<u8>,
@@ -91,7 +92,7 @@ pub(super) struct Http2 {
     /// The server's SETTINGS_INITIAL_WINDOW_SIZE.
     initial_send_window: i64,
     /// Whether the server has confirmed that it uses no dynamic header table.
-    table_is_given_up: bool,
+    table_is_disabled: bool,
     pub(super) end: Option<End>,
     pub(super) goes_away: bool,
 }
@@ -111,7 +112,7 @@ impl Http2 {
             send_window: DEFAULT_WINDOW.into(),
             stream_send_window: DEFAULT_WINDOW.into(),
             initial_send_window: DEFAULT_WINDOW.into(),
-            table_is_given_up: false,
+            table_is_disabled: false,
             end: None,
             goes_away: false,
         }
@@ -146,7 +147,7 @@ impl Http2 {
         self.send_data(&framed, message, out)
     }
 
-    /// Does the same as [`Self::send`] with the given prefix.
+    /// Appends a message with the given prefix instead of a valid gRPC prefix, like [`Self::send`].
     pub(super) fn send_data(&mut self, prefix: &[u8], message: &[u8], out: &mut Vec<u8>) -> bool {
         let total = prefix.len() + message.len();
         let needed = i64::try_from(total).unwrap_or(i64::MAX);
@@ -259,14 +260,14 @@ impl Http2 {
                 if kind == kind::HEADERS && flags & (flag::PADDED | flag::PRIORITY) != 0 {
                     return Err(Broken::Http2("headers with padding or priority are not supported"));
                 }
-                if !std::mem::replace(&mut self.table_is_given_up, true) && !hpack::gives_up_table(&payload) {
+                if !std::mem::replace(&mut self.table_is_disabled, true) && !hpack::disables_dynamic_table(&payload) {
                     return Err(Broken::Http2("the first headers do not set the size of the dynamic table to 0"));
                 }
                 let status = hpack::read(&payload)?;
                 self.take_headers(status)?;
             }
-            // After trailers, RST_STREAM only means that the server needs no more of the request
-            // (RFC 9113, 8.1). The trailers have already set `end`.
+            // After trailers, RST_STREAM only means that the server does not need the rest of the
+            // request (RFC 9113, 8.1). The trailers have already set `end`.
             kind::RST_STREAM if stream == STREAM => {
                 let reset = End::Reset(word(0).ok_or(short)?);
                 self.end.get_or_insert(reset);

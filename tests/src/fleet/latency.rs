@@ -26,7 +26,7 @@ impl Timetable {
         &self.writes[usize::try_from(version % self.writes.len() as u64).unwrap_or_default()]
     }
 
-    /// Sets the time of the write with `version` to now. Call it just before the write.
+    /// Sets the time of the write with `version` to now. Call this function just before the write.
     pub fn write(&self, version: u64) {
         let nanoseconds = u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.slot(version).store(nanoseconds, Ordering::Release);

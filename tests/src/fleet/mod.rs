@@ -5,7 +5,8 @@
 //! reads bytes into one large buffer, decrypts them, and parses them in place ([`http2`],
 //! [`wire`]). One core can therefore receive about a hundred thousand messages a second. Each agent
 //! checks all messages against the contract ([`tracker`]). Some agents also decode all messages
-//! into the state of a real agent, whose digests can be compared with the source's ([`agent`]).
+//! into the state of a real agent, whose digests tests compare with the digests of the source
+//! ([`agent`]).
 //!
 //! Tests can make agents misbehave ([`Fault`]). [`rig`] starts the replicas and the network
 //! namespaces, and [`source`] the API server.
@@ -42,7 +43,7 @@ use self::{certificates::Authority, latency::Timetable, worker::Job};
 pub use self::{client::Client, worker::Worker};
 use crate::testbed::netns::Namespace;
 
-/// The misbehaviour of an agent. It begins after the agent has sent `Hello`.
+/// The misbehaviour of an agent, which begins after the agent has sent `Hello`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Fault {
     /// No misbehaviour.
@@ -77,9 +78,9 @@ pub enum Garbage {
 /// How agents close their connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Break {
-    /// With FIN, as the kernel does for a program that ends.
+    /// The agent sends FIN, as the kernel does for a program that ends.
     Close,
-    /// With a TCP reset.
+    /// The agent sends a TCP reset.
     Reset,
 }
 
@@ -91,8 +92,8 @@ pub struct Settings {
     pub ack_interval: Duration,
     /// The largest number of simultaneous TLS handshakes. Further agents wait.
     pub handshakes: usize,
-    /// The longest pause before an agent connects again. It doubles with each failure. The real
-    /// agent's first pause is at most 200 ms.
+    /// The longest pause before an agent connects again. The pause doubles with each failure. The
+    /// real agent's first pause is at most 200 ms.
     pub backoff: Duration,
 }
 
@@ -185,8 +186,9 @@ impl Fleet {
     /// Waits until `condition` holds, and checks it every few milliseconds. `what` completes the
     /// error message "gave up waiting until …".
     ///
-    /// # Errors The condition does not hold after `limit`, an agent has found a violation of the
-    /// contract, or the thread has ended.
+    /// # Errors
+    /// The condition does not hold after `limit`, an agent has found a violation of the contract, or
+    /// the thread has ended.
     pub fn wait_until(
         &self,
         what: &str,
@@ -216,8 +218,8 @@ impl Fleet {
 impl Drop for Fleet {
     fn drop(&mut self) {
         self.jobs.take();
-        // The woken thread sees that the channel is closed, and ends. If waking it fails, the
-        // thread has already ended.
+        // The woken thread sees that the channel is closed, and ends. If `wake` fails, the thread
+        // has already ended.
         let _ = self.waker.wake();
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             eprintln!("warning: the fleet's thread panicked");

@@ -99,14 +99,15 @@ impl Phase {
         self.load_core.with_interrupts(self.load_seconds) / self.seconds
     }
 
-    /// The share of a core that the hypervisor took away (steal time). The higher of both cores.
+    /// The share of a core that the hypervisor took away (steal time), for the core with the larger
+    /// share.
     #[must_use]
     pub fn stolen_share(&self) -> f64 {
         self.server_core.stolen.max(self.load_core.stolen) / self.seconds
     }
 
-    /// The share of a core that other programs used. The higher of both cores. Measurements are
-    /// valid only if it is small.
+    /// The share of a core that other programs used, for the core with the larger share.
+    /// Measurements are valid only if this share is small.
     #[must_use]
     pub fn foreign_share(&self) -> f64 {
         let foreign = |core: &CpuTime, own: f64| (core.user + core.system - own).max(0.0) / self.seconds;

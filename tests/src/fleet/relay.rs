@@ -84,7 +84,7 @@ impl Drop for Relay {
     fn drop(&mut self) {
         *self.is_over.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.gate.set(false);
-        // A connection wakes the accepting thread. It must come from the namespace.
+        // A connection from the namespace wakes the accepting thread.
         let address = self.address;
         let knocked = std::thread::scope(|scope| {
             let knock = || self.doorway.enter().is_ok() && TcpStream::connect(address).is_ok();
@@ -102,7 +102,7 @@ fn accept(listener: &TcpListener, target: SocketAddr, gate: &Arc<Gate>, is_over:
         if *is_over.lock().unwrap_or_else(PoisonError::into_inner) {
             return Ok(());
         }
-        // The API server may be stopped. The replica connects again.
+        // The API server may be stopped. The replica then connects again.
         let Ok(far) = TcpStream::connect(target) else { continue };
         let (near_too, far_too) = (near.try_clone()?, far.try_clone()?);
         let gate = Arc::clone(gate);

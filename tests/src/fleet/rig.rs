@@ -1,5 +1,5 @@
 //! The machines and replicas of a fleet, and measurements of processes and cores. One network
-//! namespace is the replicas' machine, and another one the agents' machine.
+//! namespace is the machine of the replicas, and another one is the machine of the agents.
 
 use std::{
     fs,
@@ -29,8 +29,8 @@ const SERVER: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 1);
 const AGENTS: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 2);
 /// An address of the agents' machine that can be removed.
 const VANISHING: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 3);
-/// The number of source addresses of agents. There are several, because a replica divides its time
-/// between addresses.
+/// The number of source addresses of agents. Agents use several addresses, because a replica
+/// divides its time between source addresses.
 const HOSTS: u8 = 64;
 /// The core of the replicas.
 pub const SERVER_CORE: usize = 0;
@@ -240,7 +240,8 @@ impl Replica {
         fs::write(&kubeconfig, setup.kubeconfig).with_context(|| format!("writing {}", kubeconfig.display()))?;
         let program = program("headgate-control-plane")?;
         let mut command = match setup.core {
-            // The process is pinned before it starts, because its runtime then counts the cores.
+            // The process is pinned before it starts, because its runtime counts the cores at the
+            // start.
             Some(core) => {
                 let mut command = Command::new("taskset");
                 command.args(["-c", &core.to_string()]).arg(program);
@@ -273,7 +274,7 @@ impl Replica {
     /// Checks that the process still runs.
     ///
     /// # Errors
-    /// The process has ended. The error includes the end of its log.
+    /// The process has ended. The error includes the end of the process's log.
     pub fn check_running(&mut self) -> Result<()> {
         self.process.check_running()
     }
@@ -372,11 +373,11 @@ pub struct CpuTime {
     pub user: f64,
     /// Time in the kernel on behalf of processes.
     pub system: f64,
-    /// Time in hardware and software interrupts. 0 for a process.
+    /// Time in hardware and software interrupts. It is 0 for a process.
     pub interrupts: f64,
-    /// Idle time. 0 for a process.
+    /// Idle time. It is 0 for a process.
     pub idle: f64,
-    /// Time that the hypervisor took away. 0 for a process.
+    /// Time that the hypervisor took away. It is 0 for a process.
     pub stolen: f64,
 }
 
@@ -388,8 +389,8 @@ impl CpuTime {
     pub fn of_process(process: u32) -> Result<Self> {
         let path = format!("/proc/{process}/stat");
         let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
-        // The name is in parentheses and may contain any text. The third field follows it. utime
-        // and stime are the 14th and 15th fields (proc_pid_stat(5)).
+        // The name is in parentheses and may contain any text. The third field follows the name.
+        // utime and stime are the 14th and 15th fields (proc_pid_stat(5)).
         let after = text.rsplit_once(')').with_context(|| format!("{path} has no name"))?.1;
         let ticks: Vec<f64> = after.split_whitespace().map(|field| field.parse().unwrap_or_default()).collect();
         let at = |index: usize| ticks.get(index).copied().map(seconds).with_context(|| format!("{path} is too short"));

@@ -2,8 +2,8 @@
 
 use super::{Garbage, http2::Http2};
 
-/// Appends garbage for a layer. Garbage below TLS is appended to `cipher`, and all other garbage to
-/// `plain`, which is encrypted later.
+/// Appends garbage for a layer. Garbage instead of TLS records is appended to `cipher`. All other
+/// garbage is appended to `plain`, which is encrypted later.
 pub(super) fn garbage(layer: Garbage, http2: &mut Http2, plain: &mut Vec<u8>, cipher: &mut Vec<u8>) {
     let noise: Vec<u8> = (0..256).map(|_| fastrand::u8(..)).collect();
     match layer {

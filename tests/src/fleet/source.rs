@@ -71,7 +71,7 @@ impl Source {
         let version = self.api.version() + 1;
         // There are no other writers, so the write gets the next version.
         let written = self.api.apply(object).map_err(|failure| anyhow::anyhow!("writing to the API: {failure:?}"))?;
-        let text = written["metadata"]["resourceVersion"].as_str().context("a written object without a version")?;
+        let text = written["metadata"]["resourceVersion"].as_str().context("the written object has no version")?;
         anyhow::ensure!(text == version.to_string(), "the write got version {text}, expected {version}");
         Ok(version)
     }
@@ -92,7 +92,7 @@ impl Source {
     }
 
     /// Makes the next endpoint change: the first endpoint of the next Service becomes unready, or
-    /// ready again. Returns the change's version, and notes its time in the timetable.
+    /// ready again. Returns the change's version, and records its time in the timetable.
     ///
     /// # Errors
     /// The API server refuses the object, which is a defect.
@@ -121,7 +121,7 @@ impl Source {
 
     fn slice(&self, number: u32) -> Result<Value> {
         let key = workload::key(number);
-        self.api.get(Kind::EndpointSlice, &key.namespace, &slice_name(&key.name)).context("a slice is gone")
+        self.api.get(Kind::EndpointSlice, &key.namespace, &slice_name(&key.name)).context("a slice does not exist")
     }
 
     /// The size of the JSON events of all changes so far on one watch of EndpointSlices, in bytes.
@@ -147,8 +147,8 @@ impl Source {
         (buckets, inside * u64::from(self.endpoints + 1))
     }
 
-    /// Makes changes at a constant rate for some time. Late changes are made up for. Returns the
-    /// number of changes, and the version of the last one.
+    /// Makes changes at a constant rate for some time. If changes are late, the next changes follow
+    /// without a pause. Returns the number of changes, and the version of the last change.
     ///
     /// # Errors
     /// The API server refuses an object, which is a defect.
@@ -165,8 +165,8 @@ impl Source {
         Ok((count, version))
     }
 
-    /// The digests of an agent that has everything. They are computed from the written objects, not
-    /// from served ones.
+    /// The digests of an agent that has everything. The digests are computed from the written
+    /// objects, not from the served objects.
     #[must_use]
     pub fn digests(&self) -> Digests {
         let mut state = State::default();

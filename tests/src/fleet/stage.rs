@@ -28,8 +28,8 @@ pub struct Setup {
     pub endpoints: u32,
     /// The largest number of agents.
     pub agents: usize,
-    /// The number of agents that decode all messages into the state of a real agent. The agents
-    /// with the lowest numbers do.
+    /// The number of agents that decode all messages into the state of a real agent. These are the
+    /// agents with the lowest numbers.
     pub full_agents: usize,
     /// The network between replicas and agents.
     pub wire: Wire,
@@ -41,7 +41,7 @@ pub struct Setup {
 
 /// The environment of a fleet.
 pub struct Stage {
-    // Fields are dropped in this order: agents first, then what they are connected to.
+    // Fields are dropped in this order: the agents before the replicas to which they are connected.
     /// The agents.
     pub fleet: Fleet,
     /// The running replicas.
@@ -146,7 +146,7 @@ impl Stage {
     /// Adds `count` agents of a replica, and waits until they have everything.
     ///
     /// # Errors
-    /// This takes too long, or an agent finds a violation of the contract.
+    /// The agents take too long, or an agent finds a violation of the contract.
     pub fn join(&self, first: usize, count: usize, replica: usize) -> Result<()> {
         self.fleet.join(self.members(first, count, replica))?;
         let what = format!("{count} agents have their first snapshot");
@@ -156,14 +156,14 @@ impl Stage {
     /// Waits until every healthy agent has everything up to this position of EndpointSlices.
     ///
     /// # Errors
-    /// This takes too long, or an agent finds a violation of the contract.
+    /// The agents take too long, or an agent finds a violation of the contract.
     pub fn wait_for_all(&self, slices: u64) -> Result<()> {
         let what = format!("every agent has version {slices} of the source");
         self.fleet.wait_until(&what, CONVERGENCE_LIMIT, move |worker| worker.having(slices) == worker.healthy())
     }
 
-    /// The text of a kubeconfig file for the source's API server at another address, such as a
-    /// relay's.
+    /// The text of a kubeconfig file for the source's API server at another address, such as the
+    /// address of a relay.
     #[must_use]
     pub fn kubeconfig_through(&self, address: std::net::SocketAddr) -> String {
         let api = self.source.api();
@@ -176,7 +176,7 @@ impl Stage {
         &self.setup
     }
 
-    /// Compares the state of every agent that holds one with the source. Returns the number of
+    /// Compares the states of all agents that hold a state with the source. Returns the number of
     /// compared agents.
     ///
     /// # Errors

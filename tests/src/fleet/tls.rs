@@ -33,19 +33,19 @@ impl Tls {
         Ok(Self { connection, partial: Vec::new(), is_open: false, is_closed: false })
     }
 
-    /// The received part of an incomplete record. The caller must put it in front of the next
-    /// bytes.
+    /// The received part of an incomplete record. The caller must put this part in front of the
+    /// next bytes.
     pub(super) fn partial(&self) -> &[u8] {
         &self.partial
     }
 
-    /// Whether the handshake resumed a session; `None` before its end.
+    /// Whether the handshake resumed a session; `None` before the end of the handshake.
     pub(super) fn is_resumed(&self) -> Option<bool> {
         self.connection.handshake_kind().map(|kind| kind == HandshakeKind::Resumed)
     }
 
     /// Processes `incoming`, which must begin with [`Self::partial`]. Calls `on_data` with
-    /// decrypted bytes, and appends messages of TLS itself to `out`.
+    /// decrypted bytes, and appends messages of the TLS protocol to `out`.
     pub(super) fn take(
         &mut self,
         incoming: &mut [u8],
@@ -104,7 +104,7 @@ impl Tls {
 }
 
 /// Calls `write` with free space after the end of `out`. If `write` fails and returns the space
-/// that it needs, calls it again with more space.
+/// that it needs, `grow` calls `write` again with more space.
 fn grow(out: &mut Vec<u8>, mut write: impl FnMut(&mut [u8]) -> Result<usize, Option<usize>>) -> Result<(), String> {
     let start = out.len();
     let mut room = 512;

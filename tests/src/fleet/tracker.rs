@@ -14,7 +14,7 @@ pub enum Violation {
     /// The bytes are not a message.
     #[error("a message cannot be decoded")]
     Malformed,
-    /// The first message is not `Welcome`, a later message is, or `Welcome` is invalid.
+    /// The first message is not `Welcome`, a later message is `Welcome`, or `Welcome` is invalid.
     #[error("{0}")]
     Welcome(String),
     /// A batch does not follow the agent's version (contract, 5).
@@ -232,7 +232,9 @@ impl Tracker {
             let (number, value) = field?;
             let body = value.bytes()?;
             if (number == 1) != (self.phase == Phase::AwaitingWelcome) {
-                return Err(Violation::Welcome("Welcome must be the first message, and only the first".to_owned()));
+                return Err(Violation::Welcome(
+                    "Welcome must be the first message of a stream, and no later message".to_owned(),
+                ));
             }
             effect = match number {
                 1 => self.on_welcome(body)?,
@@ -300,7 +302,7 @@ impl Tracker {
             return Err(Violation::Gap { previous, held: before.version });
         }
         if version < previous {
-            return Err(Violation::Order("a batch has a version below the one that it follows"));
+            return Err(Violation::Order("a batch has a version below the version that it follows"));
         }
         self.in_batch = version == previous;
         if self.in_batch {
@@ -358,8 +360,8 @@ impl Tracker {
             return Err(Violation::Order("a snapshot has an older version than the agent"));
         }
         for (kind, (held, sent)) in before.positions.into_iter().zip(positions).enumerate() {
-            // The position is 0 if this replica's source does not have the kind. Then it cannot be
-            // compared.
+            // The position is 0 if this replica's source does not have the kind. Such a position
+            // cannot be compared.
             if sent != 0 && sent < held {
                 return Err(Violation::Older { kind, held, sent });
             }

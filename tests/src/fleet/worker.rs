@@ -29,7 +29,7 @@ const WAKE: Token = Token(usize::MAX);
 const SWEEP_INTERVAL: Duration = Duration::from_millis(500);
 /// How often a slow reader reads.
 const SLOW_READ_INTERVAL: Duration = Duration::from_millis(250);
-/// Longest time of a handshake. After that the agent connects again.
+/// Longest time of a handshake. After this time the agent connects again.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(20);
 const MOST_BACKOFF: Duration = Duration::from_secs(10);
 
@@ -135,7 +135,7 @@ impl Worker {
                     self.read(index, event.is_read_closed());
                 }
             }
-            self.do_what_is_due();
+            self.run_due_timers();
         }
     }
 
@@ -147,7 +147,8 @@ impl Worker {
         // Faults begin after the handshake. A timer makes a slow reader read.
         let is_open = client.is_connected() && !client.is_handshaking();
         match client.member.fault {
-            // An agent that never reads notices the end of the connection here.
+            // For an agent that never reads, this event is the only sign that the connection has
+            // ended.
             Fault::NeverRead if is_open && is_closed => {
                 return self.after(index, Err(Lost::Ended("connection: closed".to_owned())));
             }
@@ -171,7 +172,7 @@ impl Worker {
         self.after(index, read);
     }
 
-    /// Schedules what an outcome asks for, or handles the loss of the connection.
+    /// Schedules the ACK and the move in an outcome, or handles the loss of the connection.
     fn after(&mut self, index: usize, outcome: Result<Outcome, Lost>) {
         match outcome {
             Ok(Outcome { ack_at, move_at }) => {
@@ -221,7 +222,7 @@ impl Worker {
         }
     }
 
-    fn do_what_is_due(&mut self) {
+    fn run_due_timers(&mut self) {
         let now = Instant::now();
         while let Some(Reverse((at, due))) = self.due.peek().copied().filter(|Reverse((at, _))| *at <= now) {
             self.due.pop();
@@ -258,8 +259,9 @@ impl Worker {
         self.due.push(Reverse((at + SLOW_READ_INTERVAL, Due::SlowRead(index))));
     }
 
-    /// Checks all agents for silence of the server. A real agent reconnects then (contract, 9). In
-    /// the fleet silence is a violation, because the replica must send heartbeats.
+    /// Checks all agents for silence of the server. A real agent reconnects after silence
+    /// (contract, 9). In the fleet, silence is a violation, because the replica must send
+    /// heartbeats.
     fn sweep(&mut self, now: Instant) {
         self.due.push(Reverse((now + SWEEP_INTERVAL, Due::Sweep)));
         for index in 0..self.clients.len() {
@@ -297,8 +299,8 @@ impl Worker {
         &self.clients
     }
 
-    /// Closes the connections of the agents for which `chooses` returns true. They all connect to
-    /// `replicas` at once. Returns their number.
+    /// Closes the connections of the agents for which `chooses` returns true, and connects these
+    /// agents to `replicas` at once. Returns the number of these agents.
     pub fn reconnect(&mut self, how: Break, replicas: &[SocketAddr], chooses: impl Fn(&Client) -> bool) -> usize {
         let chosen: Vec<usize> = (0..self.clients.len()).filter(|index| chooses(&self.clients[*index])).collect();
         for index in &chosen {
@@ -442,8 +444,8 @@ impl Worker {
         summary
     }
 
-    /// The violations of the contract that agents have found. An agent that finds one disconnects
-    /// and does not reconnect.
+    /// The violations of the contract that agents have found. An agent that finds a violation
+    /// disconnects and does not reconnect.
     pub fn violations(&self) -> impl Iterator<Item = String> + '_ {
         let broken = |client: &Client| Some(format!("{}: {}", client.member.node, client.violation.as_ref()?));
         self.clients.iter().filter_map(broken)

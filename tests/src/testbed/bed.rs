@@ -14,7 +14,7 @@ use super::manifests::{Manifests, Service, Via};
 use super::plan::{Family, NODES};
 use super::process::Process;
 
-/// Longest wait until every agent has programmed a change. Usually this takes well under a second.
+/// Longest wait until every agent has programmed a change. Agents usually need well under a second.
 const PROGRAMMED_TIMEOUT: Duration = Duration::from_secs(120);
 /// Shortest and longest pause between two polls of the control plane. Pauses grow with the time
 /// waited, so that polling does not slow down a busy machine.
@@ -24,7 +24,7 @@ const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(
 /// stay if the test has failed.
 #[derive(Debug)]
 pub struct Testbed {
-    // Dropped in this order: agents, control plane, machines.
+    // Fields are dropped in this order: agents and control plane, then machines.
     processes: Mutex<Processes>,
     desired: Mutex<Desired>,
     machines: Machines,
@@ -44,7 +44,7 @@ struct Desired {
 }
 
 /// What the control plane must hold after a change. The counts are needed because the control plane
-/// removes deleted resources some time after it adds new ones.
+/// removes deleted resources some time after it adds new resources.
 #[derive(Debug)]
 struct Expected {
     generation: u32,
@@ -213,8 +213,8 @@ impl Testbed {
         cluster::run_agent_once(&self.machines, self.backend, node, setup, "--cleanup")
     }
 
-    /// Runs the agent's program with `--init-only` on a node. It sets the kernel parameters that an
-    /// agent with this setup needs.
+    /// Runs the agent's program with `--init-only` on a node. The program sets the kernel
+    /// parameters that an agent with this setup needs.
     pub fn set_parameters(&self, node: &str, setup: &AgentSetup) -> Result<()> {
         cluster::run_agent_once(&self.machines, self.backend, node, setup, "--init-only")
     }

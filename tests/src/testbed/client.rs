@@ -22,8 +22,8 @@ use super::netns::Namespace;
 use super::sctp;
 use super::turn::in_turn;
 
-/// How long to wait for an expected answer. It is generous, because it expires only when a test
-/// fails.
+/// How long to wait for an expected answer. This time is generous, because it expires only when a
+/// test fails.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(8);
 /// How long to wait where silence is expected. An answer or a refusal takes about a millisecond.
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -82,7 +82,7 @@ impl FromStr for Answer {
 pub enum Outcome {
     /// A server answered.
     Answered(Answer),
-    /// Refused at once, by RST, ABORT or ICMP port unreachable.
+    /// The request was refused at once, by RST, ABORT or ICMP port unreachable.
     Refused,
     /// Nothing arrived before the time-out: the packets were dropped.
     TimedOut,
@@ -121,7 +121,7 @@ pub struct Request {
     /// How long to wait for an answer.
     pub timeout: Duration,
     /// UDP only: the length of the datagram and of its reply, in bytes. Shorter texts are padded to
-    /// it.
+    /// this length.
     pub datagram_bytes: usize,
 }
 
@@ -138,14 +138,15 @@ impl Request {
     }
 }
 
-/// Sends one request from `namespace`. It does not wait for series of other clients, because one
-/// request does not disturb a series.
+/// Sends one request from `namespace`. Unlike [`ask_many`], this function does not wait for series
+/// of other clients, because one request does not disturb a series.
 pub fn ask(namespace: &Namespace, request: &Request) -> Result<Outcome> {
     namespace.run(|| Ok(outcome(request)))
 }
 
-/// Sends `count` requests one after the other, each from its own socket. Meanwhile no other series
-/// is sent to the same target (see [`super::turn`]). Stops at the first time-out, to save time.
+/// Sends `count` requests one after the other, each from its own socket. During this time no other
+/// series is sent to the same target (see [`super::turn`]). Stops at the first time-out, to save
+/// time.
 pub fn ask_many(namespace: &Namespace, request: &Request, count: usize) -> Result<Vec<Outcome>> {
     let series = || {
         let mut outcomes = Vec::with_capacity(count);
@@ -187,7 +188,7 @@ pub(crate) fn outcome(request: &Request) -> Outcome {
 
 /// Calls `ask` with random source ports until the port is free. The ports are below the kernel's
 /// ephemeral ports and below the node ports. Servers on the machine, such as the agent's own pages,
-/// may hold some of them. Returns the port and the outcome.
+/// may hold some of these ports. Returns the port and the outcome.
 pub fn ask_from_low_port(mut ask: impl FnMut(u16) -> Result<Outcome>) -> Result<(u16, Outcome)> {
     let mut outcome = Outcome::PortTaken;
     for _ in 0..LOW_PORT_DRAWS {
@@ -208,8 +209,8 @@ fn unspecified(to: SocketAddr) -> IpAddr {
     if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() }
 }
 
-/// Counts the source ports that were chosen for requests without one. These ports are above the
-/// node ports.
+/// Counts the source ports that were chosen for requests without a source port. The chosen ports
+/// are above the node ports.
 static NEXT_PORT: AtomicU16 = AtomicU16::new(0);
 const FIRST_PORT: u16 = 33_000;
 const PORTS: u16 = 32_000;
@@ -217,9 +218,10 @@ const PORTS: u16 = 32_000;
 /// Calls `bind` with the request's source port, or else with a port that this process has not used
 /// for a long time.
 ///
-/// IPVS does not translate source ports. Two connections from one port, over different services, to
-/// one endpoint are therefore equal for the endpoint and for conntrack until both have forgotten
-/// the first one. The kernel does not prevent this: it reuses a port for other destinations.
+/// IPVS does not translate source ports. If a client uses one port for two services with the same
+/// endpoint, the endpoint and conntrack cannot distinguish the two connections until they have
+/// forgotten the first one. The kernel allows this case, because it reuses a port for other
+/// destinations.
 fn from_a_port<T>(request: &Request, bind: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
     let from = |port| SocketAddr::new(unspecified(request.to), port);
     if let Some(port) = request.from_port {
@@ -254,8 +256,8 @@ fn connect(request: &Request) -> io::Result<TcpStream> {
 /// Turns the socket's error queue on or off.
 ///
 /// An ICMP message may arrive while `connect` still holds the socket's lock. Linux then only stores
-/// it as a soft error, and `connect` fails after the next SYN, a second later. The error queue has
-/// the message at once.
+/// the message as a soft error, and `connect` fails after the next SYN, a second later. The error
+/// queue contains the message at once.
 fn queue_icmp_errors(socket: &Socket, queue: bool) -> io::Result<()> {
     match socket.domain()? {
         Domain::IPV4 => setsockopt(socket, sockopt::Ipv4RecvErr, &queue)?,
@@ -305,9 +307,9 @@ fn ask_udp(request: &Request) -> io::Result<String> {
     String::from_utf8(buffer).map_err(io::Error::other)
 }
 
-/// Ignores `EPERM` from sending. The kernel returns it when rules of the sender's own machine
-/// reject or drop the packet. The caller sees the difference later: an ICMP message follows a
-/// rejection, and nothing follows a drop.
+/// Ignores `EPERM` from sending. The kernel returns this error when rules of the sender's own
+/// machine reject or drop the packet. The caller sees the difference later: an ICMP message follows
+/// a rejection, and nothing follows a drop.
 pub(super) fn tolerate_local_filter(sent: io::Result<usize>) -> io::Result<()> {
     match sent {
         Err(error) if error.kind() != io::ErrorKind::PermissionDenied => Err(error),
@@ -416,7 +418,7 @@ impl HeldConnection {
         socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO)).context("asking for a reset")
     }
 
-    /// Sends a line and expects it back. An error means that the connection is broken.
+    /// Sends a line and expects the same line back. An error means that the connection is broken.
     pub fn check(&mut self) -> Result<()> {
         let line = format!("still there {}", fastrand::u64(..));
         let reply = exchange_line(&mut self.stream, &line)

@@ -90,7 +90,7 @@ fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &Agen
     } else {
         Command::new(program)
     };
-    // Every node has its own state folder, and saves often so that tests need not wait long.
+    // Every node has its own state folder. Agents save often, so that tests need not wait long.
     let state = machines.folder().join(format!("state-{node}"));
     command.arg("--state-dir").arg(state).args(["--state-save-period", "200ms"]);
     command.args(["--node-name", node]).args(setup.backend.unwrap_or(backend).agent_arguments());
@@ -112,7 +112,8 @@ pub(super) fn start_agent(machines: &Machines, backend: Backend, node: &str, set
     Process::start(&format!("headgate-node-agent of {node}"), machines.machine(node)?, command, &log)
 }
 
-/// Runs the agent's program on a node with a flag such as `--cleanup`, and waits for its end.
+/// Runs the agent's program on a node with a flag such as `--cleanup`, and waits until the program
+/// ends.
 pub(super) fn run_agent_once(
     machines: &Machines,
     backend: Backend,
@@ -129,7 +130,8 @@ pub(super) fn run_agent_once(
 pub(super) fn glance(machines: &Machines) -> Result<Glance> {
     let url = control_plane_url()?;
     machines.machine(CONTROL)?.run(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("a runtime")?;
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().context("creating a runtime")?;
         runtime.block_on(async { tokio::time::timeout(CALL_TIMEOUT, ask(url)).await.context("calling Inspect")? })
     })
 }
@@ -137,7 +139,7 @@ pub(super) fn glance(machines: &Machines) -> Result<Glance> {
 async fn ask(url: String) -> Result<Glance> {
     let endpoint = Endpoint::from_shared(url)?.connect_timeout(CALL_TIMEOUT);
     let mut inspect = InspectClient::new(endpoint.connect().await.context("connecting to the control plane")?);
-    // The marker is asked for first, so that the other answers are at least as new.
+    // The marker is requested first, so that the other answers are at least as new as the marker.
     let marker = marker(&mut inspect).await?;
     let status = inspect.get_status(GetStatusRequest {}).await?.into_inner();
     let mut stream = inspect.list_agents(ListAgentsRequest::default()).await?.into_inner();

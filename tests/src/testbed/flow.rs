@@ -1,4 +1,4 @@
-//! UDP clients that keep one socket, and so one conntrack entry.
+//! UDP clients that keep one socket, so that all their packets match one conntrack entry.
 
 use std::{
     io::ErrorKind,
@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use super::{Answer, Outcome, Testbed, manifests::Via, plan::Family};
 
-/// Longest wait until a flow follows a change. Usually this takes some milliseconds.
+/// Longest wait until a flow follows a change. A flow usually needs some milliseconds.
 const GUARD: Duration = Duration::from_secs(30);
 /// How long to wait for an answer to a request that is sent again.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(250);
@@ -130,7 +130,7 @@ pub fn open_all(bed: &Testbed, service: &str, ways: &[(&str, Via)]) -> Result<Ve
 /// Runs `work` while all clients send requests, each on its own thread.
 ///
 /// # Errors
-/// `work` fails, or the clients sent fewer requests than there are clients.
+/// `work` fails, or the number of sent requests is below the number of clients.
 pub fn while_asking(flows: &[Flow], work: impl FnOnce() -> Result<()>) -> Result<()> {
     let (stop, asked) = (AtomicBool::new(false), AtomicUsize::new(0));
     std::thread::scope(|scope| {
@@ -149,6 +149,6 @@ pub fn while_asking(flows: &[Flow], work: impl FnOnce() -> Result<()>) -> Result
         result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })?;
     let asked = asked.into_inner();
-    ensure!(asked >= flows.len(), "{} clients sent only {asked} requests meanwhile", flows.len());
+    ensure!(asked >= flows.len(), "{} clients sent only {asked} requests during the change", flows.len());
     Ok(())
 }

@@ -52,7 +52,7 @@ pub fn save(machine: &Namespace, variant: Variant, family: Family, lock: &Path) 
     Ok(normalised(&machine.output(command)?))
 }
 
-/// [`save`] of both variants and families, each under a heading.
+/// The rules of both variants and families, like [`save`], each under a heading.
 pub fn save_all(machine: &Namespace, lock: &Path) -> Result<String> {
     let mut all = String::new();
     for variant in Variant::BOTH {

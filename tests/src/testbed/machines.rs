@@ -13,7 +13,7 @@ use super::server::Servers;
 /// Machines with their servers, and a folder for files. The folder is kept when a test fails.
 #[derive(Debug)]
 pub struct Machines {
-    // Dropped in this order: sockets, then namespaces.
+    // Fields are dropped in this order: sockets, then namespaces.
     _servers: Servers,
     network: Network,
     folder: Folder,
@@ -42,7 +42,7 @@ impl Machines {
         &self.folder.path
     }
 
-    /// Keeps the folder of logs and manifests when this is dropped.
+    /// Keeps the folder of logs and manifests when this value is dropped.
     pub fn keep_folder(&self) {
         self.folder.keep.store(true, Ordering::Relaxed);
     }

@@ -64,8 +64,8 @@ pub struct Service {
     pub headless_slices: bool,
     /// Additional slices, beside the slice of `endpoints`.
     pub more_slices: Vec<Slice>,
-    /// A JSON Merge Patch (RFC 7386) for fields of the manifest that have no field here. It must
-    /// not change the numbers of services and endpoints.
+    /// A JSON Merge Patch (RFC 7386) for fields of the manifest that have no field here. The patch
+    /// must not change the numbers of services and endpoints.
     pub patch: Option<fn(&Service) -> Value>,
 }
 
@@ -78,9 +78,9 @@ pub enum ServiceType {
     NodePort,
     /// `LoadBalancer`.
     LoadBalancer,
-    /// `ExternalName`: nothing to program.
+    /// `ExternalName`. Agents program nothing for this type.
     ExternalName,
-    /// `ClusterIP` with the address "None": nothing to program.
+    /// `ClusterIP` with the address "None". Agents program nothing for such a Service.
     Headless,
 }
 
@@ -100,7 +100,7 @@ pub struct Slice {
 pub struct Port {
     /// The name, which the ports of slices repeat.
     pub name: &'static str,
-    /// The protocol of its servers. The manifest writes HTTP as TCP.
+    /// The protocol of the port's servers. In the manifest, the protocol of HTTP is TCP.
     pub transport: Transport,
     /// The port at cluster, external and load balancer addresses.
     pub port: u16,
@@ -285,14 +285,14 @@ fn address(family: Family, v4: [u8; 3], v6: [u16; 3], number: u8) -> IpAddr {
 impl Manifests {
     /// Adds a service under the next free number.
     pub fn add(&mut self, service: Service) -> Result<()> {
-        ensure!(self.service(&service.name).is_err(), "there is a service called {} already", service.name);
+        ensure!(self.service(&service.name).is_err(), "a service called {} already exists", service.name);
         let taken = |number: &u8| self.services.iter().any(|service| service.number == *number);
         let number = (1..=250).find(|number| !taken(number)).context("all numbers of services are taken")?;
         self.services.push(Service { number, ..service });
         Ok(())
     }
 
-    /// Removes a service and its slices; its number becomes free.
+    /// Removes a service and its slices. The service's number becomes free.
     pub fn remove(&mut self, name: &str) -> Result<Service> {
         let found = self.services.iter().position(|service| service.name == name);
         Ok(self.services.remove(found.with_context(|| format!("no service called {name}"))?))

@@ -13,13 +13,13 @@
 //! pair, without a bridge, connects each pod to its node. Replies therefore always pass the node
 //! that translated the request. Outside clients have no route to pods. They send packets for
 //! cluster, external and load balancer addresses to one node. A packet that no node translates
-//! reaches the underlay's default route, which drops it silently. A missing rule therefore shows as
-//! a time-out, never as a refusal.
+//! reaches the underlay's default route, which drops it silently. A missing rule therefore causes a
+//! time-out, never a refusal.
 //!
 //! Control plane and agents are the real programs, one process each, in the namespaces of their
 //! machines. Namespaces are named `hg<process id>-<number>-<machine>` and are removed with the
 //! [`Testbed`]. The next start removes namespaces that dead processes left behind. Several testbeds
-//! can run in parallel: they use equal machine names and addresses, and share nothing.
+//! can run in parallel: they use equal machine names and addresses, but separate namespaces.
 
 pub mod backend;
 mod bed;

@@ -28,7 +28,8 @@ pub(crate) fn unique_prefix() -> String {
     format!("{PREFIX}{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed))
 }
 
-/// Checks that this process can create namespaces. Call it before creating the first one.
+/// Checks that this process can create namespaces. Call this function before creating the first
+/// namespace.
 ///
 /// # Errors
 /// The process is not root, or `ip` is missing. The error names the remedy.
@@ -52,8 +53,7 @@ pub fn sweep_stale() -> Result<()> {
         let name = entry?.file_name().to_string_lossy().into_owned();
         let Some(process) = owner(&name) else { continue };
         if !Path::new(&format!("/proc/{process}")).exists() {
-            // Another test process may remove the namespace at the same time, and then this
-            // removal fails.
+            // If another test process removes the namespace at the same time, this removal fails.
             let removed = remove(&name);
             if removed.is_err() && Path::new(NAMESPACES).join(&name).exists() {
                 removed?;
@@ -100,8 +100,8 @@ impl Namespace {
         ip(&["-n", &self.name, "-batch", "-"], commands)
     }
 
-    /// Runs `work` on a new thread inside the namespace, and waits for it. Sockets that `work`
-    /// creates stay in the namespace, also when other threads use them later.
+    /// Runs `work` on a new thread inside the namespace, and waits until it ends. Sockets that
+    /// `work` creates stay in the namespace, also when other threads use them later.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
         std::thread::scope(|scope| {
             let doorway = self.doorway()?;
@@ -131,7 +131,7 @@ impl Namespace {
     }
 
     /// Starts a program inside the namespace. The kernel kills the program when this process ends.
-    /// The caller may end it earlier.
+    /// The caller may end the program earlier.
     pub fn spawn(&self, command: Command) -> Result<Child> {
         let program = command.get_program().to_string_lossy().into_owned();
         let handle = self.handle.try_clone().context("cloning a namespace handle")?;
@@ -141,7 +141,7 @@ impl Namespace {
     /// Runs a program inside the namespace, waits for its end, and returns its standard output.
     ///
     /// # Errors
-    /// The program cannot be started, or it fails. The error includes its standard error.
+    /// The program cannot be started, or it fails. The error includes the program's standard error.
     pub fn output(&self, mut command: Command) -> Result<String> {
         let shown = format!("{command:?}");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -162,7 +162,8 @@ pub(crate) struct Doorway {
 }
 
 impl Doorway {
-    /// Moves the calling thread into the namespace, until it enters another or ends.
+    /// Moves the calling thread into the namespace, until the thread enters another namespace or
+    /// ends.
     pub(crate) fn enter(&self) -> Result<()> {
         setns(&self.handle, CloneFlags::CLONE_NEWNET)
             .with_context(|| format!("entering the network namespace {}", self.name))

@@ -18,8 +18,8 @@ const SYSCTLS: [(&str, &str); 12] = [
     // Replies may take another path than requests.
     ("ipv4/conf/all/rp_filter", "0"),
     ("ipv4/conf/default/rp_filter", "0"),
-    // A node may forward a packet out of the link on which it arrived. Redirects would then make
-    // clients bypass the node.
+    // A node may send a packet out of the link on which the packet arrived. Without these settings,
+    // the node would send redirects, and clients would bypass the node.
     ("ipv4/conf/all/send_redirects", "0"),
     ("ipv4/conf/default/send_redirects", "0"),
     ("ipv6/conf/all/accept_redirects", "0"),
@@ -35,7 +35,7 @@ const NODE_SYSCTLS: [(&str, &str); 2] = [("ipv4/ip_forward", "1"), ("ipv6/conf/a
 #[derive(Debug)]
 pub struct Network {
     machines: BTreeMap<&'static str, Namespace>,
-    // Dropped last, because the links of all machines end in it.
+    // This field is dropped last, because the links of all machines end in the underlay.
     _underlay: Namespace,
 }
 

@@ -1,10 +1,10 @@
-//! The names and addresses of a testbed's machines. They are constant, so that the output of a
-//! failing case can be understood without access to the machine.
+//! The names and addresses of a testbed's machines. Names and addresses are constant, so that the
+//! output of a failing case can be understood without access to the machine.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// IPv4 or IPv6. Every case runs for both.
+/// IPv4 or IPv6. Every case runs for both families.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Family {
     /// IPv4.

@@ -9,7 +9,7 @@ use socket2::{Domain, Socket, Type};
 
 /// A reserved TCP port of 127.0.0.1. While this value lives, the kernel does not give the port to
 /// sockets that bind to port 0. A server that binds to this port with `SO_REUSEADDR` may listen on
-/// it. Before that, connections to the port are refused.
+/// it. Until a server listens, connections to the port are refused.
 #[derive(Debug)]
 pub struct ReservedPort {
     address: SocketAddr,

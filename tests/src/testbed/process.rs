@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 
 use super::netns::Namespace;
 
-/// How long a program may take to end after SIGTERM. After that it gets SIGKILL.
+/// How long a program may take to end after SIGTERM. After this time it gets SIGKILL.
 const TERMINATION_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The path of a program of this workspace, built with the profile of the running test.
@@ -124,7 +124,7 @@ impl Process {
     /// Checks that the program still runs.
     ///
     /// # Errors
-    /// The program has ended. The error includes the end of its log.
+    /// The program has ended. The error includes the end of the program's log.
     pub fn check_running(&mut self) -> Result<()> {
         if let Some(status) = self.exit()? {
             bail!("{} has ended ({status}); the end of its log:\n{}", self.name, self.log_tail());
@@ -132,7 +132,7 @@ impl Process {
         Ok(())
     }
 
-    /// The last lines of its log.
+    /// The last lines of the program's log.
     pub fn log_tail(&self) -> String {
         log_tail(&self.log)
     }
@@ -163,7 +163,7 @@ impl Process {
     }
 
     fn signal(&self, signal: Signal) -> Result<()> {
-        let id = i32::try_from(self.child.id()).context("a process id")?;
+        let id = i32::try_from(self.child.id()).context("converting a process id")?;
         kill(Pid::from_raw(id), signal).with_context(|| format!("sending {signal} to {}", self.name))
     }
 
@@ -191,7 +191,7 @@ impl Process {
 impl Drop for Process {
     fn drop(&mut self) {
         if let Err(error) = self.stop() {
-            eprintln!("warning: ending {}: {error:#}", self.name);
+            eprintln!("warning: {} cannot be ended: {error:#}", self.name);
         }
     }
 }

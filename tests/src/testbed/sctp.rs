@@ -2,8 +2,9 @@
 //!
 //! A kernel may translate SCTP without offering SCTP sockets. The first two packets of an
 //! association are enough to see which server a request reaches. The client sends INIT. The server
-//! sends INIT ACK, with its answer in the state cookie, whose content SCTP leaves to the server.
-//! Verification tags and the CRC32c are correct, because connection tracking checks both.
+//! sends INIT ACK, with its answer in the state cookie. SCTP lets the server choose the content of
+//! the cookie. Verification tags and the CRC32c are correct, because connection tracking checks
+//! both.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -98,8 +99,8 @@ fn push_init(bytes: &mut Vec<u8>, kind: u8, initiate_tag: u32, cookie: &[u8]) {
     bytes.extend([kind, 0]);
     bytes.extend(as_u16(INIT_BYTES + parameter_bytes));
     bytes.extend(initiate_tag.to_be_bytes());
-    // The receive window, one stream in each direction, and the first TSN. RFC 9260 suggests the
-    // tag for the first TSN.
+    // The receive window, one stream in each direction, and the first TSN. RFC 9260 suggests to use
+    // the tag as the first TSN.
     bytes.extend(65_536_u32.to_be_bytes());
     bytes.extend([0, 1, 0, 1]);
     bytes.extend(initiate_tag.to_be_bytes());
@@ -118,8 +119,8 @@ fn crc32c(bytes: &[u8]) -> u32 {
     })
 }
 
-/// A raw socket for SCTP, bound to `address`. It is wrapped as a `UdpSocket` for `send_to` and
-/// `recv_from`. The kernel ignores the ports of addresses that are passed to it.
+/// A raw socket for SCTP, bound to `address`. The socket is wrapped as a `UdpSocket`, which has
+/// `send_to` and `recv_from`. For a raw socket, the kernel ignores the ports in addresses.
 pub(super) fn raw_socket(address: IpAddr) -> io::Result<UdpSocket> {
     let domain = if address.is_ipv4() { Domain::IPV4 } else { Domain::IPV6 };
     let socket = Socket::new(domain, Type::RAW, Some(Protocol::from(PROTOCOL_NUMBER)))?;

@@ -2,7 +2,8 @@
 //! reached, and the client's address as it saw it.
 //!
 //! One thread serves a whole testbed. A socket belongs to the namespace in which it was created.
-//! The thread therefore enters each namespace once to open its listeners, and then serves them all.
+//! The thread therefore enters each namespace once to open its listeners, and then serves all
+//! listeners.
 
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
@@ -29,7 +30,7 @@ const LINE_PORTS: [u16; 2] = [LINE_PORT, SECOND_LINE_PORT];
 /// Longest datagram that IP can carry, rounded up.
 const MAX_DATAGRAM_BYTES: usize = 65_536;
 
-/// All servers of a testbed. They end when this value is dropped.
+/// All servers of a testbed. The servers end when this value is dropped.
 #[derive(Debug)]
 pub(super) struct Servers {
     stop: Option<oneshot::Sender<()>>,
@@ -37,7 +38,7 @@ pub(super) struct Servers {
 }
 
 impl Servers {
-    /// Opens every listener of every pod and node, and serves them.
+    /// Opens the listeners of every pod and node, and serves them.
     pub(super) fn start(network: &Network) -> Result<Self> {
         let mut machines = Vec::new();
         for name in NODES.iter().flat_map(|node| node.pods.iter().copied().chain([node.name])) {
@@ -82,7 +83,7 @@ impl Drop for Servers {
 
 /// Opens the servers of one machine. The thread must be in the machine's namespace.
 fn open(name: &'static str) -> Result<()> {
-    let addresses = plan::address(name).context("no address in the plan")?;
+    let addresses = plan::address(name).context("the plan has no address")?;
     for address in addresses.both() {
         for port in LINE_PORTS {
             tokio::spawn(accept(listen(address, port)?, move |stream| serve_lines(name, stream)));

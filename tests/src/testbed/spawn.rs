@@ -1,4 +1,5 @@
-//! Starts programs inside a network namespace. The kernel kills them when this process ends.
+//! Starts programs inside a network namespace. The kernel kills the programs when this process
+//! ends.
 //!
 //! This is the only module of the testbed with `unsafe` code: the code between fork and exec.
 
@@ -35,7 +36,8 @@ fn on_spawner<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> io
     result.recv().map_err(|_| gone())
 }
 
-/// Starts `command` in `namespace`. The kernel kills it with SIGKILL if this process ends first.
+/// Starts `command` in `namespace`. The kernel kills the program with SIGKILL if this process ends
+/// first.
 pub(crate) fn spawn_in(namespace: File, mut command: Command) -> io::Result<Child> {
     on_spawner(move || {
         enter_before_exec(&mut command, namespace);
@@ -58,7 +60,7 @@ fn enter_before_exec(command: &mut Command, namespace: File) {
 }
 
 /// Makes `socket(AF_INET6, …)` fail with EAFNOSUPPORT in the program, as on a kernel that was
-/// booted with `ipv6.disable=1`. A seccomp filter does this.
+/// booted with `ipv6.disable=1`. The function installs a seccomp filter.
 #[allow(unsafe_code)]
 pub fn refuse_ipv6_sockets(command: &mut Command) {
     let statement = |code: u32, jump_true, jump_false, value| libc::sock_filter {

@@ -98,12 +98,12 @@ pub fn is_here() -> bool {
 /// The mark cannot be created.
 pub fn mark_entered() {
     if let Some(path) = std::env::var_os(ENTERED_VARIABLE) {
-        std::fs::write(&path, "").expect("a test inside can write to its slot");
+        std::fs::write(&path, "").expect("a test inside cannot create the mark in its slot");
     }
 }
 
-/// The main function of `uml-init`: serves the slot's requests until the machine has been idle for
-/// a while, and then turns the machine off.
+/// The main function of `uml-init`. It serves the slot's requests until the machine has been idle
+/// for a while, and then turns the machine off.
 ///
 /// # Errors
 /// The process is not process 1 of a test machine, or the machine cannot be turned off.
@@ -136,8 +136,8 @@ fn prepare(slot: &Path) -> Result<()> {
     // After an oops the kernel must not continue with more tests.
     set("/proc/sys/kernel/panic_on_oops", "1")?;
     load_modules()?;
-    // With its little memory the kernel would track only 8,192 connections in a namespace, and drop
-    // packets of further connections. Only the initial namespace can change this limit.
+    // Because of its little memory, the kernel would track only 8,192 connections in a namespace,
+    // and drop packets of further connections. Only the initial namespace can change this limit.
     set("/proc/sys/net/netfilter/nf_conntrack_max", "262144")
 }
 
@@ -150,7 +150,7 @@ fn set(path: &str, value: &str) -> Result<()> {
     std::fs::write(path, value).with_context(|| format!("writing {value} to {path}"))
 }
 
-/// Makes modprobe use the modules of this kernel, and loads the wanted ones.
+/// Makes modprobe use the modules of this kernel, and loads the wanted modules.
 fn load_modules() -> Result<()> {
     let version = std::fs::read_to_string("/proc/sys/kernel/osrelease").context("reading the kernel's version")?;
     let folder = Path::new(MODULES).join(version.trim());
@@ -170,7 +170,7 @@ fn load_wanted_modules() -> Result<()> {
         .context("loading modules (`modprobe` is in Debian package kmod)")
 }
 
-/// Runs a program and waits for its end. Its output is printed on the machine's console.
+/// Runs a program and waits until it ends. The machine's console shows the program's output.
 fn run(command: &mut Command) -> Result<()> {
     let shown = format!("{command:?}");
     let status = command.env("PATH", PATH).stdin(Stdio::null()).status().with_context(|| format!("running {shown}"))?;
@@ -203,7 +203,7 @@ fn take(slot: &Path) -> Result<Option<Request>> {
 
 fn run_test(slot: &Path, request: &Request) -> Result<Outcome> {
     // Virtual servers, sets, rules and links belong to a namespace. A new namespace therefore has
-    // none of the previous test.
+    // no objects of the previous test.
     unshare(CloneFlags::CLONE_NEWNET).context("creating a network namespace")?;
     run(Command::new("ip").args(["link", "set", "lo", "up"]))?;
     let output = open_for_appending(&slot.join(request.output()))?;
@@ -225,7 +225,9 @@ fn run_test(slot: &Path, request: &Request) -> Result<Outcome> {
         .spawn();
     let failure = match child {
         Err(error) => Some(format!("starting {}: {error}", request.program.display())),
-        Ok(child) => watch(slot, request, Pid::from_raw(i32::try_from(child.id()).context("a process id")?))?,
+        Ok(child) => {
+            watch(slot, request, Pid::from_raw(i32::try_from(child.id()).context("converting a process id")?))?
+        }
     };
     end_everything()?;
     let kept = failure.is_some() && keep_files(&slot.join(request.kept()))?;
@@ -237,8 +239,8 @@ fn run_test(slot: &Path, request: &Request) -> Result<Outcome> {
     Ok(failure.map_or(Outcome::Passed, |how| Outcome::Failed { how, kept }))
 }
 
-/// Waits for the test's process, and reaps orphaned processes meanwhile. Returns the reason of a
-/// failure, or `None` if the test passed.
+/// Waits for the test's process, and reaps orphaned processes while it waits. Returns the reason of
+/// a failure, or `None` if the test passed.
 fn watch(slot: &Path, request: &Request, child: Pid) -> Result<Option<String>> {
     let limit = Duration::from_secs(request.time_limit_seconds);
     let started = Instant::now();
@@ -261,25 +263,25 @@ fn watch(slot: &Path, request: &Request, child: Pid) -> Result<Option<String>> {
 }
 
 /// Tells whether the test outside still waits, by the modification time of a file that it touches.
-/// Only changes of this time matter, so the clocks inside and outside need not agree.
+/// Only changes of this time are evaluated, so the clocks inside and outside need not agree.
 struct Heartbeat {
     path: PathBuf,
     last: Option<SystemTime>,
     seen: Instant,
-    looked: Instant,
+    checked: Instant,
 }
 
 impl Heartbeat {
     fn new(slot: &Path) -> Self {
-        Self { path: slot.join(HEARTBEAT), last: None, seen: Instant::now(), looked: Instant::now() }
+        Self { path: slot.join(HEARTBEAT), last: None, seen: Instant::now(), checked: Instant::now() }
     }
 
     fn has_stopped(&mut self) -> bool {
-        if self.looked.elapsed() >= Duration::from_secs(1) {
-            self.looked = Instant::now();
+        if self.checked.elapsed() >= Duration::from_secs(1) {
+            self.checked = Instant::now();
             let now = std::fs::metadata(&self.path).and_then(|metadata| metadata.modified()).ok();
             if now != self.last {
-                (self.last, self.seen) = (now, self.looked);
+                (self.last, self.seen) = (now, self.checked);
             }
         }
         self.seen.elapsed() > HEARTBEAT_LIMIT
@@ -301,7 +303,7 @@ fn end_everything() -> Result<()> {
     }
 }
 
-/// Copies the temporary files of a failed test to the host. Returns whether there were any.
+/// Copies the temporary files of a failed test to the host. Returns false if there are no files.
 fn keep_files(to: &Path) -> Result<bool> {
     if std::fs::read_dir(TEMPORARY).context("listing files of the test")?.next().is_none() {
         return Ok(false);

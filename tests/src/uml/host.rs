@@ -12,7 +12,7 @@ use super::slot::Slot;
 
 /// Longest wait until a machine takes a request. Booting takes about three seconds.
 const BOOT_LIMIT: Duration = Duration::from_secs(60);
-/// Time that a machine has after the test's time limit to report that it has killed the test.
+/// After the test's time limit, the machine has this time to report that it has killed the test.
 const REPORT_GRACE: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
@@ -142,8 +142,8 @@ fn wait(slot: &Slot, request: &Request) -> Result<Outcome, Failure> {
             beat(slot.folder())?;
             last_heartbeat = Some(Instant::now());
         }
-        // This must be checked before the outcome is read: a machine may write the outcome and then
-        // end.
+        // Check `is_running` before reading the outcome, because a machine may write the outcome
+        // and then end.
         let is_running = machine::is_running(slot.folder());
         let is_taken = !slot.folder().join(REQUEST).exists();
         if let Some(outcome) = protocol::read(slot.folder(), &request.outcome()).context("reading the outcome")? {

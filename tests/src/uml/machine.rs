@@ -14,7 +14,7 @@ use super::protocol::{CONSOLE, SLOT_VARIABLE};
 use super::slot::{self, Slot};
 use crate::testbed::process::program;
 
-/// The memory of a machine. It uses host memory only for pages that it touches.
+/// The memory of a machine. The machine uses host memory only for pages that it touches.
 const MEMORY_MIB: u64 = 1024;
 /// The host's folder for a machine's memory, if it has enough space.
 const SHARED_MEMORY: &str = "/dev/shm";
@@ -87,8 +87,8 @@ fn memory_folder(slot: &Path) -> Result<PathBuf> {
     Ok(if has_room { PathBuf::from(SHARED_MEMORY) } else { slot.to_owned() })
 }
 
-/// Compiles the library that the kernel needs on processors with many registers, once per slot. See
-/// the head of `xstate.c`.
+/// Compiles the library that the kernel needs on processors with many registers, once per slot. The
+/// comment at the head of `xstate.c` explains the reason.
 fn xstate_library(slot: &Path) -> Result<PathBuf> {
     let library = slot.join("xstate.so");
     if library.is_file() {

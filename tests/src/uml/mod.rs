@@ -2,8 +2,8 @@
 //! that the host's kernel may lack.
 //!
 //! A test wraps its body in [`inside`]. When the test runs outside, [`inside`] asks a machine to
-//! run this test program again, with only this test. The test reports the output and the result of
-//! that run:
+//! run this test program again, with only this test. The test then reports the output and the
+//! result of the run inside:
 //!
 //! ```text
 //!   nextest ─► test process ─► slot ─► linux.uml ─► uml-init (process 1) ─► the same test, inside
@@ -12,9 +12,9 @@
 //! ```
 //!
 //! - A **slot** ([`slot`]) is a folder under `target/uml/<run>/` with one machine. A test holds a
-//!   slot while it runs. A test run therefore boots one machine for each test that runs at a time,
-//!   not one for each test. A machine boots when a test finds its slot without one, and turns
-//!   itself off when it has been idle for a while.
+//!   slot while it runs. A test run therefore boots only as many machines as tests run at the same
+//!   time. If a test finds no machine in its slot, it boots one. A machine turns itself off when it
+//!   has been idle for a while.
 //! - Results cannot be stale: a slot belongs to one test run, and the name of an outcome contains
 //!   the identifier of its request. An outcome counts only if the test itself has created a mark.
 //! - If the kernel ends or panics, if the test exceeds its time limit, if the kernel does not
@@ -25,8 +25,8 @@
 //!   the files in `TMPDIR` are copied to the slot. All processes of a test are killed at its end.
 //!
 //! Properties of this kernel (Debian's package, 6.1): it has one CPU, and a process start takes
-//! about 15 ms. Clocks and sleeps follow the host's time, in ticks of 10 ms. Its nf_tables supports
-//! neither IPv4 nor IPv6 tables, so only the legacy variant of iptables works.
+//! about 15 ms. Clocks and sleeps follow the host's time, in ticks of 10 ms. The kernel's nf_tables
+//! supports neither IPv4 nor IPv6 tables, so only the legacy variant of iptables works.
 
 pub mod guest;
 mod host;
@@ -43,11 +43,11 @@ pub use host::Failure;
 /// still prints its output.
 pub const TIME_LIMIT: Duration = Duration::from_secs(500);
 
-/// Runs `test`, the body of a test function, inside User-Mode Linux. Prints its output on standard
-/// output.
+/// Runs `test`, the body of a test function, inside User-Mode Linux. Prints the test's output on
+/// standard output.
 ///
 /// # Panics
-/// The test fails inside, or cannot run there. The message names the reason and the kernel's log.
+/// The test fails inside, or cannot run inside. The message names the reason and the kernel's log.
 pub fn inside(test: impl FnOnce()) {
     if let Some(Err(failure)) = try_inside(TIME_LIMIT, test) {
         panic!("{failure}");
@@ -87,7 +87,8 @@ pub fn run_program_inside(name: &str, arguments: &[&str], time_limit: Duration) 
     Ok(output)
 }
 
-/// The name of the running test. nextest sets it in a variable, and libtest names the thread.
+/// The name of the running test. nextest sets the name in a variable, and libtest gives it to the
+/// thread.
 fn own_name() -> String {
     std::env::var("NEXTEST_TEST_NAME")
         .ok()

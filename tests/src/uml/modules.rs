@@ -8,10 +8,10 @@ use anyhow::{Context, Result, ensure};
 /// The kernel parameter with the program that loads modules.
 pub(super) const LOADER: &str = "/proc/sys/kernel/modprobe";
 /// Longest wait until a module is unused. The kernel removes the previous test's namespaces in the
-/// background, and they may still use it.
+/// background, and these namespaces may still use the module.
 const USED_LIMIT: Duration = Duration::from_secs(30);
 
-/// While this value lives, the given modules are removed and the kernel loads no modules.
+/// While this value exists, the given modules are removed and the kernel loads no modules.
 #[derive(Debug)]
 pub struct WithoutModules<'a> {
     modules: &'a [&'a str],
@@ -19,7 +19,8 @@ pub struct WithoutModules<'a> {
 }
 
 impl<'a> WithoutModules<'a> {
-    /// Removes those of `modules` that are loaded, and turns off automatic loading of modules.
+    /// Removes the modules in `modules` that are loaded, and turns off automatic loading of
+    /// modules.
     ///
     /// # Errors
     /// A module is still in use, or automatic loading cannot be turned off.

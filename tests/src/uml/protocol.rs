@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// The request. The test writes it, and the machine takes it by renaming it to [`TAKEN`].
+/// The request. The test writes this file, and the machine takes the request by renaming the file
+/// to [`TAKEN`].
 pub(super) const REQUEST: &str = "request.json";
 /// The request that the machine runs, or ran last.
 pub(super) const TAKEN: &str = "taken.json";
@@ -54,7 +55,7 @@ impl Request {
         format!("outcome-{}.json", self.id)
     }
 
-    /// The mark in the slot, a file that the test itself creates.
+    /// The mark in the slot: a file that the test itself creates.
     pub(super) fn entered(&self) -> String {
         format!("entered-{}", self.id)
     }
@@ -88,7 +89,7 @@ pub(super) fn write<T: Serialize>(folder: &Path, name: &str, value: &T) -> io::R
     std::fs::rename(draft, folder.join(name))
 }
 
-/// Reads a file that [`write()`] wrote; `None` if it does not exist.
+/// Reads a file that [`write()`] wrote. Returns `None` if the file does not exist.
 pub(super) fn read<T: DeserializeOwned>(folder: &Path, name: &str) -> io::Result<Option<T>> {
     match std::fs::read(folder.join(name)) {
         Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes)?)),

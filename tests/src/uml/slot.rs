@@ -15,7 +15,7 @@ const MAX_SLOTS: usize = 64;
 /// The number of earlier runs whose files are kept.
 const KEPT_RUNS: usize = 4;
 
-/// One slot. It is released when this value is dropped.
+/// One slot. Dropping this value releases the slot.
 #[derive(Debug)]
 pub struct Slot {
     folder: PathBuf,
@@ -23,7 +23,7 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// Takes the first slot of this test run that no other test holds.
+    /// Acquires the first slot of this test run that no other test holds.
     ///
     /// # Errors
     /// Files cannot be created under `target`, all slots are taken, or the path contains blanks or
@@ -62,7 +62,7 @@ impl Slot {
     }
 }
 
-/// Removes the files of earlier runs, except those of the newest few.
+/// Removes the files of earlier runs, except the newest [`KEPT_RUNS`] runs.
 pub(super) fn sweep() -> Result<()> {
     let mut runs = Vec::new();
     for entry in std::fs::read_dir(all_runs()?)? {
@@ -75,7 +75,7 @@ pub(super) fn sweep() -> Result<()> {
     runs.reverse();
     for (_, run) in runs.into_iter().skip(KEPT_RUNS) {
         let is_used = std::fs::read_dir(&run)?.flatten().any(|slot| machine::is_running(&slot.path()));
-        // This may fail if another run removes the files at the same time.
+        // Removing the folder fails if another run removes the files at the same time.
         if !is_used && let Err(error) = std::fs::remove_dir_all(&run) {
             eprintln!("warning: {} cannot be removed: {error}", run.display());
         }
@@ -93,7 +93,7 @@ fn all_runs() -> Result<PathBuf> {
     Ok(target.join("uml"))
 }
 
-/// An identifier of the test run. All its tests share it.
+/// An identifier of the test run, which all tests of the run share.
 fn run_id() -> String {
     static ID: OnceLock<String> = OnceLock::new();
     ID.get_or_init(|| {

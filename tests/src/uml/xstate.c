@@ -1,13 +1,13 @@
 /*
  * A library for linux.uml, loaded with LD_PRELOAD. It lets User-Mode Linux set the registers of
- * processors that have more registers than it supports.
+ * processors that have more registers than User-Mode Linux supports.
  *
  * User-Mode Linux 6.1 keeps at most 2,696 bytes of a process's extended registers (up to AVX-512
  * and protection keys). The host's PTRACE_SETREGSET accepts only the whole XSAVE area, which is
- * 11,008 bytes on processors with AMX. Otherwise it fails with EFAULT (xstateregs_set in
+ * 11,008 bytes on processors with AMX. For a smaller area, it fails with EFAULT (xstateregs_set in
  * arch/x86/kernel/fpu/regset.c). User-Mode Linux then prints "ptrace set fp regs failed, errno =
  * 14" and panics. This library extends the area to its whole length with zeros, the initial state
- * of these registers. No program inside uses them.
+ * of the additional registers. No program inside uses these registers.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -18,7 +18,7 @@
 #include <sys/uio.h>
 
 static long (*next_ptrace)(int, ...);
-/* This is static because linux.uml calls with small stacks. linux.uml has one thread. */
+/* The area is static because linux.uml calls ptrace with a small stack, and has one thread. */
 static char area[65536] __attribute__((aligned(64)));
 static size_t area_size;
 

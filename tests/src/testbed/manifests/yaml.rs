@@ -15,7 +15,7 @@ impl Service {
         !matches!(self.service_type, ServiceType::ExternalName | ServiceType::Headless) && self.proxy_name.is_none()
     }
 
-    /// The names of the endpoints in slices that Headgate reads. It ignores headless slices.
+    /// The names of the endpoints in slices that Headgate reads. Headgate ignores headless slices.
     fn endpoint_names(&self) -> BTreeSet<&str> {
         let further = self.more_slices.iter().flat_map(|slice| &slice.endpoints);
         let all = self.endpoints.iter().chain(further).filter(|_| !self.headless_slices);
@@ -161,7 +161,7 @@ impl Manifests {
         Ok(documents)
     }
 
-    /// All documents. The marker is the last one, with `generation` as its port.
+    /// All documents as YAML. The marker is the last document, with `generation` as its port.
     pub(in crate::testbed) fn yaml(&self, generation: u16) -> Result<String> {
         let mut documents = self.documents()?;
         documents.extend(self.further.iter().cloned());
@@ -207,7 +207,7 @@ fn marker(generation: u16) -> Value {
     })
 }
 
-/// JSON Merge Patch (RFC 7386).
+/// Applies a JSON Merge Patch (RFC 7386).
 fn merge(target: &mut Value, patch: Value) {
     let Value::Object(patch) = patch else {
         *target = patch;
