@@ -21,7 +21,7 @@ alone. Cases of the packet table list their rows in the table.
 const TAIL: &str = "
 ## nftables, userspace
 
-These backends do not exist yet. All rows apply to them, except rows that name their backend.
+These backends do not exist yet. All rows apply to them, except rows that are only for another backend.
 ";
 
 /// Renders the page from the tests of each row, for each backend.

@@ -38,7 +38,7 @@ fn only_server(bed: &Testbed, from: &str, service: &str, via: Via, family: Famil
 
 /// A client stays with its server, whichever address of the service it uses. The choices of
 /// different clients are independent.
-pub fn sticks(bed: &Testbed) -> Result<()> {
+pub fn a_client_stays_with_its_server(bed: &Testbed) -> Result<()> {
     let mut seen = BTreeSet::new();
     for family in Family::BOTH {
         for port in EVERY_TRANSPORT {
@@ -69,7 +69,7 @@ pub fn sticks(bed: &Testbed) -> Result<()> {
 }
 
 /// A client loses its server after the affinity time-out without a new connection, and not earlier.
-pub fn expires(bed: &Testbed) -> Result<()> {
+pub fn affinity_ends_after_its_timeout(bed: &Testbed) -> Result<()> {
     let service = bed.service("sticky-briefly")?;
     let timeout_seconds = service.affinity_timeout_seconds.context("sticky-briefly has no affinity time-out")?;
     if bed.backend() == Backend::Ipvs {
@@ -168,7 +168,7 @@ fn is_renewed(bed: &Testbed, family: Family, timeout_seconds: u32) -> Result<()>
 }
 
 /// Affinity can be turned on and off. A client whose server is removed gets another server.
-pub fn changes_live(bed: &Testbed) -> Result<()> {
+pub fn affinity_can_be_turned_on_and_off(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("toggled", &["a1", "a2", "b1", "c1"])))?;
     let spread = |context: &str| -> Result<()> {
         for family in Family::BOTH {

@@ -102,9 +102,9 @@ macro_rules! packet_tests {
             #[test]
             fn affinity() {
                 on_testbed(BACKEND, table::services(), |bed| {
-                    affinity::sticks(bed)?;
-                    affinity::expires(bed)?;
-                    affinity::changes_live(bed)
+                    affinity::a_client_stays_with_its_server(bed)?;
+                    affinity::affinity_ends_after_its_timeout(bed)?;
+                    affinity::affinity_can_be_turned_on_and_off(bed)
                 });
             }
 
