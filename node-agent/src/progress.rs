@@ -22,18 +22,19 @@ pub struct Target {
 /// What the reconcile loop has programmed so far, and its last failure.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// The backend, and in which ways the node is degraded.
+    /// The name of the backend, and the problems that the operator has to fix.
     pub status: v1::AgentStatus,
     /// The newest state that is in the kernel.
     pub programmed: Option<Programmed>,
-    /// Why the last sync failed; `None` if it succeeded.
+    /// Why the last sync failed. `None` if the last sync succeeded.
     pub failure: Option<Failure>,
-    /// Services whose rules the kernel rejects, and why. `programmed` excludes these Services.
+    /// Services whose rules the kernel rejects, with the reasons. `programmed` excludes these
+    /// Services.
     pub rejections: Arc<[v1::Rejection]>,
 }
 
 impl Progress {
-    /// The generation of the state in the kernel; `None` before the first.
+    /// The generation of the state in the kernel. `None` before the first successful sync.
     pub(crate) fn generation(&self) -> Option<u64> {
         self.programmed.as_ref().map(|programmed| programmed.generation)
     }

@@ -168,7 +168,7 @@ fn row_107_a_deleted_node_is_saved_with_its_last_values_and_stays_ineligible_aft
     let is_eligible = || restarted.backlog().health(Duration::from_secs(3600)).is_node_eligible;
     assert!(!is_eligible());
     // A control plane without this Node changes nothing. A Node that is created again replaces the
-    // saved one.
+    // saved Node.
     restarted.set_node(&own_node(None, 31));
     assert!(!is_eligible());
     restarted.set_node(&own_node(Some(node("b")), 32));
@@ -333,8 +333,8 @@ fn a_second_agent_with_the_same_folder_does_not_write() {
     agent.batch(vec![endpoint("web", 201, 8080)]);
     assert_eq!(agent.save(), "append");
     agent.assert_saved();
-    // After the first agent has ended, the second replaces the file, because the file has changed
-    // since the second read it.
+    // After the first agent has ended, the second agent replaces the file, because the file has
+    // changed since the second agent read it.
     let Agent { folder, file, shared: first, .. } = agent;
     drop((file, first));
     let mut agent = Agent { folder, file: second, shared, version: 50, has_rejections: false };
@@ -424,11 +424,12 @@ fn history() -> (Vec<u8>, Vec<Digests>) {
     (agent.bytes(), points)
 }
 
-/// Checks that a damaged file gives an error, or one of the states that it held.
+/// Checks that reading a damaged file gives an error, or one of the states that the file held
+/// before the damage.
 fn check_damaged(bytes: &[u8], points: &[Digests]) -> Result<(), TestCaseError> {
     if let Ok(loaded) = load::read_from(bytes, "node-1") {
         let digests = loaded.restored.held.state().digests();
-        prop_assert!(points.contains(digests), "read a state that the agent never held: {:?}", loaded.left_out);
+        prop_assert!(points.contains(digests), "read a state that was never saved: {:?}", loaded.left_out);
     }
     Ok(())
 }
@@ -445,7 +446,7 @@ proptest! {
     }
 
     #[test]
-    fn changed_or_truncated_bytes_never_give_a_new_state(
+    fn changed_or_truncated_bytes_never_give_a_state_that_was_not_saved(
         flips in prop::collection::vec((any::<Index>(), 0..8_u8), 1..4), cut in any::<Index>(), is_cut in any::<bool>(),
     ) {
         let (mut bytes, points) = history();
@@ -460,7 +461,7 @@ proptest! {
     }
 
     #[test]
-    fn copied_pieces_never_give_a_new_state(from in any::<Index>(), to in any::<Index>(), at in any::<Index>()) {
+    fn copied_pieces_never_give_a_state_that_was_not_saved(from in any::<Index>(), to in any::<Index>(), at in any::<Index>()) {
         let (bytes, points) = history();
         let (from, to) = (from.index(bytes.len()), to.index(bytes.len()));
         let piece = bytes[from.min(to)..from.max(to)].to_vec();

@@ -18,11 +18,11 @@ use crate::{
 /// The extent of a sync.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SyncKind {
-    /// The state changed, but no rule did. Nothing is written.
+    /// The state changed, but no rule changed. Nothing is written.
     Nothing,
     /// The services that changed are programmed.
     Partial,
-    /// Everything is compared with the kernel, and the differences are programmed.
+    /// The whole state is compared with the kernel, and the differences are programmed.
     Full,
 }
 
@@ -111,11 +111,11 @@ impl SyncMetrics {
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
         add.gauge("version_programmed", "", "Version that is in the kernel", self.version_programmed.clone());
-        let help = "Time from taking up a change to the kernel's acknowledgement";
+        let help = "Time from the start of a sync until the kernel has accepted the rules";
         add.histogram("apply_duration_seconds", "kind (partial, full)", help, self.apply_duration.clone());
         let help = "Attempts to program the kernel that failed";
         add.counter("applies_failed", "kind (partial, full, nothing)", help, self.applies_failed.clone());
-        let help = "Services whose programming was computed anew";
+        let help = "Services that were planned, summed over all syncs";
         add.counter("services_planned", "", help, self.services_planned.clone());
         let help = "Chains, or the corresponding objects of the dataplane, that were written";
         add.counter("objects_written", "", help, self.objects_written.clone());
@@ -125,7 +125,7 @@ impl SyncMetrics {
         add.counter("verifications_failed", "", help, self.verifications_failed.clone());
         let help = "Services that the kernel rejects, as a whole or in part. Their last good rules stay, and they delay no other Service";
         add.gauge("services_refused", "", help, self.services_rejected.clone());
-        let help = "Problems on this node that the operator has to fix because Services get less than was configured, such as iptables in place of ipvs. /status on the metrics port and headgatectl agents name each";
+        let help = "Problems on this node that the operator has to fix because Services get less than was configured, such as iptables in place of ipvs. /status on the metrics port and `headgatectl agents` list these problems";
         add.gauge("degraded_modes", "", help, self.degraded_modes.clone());
         let help = "Times that the kernel began to reject a Service, as a whole or in part";
         add.counter("service_refusals", "", help, self.service_rejections.clone());
@@ -138,9 +138,9 @@ impl SyncMetrics {
         let mut add = registry.adder(KUBE_PROXY);
         let family = "ip_family";
         add.histogram("sync_proxy_rules_duration_seconds", family, "Time that a sync took", self.sync_duration.clone());
-        let help = "Time that a sync of everything took";
+        let help = "Time that a full sync took";
         add.histogram("sync_full_proxy_rules_duration_seconds", family, help, self.sync_full_duration.clone());
-        let help = "Time that a sync of what changed took";
+        let help = "Time that a sync of only the changed Services took";
         add.histogram("sync_partial_proxy_rules_duration_seconds", family, help, self.sync_partial_duration.clone());
         let help = "Time from the trigger of an endpoint change (annotation endpoints.kubernetes.io/last-change-trigger-time) to the kernel's acknowledgement. Removals, and triggers before the start of the process, do not count";
         add.histogram("network_programming_duration_seconds", family, help, self.programming_duration.clone());
@@ -154,13 +154,13 @@ impl SyncMetrics {
         add.gauge("sync_proxy_rules_iptables_last", labels, help, self.iptables_last.clone());
         let help = "Syncs that failed to program the kernel";
         add.counter("sync_proxy_rules_iptables_restore_failures", family, help, self.restore_failures.clone());
-        let help = "Syncs of what changed that failed to program the kernel";
+        let help = "Syncs of only the changed Services that failed to program the kernel";
         let name = "sync_proxy_rules_iptables_partial_restore_failures";
         add.counter(name, family, help, self.partial_restore_failures.clone());
     }
 
-    /// Records a sync that succeeded. `triggers` are the causes of the endpoint changes that it
-    /// programmed.
+    /// Records a sync that succeeded. `triggers` are the triggers of the endpoint changes that the
+    /// sync programmed.
     pub(crate) fn succeeded(
         &self,
         kind: SyncKind,
@@ -186,7 +186,8 @@ impl SyncMetrics {
         let now = SystemTime::now();
         for trigger in triggers {
             let at = UNIX_EPOCH + Duration::from_millis(trigger.unix_ms);
-            // A change from before the start of the process did not wait for this process.
+            // Ignore changes from before the start of the process, which did not wait for this
+            // process.
             if at >= self.started {
                 let waited = now.duration_since(at).unwrap_or_default();
                 let label = family_label(trigger.family);

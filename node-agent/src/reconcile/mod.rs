@@ -3,7 +3,8 @@
 //!
 //! Nothing is written before the first complete snapshot, or a checked state from disk. A version
 //! is reported as programmed when everything up to it is in the kernel. After a failed step, the
-//! loop pauses. Then it compares everything with the kernel and programs the differences.
+//! loop pauses. Then the loop compares the whole state with the kernel and programs the
+//! differences.
 
 pub mod metrics;
 mod quarantine;
@@ -36,10 +37,11 @@ use crate::{
 
 /// Shortest pause between a failed attempt and an attempt that includes newer changes.
 const CHANGE_PAUSE: Duration = Duration::from_millis(200);
-/// That pause also lasts at least this factor times the duration of the failed attempt. A kernel
-/// that always fails is therefore busy for a fifth of the time at most, however much changes.
+/// The same pause lasts at least this many times as long as the failed attempt. A kernel that
+/// rejects every attempt is therefore busy for at most a fifth of the time, however often the state
+/// changes.
 const CHANGE_PAUSE_FACTOR: u32 = 4;
-/// Number of consecutive failed verifications after which everything is programmed again. While
+/// Number of consecutive failed verifications after which the loop makes a full sync. While
 /// verifications fail, the loop cannot notice that another program removed rules. A full sync reads
 /// the kernel by other means.
 const FAILED_VERIFICATIONS_BEFORE_FULL_SYNC: u32 = 2;
@@ -77,7 +79,7 @@ impl Default for Timing {
 struct Unfinished {
     dirty: Dirty,
     needs_full: bool,
-    /// Quarantined services that changed and are to be tried again.
+    /// Quarantined services that changed, so that the loop must try them again.
     to_retry: BTreeSet<Arc<ServiceKey>>,
 }
 
@@ -101,7 +103,7 @@ pub struct Reconciler {
     done: Option<u64>,
     pace: Pace,
     verify_at: Instant,
-    /// Number of failed verifications since the last that succeeded.
+    /// Number of failed verifications since the last successful verification.
     failed_verifications: u32,
     /// When the next precautionary full sync is due.
     full_sync_at: Instant,
@@ -161,21 +163,21 @@ impl Reconciler {
         self
     }
 
-    /// Whether rules depend on the addresses of the node's interfaces.
+    /// True if rules depend on the addresses of the node's interfaces.
     #[must_use]
     pub fn needs_interfaces(&self) -> bool {
         self.node_settings.needs_interfaces() || self.dataplane.needs_interfaces()
     }
 
-    /// The addresses of the node's interfaces. The caller calls [`AgentState::interfaces_changed`]
-    /// after each change.
+    /// Sets the source of the addresses of the node's interfaces. The caller must call
+    /// [`AgentState::interfaces_changed`] after each change of the addresses.
     #[must_use]
     pub fn with_interfaces(mut self, interfaces: Interfaces) -> Self {
         self.interfaces = interfaces;
         self
     }
 
-    /// The inputs on which rules depend besides the state, as the loop last resolved them.
+    /// The inputs of the rules that are not part of the state, as the loop last resolved them.
     #[must_use]
     pub fn inputs(&self) -> watch::Receiver<NodeInputs> {
         self.inputs.subscribe()
@@ -238,7 +240,7 @@ impl Reconciler {
                 self.retry(&to_retry);
             }
             Err(error) if error.kind == ErrorKind::Rejected && self.quarantine_rejected(kind, &error) => {
-                // Everything else is programmed at once, without the quarantined services.
+                // Program all other services at once, without the quarantined services.
                 self.metrics.failed(kind, &error.families);
                 self.done = None;
                 self.unfinished.needs_full = true;
@@ -268,8 +270,9 @@ impl Reconciler {
         }
     }
 
-    /// Finds the services at fault and quarantines them. Returns false if it finds no new ones, or
-    /// if the search fails. The caller then treats the step as failed.
+    /// Finds the services at fault and quarantines them. Returns false if the search fails, or if
+    /// it finds no service that was not in quarantine before. The caller then treats the step as
+    /// failed.
     fn quarantine_rejected(&mut self, kind: SyncKind, error: &DataplaneError) -> bool {
         let suspects = (kind == SyncKind::Partial).then_some(&self.unfinished.dirty.services);
         let faults = match self.dataplane.find_faults(&*self.shared, suspects, &error.families) {
@@ -291,7 +294,8 @@ impl Reconciler {
         all.len() > before
     }
 
-    /// Tries quarantined services again. The next sync programs those that the kernel now accepts.
+    /// Tries quarantined services again. The next sync programs the services that the kernel now
+    /// accepts.
     fn retry(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         if services.is_empty() {
             return;
@@ -372,14 +376,14 @@ impl Reconciler {
         self.done = None;
         // The dataplane's record of the kernel already includes the plan, although it failed. If
         // the services were planned again, the result would be an empty plan. Only a full sync
-        // reads the kernel. It writes only what differs.
+        // reads the kernel. It writes only the differences.
         self.unfinished.needs_full = true;
         let now = Instant::now();
         let (pause, retry_changed_at) = match error.kind {
             ErrorKind::Retry | ErrorKind::PlanAgain | ErrorKind::NeedsFullSync | ErrorKind::Rejected => {
                 (self.failures.next_pause(), now + CHANGE_PAUSE.max(took * CHANGE_PAUSE_FACTOR))
             }
-            // Only a change on the machine helps, so the pause is the longest one.
+            // Only a change on the machine helps, so the longest pause applies.
             ErrorKind::Fatal | ErrorKind::Unavailable => {
                 // This call counts the attempt.
                 let _ = self.failures.next_pause();
@@ -424,7 +428,8 @@ impl Reconciler {
         self.shared.confirm();
     }
 
-    /// Publishes the name of the dataplane and what the operator has to fix, if they changed.
+    /// Publishes the name of the dataplane and the problems that the operator has to fix, if they
+    /// changed.
     fn publish_status(&self) {
         let demand = self.shared.with_state(|state| *state.demand());
         let mut now = status(self.dataplane.as_ref(), &demand);
@@ -449,7 +454,7 @@ impl Reconciler {
     }
 
     /// Resolves the settings that depend on the Node and on the interfaces of the machine. Requests
-    /// a full sync if rules depend on what changed.
+    /// a full sync if rules depend on the changed inputs.
     fn resolve_inputs(&mut self) {
         let interfaces = if self.needs_interfaces() { self.interfaces.borrow().clone() } else { Some([].into()) };
         // Until the addresses are known, the inputs stay as they are.
@@ -468,8 +473,8 @@ impl Reconciler {
         self.inputs.send_replace(inputs);
     }
 
-    /// When the dataplane has maintenance to do. `None` while a full sync is pending, which does
-    /// that work too.
+    /// The time of the dataplane's next maintenance. `None` while a full sync is pending, because
+    /// the full sync does the same work.
     fn maintain_at(&mut self) -> Option<Instant> {
         self.dataplane.maintain_at().filter(|_| !self.unfinished.needs_full)
     }

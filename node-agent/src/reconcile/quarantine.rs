@@ -1,10 +1,10 @@
-//! Quarantine: services whose rules the kernel rejects. The dataplane leaves them out and programs
-//! all other services. The loop tries quarantined services again when they change, and after
-//! pauses.
+//! Quarantine: services whose rules the kernel rejects. The dataplane leaves these services out and
+//! programs all other services. The loop tries quarantined services again when they change, and
+//! after pauses.
 //!
-//! This module also lists services of which the kernel rejects only a part. These are not in
-//! quarantine: the dataplane programs the rest of such a service, and tries the rejected part again
-//! by itself.
+//! This module also lists services of which the kernel rejects only a part. Such services are not
+//! in quarantine: the dataplane programs the rest of such a service, and tries the rejected part
+//! again by itself.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,7 +20,7 @@ use crate::{backoff::Backoff, dataplane::Fault};
 /// The services whose rules the kernel rejects, as a whole or in part.
 #[derive(Debug)]
 pub(crate) struct Quarantine {
-    /// The pauses with which each service starts.
+    /// The initial pauses of each service.
     pauses: Backoff,
     services: BTreeMap<Arc<ServiceKey>, Entry>,
     partial: BTreeMap<Arc<ServiceKey>, Reasons>,
@@ -76,8 +76,8 @@ impl Quarantine {
         self.services.len() - before
     }
 
-    /// Like [`Self::add`], for services that were tried again in all families. Their earlier
-    /// reasons are dropped.
+    /// Like [`Self::add`], for services that were tried again in all families. Drops their earlier
+    /// reasons.
     pub(crate) fn renew(&mut self, faults: Vec<Fault>) {
         for Fault { service, .. } in &faults {
             self.services.get_mut(service).into_iter().for_each(|entry| entry.reasons.clear());
@@ -85,7 +85,7 @@ impl Quarantine {
         self.add(faults);
     }
 
-    /// Delays services that could not be tried. They are due again after the shortest pause.
+    /// Delays the next attempt of services that could not be tried, by the shortest pause.
     pub(crate) fn postpone(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         let retry_at = Instant::now() + self.pauses.first();
         let entries = self.services.iter_mut().filter(|(service, _)| services.contains(*service));
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn services_rejected_in_part_are_listed_beside_quarantined_services_and_are_new_once() {
+    fn services_rejected_in_part_are_listed_with_the_quarantined_services_and_reported_as_new_once() {
         let mut services = quarantine();
         services.add(vec![fault("web", Family::V4, "no match")]);
         let parts = |names: &[&str]| {

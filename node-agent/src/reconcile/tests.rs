@@ -144,7 +144,7 @@ fn nothing_is_written_before_the_first_snapshot() {
 
 // rows: 93
 #[test]
-fn a_state_from_disk_is_programmed_where_rules_are_missing() {
+fn a_state_from_disk_is_programmed_if_rules_are_missing() {
     let run = Loop::start_from_disk(timing(), false);
     run.wait_programmed(5);
     assert!(matches!(run.control.calls()[..], [Call::Check, Call::Full(..)]), "{:?}", run.control.calls());
@@ -372,7 +372,7 @@ fn a_failed_sync_is_reported_with_its_error_and_not_acknowledged() {
 
 // rows: 96
 #[test]
-fn rules_that_somebody_removed_come_back() {
+fn removed_rules_are_programmed_again() {
     let run = Loop::start(Timing { sync_period: Duration::from_millis(5), ..timing() });
     run.control.next_verdict(false);
     run.snapshot(1, vec![service("web", 80)]);
@@ -384,13 +384,13 @@ fn rules_that_somebody_removed_come_back() {
 }
 
 #[test]
-fn a_single_failed_verification_changes_nothing() {
+fn a_single_failed_verification_causes_no_full_sync() {
     let run = Loop::start(Timing { sync_period: Duration::from_millis(5), ..timing() });
     run.snapshot(1, vec![service("web", 80)]);
     run.wait_programmed(1);
     run.control.fail_next(retry());
-    // The error hits a verification that is running now, or the next one. Three more calls ensure
-    // that it is counted.
+    // The error affects the verification that is running now, or the next verification. Three more
+    // calls ensure that the error is counted.
     let before = run.control.calls().len();
     assert!(run.control.wait_for(GUARD, |calls| calls.len() >= before + 3), "{:?}", run.control.calls());
     assert!(run.control.calls()[1..].iter().all(|call| *call == Call::Check));
@@ -411,7 +411,7 @@ fn two_failed_verifications_lead_to_a_full_sync() {
 
 // rows: 29
 #[test]
-fn another_zone_or_address_of_the_node_programs_everything_anew() {
+fn a_change_of_the_nodes_zone_or_address_causes_a_full_sync() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80)]);
     run.wait_programmed(1);
@@ -425,7 +425,7 @@ fn another_zone_or_address_of_the_node_programs_everything_anew() {
     run.shared.set_node(&own_node(1, Some(&node)));
     run.wait_calls(2);
     assert!(matches!(&run.control.calls()[1], Call::Full(_, facts) if facts.zone.as_deref() == Some("a")));
-    // A change on which no rule depends causes no sync.
+    // A change on which no rule depends causes no call to the dataplane.
     node.going_away = true;
     run.shared.set_node(&own_node(2, Some(&node)));
     let acked = |progress: &Progress| progress.programmed.as_ref().is_some_and(|p| p.target.node_revision == 2);
@@ -451,7 +451,7 @@ fn row_107_a_deleted_node_keeps_its_last_zone_addresses_and_pod_ranges() {
     run.shared.set_node(&own_node(2, None));
     let acked = |progress: &Progress| progress.programmed.as_ref().is_some_and(|p| p.target.node_revision == 2);
     run.wait_progress(acked);
-    assert_eq!(run.control.calls().len(), 2, "nothing is programmed anew");
+    assert_eq!(run.control.calls().len(), 2, "the deletion of the Node causes no call to the dataplane");
     assert_eq!(run.shared.node(), Some(Node { going_away: true, ..node.clone() }));
     run.shared
         .with_facts(|_, facts| assert_eq!((facts.zone.as_deref(), &facts.addresses), (Some("a"), &node.addresses)));
@@ -485,7 +485,7 @@ fn a_version_of_another_epoch_is_reported_with_that_epoch() {
 
 // rows: 95
 #[test]
-fn the_shortest_period_gathers_changes() {
+fn the_minimum_sync_period_combines_changes_into_few_syncs() {
     let run = Loop::start(Timing { min_sync_period: Duration::from_millis(300), ..timing() });
     run.snapshot(1, vec![service("web", 80)]);
     run.wait_programmed(1);
@@ -493,13 +493,13 @@ fn the_shortest_period_gathers_changes() {
         run.batch(version, vec![endpoint("web", u8::try_from(version).unwrap(), 1)]);
     }
     run.wait_programmed(19);
-    // All changes end in one sync, or in a few on a slow machine.
+    // One sync programs all changes. A slow machine may need a few syncs.
     assert!(run.control.calls().len() < 19, "{}", run.control.calls().len());
 }
 
 // rows: 95
 #[test]
-fn row_95_everything_is_looked_at_again_after_a_while() {
+fn row_95_full_syncs_are_repeated_periodically() {
     let often = Duration::from_millis(5);
     let run = Loop::start(Timing { sync_period: often, full_sync_period: often, ..timing() });
     run.snapshot(1, vec![service("web", 80)]);
@@ -528,8 +528,8 @@ fn a_service_that_the_kernel_rejects_delays_no_other_service() {
     assert!(is_found && matches!(calls[3], Call::Full(..)) && calls.len() == 4, "{calls:?}");
     assert_eq!((run.metrics.services_rejected.get(), run.metrics.service_rejections.get()), (1, 1));
 
-    // Other services are programmed as usual. When the quarantined service changes, it is tried
-    // alone, after the step.
+    // Other services are programmed as usual. When the quarantined service changes, the loop tries
+    // it alone, after the step.
     run.batch(3, vec![endpoint("db", 2, 5432)]);
     run.wait_programmed(3);
     run.batch(4, vec![endpoint("web", 2, 8080), endpoint("db", 3, 5432)]);
@@ -538,8 +538,8 @@ fn a_service_that_the_kernel_rejects_delays_no_other_service() {
     assert!(matches!(&calls[6], Call::FindFaults(Some(found)) if found == &["prod/web"]), "{calls:?}");
     assert_eq!(run.control.quarantined(), ["prod/web"]);
 
-    // After a change that the kernel accepts, the service is programmed. The rejection is withdrawn
-    // with that step.
+    // After a change that the kernel accepts, the service is programmed. The same step withdraws
+    // the rejection.
     run.control.reject(&[]);
     run.batch(5, vec![endpoint("web", 3, 8080)]);
     let progress = run.wait_progress(|progress| progress.rejections.is_empty());
@@ -613,7 +613,7 @@ fn a_service_that_is_rejected_in_part_is_reported_and_fails_no_step() {
 }
 
 #[test]
-fn services_that_have_to_be_planned_again_are_no_failure_and_are_reported_once_programmed() {
+fn planning_services_again_is_not_a_failure_and_the_version_is_reported_when_it_is_programmed() {
     let run = Loop::start(timing());
     let again = |services: &[Arc<ServiceKey>]| {
         let services = services.iter().cloned().collect();
@@ -635,7 +635,7 @@ fn services_that_have_to_be_planned_again_are_no_failure_and_are_reported_once_p
 }
 
 #[test]
-fn a_rejection_without_a_service_at_fault_is_a_failure() {
+fn a_rejection_without_a_faulty_service_is_a_failure() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80)]);
     run.wait_programmed(1);

@@ -30,7 +30,7 @@ use super::{
 };
 use crate::{progress::Progress, state::AgentState};
 
-/// After a stream that lasted this long, the next pause is the shortest again.
+/// After a stream that lasted this long, pauses start again from the shortest pause.
 const HEALTHY_AFTER: Duration = Duration::from_secs(10);
 /// Number of messages to the replica that may wait inside the transport.
 const OUTGOING: usize = 4;
@@ -42,7 +42,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// Creates a session that applies what it receives to `state` and reports `progress`.
+    /// Creates a session that applies received updates to `state` and reports `progress`.
     #[must_use]
     pub fn new(
         config: SessionConfig,
@@ -88,8 +88,9 @@ impl Session {
             let is_moved = matches!(end, StreamEnd::Moved { .. });
             let is_planned = is_moved || matches!(end, StreamEnd::Drained(_) | StreamEnd::Renewed);
             let pause = if is_moved { Duration::ZERO } else { backoff.next_pause() };
-            // A drained stream has already waited for a random time. It gets no further pause,
-            // unless replicas drain the agent one after the other. `MoveLimits` limits moves.
+            // A drained stream has already waited for a random time. The agent connects again
+            // without a further pause, unless several replicas drain it one after the other. A move
+            // also has no pause, because `MoveLimits` limits the number of moves.
             let pause = if is_planned && is_first { Duration::ZERO } else { pause };
             if is_planned {
                 info!(%replica, reason = %end, "connecting again");
@@ -145,7 +146,7 @@ impl Session {
             resume,
         };
         let (outgoing, receiver) = mpsc::channel(OUTGOING);
-        // This cannot fail: the channel is empty and has a receiver.
+        // The call cannot fail: the channel is empty and has a receiver.
         let _ = outgoing.try_send(v1::AgentMessage { body: Some(Body::Hello(hello)) });
         let mut client =
             DiscoveryClient::new(connection.channel.clone()).max_decoding_message_size(MAX_SERVER_MESSAGE_BYTES);

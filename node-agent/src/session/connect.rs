@@ -22,18 +22,19 @@ use crate::control_planes::ControlPlane;
 
 /// Maximum time for the TCP connection. TCP and TLS together may take twice as long.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A peer that vanished without closing the connection is detected after the sum of both times.
+/// A peer that vanished without closing the connection is detected after the sum of
+/// [`KEEPALIVE_INTERVAL`] and [`KEEPALIVE_TIMEOUT`].
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(20);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl ControlPlane {
-    /// After a stream failed to open, returns what is wrong with the URL, or `None` if the reason
-    /// is another one. May connect to the server to find out.
+    /// Call this after a stream failed to open. Returns the mistake in the URL, or `None` if the
+    /// failure has another reason. May connect to the server to find out.
     pub(super) async fn mistake(&self, status: &Status) -> Option<ConnectError> {
         if status.message().starts_with("grpc-status header missing") {
             return Some(ConnectError::NoControlPlane);
         }
-        // When the server answers with a TLS alert, the HTTP/2 client reports any of these codes.
+        // When the server answers with a TLS alert, the HTTP/2 client reports one of these codes.
         let is_broken = matches!(status.code(), Code::Internal | Code::Unknown | Code::Unavailable | Code::Cancelled);
         if self.uses_tls() || !is_broken {
             return None;
@@ -108,8 +109,8 @@ impl ControlPlane {
     }
 }
 
-/// Returns a connector for TCP. If a name has addresses of both families, it tries both at a time
-/// (RFC 8305).
+/// Returns a connector for TCP. If a name has addresses of both families, the connector tries both
+/// families at the same time (RFC 8305).
 fn tcp() -> HttpConnector {
     let mut tcp = HttpConnector::new();
     tcp.enforce_http(false);
@@ -146,7 +147,8 @@ pub enum ConnectError {
     /// One side does not accept the certificate of the other.
     #[error("{}", .0.sentence)]
     Refused(Refusal),
-    /// An https URL without TLS files. The check of the options normally reports this earlier.
+    /// An https URL without TLS files. The check of the options normally reports this mistake
+    /// earlier.
     #[error("no TLS files for an https URL; pass --tls-cert, --tls-key and --tls-ca")]
     NoTlsFiles,
     /// The TCP connection or the TLS handshake failed.

@@ -28,8 +28,8 @@ pub(super) struct Context {
     pub(super) metrics: SessionMetrics,
     pub(super) progress: watch::Receiver<Progress>,
     pub(super) machine: Machine,
-    /// The last stream referred to something that the agent does not hold. The held state therefore
-    /// differs from the replica's state at that version, and the next stream must resume by
-    /// digests.
+    /// True if the last stream contained a reference to something that the agent does not hold. The
+    /// held state therefore differs from the replica's state at the same version, and the next
+    /// stream must resume by digests.
     pub(super) distrusts_version: bool,
 }

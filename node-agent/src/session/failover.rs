@@ -1,5 +1,5 @@
-//! Decides when an agent leaves its replica for another (contract, 15). The module does no I/O. The
-//! caller passes the current time.
+//! Decides when an agent leaves its replica for another, by rule 15 of the contract in
+//! `proto/headgate/v1/discovery.proto`. The module does no I/O. The caller passes the current time.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -26,7 +26,7 @@ const STALLED_PATIENCE: Duration = Duration::from_secs(20);
 const ASK_PAUSES: Backoff = Backoff::new(Duration::from_secs(5), Duration::from_secs(60), Jitter::Half);
 /// Shortest times that the agent stays with a replica after a move. They grow with each move.
 const STAYS: Backoff = Backoff::new(Duration::from_secs(10), Duration::from_secs(300), Jitter::None);
-/// After a stay of this length, earlier moves no longer count.
+/// After a stay of this length, earlier moves are forgotten.
 const SETTLED_AFTER: Duration = Duration::from_secs(600);
 
 /// Why an agent looks for another replica.
@@ -76,8 +76,8 @@ impl Trouble {
 /// What another replica reports about its source.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Standing {
-    /// The state of the source; `None` if the replica's program is older than the `Standing`
-    /// request.
+    /// The state of the source; `None` if the replica runs a version that does not know the
+    /// `Standing` request.
     pub source: Option<SourceState>,
     /// The current positions of the source.
     pub positions: Positions,
@@ -90,8 +90,8 @@ pub struct Standing {
 ///
 /// The position of a folder does not count, because it comes from the clock of the replica that
 /// reads the folder. The position of Nodes does not count, because it concerns only the agent's own
-/// Node. A replica whose Nodes are behind does not send this Node, but sends everything else
-/// (contract, 6).
+/// Node. A replica whose Nodes are behind does not send this Node, but sends everything else (rule
+/// 6 of the contract).
 #[must_use]
 pub fn comparable(positions: &[v1::SourcePosition]) -> Positions {
     let is_comparable = |kind| matches!(kind, Kind::Services | Kind::EndpointSlices | Kind::ServiceCidrs);
@@ -104,8 +104,8 @@ pub fn comparable(positions: &[v1::SourcePosition]) -> Positions {
 pub struct HeldState {
     /// The source positions of the state; see [`comparable`].
     pub positions: Positions,
-    /// The state may lack resources of these positions: they were rejected, or another version of
-    /// the program left them out.
+    /// True if the state may lack resources, although its positions include them: the agent
+    /// rejected the resources, or another version of the program left them out.
     pub may_lack: bool,
 }
 
@@ -177,8 +177,8 @@ fn worth_of_other(standing: &Standing, held: Option<&HeldState>) -> Worth {
     }
 }
 
-/// Returns the index of the replica to move to, if one is better than the agent's own replica. Of
-/// several best replicas, it chooses one at random.
+/// Returns the index of the replica to move to, if one is better than the agent's own replica. If
+/// several replicas are equally good, chooses one of them at random.
 pub fn choose(trouble: Trouble, held: Option<&HeldState>, others: &[Standing]) -> Option<usize> {
     let worth: Vec<Worth> = others.iter().map(|standing| worth_of_other(standing, held)).collect();
     let best = worth.iter().copied().max().filter(|best| *best > worth_of_own(trouble, held.is_some()))?;
@@ -186,8 +186,8 @@ pub fn choose(trouble: Trouble, held: Option<&HeldState>, others: &[Standing]) -
     fastrand::choice(best)
 }
 
-/// Limits an agent's moves, over all its streams. After each move, the agent stays longer, so that
-/// agents do not move in circles.
+/// Limits an agent's moves, over all its streams. After each move, the agent stays longer with its
+/// replica, so that agents do not move in circles.
 #[derive(Debug)]
 pub struct MoveLimits {
     stays: Backoff,
@@ -221,7 +221,7 @@ pub struct Failover {
     progressed: Instant,
     snapshots_sent: u64,
     trouble: Option<Trouble>,
-    /// When to ask the other replicas, if there is trouble.
+    /// When to ask the other replicas, while `trouble` is set.
     ask_at: Instant,
     ask_pauses: Backoff,
     /// When to ask the other replicas because this replica asked the agent to move.
@@ -272,7 +272,8 @@ impl Failover {
         self.balance_at = Some(self.balance_at.map_or(at, |earlier| earlier.min(at)));
     }
 
-    /// Determines what is wrong at `now`. New trouble starts a new wait before the first request.
+    /// Determines the trouble at `now`. If the trouble is new, starts the wait before the first
+    /// request.
     fn update_trouble(&mut self, now: Instant) {
         let is_stalled = !self.is_complete && now >= self.progressed + STALLED_PATIENCE;
         let trouble = match self.source {

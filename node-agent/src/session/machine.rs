@@ -3,8 +3,8 @@
 //!
 //! The contract at the head of `proto/headgate/v1/discovery.proto` states the rules. Snapshots and
 //! split batches are staged, and become one [`StateUpdate`] when they are complete. If a stream
-//! breaks earlier, what was staged is dropped. After a [`Violation`], the caller must drop the
-//! stream, and resume on a new one with the state that it holds.
+//! breaks earlier, the machine drops the staged parts. After a [`Violation`], the caller must drop
+//! the stream, and resume on a new stream with the state that the agent holds.
 
 use std::{collections::HashSet, iter, mem, sync::Arc, time::Duration};
 
@@ -165,7 +165,7 @@ enum Resumed {
     AtNextHead,
     /// At this version.
     At(u64),
-    /// The agent already has it.
+    /// The agent already has everything.
     Done,
 }
 
@@ -224,7 +224,7 @@ impl Machine {
     }
 
     /// True if more resources were rejected than the machine remembers. The next stream then has to
-    /// resume by digests, which sends all of them again.
+    /// resume by digests, which sends all rejected resources again.
     #[must_use]
     pub fn has_forgotten_rejections(&self) -> bool {
         self.rejected.has_forgotten()
@@ -252,7 +252,8 @@ impl Machine {
         self.needs_referable
     }
 
-    /// Sets what later batches may refer to: the contents of the agent's state (contract, 13).
+    /// Sets the resources to which later batches may refer: the contents of the agent's state
+    /// (contract, 13).
     pub fn refer_to(&mut self, referable: Referable) {
         if let Phase::Following { epoch } = self.phase {
             self.needs_referable = false;
@@ -398,8 +399,9 @@ impl Machine {
         {
             return Err(Violation::Backwards { sent: end.version, held });
         }
-        // An empty list means all buckets. After a comparison of digests that found no difference,
-        // it means no bucket (contract, 4). Otherwise the agent would remove everything.
+        // An empty list means all buckets. But after a comparison of digests that found no
+        // difference, it means no bucket (contract, 4). The agent must not remove all resources in
+        // this case.
         let buckets = if end.buckets.is_empty() && !(by_digests && end.resource_count == 0) {
             Buckets::All
         } else {
@@ -451,7 +453,7 @@ impl Machine {
     fn stage(&mut self, what: Staging, wire: v1::Changes) -> Result<(), Violation> {
         let endpoints: usize = wire.endpoints.iter().map(|group| group.changed.len()).sum();
         let resources = wire.services.len() + wire.service_cidrs.len() + endpoints;
-        // The resources of a snapshot may have changed long ago, so their triggers do not count.
+        // The resources of a snapshot may have changed long ago, so their triggers are ignored.
         if what == Staging::Batch {
             self.staged
                 .triggers
@@ -483,7 +485,7 @@ fn reject(nack: v1::Nack) -> Option<Effect> {
 }
 
 /// The triggers of a service's endpoint changes: one for each family with changed endpoints. As in
-/// kube-proxy, removals do not count. A time of 0 means that the trigger is unknown.
+/// kube-proxy, removals are ignored. A time of 0 means that the trigger is unknown.
 fn triggers(group: &v1::ServiceEndpoints, unix_ms: u64) -> impl Iterator<Item = Trigger> + use<> {
     let has = |bytes: usize| group.changed.iter().any(|endpoint| endpoint.address.len() == bytes);
     let families = [(Family::V4, 4), (Family::V6, 16)].map(|(family, bytes)| has(bytes).then_some(family));

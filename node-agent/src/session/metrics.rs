@@ -93,7 +93,7 @@ impl SessionMetrics {
         self.source().state = state;
     }
 
-    /// The state of the source that was reported last; `None` if none was reported.
+    /// The state of the source that was reported last; `None` if no state was reported.
     #[must_use]
     pub fn source_state(&self) -> Option<SourceState> {
         self.source().state
@@ -137,7 +137,7 @@ impl TlsMetrics {
         add.gauge_in(Unit::Seconds, "tls_certificate_not_after", "file (cert, ca)", help, self.not_after.clone());
     }
 
-    /// Records files that were loaded. The first load of the process does not count as a reload.
+    /// Records files that were loaded. The first load of the process is not counted as a reload.
     pub(crate) fn loaded<C>(&self, loaded: &Loaded<C>, is_first: bool) {
         if !is_first {
             self.reloads.get_or_create(&[("result", "success")]).inc();

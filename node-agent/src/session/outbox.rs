@@ -21,22 +21,24 @@ const NACK_BYTES: usize = MAX_AGENT_MESSAGE_BYTES / 2;
 /// Shortest time between two ACKs in milliseconds. Each agent draws a new random time after each
 /// ACK (contract, 7).
 ///
-/// ACKs are most of what a replica reads: up to one per agent and change. After a quiet time, all
-/// agents acknowledge the next change at once. With a fixed interval, their later ACKs would also
-/// arrive together, and would delay each change that the replica sends at that moment.
+/// Most of the messages that a replica reads are ACKs: up to one per agent and change. After a
+/// quiet time, all agents acknowledge the next change at the same time. With a fixed interval,
+/// their later ACKs would also arrive together, and would delay each change that the replica sends
+/// at that moment.
 const ACK_INTERVAL_MS: RangeInclusive<u64> = 150..=350;
 
-/// Maximum number of earlier versions in one ACK (`Ack.earlier`). Older versions count as
-/// programmed at the time of the oldest of them.
+/// Maximum number of earlier versions in one ACK (`Ack.earlier`). Versions that are too old for the
+/// list count as programmed at the time of the oldest listed version.
 const MAX_EARLIER: usize = 64;
 
-/// The waiting messages. A newer status, ACK or failure replaces a waiting one.
+/// The waiting messages. A newer status, ACK or failure replaces a waiting message of the same
+/// kind.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
     nacks: VecDeque<v1::Nack>,
     failed: Option<v1::ApplyFailed>,
     ack: Option<WaitingAck>,
-    /// When the next ACK may be sent. Until then, newer ACKs are merged into the waiting one.
+    /// When the next ACK may be sent. Until this time, newer ACKs are merged into the waiting ACK.
     next_ack: Option<Instant>,
     status: Option<v1::AgentStatus>,
 }
@@ -67,7 +69,8 @@ impl Outbox {
             ack.services_planned = ack.services_planned.saturating_add(waiting.ack.services_planned);
             ack.objects_written = ack.objects_written.saturating_add(waiting.ack.objects_written);
             programmed = waiting.programmed;
-            // If only the node's revision changed, the new ACK has the same version as the last.
+            // If only the node's revision changed, the new ACK has the same version as the waiting
+            // ACK.
             programmed.retain(|(version, _)| *version < ack.version);
             if programmed.len() > MAX_EARLIER {
                 programmed.pop_front();
@@ -111,8 +114,8 @@ impl Outbox {
         dropped + self.push_nack(part)
     }
 
-    /// Queues `part` and starts a new one if an item of this size does not fit any more. Returns
-    /// the number of items that were dropped for lack of room.
+    /// If an item of this size does not fit into `part`, queues `part` and starts a new NACK.
+    /// Returns the number of items that were dropped for lack of room.
     fn make_room(&mut self, part: &mut v1::Nack, bytes: &mut usize, size: usize) -> usize {
         let is_full = *bytes + size > NACK_BYTES;
         *bytes = if is_full { size } else { *bytes + size };
@@ -229,7 +232,8 @@ mod tests {
             let from = Duration::from_millis(150 + 20 * u64::from(*tenth));
             times.iter().any(|time| (from..=from + Duration::from_millis(20)).contains(time))
         };
-        // One empty tenth is rare, a few in ten thousand runs. Four empty tenths do not occur.
+        // A tenth of the interval without any ACK occurs in a few of ten thousand runs. Four such
+        // tenths in one run do not occur.
         assert!((0..10).filter(in_a_tenth).count() > 6, "{times:?}");
     }
 
@@ -247,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn rejections_are_split_into_messages_below_the_limit_and_bounded() {
+    fn rejections_are_split_into_messages_of_limited_size_and_number() {
         let mut outbox = Outbox::default();
         let long = "é".repeat(1_000);
         let dropped =

@@ -8,22 +8,22 @@ use headgate_proto::v1::{self, welcome::ResumeMode};
 
 use crate::state::held::Snapshot;
 
-/// Maximum number of remembered rejections. The replica lists fewer. Rejections beyond this number
-/// are never withdrawn, but end with the stream.
+/// Maximum number of remembered rejections. A replica remembers fewer rejections of an agent.
+/// Rejections beyond this number are never withdrawn, but end with the stream.
 const MAX_KEPT: usize = 1024;
 
 /// The rejections in force, by the resource's name as in [`v1::Rejection`].
 #[derive(Debug, Default)]
 pub(super) struct Rejected {
     kept: BTreeMap<String, v1::Rejection>,
-    /// More resources were rejected than are kept, so rejections that are not in `kept` may be in
-    /// force.
+    /// True if more resources were rejected than `kept` may hold. Rejections that are not in `kept`
+    /// may then be in force.
     has_forgotten: bool,
 }
 
 impl Rejected {
-    /// Is called when a stream begins. Returns the rejections to repeat on it: after a resume by
-    /// log, the replica does not send the rejected resources again.
+    /// Is called when a stream begins. Returns the rejections to repeat on this stream: after a
+    /// resume by log, the replica does not send the rejected resources again.
     pub(super) fn begin(&self, mode: ResumeMode) -> Vec<v1::Rejection> {
         if mode == ResumeMode::Log { self.kept.values().cloned().collect() } else { Vec::new() }
     }
@@ -41,7 +41,7 @@ impl Rejected {
         self.kept.contains_key(resource)
     }
 
-    /// True if some rejections in force may not be remembered.
+    /// True if rejections may be in force that are not remembered.
     pub(super) fn has_forgotten(&self) -> bool {
         self.has_forgotten
     }
@@ -75,8 +75,8 @@ impl Rejected {
     fn ended(&self, rejections: &[v1::Rejection], changes: &[Change], snapshot: Option<&Snapshot>) -> Vec<String> {
         let again: HashSet<&str> = rejections.iter().map(|rejection| rejection.resource.as_str()).collect();
         let named: HashSet<String> = changes.iter().flat_map(names).collect();
-        // A snapshot contains everything in its buckets. A resource that it does not contain is
-        // gone.
+        // A snapshot contains everything in its buckets. A resource that is not in the snapshot no
+        // longer exists.
         let is_replaced = |resource: &str| {
             snapshot.is_some_and(|snapshot| match bucket(resource) {
                 Some(bucket) => snapshot.buckets.contains(bucket),
@@ -121,7 +121,8 @@ fn names(change: &Change) -> Vec<String> {
     }
 }
 
-/// The bucket of a rejected resource; `None` if its name does not determine it.
+/// The bucket of a rejected resource; `None` if the name of the resource does not determine the
+/// bucket.
 fn bucket(resource: &str) -> Option<u16> {
     let (kind, rest) = resource.split_once(' ')?;
     if kind == "ServiceCIDR" {
@@ -212,7 +213,7 @@ mod tests {
         rejected.step(&rejections, &[], None);
         assert_eq!(rejected.begin(ResumeMode::Log).len(), MAX_KEPT);
         assert!(rejected.has_forgotten());
-        // All remembered rejections end. The others are still in force.
+        // All remembered rejections end. The rejections that are not remembered are still in force.
         let changes: Vec<_> =
             (0..1500).map(|i| Change::RemoveService(ServiceKey::new("ns", &format!("s{i}")))).collect();
         assert_eq!(rejected.step(&[], &changes, None).len(), MAX_KEPT);

@@ -13,7 +13,7 @@ use crate::backoff::jitter;
 
 /// Shortest time between two checks for a renewed certificate.
 const RETRY: Duration = Duration::from_secs(10);
-/// A time that is longer than any stream.
+/// Longer than any stream lasts.
 const ONE_YEAR: Duration = Duration::from_secs(365 * 86_400);
 
 /// Checks for a renewed certificate before the certificate of a stream expires, because the replica
@@ -46,7 +46,7 @@ impl Renewal {
         let left = self.not_after.duration_since(SystemTime::now()).unwrap_or_default();
         warn!(
             left_seconds = left.as_secs(),
-            "this agent's certificate expires soon, and --tls-cert holds no newer one; renew it"
+            "this agent's certificate expires soon, and the file of --tls-cert holds no newer certificate; renew the certificate"
         );
         self.check_at = Instant::now() + RETRY.max(left / 4);
         false

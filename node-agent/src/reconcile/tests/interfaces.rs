@@ -1,4 +1,4 @@
-//! The addresses of the node's interfaces change.
+//! Tests changes of the addresses of the node's interfaces.
 
 use std::net::IpAddr;
 

@@ -24,7 +24,7 @@ fn an_agent_with_a_state_moves_to_a_replica_that_follows_and_is_not_behind() {
     for trouble in [Trouble::Unlisted, Trouble::CutOff, Trouble::Stalled, Trouble::Crowded] {
         let others = [standing(CUT_OFF, 5), standing(FOLLOWING, 4), standing(FOLLOWING, 5), standing(None, 0)];
         assert_eq!(chosen(trouble, Some(5), &others), Some(2), "{trouble:?}");
-        assert_eq!(chosen(trouble, Some(6), &others), None, "{trouble:?}: all are behind");
+        assert_eq!(chosen(trouble, Some(6), &others), None, "{trouble:?}: all other replicas are behind the agent");
     }
 }
 
@@ -41,7 +41,7 @@ fn an_agent_with_the_replicas_state_stays_while_all_replicas_are_cut_off() {
         "an agent never moves from one cut-off replica to another"
     );
     assert_eq!(chosen(Trouble::Unlisted, Some(5), &ahead), Some(0), "the other replica has newer changes");
-    // Another replica may send again what the agent's state lacks.
+    // Another replica may send the resources that the agent's state lacks.
     let lacking = HeldState { positions: at(5), may_lack: true };
     assert_eq!(choose(Trouble::Unlisted, Some(&lacking), &others), Some(0));
     assert_eq!(choose(Trouble::CutOff, Some(&lacking), &others), None);

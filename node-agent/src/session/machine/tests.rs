@@ -39,7 +39,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Receives at most `cut` messages of a stream, and loses the rest. Returns the number of
+    /// Receives the first `cut` messages of a stream, and loses the rest. Returns the number of
     /// messages in the stream.
     fn follow(&mut self, replica: &Replica, cut: usize) -> usize {
         let resume = self.hello();
@@ -110,7 +110,7 @@ fn an_interrupted_snapshot_changes_nothing() {
         agent.receive(message).unwrap();
     }
     agent.assert_holds(&first);
-    // The resources that were staged on the broken stream do not count on the next stream.
+    // The next stream does not use the resources that were staged on the broken stream.
     agent.follow(&second, usize::MAX);
     agent.assert_holds(&second);
 }
@@ -252,7 +252,7 @@ fn incomplete_or_malformed_snapshots_are_violations() {
 fn versions_never_decrease_within_an_epoch() {
     let mut agent = Agent::following(&replica(7));
     assert_eq!(agent.receive(end(1, vec![3], 0)), Err(Violation::Backwards { sent: 1, held: 2 }));
-    // The versions of another epoch start again.
+    // In another epoch, versions start again from 1.
     let mut young = Replica::new(8, 4);
     young.commit(vec![service("web", 80)]);
     agent.follow(&young, usize::MAX);
@@ -271,7 +271,7 @@ fn batches_and_snapshots_may_not_interleave() {
 }
 
 #[test]
-fn welcome_must_come_first_and_once_and_fit_hello() {
+fn welcome_must_arrive_first_and_only_once_and_must_match_hello() {
     let replica = replica(7);
     let violation_of = |held: bool, welcome: v1::ServerMessage| {
         let mut agent = if held { Agent::following(&replica) } else { Agent::new() };
@@ -316,7 +316,7 @@ fn a_rejected_change_is_reported_and_leaves_the_old_value() {
     let entry = agent.held.state().entry(&key("web")).unwrap();
     assert_eq!(entry.service().unwrap().ports[0].port, 80, "the last good value stays");
     assert_eq!(entry.endpoints().len(), 4, "the rest of the batch is applied");
-    // The digests show that the new value is not held.
+    // The digests show that the agent does not hold the new value.
     replica.commit(vec![service("web", 81), endpoint("web", 1, 9090), endpoint("web", 9, 9090)]);
     let differing = replica.state.digests().differing(agent.held.state().digests());
     assert_eq!(differing, [service_bucket(&key("web"))]);
@@ -368,7 +368,7 @@ fn referring(replica: &Replica, version: u64, like: &Change) -> v1::ServerMessag
 }
 
 #[test]
-fn references_resolve_to_what_the_agent_holds() {
+fn references_resolve_to_resources_that_the_agent_holds() {
     let mut replica = replica(1);
     let mut agent = Agent::following(&replica);
     replica.commit(vec![service("new", 80), endpoint("new", 9, 7777)]);
@@ -456,8 +456,8 @@ fn hello_states_the_source_position_of_the_agents_own_node() {
     // wait.
     held.set_node_position(at(Kind::Nodes, 10));
     assert_eq!(position_in_hello(&held, Kind::Nodes), Some(10));
-    // A folder has one position for everything. Hello states the higher of the Node's position and
-    // the position of the rest.
+    // A folder has one position for all kinds. `Hello` states the higher one of two positions: the
+    // position of the Node, and the position of the other resources.
     let mut agent = Agent::following(&replica(7));
     for (node_position, expected) in [(1, 2), (5, 5)] {
         agent.held.set_node_position(at(Kind::Files, node_position));
@@ -494,7 +494,7 @@ fn a_resume_by_log_is_complete_at_the_head_that_welcome_named() {
 }
 
 #[test]
-fn a_resume_by_log_is_complete_at_the_first_heartbeats_head_when_welcome_names_none() {
+fn a_resume_by_log_is_complete_at_the_head_of_the_first_heartbeat_if_welcome_names_no_head() {
     let (mut machine, effects) = resuming_by_log(None);
     assert!(!has_resumed(&effects));
     let mut resumed_by = |message| has_resumed(&machine.on_message(message).unwrap());
@@ -568,7 +568,7 @@ fn a_step_states_whether_a_rejection_is_in_force() {
     assert_eq!(
         has_rejections(batch(5, 6, &[endpoint("web", 8, 1)]), false),
         [false],
-        "a rejected Node does not count, because each stream sends it"
+        "a rejected Node is not included, because each stream sends the Node again"
     );
 }
 
