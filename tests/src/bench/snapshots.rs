@@ -85,8 +85,8 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
 /// once. The caller checks order and memory.
 ///
 /// # Errors
-/// An agent receives anything other than a full snapshot, or the replica sends too many snapshots at
-/// once.
+/// An agent receives anything other than a full snapshot, or the replica sends too many snapshots
+/// at once.
 pub fn measure(stage: &mut Stage, agents: usize) -> Result<Snapshots> {
     stage.start_replica(&[])?;
     std::thread::sleep(SETTLING);

@@ -187,8 +187,8 @@ impl Fleet {
     /// error message "gave up waiting until …".
     ///
     /// # Errors
-    /// The condition does not hold after `limit`, an agent has found a violation of the contract, or
-    /// the thread has ended.
+    /// The condition does not hold after `limit`, an agent has found a violation of the contract,
+    /// or the thread has ended.
     pub fn wait_until(
         &self,
         what: &str,
