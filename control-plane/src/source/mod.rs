@@ -48,7 +48,8 @@ pub struct SourceSettings {
 }
 
 impl SourceSettings {
-    /// API servers send a bookmark about every minute, so two bookmarks may be late.
+    /// The default of `watch_silence`. API servers send a bookmark about every minute, so with this
+    /// value one bookmark may be missing.
     pub const DEFAULT_WATCH_SILENCE: Duration = Duration::from_secs(150);
 }
 
@@ -58,9 +59,9 @@ impl Default for SourceSettings {
     }
 }
 
-/// A value of `--source` that names no source.
+/// A value of `--source` that does not name a source.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no source: write \"kubernetes\", or \"files:\" and a folder, such as files:/etc/headgate")]
+#[error("{0:?} is not a source: write \"kubernetes\", or \"files:\" and a folder, such as files:/etc/headgate")]
 pub struct SourceSpecError(String);
 
 impl FromStr for SourceSpec {
@@ -135,7 +136,7 @@ pub async fn run(
     }
 }
 
-/// Passes the list of problems to the sink, and logs the new ones.
+/// Passes the list of problems to the sink, and logs the new problems.
 fn show_problems(sink: &dyn Sink, shown: &mut Vec<Problem>, problems: Vec<Problem>) {
     for problem in problems.iter().filter(|problem| shown.binary_search(problem).is_err()) {
         let Problem { object, field, origin, message } = problem;

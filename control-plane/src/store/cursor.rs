@@ -1,4 +1,4 @@
-//! The place of a stream in the store. It takes a few words of memory, however far behind the
+//! The place of a stream in the store. A cursor takes a few words of memory, however far behind the
 //! stream is.
 
 use std::{collections::BTreeMap, sync::Arc};
@@ -30,9 +30,9 @@ pub struct Resume {
     pub epoch: u64,
     /// Version within that epoch.
     pub version: u64,
-    /// Source positions that its state covers.
+    /// Source positions that the agent's state covers.
     pub positions: BTreeMap<SourceKind, u64>,
-    /// Digests of its state, if it sent them.
+    /// Digests of the agent's state, if the agent sent them.
     pub digests: Option<Digests>,
 }
 
@@ -52,11 +52,11 @@ impl Resume {
 /// How a stream begins (contract, 3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ResumeMode {
-    /// With the changes since the agent's version.
+    /// The stream begins with the changes since the agent's version.
     Log,
-    /// With the buckets whose digests differ.
+    /// The stream begins with the buckets whose digests differ.
     Digests,
-    /// With everything.
+    /// The stream begins with the whole state.
     Full,
 }
 
@@ -80,8 +80,8 @@ pub struct Cursor {
     resources: u64,
     snapshots: u64,
     /// Until the cursor has reached this version, messages contain no references. After a snapshot,
-    /// or a resume that interrupted one, parts of the agent's state may be newer than the agent's
-    /// version. A value of that version may then be missing in the agent's state.
+    /// or a resume after an interrupted snapshot, parts of the agent's state may be newer than the
+    /// agent's version. A value of that version may then be missing in the agent's state.
     spelt_out_to: u64,
 }
 
@@ -101,7 +101,7 @@ enum Phase {
 #[derive(Debug)]
 struct Walk {
     version: u64,
-    /// The buckets to send; `None` for all.
+    /// The buckets to send; `None` for all buckets.
     buckets: Option<Box<[u16]>>,
     next: usize,
     current: Option<(Arc<BucketFrames>, usize)>,
@@ -127,8 +127,8 @@ impl Cursor {
         self.snapshots
     }
 
-    /// Number of buckets of the snapshot that the next message belongs to; `None` if it belongs to
-    /// no snapshot.
+    /// Number of buckets of the snapshot that the next message belongs to; `None` if the next
+    /// message does not belong to a snapshot.
     #[must_use]
     pub fn snapshot_buckets(&self) -> Option<usize> {
         match &self.phase {
@@ -192,12 +192,12 @@ impl Walk {
     }
 
     fn end_marker(&self, inner: &Inner) -> Bytes {
-        // An empty list means all buckets. After a comparison of digests it means that no bucket
-        // differed.
+        // The list is empty for a full snapshot, which contains all buckets. After a comparison of
+        // digests, an empty list means that no bucket differed.
         let buckets = self.buckets.iter().flatten().copied().map(u32::from).collect();
         server_frame(v1::server_message::Body::SnapshotEnd(v1::SnapshotEnd {
             version: self.version,
-            // Buckets may be newer than `version`, and the positions must cover the newest of them
+            // Buckets may be newer than `version`, and the positions must cover the newest bucket
             // (contract, 6).
             positions: positions_to_wire(inner.shared_positions()),
             buckets,
@@ -214,8 +214,8 @@ impl Store {
         let inner = self.read();
         let full = || (ResumeMode::Full, Cursor::at(0, Phase::Snapshot(Walk::new(inner.version, None)), inner.version));
         let Some(resume) = resume else { return full() };
-        // Until the source has been listed, the state is incomplete and no agent can continue from
-        // it.
+        // Until the source has been listed, the state is incomplete, and no agent can continue by
+        // the log.
         let is_ours = resume.epoch == self.epoch() && self.is_synced();
         if is_ours && (inner.log.floor()..=inner.version).contains(&resume.version) {
             return (ResumeMode::Log, Cursor::at(resume.version, Phase::Follow, inner.version));
@@ -275,7 +275,7 @@ impl Store {
     /// The compacted step from `start`, shared by all streams at `start`. A kept step is reused if
     /// it ends at most [`FOLLOW_VERSIONS`] before `head`. If `spelt_out_to` is after `start`, the
     /// step contains no references and ends at `spelt_out_to` or later, because the receiver may
-    /// hold values as new as that and must not return to older ones.
+    /// hold values of `spelt_out_to` and must not return to older values.
     ///
     /// `None` if the step is so large that buckets are cheaper, or if there is no room for its
     /// parts.
@@ -303,7 +303,8 @@ impl Store {
         let changes = present_all(&inner.state, entries, references);
         let positions = positions_to_wire(inner.shared_positions());
         let span = Span { previous_version: start, version: inner.version };
-        // The copy is encoded without the lock, so that a commit does not wait for it.
+        // The lock is released before the copied values are encoded, so that commits do not wait
+        // for the encoding.
         drop(inner);
         Delta::encode(span, &positions, changes, self.limits.part_bytes, &self.split_budget)
     }

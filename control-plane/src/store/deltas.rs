@@ -1,8 +1,9 @@
 //! Encoded steps that streams share: the newest batches, and compacted steps for streams that are
 //! further behind.
 //!
-//! A step larger than one message is sent in parts. A stream in the middle of such a step holds it
-//! until the last part, and may read slowly. [`SplitBudget`] bounds the memory of all these steps.
+//! A step larger than one message is sent in parts. A stream keeps such a step in memory until it
+//! has sent the last part, and its agent may read slowly. [`SplitBudget`] bounds the memory of all
+//! these steps.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -17,7 +18,7 @@ use headgate_proto::v1;
 
 use super::encode::{Item, Span, batch_frames};
 
-/// One step in parts may take at most this fraction of the budget: an eighth.
+/// One step in parts may take at most the budget divided by this number.
 const MAX_SHARE: usize = 8;
 
 /// Bytes of all steps in parts, both kept for reuse and held by streams in the middle of a step.
@@ -171,8 +172,9 @@ impl DeltaCache {
         Self(Mutex::new(Kept { by_start, by_age, newest: 0, bytes: 0, max_bytes }))
     }
 
-    /// The step from `start`: the kept step if it is `usable`, otherwise a new one. `encode` must
-    /// return a usable step. If it returns `None`, all callers that wait for this step get `None`.
+    /// The step from `start`: the kept step if it is `usable`, otherwise a new step. `encode` must
+    /// return a usable step. If `encode` returns `None`, all callers that wait for this step get
+    /// `None`.
     pub(super) fn get(
         &self,
         start: Start,
@@ -310,7 +312,7 @@ mod tests {
             cache.get((1, false), |delta| delta.span.version >= from, encode).map(|delta| delta.span.version)
         };
         assert_eq!(get(5, Some(5)), Some(5));
-        assert_eq!(get(5, Some(6)), Some(5), "it is kept");
+        assert_eq!(get(5, Some(6)), Some(5), "the first step is kept");
         assert_eq!(get(6, Some(7)), Some(7));
         assert_eq!(get(8, None), None);
         assert_eq!(get(8, Some(9)), Some(9));

@@ -32,8 +32,8 @@ pub(crate) fn positions_to_wire(positions: impl IntoIterator<Item = (SourceKind,
     positions.into_iter().map(to_wire).collect()
 }
 
-/// Positions by kind. A kind that this program does not know is left out, because it cannot be
-/// compared.
+/// Positions by kind. A kind that this program does not know is left out, because its positions
+/// cannot be compared.
 pub(crate) fn positions_from_wire(wire: &[v1::SourcePosition]) -> BTreeMap<SourceKind, u64> {
     wire.iter().filter_map(|wire| Some((kind(wire.kind())?, wire.position))).collect()
 }
@@ -97,7 +97,7 @@ pub(super) fn present_all<'a>(
     entries.into_iter().map(item).collect()
 }
 
-/// The messages of one step. A step in several messages reaches its version with the last one.
+/// The messages of one step. A step in several messages reaches its version with the last message.
 /// `None` if the step needs several messages that take more than `max_split_bytes`.
 pub(super) fn batch_frames(
     span: Span,
@@ -129,7 +129,7 @@ pub(super) fn batch_frames(
     Some(frames.into())
 }
 
-/// The messages of a part of a snapshot; none if there are no resources.
+/// The messages of a part of a snapshot; empty if there are no resources.
 pub(super) fn chunk_frames(changes: impl IntoIterator<Item = Change>, part_bytes: usize) -> Box<[Bytes]> {
     let mut parts = Parts::default();
     for change in changes {

@@ -19,8 +19,8 @@ use crate::{metrics::Metrics, transaction::SourceKind};
 pub(super) struct Freshness {
     inner: Mutex<Inner>,
     state: watch::Sender<SourceState>,
-    /// The index in [`SourceState::ALL`] of the value in `state`. Each stream reads it at each
-    /// visit, without a lock.
+    /// The index in [`SourceState::ALL`] of the value in `state`. Each stream reads the index at
+    /// each visit, without a lock.
     index: AtomicU8,
     is_doubted: AtomicBool,
     metrics: Arc<Metrics>,

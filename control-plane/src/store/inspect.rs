@@ -1,4 +1,4 @@
-//! Reads of `Inspect`. Each read holds the lock for a short time, and nothing is held between
+//! Reads of `Inspect`. Each read holds the lock for a short time, and no lock is held between
 //! reads.
 
 use std::{net::IpAddr, sync::Arc};
@@ -42,7 +42,7 @@ pub struct WatchPage {
     pub changes: Vec<(u64, Change)>,
     /// Where the next page begins.
     pub next: WatchCursor,
-    /// The log does not reach back to the start of this page, so changes are missing.
+    /// True if the log does not reach back to the start of this page, so that changes are missing.
     pub is_incomplete: bool,
 }
 
@@ -62,8 +62,8 @@ impl Store {
         self.read().nodes.len()
     }
 
-    /// Number of ready endpoints of the family that has more of them. In a dual-stack cluster each
-    /// pod has an endpoint of each family, and must count once.
+    /// Number of ready endpoints in one family: the family with more ready endpoints. In a
+    /// dual-stack cluster each pod has an endpoint of each family, and must count once.
     pub(crate) fn ready_endpoints(&self, key: &ServiceKey) -> usize {
         let inner = self.read();
         let Some(entry) = inner.state.entry(key) else { return 0 };
@@ -111,9 +111,11 @@ impl Store {
         endpoints.map(with_version).collect()
     }
 
-    /// The version of the last change of a service, or of one of its endpoints. `None` if it does
-    /// not exist, or with `gone`, if it still exists. If the log does not contain the change, the
-    /// result is the floor of the log, or the head while the floor is 0.
+    /// The version of the last change of a service or one of its endpoints; with `endpoint`, the
+    /// version of the last change of the endpoint with this address. Without `gone`, the result is
+    /// `None` if the service or endpoint does not exist. With `gone`, the result is `None` if it
+    /// still exists. If the log does not contain the change, the result is the floor of the log, or
+    /// the head while the floor is 0.
     pub(crate) fn version_of(&self, key: &ServiceKey, endpoint: Option<IpAddr>, gone: bool) -> Option<u64> {
         let inner = self.read();
         let entry = inner.state.entry(key);

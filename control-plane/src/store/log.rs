@@ -84,7 +84,8 @@ impl Log {
         }
     }
 
-    /// The oldest version that the log reaches back to. The log contains every change after it.
+    /// The oldest version that the log reaches back to. The log contains every change after this
+    /// version.
     pub(super) fn floor(&self) -> u64 {
         self.floor
     }
@@ -182,15 +183,15 @@ impl Log {
     }
 
     /// The version of the last change of an endpoint. If the log does not contain the change, the
-    /// result is the floor, because the change was not later.
+    /// result is the floor, because the change was not after the floor.
     pub(super) fn endpoint_version(&self, key: &ServiceKey, address: IpAddr) -> u64 {
         let place = self.services.get(key).and_then(|places| places.endpoints.get(&address));
         place.map_or(self.floor, |place| place.0)
     }
 
-    /// The version of the last change of a service or one of its endpoints, removals included. If
+    /// The version of the last change of a service or one of its endpoints, including removals. If
     /// the log does not contain the change, the result is the floor, because the change was not
-    /// later.
+    /// after the floor.
     pub(super) fn newest_version(&self, key: &ServiceKey) -> u64 {
         let Some(places) = self.services.get(key) else { return self.floor };
         let endpoints = places.endpoints.values().map(|place| place.0).max();

@@ -18,7 +18,7 @@ pub fn check_subdomain(name: &str) -> Result<(), String> {
         return Err(format!("the name has {} bytes; at most {MAX_BYTES} are allowed", name.len()));
     }
     if !name.split('.').all(is_label) {
-        return Err(format!("{name:?} is no name: lower-case letters, digits, '-' and '.' are allowed"));
+        return Err(format!("{name:?} is not a valid name: lower-case letters, digits, '-' and '.' are allowed"));
     }
     Ok(())
 }

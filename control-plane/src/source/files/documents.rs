@@ -43,7 +43,7 @@ struct Fault {
     message: String,
 }
 
-/// Reads a file. An error in one document does not affect the others.
+/// Reads a file. An error in one document does not affect other documents.
 pub(super) fn parse(name: &str, bytes: &[u8]) -> Parsed {
     let mut parsed = Parsed::default();
     let Ok(text) = std::str::from_utf8(bytes) else {
@@ -64,7 +64,7 @@ pub(super) fn parse(name: &str, bytes: &[u8]) -> Parsed {
 impl Parsed {
     fn fault(&mut self, object: String, origin: &str, fault: Fault) {
         let Fault { field, message } = fault;
-        let message = format!("{message}; what the file defined before stays in use");
+        let message = format!("{message}; the objects that the file defined before stay in use");
         self.faults.push(Problem { object, field, message, origin: origin.to_owned() });
     }
 
@@ -247,7 +247,7 @@ impl Fault {
         let field = if path == "." { String::new() } else { path };
         // This part of the message is advice for programmers, not for the author of the file.
         let error = error.to_string().replace(", set DuplicateKeyPolicy in Options if acceptable", "");
-        Self { field, message: format!("{error}: correct it") }
+        Self { field, message: format!("{error}: correct the document") }
     }
 }
 
@@ -289,7 +289,7 @@ fn identify(header: &Header) -> Result<Option<ObjectKey>, (Option<ObjectKey>, Fa
     let fault = |field: &str, message: String| Fault { field: field.to_owned(), message };
     for (field, value) in [("apiVersion", &header.api_version), ("kind", &header.kind)] {
         if value.is_empty() {
-            return Err((None, fault(field, "it is missing: say what kind of object this is".to_owned())));
+            return Err((None, fault(field, "the field is missing: say what kind of object this is".to_owned())));
         }
     }
     let kind = ObjectKind::of(&header.api_version, &header.kind);
@@ -299,7 +299,7 @@ fn identify(header: &Header) -> Result<Option<ObjectKey>, (Option<ObjectKey>, Fa
     let Some(kind) = kind.or_else(of_other_version) else { return Ok(None) };
     let names = &header.metadata;
     if names.name.is_empty() {
-        return Err((None, fault("metadata.name", format!("this {} has no name: give it one", kind.name()))));
+        return Err((None, fault("metadata.name", format!("this {} has no name: add metadata.name", kind.name()))));
     }
     let key = ObjectKey::new(kind, &names.namespace, &names.name);
     if ObjectKind::of(&header.api_version, &header.kind).is_none() {
@@ -318,8 +318,8 @@ fn api_version(kind: ObjectKind) -> &'static str {
     }
 }
 
-/// Whether an `apiVersion` belongs to the API group of the kind. Another group may have a kind of
-/// the same name, which is not read.
+/// Whether an `apiVersion` belongs to the API group of the kind. Another group may have a kind with
+/// the same name. Objects of that kind are not read.
 fn shares_group(kind: ObjectKind, written: &str) -> bool {
     let group = |api_version: &str| api_version.rsplit_once('/').map(|(group, _)| group.to_owned());
     group(api_version(kind)) == group(written)

@@ -1,19 +1,19 @@
 //! The folder: its files, the objects that each file defines, and what has changed.
 //!
 //! An edit must not remove a service by accident:
-//! - A new or changed definition counts at once.
+//! - A new or changed definition is used at once.
 //! - An object that a file no longer defines is removed only when the file has not changed for
 //!   [`SETTLE`]. So nothing is removed while an editor empties, truncates, deletes or renames a
 //!   file and then writes it again.
 //! - While a document of a file cannot be read, no object is removed that the file defined before:
-//!   the document may define it.
-//! - If two files define the same object, the first file in order of path counts, and a problem
-//!   names both files.
+//!   the document may define this object.
+//! - If two files define the same object, the definition in the first file in order of path is
+//!   used, and a problem names both files.
 //! - If the folder itself cannot be read, its last known content stays in use. An empty folder
 //!   defines nothing.
 //!
-//! Only the location and a hash of each definition are kept here; the model keeps the content. When
-//! the definition in another file comes into use, that file is read again.
+//! This module keeps only the location and a hash of each definition; the model keeps the content.
+//! When the definition in another file comes into use, that file is read again.
 
 use std::{
     collections::{
@@ -32,7 +32,7 @@ use std::{
 use super::documents::{self, Definition};
 use crate::{model::Event, objects::ObjectKey, transaction::Problem};
 
-/// How long a file has to stay unchanged before the objects that it lost are removed.
+/// How long a file has to stay unchanged before the objects that it no longer defines are removed.
 pub(super) const SETTLE: Duration = Duration::from_secs(1);
 
 /// Upper bound of a file. Larger files are refused.
@@ -65,9 +65,10 @@ struct File {
     stamp: Option<Stamp>,
     /// Hash of the content; `None` if the file could not be read, or does not exist.
     content_hash: Option<u64>,
-    /// Objects that the file defines, and objects that it has lost and that are still in use.
+    /// Objects that the file defines, and lost objects: objects that the file no longer defines but
+    /// that are still in use.
     keys: BTreeSet<Arc<ObjectKey>>,
-    /// Since when the file has lost objects that are still in use.
+    /// Since when the file has lost objects; `None` if it has none.
     losing_since: Option<Instant>,
 }
 
@@ -130,7 +131,7 @@ impl Folder {
         &self.root
     }
 
-    /// Why the folder itself could not be read when it was last scanned; `None` when it could.
+    /// Why the last scan could not read the folder itself; `None` if the scan could read it.
     pub(super) fn unreadable(&self) -> Option<&str> {
         self.unreadable.as_deref()
     }
@@ -152,8 +153,8 @@ impl Folder {
     }
 
     /// Compares the stamps of all files, and reads the files that have changed, except files that
-    /// are being written. The changes are passed on file by file, so that the content of a large
-    /// folder is never in memory as a whole.
+    /// are being written. Passes the changes of each file to `hand_on` before the next file is
+    /// read, so that the content of a large folder is never in memory as a whole.
     pub(super) fn scan(
         &mut self,
         now: Instant,
@@ -217,7 +218,7 @@ impl Folder {
             Ok(None) => {}
             Err(error) => {
                 let message = format!(
-                    "it cannot be read ({error}): correct its permissions; what it defined before stays in use"
+                    "the file cannot be read ({error}): correct its permissions; the objects that it defined before stay in use"
                 );
                 let problem = Problem { object: String::new(), field: String::new(), message, origin: name.clone() };
                 // Without a stamp, the next scan reads the file again.
@@ -337,7 +338,8 @@ impl Folder {
     }
 
     /// Reads the definitions of objects that another file has defined until now. If a definition in
-    /// this file has changed too, the old one stays in use until the next scan reads this file.
+    /// this file has changed too, the old definition stays in use until the next scan reads this
+    /// file.
     fn read_again(&mut self, file: &Arc<Path>, keys: Vec<Arc<ObjectKey>>, update: &mut Update) {
         let content = read_file(&self.root.join(file)).ok().flatten().map(|(_, content)| content).unwrap_or_default();
         let definitions = documents::parse(&file.display().to_string(), &content).definitions;
@@ -352,7 +354,7 @@ impl Folder {
             match found.remove(&*key).filter(|event| self.hasher.hash_one(event) == location.hash) {
                 Some(event) => update.events.push((event, location.origin())),
                 None => {
-                    // With a wrong hash, the definition counts as changed at the next read.
+                    // The hash is made wrong, so that the next read finds a change.
                     location.hash = !location.hash;
                     let file = self.files.entry(file.to_path_buf()).or_default();
                     (file.stamp, file.content_hash) = (None, None);
@@ -363,13 +365,14 @@ impl Folder {
 }
 
 fn duplicate(key: &ObjectKey, origin: &str, first: &str) -> Problem {
-    let message = format!("{first} defines the same object, and that definition is used: remove one of the two");
+    let message =
+        format!("{first} defines the same object, and that definition is used: remove one of the two definitions");
     Problem { object: key.to_string(), field: String::new(), message, origin: origin.to_owned() }
 }
 
 fn folder_problem(path: &Path, error: &io::Error) -> Problem {
     let message = format!(
-        "the folder cannot be read ({error}): correct its permissions; what its files defined before stays in use"
+        "the folder cannot be read ({error}): correct its permissions; the objects that its files defined before stay in use"
     );
     Problem { object: String::new(), field: String::new(), message, origin: format!("./{}", path.display()) }
 }
@@ -385,8 +388,8 @@ pub(super) fn is_hidden(name: &std::ffi::OsStr) -> bool {
     name.as_encoded_bytes().first() == Some(&b'.')
 }
 
-/// Finds the manifests below a folder. `above` lists the folders on the way to it, so that a
-/// symlink back to one of them is detected.
+/// Finds the manifests below a folder. `above` lists the folders above this folder, so that a
+/// symlink back to one of these folders is detected.
 fn walk(
     root: &Path,
     inside: &Path,
@@ -515,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn objects_that_a_file_lost_are_removed_after_it_has_settled() {
+    fn objects_that_a_file_no_longer_defines_are_removed_after_a_while() {
         let (root, start) = (tempfile::tempdir().unwrap(), Instant::now());
         let mut folder = Folder::new(root.path().to_owned());
         put(&folder, "a.yaml", &(node("a") + &node("b")));
@@ -523,7 +526,8 @@ mod tests {
         put(&folder, "a.yaml", &node("a"));
         assert_eq!(changed_names(&scan(&mut folder, start)), [""; 0]);
         assert_eq!(folder.next_look(), Some(start + SETTLE));
-        // Another edit restarts the time. An edit with a document that cannot be read stops it.
+        // Another edit restarts the time. After an edit with a document that cannot be read, no
+        // object is removed.
         let later = start + SETTLE / 2;
         put(&folder, "a.yaml", "");
         assert_eq!(changed_names(&scan(&mut folder, later)), [""; 0]);

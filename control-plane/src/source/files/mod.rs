@@ -49,8 +49,8 @@ impl Drop for StopOnDrop {
 /// Reads a folder until `shutdown`, and passes its changes to `sink`.
 ///
 /// # Errors
-/// The folder cannot be read at the start. If it becomes unreadable later, this is shown as a
-/// problem, and the objects that were read stay.
+/// The folder cannot be read at the start. If the folder becomes unreadable later, `sink` is told
+/// that the source is cut off, and the objects that were read stay in use.
 pub(super) async fn run(folder: PathBuf, sink: Arc<dyn Sink>, shutdown: CancellationToken) -> Result<(), SourceError> {
     let (sender, messages) = mpsc::channel();
     let stop = StopOnDrop(sender.clone());
@@ -81,12 +81,12 @@ struct Intake {
     shown_problems: Vec<Problem>,
     sink: Arc<dyn Sink>,
     position_ms: u64,
-    /// The last scan could not read the folder.
+    /// True if the last scan could not read the folder.
     is_cut_off: bool,
 }
 
 impl Reader {
-    /// Reads everything once.
+    /// Starts to watch the folder, and reads all its files once.
     fn start(root: &Path, sink: Arc<dyn Sink>, sender: mpsc::Sender<Message>) -> Result<Self, SourceError> {
         let unreadable = |error: std::io::Error| SourceError::Folder { path: root.to_owned(), why: error.to_string() };
         std::fs::read_dir(root).map_err(unreadable)?;
@@ -168,7 +168,7 @@ impl Intake {
         }
     }
 
-    /// Commits the updates. `problem` says why the folder cannot be read, if it cannot.
+    /// Commits the updates. `problem` says why the folder cannot be read; `None` if it can be read.
     fn commit(&mut self, problem: Option<&str>, received: SystemTime) {
         if problem.is_none() {
             self.sink.heard(SourceKind::Files);

@@ -66,7 +66,7 @@ struct Inner {
     /// When a complete list, a change or a bookmark of each kind last arrived. A kind is added with
     /// its first list.
     current: BTreeMap<ObjectKind, Instant>,
-    /// A probe has taken longer than [`TICK`].
+    /// True if a probe has taken longer than [`TICK`].
     is_probe_late: bool,
     /// The last verdict that the sink has received.
     is_cut_off: bool,
@@ -111,7 +111,8 @@ impl Contact {
         });
     }
 
-    /// Notes an answer of the server. An answer may end a verdict or a doubt, and cannot begin one.
+    /// Notes an answer of the server. An answer can show that the source is no longer cut off or in
+    /// doubt. It never has the opposite effect.
     fn answer(&self, note: impl FnOnce(&mut Inner, Instant)) {
         let (mut inner, now) = (self.lock(), Instant::now());
         inner.answered = now;
@@ -131,7 +132,7 @@ impl Contact {
         self.judge(inner);
     }
 
-    /// Waits before a retry. The wait ends early when a probe is answered after a failed one,
+    /// Waits before a retry. The wait ends early when a probe succeeds after a failed probe,
     /// because the pauses are long after a long outage.
     pub(super) async fn pause(&self, pause: Duration) {
         tokio::select! {
@@ -229,7 +230,7 @@ impl Contact {
 }
 
 impl Inner {
-    /// Why the source is cut off; `None` if it is not.
+    /// Why the source is cut off; `None` if it is not cut off.
     fn problem(&self, stale_after: Duration) -> Option<String> {
         let failing = self.failing.iter().find(|(_, (since, _))| since.elapsed() >= FAILING_LIMIT);
         if let Some((kind, (_, message))) = failing {

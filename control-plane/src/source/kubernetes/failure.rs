@@ -7,7 +7,7 @@ use kube::core::Status;
 
 use crate::objects::ObjectKind;
 
-/// The first pause is a random time between 0 and this.
+/// Upper bound of the first pause, which is random.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 
 /// Upper bound of the random pause, and of the pause that a server asks for.
@@ -36,7 +36,7 @@ pub(super) struct Failure {
     pub(super) reason: &'static str,
     /// What happened and what to do about it.
     pub(super) message: String,
-    /// The watch cannot continue from its position, so the kind is listed again.
+    /// True if the watch cannot continue from its position, so that the kind is listed again.
     pub(super) needs_list: bool,
     /// The HTTP status code, if the server has answered.
     pub(super) code: Option<StatusCode>,
@@ -75,7 +75,7 @@ impl Failure {
         Self::new("list_incomplete", "the server ended a streaming list before it was complete")
     }
 
-    /// The newest version of the server is older than one that it sent before.
+    /// The newest version of the server is older than a version that the server sent before.
     pub(super) fn went_back(ours: u64, theirs: u64) -> Self {
         let message = format!(
             "the server is at version {theirs}, but has sent version {ours} before, as after the restore of a backup: \
@@ -84,7 +84,7 @@ impl Failure {
         Self { needs_list: true, ..Self::new("source_went_back", message) }
     }
 
-    /// There was no answer at all.
+    /// The request was not answered.
     pub(super) fn request(error: &kube::Error) -> Self {
         let message =
             format!("a request to the API server failed: {}: check the address and the network", chain(error));
@@ -160,8 +160,8 @@ fn chain(error: &dyn Error) -> String {
     text
 }
 
-/// Pauses between retries: random times between 0 and a bound that doubles with each failure. They
-/// are random so that replicas do not retry together.
+/// Pauses between retries: random times between 0 and a bound that doubles with each failure. The
+/// pauses are random so that replicas do not retry together.
 #[derive(Debug, Default)]
 pub(super) struct BackOff {
     failures: u32,

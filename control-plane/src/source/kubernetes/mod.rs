@@ -54,8 +54,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Watches the API server until `shutdown`, and passes its changes to `sink`.
 ///
 /// # Errors
-/// The configuration cannot be used, or a task has ended that never should. An unreachable server
-/// or an invalid answer is not an error: the watch is retried.
+/// The configuration cannot be used, or a task has ended that should never end. An unreachable
+/// server or an invalid answer is not an error: the watch is retried.
 pub(super) async fn run(
     settings: SourceSettings,
     sink: Arc<dyn Sink>,
@@ -82,7 +82,7 @@ pub(super) async fn run(
                 if shutdown.is_cancelled() {
                     return Ok(());
                 }
-                let why = ended.err().map_or_else(|| "it ended".to_owned(), |error| error.to_string());
+                let why = ended.err().map_or_else(|| "without an error".to_owned(), |error| error.to_string());
                 return Err(SourceError::WatchEnded(why));
             }
             Some(first) = updates.recv() => {
@@ -98,7 +98,7 @@ pub(super) async fn run(
 /// A client for the API server of the kubeconfig file. Without a file, the client uses the cluster
 /// in which the pod runs.
 async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
-    // This fails if another part of the program has already installed the same provider.
+    // The installation fails if another part of the program has already installed this provider.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let mut config = match kubeconfig {
         None => Config::incluster().map_err(|error| SourceError::NotInCluster(error.to_string()))?,
@@ -140,13 +140,13 @@ struct Applier {
     model: Model,
     shown_problems: Vec<Problem>,
     positions: BTreeMap<SourceKind, u64>,
-    /// Positions of bookmarks, for kinds without a change since.
+    /// Positions of bookmarks, for kinds without a change after the bookmark.
     bookmarks: BTreeMap<SourceKind, u64>,
     /// When the oldest update arrived that is not committed yet.
     received: Option<SystemTime>,
     unlisted: BTreeSet<ObjectKind>,
     is_synced: bool,
-    /// Kinds with a resourceVersion that is not a number. Each is logged once.
+    /// Kinds with a resourceVersion that is not a number. Each kind is logged once.
     non_numeric_versions: BTreeSet<ObjectKind>,
 }
 

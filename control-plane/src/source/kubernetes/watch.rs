@@ -15,10 +15,10 @@
 //! the known state is current. An opened watch, one page of a list or another answer does not
 //! count, so the age of the kind grows until its watch works again.
 //!
-//! An agent of another replica may have seen a higher position of a kind although nothing has
-//! changed since: the other replica has listed later. This replica then asks the server for its
-//! current position. API servers send a bookmark 2 s before a watch ends, so the watch is opened
-//! again with a time limit of 3 s.
+//! An agent of another replica may have seen a higher position of a kind although no object has
+//! changed: the other replica listed the kind later than this replica. This replica then asks the
+//! server for its current position. API servers send a bookmark 2 s before a watch ends, so the
+//! watch is opened again with a time limit of 3 s.
 //!
 //! A list is passed on only when it is complete, so a list that breaks removes nothing. A watch
 //! resumes after the last event that was decoded, so a watch that breaks loses nothing.
@@ -98,8 +98,8 @@ pub(super) enum WatchUpdate {
     Moved,
 }
 
-/// An update with its kind and the resourceVersion after it. There is no version if the server does
-/// not have the kind.
+/// An update with its kind and the resourceVersion after the update. `version` is `None` if the
+/// server does not have the kind.
 #[derive(Debug)]
 pub(super) struct KindUpdate {
     pub(super) kind: ObjectKind,
@@ -119,8 +119,8 @@ pub(super) struct Watch {
     back_off: BackOff,
     /// The server has no streaming lists.
     is_streaming_refused: bool,
-    /// The server refused the field selector. The model ignores the objects that the selector would
-    /// have excluded.
+    /// True after the server has refused the field selector. The model ignores the objects that the
+    /// selector would have excluded.
     is_field_selector_refused: bool,
     /// A streaming list failed, so the next list is read by pages.
     is_streaming_broken: bool,
@@ -257,8 +257,8 @@ impl Watch {
     }
 
     /// Notes that the server has no ServiceCIDRs, as before Kubernetes 1.33. If the kind has not
-    /// been listed yet, this counts as a complete, empty list. ServiceCIDRs that are known already
-    /// stay.
+    /// been listed yet, the answer counts as a complete, empty list. Otherwise the known
+    /// ServiceCIDRs stay in use.
     async fn note_absent(&mut self) {
         self.heard();
         if !self.is_absence_logged {
@@ -274,9 +274,9 @@ impl Watch {
     }
 
     /// Reads a streaming list: the watch begins with all present objects, and a bookmark marks the
-    /// end of the list. Some servers do not support streaming lists. Others fail only at these,
-    /// because etcd reports no progress or the watch cache is not filled. So a list by pages
-    /// follows any failure.
+    /// end of the list. Some servers do not support streaming lists. On other servers only
+    /// streaming lists fail, because etcd reports no progress or the watch cache is not filled. So
+    /// a list by pages follows any failure.
     async fn list_by_watch(&mut self) -> Result<(), Failure> {
         self.is_streaming_broken = true;
         let mut lines = self.open_watch("", true, time_limit()).await?;
@@ -295,8 +295,8 @@ impl Watch {
             let Some(line) = line else { return Err(Failure::incomplete_list()) };
             self.contact.touched();
             match self.decode(&line)? {
-                // The protocol has no deletions here. If one arrives, its object must not be
-                // served.
+                // The protocol has no deletions in a streaming list. If a deletion arrives anyway,
+                // its object must not be served.
                 Line::Event { event: Event::Delete(key), .. } => listed.retain(|other: &Event| other.key() != key),
                 Line::Event { event, .. } => listed.push(event),
                 Line::Bookmark { version, ends_initial_state: true } => return Ok((listed, version)),
@@ -418,8 +418,8 @@ impl Watch {
         Err(failure)
     }
 
-    /// Passes on events until the watch ends, or until an agent has seen a later position. Then the
-    /// next watch asks for the position of the server.
+    /// Passes on events until the watch ends, or until an agent has seen a later position. In the
+    /// second case the next watch asks for the position of the server.
     async fn follow(&mut self, mut lines: Lines) -> Result<(), Failure> {
         let mut silent_since = Instant::now();
         loop {

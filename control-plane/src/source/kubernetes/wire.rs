@@ -129,7 +129,7 @@ struct PageMetadata {
 }
 
 /// Reads `items`, where `null` means an empty list. The field must be present: an answer without it
-/// is not a list, and must not count as an empty one.
+/// is not a list, and must not count as an empty list.
 fn required_items<'de: 'a, 'a, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<&'a RawValue>, D::Error> {
     Ok(Option::<Vec<&'a RawValue>>::deserialize(deserializer)?.unwrap_or_default())
 }

@@ -100,7 +100,7 @@ fn errors_name_the_problem_and_the_remedy() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("certs");
     assert!(refused(&out, &[], 2).contains("nothing to create: pass --server-name"));
-    assert!(refused(&out, &["--node=Node_A"], 2).contains("--node: \"Node_A\" is no name"));
+    assert!(refused(&out, &["--node=Node_A"], 2).contains("--node: \"Node_A\" is not a valid name"));
     assert!(refused(&out, &["--node=ca"], 2).contains("in another folder"));
     assert!(refused(&out, &["--node=a,a"], 2).contains("--node a is given twice"));
     assert!(!out.exists());

@@ -71,15 +71,15 @@ async fn an_ambiguous_certificate_grants_no_role() {
         (named("n1", &["headgate://node/n1", "headgate://reader/n1"]), "has two URIs"),
         (named("n1", &["https://node/n1"]), "names neither a node nor a reader"),
         (named("n1", &["spiffe://node/n1"]), "names neither a node nor a reader"),
-        (named("n1", &["headgate://node/N1"]), "\"N1\" is no name"),
+        (named("n1", &["headgate://node/N1"]), "\"N1\" is not a valid name"),
         (named("n1", &["HEADGATE://node/n1"]), "which is neither"),
-        (named("n1", &["headgate://node/"]), "\"\" is no name"),
+        (named("n1", &["headgate://node/"]), "\"\" is not a valid name"),
         (named("n1", &["headgate://operator/n1"]), "which is neither"),
         (
             named("system:node:n2", &["headgate://node/n1"]),
             "its URI names node n1, but its common name is system:node:n2",
         ),
-        (named("system:node:N1", &[]), "\"N1\" is no name"),
+        (named("system:node:N1", &[]), "\"N1\" is not a valid name"),
         (named("system:node:n1", &[]), "system:node:n1 without the organization system:nodes"),
     ];
     let count = cases.len() as u64;
