@@ -179,9 +179,9 @@ impl Store {
     pub(super) fn read(&self, cursor: u64, from: u64, until: u64, limit: usize) -> (u64, Vec<Change>) {
         let mut inner = lock(&self.inner);
         if from >= inner.version.min(until) {
-            // This includes a watch from a future version, as after a restored backup. The real
-            // server sends nothing on such a watch until the counter has reached the version of the
-            // watch.
+            // The condition also holds for a watch from a future version, as after a restored
+            // backup. The real server sends nothing on such a watch until the counter has reached
+            // the version of the watch.
             return (from, Vec::new());
         }
         let first = inner.version + 1 - inner.history.len() as u64;

@@ -44,7 +44,7 @@ pub fn refusing_endpoints_are_left_out(bed: &Testbed) -> Result<()> {
     eventually(|| expect_servers(bed, "checked", &["a1"]))
         .context("waiting until the refusing endpoint is left out")?;
     let mut held = hold_connections(bed, "checked")?;
-    // None of many connections is sent to the refusing endpoint.
+    // The agents send no connection to the refusing endpoint.
     for (from, to) in targets(bed, "checked")? {
         let outcomes = client::ask_many(bed.machines().machine(from)?, &Request::new(Transport::Tcp, to), 40)?;
         ensure!(!outcomes.contains(&Outcome::Refused), "{from} is still refused by {to}");

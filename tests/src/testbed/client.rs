@@ -131,7 +131,7 @@ impl Request {
         Self { transport, to, from_port: None, timeout: ANSWER_TIMEOUT, datagram_bytes: 0 }
     }
 
-    /// This request with the short time-out for packets that should be dropped.
+    /// Returns this request with the short time-out for packets that should be dropped.
     #[must_use]
     pub fn expecting_silence(self) -> Self {
         Self { timeout: SILENCE_TIMEOUT, ..self }
