@@ -253,7 +253,7 @@ mod tests {
         let files =
             ["--tls-cert", "/nonexistent/a", "--tls-key", "/nonexistent/b", "--tls-client-ca", "/nonexistent/c"];
         let text = refusal(&files);
-        assert!(text.starts_with("--tls-cert /nonexistent/a: cannot read it"), "{text}");
+        assert!(text.starts_with("--tls-cert /nonexistent/a: cannot read the file"), "{text}");
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! Conversion from the wire to [`headgate_core`]. Unusable resources are reported, and the others
-//! are converted.
+//! Conversion from the wire to [`headgate_core`]. Unusable resources are reported, and the other
+//! resources are converted.
 
 use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
@@ -36,8 +36,9 @@ impl Fault {
 
 type Checked<T> = Result<T, Fault>;
 
-/// Converts messages to changes. Equal strings, port lists and placements share memory, also across
-/// messages. Remembers the targets of references (contract, 13).
+/// Converts messages to changes. Equal strings, port lists and placements share memory, even if
+/// they come from different messages. The decoder remembers the targets of references (contract,
+/// 13).
 #[derive(Debug, Default)]
 pub struct Decoder {
     strings: Pool<str>,
@@ -54,8 +55,8 @@ struct Tables {
 }
 
 impl Decoder {
-    /// Enables references. They use the numbering of `referrer`'s epoch and refer to the contents
-    /// of `referable`. Before this call, messages must not contain references.
+    /// Enables references. They belong to the epoch of `referrer` and refer to the contents of
+    /// `referable`. Before this call, messages must not contain references.
     pub fn refer_to(&mut self, referrer: Referrer, referable: Referable) {
         self.known.replace(referrer, referable);
     }
@@ -379,7 +380,7 @@ fn service_cidr_from_wire(wire: &v1::ServiceCidr) -> Checked<ServiceCidr> {
 /// Converts the agent's own node.
 ///
 /// # Errors
-/// Names the field that cannot be used. A retry with the same message does not help.
+/// The rejection names the field that cannot be used. A retry with the same message does not help.
 pub fn node_from_wire(wire: &v1::Node) -> Result<Node, v1::Rejection> {
     let rejection = |fault: Fault| fault.rejection(format!("Node {}", wire.name));
     let addresses: Checked<Vec<IpAddr>> =
@@ -393,8 +394,8 @@ pub fn node_from_wire(wire: &v1::Node) -> Result<Node, v1::Rejection> {
     })
 }
 
-/// Converts digests from a `Hello`. `None` unless there is exactly one sum and one count per
-/// bucket.
+/// Converts digests from a `Hello`. Returns `None` unless there is exactly one sum and one count
+/// per bucket.
 #[must_use]
 pub fn digests_from_wire(wire: &v1::BucketDigests) -> Option<Digests> {
     if wire.sums.len() != 16 * BUCKETS || wire.counts.len() != BUCKETS {

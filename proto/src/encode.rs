@@ -1,4 +1,4 @@
-//! Conversion from [`headgate_core`] to the wire. It cannot fail.
+//! Conversion from [`headgate_core`] to the wire. The conversion cannot fail.
 
 use std::{collections::HashMap, net::IpAddr, sync::Arc};
 

@@ -27,7 +27,7 @@ const LEARNED_MUCH: usize = 4096;
 
 /// A reference whose target this side does not hold, or that has several targets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a change refers to a {what} by {reference:08x}, which is {} here", if *.is_ambiguous { "not unique" } else { "not held" })]
+#[error("a change refers to a {what} by {reference:08x}, which {} in this agent's state", if *.is_ambiguous { "is not unique" } else { "is missing" })]
 pub struct UnknownReference {
     what: &'static str,
     reference: u32,
@@ -62,7 +62,7 @@ struct Unusable {
 }
 
 impl Known {
-    /// Replaces the known targets by those of a state.
+    /// Replaces the known targets by the targets in a state.
     pub(crate) fn replace(&mut self, referrer: Referrer, referable: Referable) {
         let unusable = std::mem::take(&mut self.unusable);
         *self = Self { referrer: Some(referrer), ..Self::default() };
@@ -84,7 +84,7 @@ impl Known {
         self.held = self.len();
     }
 
-    /// Forgets all targets except parts of unusable resources. Called when a stream begins.
+    /// Forgets all targets except parts of unusable resources. Call this when a stream begins.
     pub(crate) fn clear(&mut self) {
         *self = Self { unusable: std::mem::take(&mut self.unusable), ..Self::default() };
     }
@@ -110,7 +110,7 @@ impl Known {
     }
 
     /// Whether a [`Known::replace`] is due. Removed targets stay in the tables until then, and may
-    /// outnumber the held ones.
+    /// outnumber the held targets.
     pub(crate) fn has_learned_much(&self) -> bool {
         self.len() > 2 * self.held + LEARNED_MUCH
     }
@@ -292,7 +292,10 @@ mod tests {
         assert_eq!((find(&table, 1, "service"), find(&table, 2, "service")), (Ok(&"web"), Ok(&"mail")));
         hold(&mut table, [(1, "web"), (1, "db"), (1, "web")].into_iter());
         let error = find(&table, 1, "service").unwrap_err();
-        assert_eq!(error.to_string(), "a change refers to a service by 00000001, which is not unique here");
+        assert_eq!(
+            error.to_string(),
+            "a change refers to a service by 00000001, which is not unique in this agent's state"
+        );
         let mut known = Known { referrer: Some(Referrer::new(7)), ..Known::default() };
         let (key, reference) =
             (ServiceKey::new("prod", "web"), Referrer::new(7).service(&ServiceKey::new("prod", "web")));

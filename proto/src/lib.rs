@@ -1,7 +1,8 @@
 //! The protocol `headgate.v1`: generated types, and conversion between them and [`headgate_core`].
 //!
 //! The head of `proto/headgate/v1/discovery.proto` documents the contract. Conversion to the wire
-//! cannot fail. Conversion from the wire reports unusable resources and converts the others.
+//! cannot fail. Conversion from the wire reports unusable resources and converts the other
+//! resources.
 
 mod decode;
 mod encode;

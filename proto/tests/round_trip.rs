@@ -71,7 +71,7 @@ fn received(decoder: &mut Decoder, changes: &v1::Changes) -> Vec<Endpoint> {
 
 proptest! {
     #[test]
-    fn endpoints_come_back_as_they_were(
+    fn endpoints_are_unchanged_after_encoding_and_decoding(
         held in prop::collection::vec(any_endpoint(), 0..4),
         sent in prop::collection::vec((any_endpoint(), prop::option::of(any::<prop::sample::Index>())), 1..5),
     ) {
@@ -117,7 +117,7 @@ proptest! {
 type ChangePort = fn(&mut v1::EndpointPort);
 
 #[test]
-fn a_port_with_an_unknown_condition_or_placement_makes_its_endpoint_alone_unusable() {
+fn a_port_with_an_unknown_condition_or_placement_makes_only_its_endpoint_unusable() {
     let message = |change: ChangePort| {
         let mut builder = ChangesBuilder::default();
         for (last, port) in [(1, 80), (2, 81)] {

@@ -32,7 +32,8 @@ pub fn explain(error: &io::Error, files: &Files) -> Option<Refusal> {
     Some(match error {
         Error::InvalidCertificate(error) => certificate(error, files),
         Error::NoCertificatesPresented => {
-            let text = "the client shows no certificate; give it one with its --tls-cert and --tls-key";
+            let text =
+                "the client presents no certificate; give the client a certificate with its --tls-cert and --tls-key";
             Refusal::new("no_certificate", text.to_owned())
         }
         Error::AlertReceived(alert) => alerted(*alert, files),
@@ -40,7 +41,7 @@ pub fn explain(error: &io::Error, files: &Files) -> Option<Refusal> {
             let text = match files.side {
                 Side::Server => "the client does not speak TLS; use https:// in its URL",
                 Side::Client => {
-                    "the other end does not speak TLS, though its URL begins with https://; give the control plane its --tls-cert, --tls-key and \
+                    "the control plane does not speak TLS, although its URL begins with https://; give the control plane its --tls-cert, --tls-key and \
                      --tls-client-ca, or check the port"
                 }
             };
@@ -77,20 +78,20 @@ fn certificate(error: &CertificateError, files: &Files) -> Refusal {
         CertificateError::UnknownIssuer | CertificateError::BadSignature => Refusal::new(
             "unknown_authority",
             format!(
-                "{whose} is signed by no authority of {option} {ca}; have one of them sign it, or add its authority to the file"
+                "{whose} is not signed by an authority of {option} {ca}; have one of these authorities sign it, or add its authority to the file"
             ),
         ),
         CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => Refusal::new(
             "wrong_usage",
-            format!("{whose} lacks the extended key usage {usage}; issue a new one with that usage"),
+            format!("{whose} lacks the extended key usage {usage}; issue a new certificate with that usage"),
         ),
         CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => Refusal::new(
             "wrong_name",
             format!(
-                "the control plane's {error}; connect to a name that it has, or issue a new one with the name or address of the URL"
+                "the control plane's {error}; connect to a name that the certificate contains, or issue a new certificate with the name or address of the URL"
             ),
         ),
-        _ => Refusal::new("bad_certificate", format!("{whose} cannot be used ({error}); issue a new one")),
+        _ => Refusal::new("bad_certificate", format!("{whose} cannot be used ({error}); issue a new certificate")),
     }
 }
 
@@ -103,7 +104,7 @@ fn alerted(alert: AlertDescription, files: &Files) -> Refusal {
     let cert = files.cert.display();
     if files.side == Side::Server {
         let text = format!(
-            "the client rejects the certificate of --tls-cert {cert} ({alert:?}); give the client its authority (--tls-ca), and connect to an \
+            "the client rejects the certificate of --tls-cert {cert} ({alert:?}); give the client the authority of this certificate (--tls-ca), and connect to an \
              address that the certificate names"
         );
         return Refusal::new("refused_by_client", text);
@@ -114,13 +115,13 @@ fn alerted(alert: AlertDescription, files: &Files) -> Refusal {
             format!("{own}: it has expired, or is not valid yet; renew it, and check the clocks of both machines")
         }
         AlertDescription::UnknownCA | AlertDescription::DecryptError => format!(
-            "{own}: no authority that the control plane knows signed it; have one of its --tls-client-ca sign it, or add its authority there"
+            "{own}: no authority that the control plane knows signed it; have an authority of its --tls-client-ca sign the certificate, or add the certificate's authority to that file"
         ),
         AlertDescription::UnsupportedCertificate => {
-            format!("{own}: it is not for clients; issue a new one with the extended key usage clientAuth")
+            format!("{own}: it is not for clients; issue a new certificate with the extended key usage clientAuth")
         }
         AlertDescription::CertificateRequired => {
-            "the control plane wants a client certificate; pass --tls-cert and --tls-key".to_owned()
+            "the control plane requires a client certificate; pass --tls-cert and --tls-key".to_owned()
         }
         other => format!(
             "{own} ({other:?}); the control plane's log shows the reason, and docs/tls.md the requirements for certificates"

@@ -117,14 +117,14 @@ impl Files {
             let mut bytes = Vec::new();
             // Opening a pipe would block until another program writes to it.
             if !fs::metadata(file)?.is_file() {
-                return Err(io::Error::other("it is not an ordinary file"));
+                return Err(io::Error::other("it is not a regular file"));
             }
             File::open(file)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
             Ok(bytes)
         };
         let bytes = read().map_err(|error| {
             let remedy = format!("it must be a PEM file with {} that this program may read", self.expected(option));
-            fault(option, file, format!("cannot read it: {error}"), remedy)
+            fault(option, file, format!("cannot read the file: {error}"), remedy)
         })?;
         if bytes.len() as u64 > MAX_FILE_BYTES {
             let problem = format!("it is larger than {MAX_FILE_BYTES} bytes");
@@ -164,7 +164,8 @@ impl Files {
         Ok(Material { own: Arc::new(own), authorities, validity, authorities_not_after })
     }
 
-    /// Leaves out expired authorities, because rustls would still trust them.
+    /// Reads the authorities. Leaves out expired authorities, because rustls would still trust
+    /// them.
     fn authorities(&self, pem: &[u8], now: SystemTime) -> Result<(RootCertStore, SystemTime), FileError> {
         let (option, file) = (self.side.ca_option(), &self.ca);
         let mut roots = RootCertStore::empty();
@@ -182,7 +183,7 @@ impl Files {
             (Some(first), _) => Ok((roots, first)),
             (None, expired) => {
                 let when = expired.map(date).unwrap_or_default();
-                let problem = format!("every authority in it has expired, the last at {when}");
+                let problem = format!("every authority in the file has expired, the last at {when}");
                 Err(fault(option, file, problem, "replace them with valid authorities".into()))
             }
         }
@@ -202,8 +203,8 @@ impl Files {
         }
         let malformed = |error: x509_parser::error::X509Error| self.malformed(option, file, &error.to_string());
         let (usage, remedy) = match self.side {
-            Side::Server => ("serverAuth", "issue a new one with the extended key usage serverAuth"),
-            Side::Client => ("clientAuth", "issue a new one with the extended key usage clientAuth"),
+            Side::Server => ("serverAuth", "issue a new certificate with the extended key usage serverAuth"),
+            Side::Client => ("clientAuth", "issue a new certificate with the extended key usage clientAuth"),
         };
         let allows = parsed.extended_key_usage().map_err(malformed)?.is_none_or(|extension| {
             let value = extension.value;
@@ -217,7 +218,7 @@ impl Files {
         let has_address = names.any(|name| matches!(name, GeneralName::DNSName(_) | GeneralName::IPAddress(_)));
         if self.side == Side::Server && !has_address {
             let problem = "the certificate names no address in its subject alternative names".to_owned();
-            return fail(problem, "issue a new one with the DNS names and IP addresses that agents connect to");
+            return fail(problem, "issue a new certificate with the DNS names and IP addresses that agents connect to");
         }
         Ok(validity)
     }
@@ -231,7 +232,7 @@ impl Files {
         let certificates = CertificateDer::pem_slice_iter(pem).collect::<Result<Vec<_>, _>>();
         let certificates = certificates.map_err(|error| self.malformed(option, file, &error.to_string()))?;
         if certificates.is_empty() {
-            return Err(self.malformed(option, file, "no certificate in it"));
+            return Err(self.malformed(option, file, "the file contains no certificate"));
         }
         Ok(certificates)
     }
@@ -243,7 +244,8 @@ impl Files {
         der: &'a CertificateDer<'_>,
     ) -> Result<X509Certificate<'a>, FileError> {
         let parsed = X509Certificate::from_der(der).map(|(_, certificate)| certificate);
-        parsed.map_err(|error| self.malformed(option, file, &format!("a certificate in it is malformed: {error}")))
+        parsed
+            .map_err(|error| self.malformed(option, file, &format!("a certificate in the file is malformed: {error}")))
     }
 
     fn malformed(&self, option: &'static str, file: &Path, problem: &str) -> FileError {

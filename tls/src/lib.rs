@@ -2,8 +2,8 @@
 //! files that may change while a program runs. Errors name the fault and the remedy.
 //!
 //! [`Files`] names the three files. [`Reloader`] builds a rustls configuration from them, and
-//! builds a new one after they change. [`explain`] describes why a handshake failed and what to do.
-//! [`speaks_tls`] detects that a server at an http:// URL uses TLS.
+//! builds a new configuration after the files change. [`explain`] describes why a handshake failed
+//! and what to do. [`speaks_tls`] detects that a server at an http:// URL uses TLS.
 
 mod explain;
 mod files;

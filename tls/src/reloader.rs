@@ -9,7 +9,8 @@ use crate::{
 
 type Build<C> = fn(&Material) -> Result<C, rustls::Error>;
 
-/// Builds a configuration from files, and a new one after their contents change.
+/// Builds a configuration from files, and a new configuration after the contents of the files
+/// change.
 pub struct Reloader<C> {
     files: Files,
     build: Build<C>,
@@ -49,7 +50,8 @@ impl<C> Reloader<C> {
 
     /// Reads the files. If their contents have not changed and are still valid, returns the
     /// previous configuration (`Arc::ptr_eq`) with its session cache and ticket keys. Otherwise it
-    /// returns a new configuration that shares neither. Blocks while reading.
+    /// returns a new configuration with a new session cache and new ticket keys. Blocks while
+    /// reading.
     ///
     /// # Errors
     ///

@@ -22,7 +22,7 @@ pub fn is_not_tls(error: &io::Error) -> bool {
 
 /// Whether the server speaks TLS: it answers a plaintext request with a TLS alert. Use this to
 /// explain a URL with http:// that should be https://, because HTTP/2 clients do not report the
-/// alert reliably. Blocks the thread for up to some seconds. False if no server answers.
+/// alert reliably. Blocks the thread for up to a few seconds. Returns false if no server answers.
 #[must_use]
 pub fn speaks_tls(address: impl ToSocketAddrs) -> bool {
     let ask = |address| -> io::Result<u8> {

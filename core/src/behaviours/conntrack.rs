@@ -255,8 +255,9 @@ pub struct CleanupPlan {
 pub struct Tracker {
     used: HashMap<Arc<ServiceKey>, Owned>,
     /// The last committed plan was for all services. The full sync may have programmed a newer
-    /// state than [`Self::plan_all`] saw. The services that changed in between are part of the next
-    /// plan. Their former endpoints are not all known, so all their flows are suspects.
+    /// state than [`Self::plan_all`] saw. The next plan contains the services that changed in the
+    /// meantime. The tracker does not know all former endpoints of these services, so all their
+    /// flows are suspects.
     is_after_all: bool,
 }
 
@@ -272,7 +273,8 @@ impl Tracker {
     }
 
     /// Plans the cleanup after the rules of all services are programmed: at the start, and after
-    /// another program has removed them. All flows are suspects. This is a full pass.
+    /// another program has removed them. All flows are suspects. The cost is linear in the number
+    /// of services.
     pub fn plan_all(&mut self, state: &State) -> CleanupPlan {
         let mut plan = CleanupPlan { is_for_all: true, ..CleanupPlan::default() };
         let removed: Vec<_> = self.used.keys().filter(|key| state.entry(key).is_none()).cloned().collect();
@@ -282,8 +284,8 @@ impl Tracker {
         plan
     }
 
-    /// Records that the rules of a plan are in the kernel. Returns its cleanup; the caller must
-    /// retry the cleanup until it succeeds, because the tracker forgets it.
+    /// Records that the rules of a plan are in the kernel. Returns the cleanup of the plan. The
+    /// caller must retry the cleanup until it succeeds, because the tracker forgets the cleanup.
     pub fn commit(&mut self, plan: CleanupPlan) -> Cleanup {
         for (key, owned) in plan.owned {
             if owned.is_empty() {

@@ -43,7 +43,7 @@ fn put_ip(request: Request, kind: u16, address: IpAddr) -> Request {
     }
 }
 
-/// A request about a link that sets these flags of the link.
+/// Begins a request about a link. The request sets the flags `link_flags` of the link.
 fn link_request(kind: u16, flags: u16, index: u32, link_flags: u32) -> Request {
     let mut header = [0; LINK_HEADER_BYTES];
     header[4..8].copy_from_slice(&index.to_ne_bytes());

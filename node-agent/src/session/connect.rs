@@ -200,6 +200,6 @@ mod tests {
         let tls = AgentTls::new(Files { side: Side::Client, cert, key, ca }, TlsMetrics::default());
         let target = ControlPlane::parse("https://127.0.0.1:1", false).unwrap();
         let error = target.connect(None, Some(&tls)).await.unwrap_err().to_string();
-        assert!(error.starts_with("--tls-cert /nowhere/c: cannot read it: No such file"), "{error}");
+        assert!(error.starts_with("--tls-cert /nowhere/c: cannot read the file: No such file"), "{error}");
     }
 }

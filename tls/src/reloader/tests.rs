@@ -83,16 +83,19 @@ fn an_expired_certificate_is_refused_even_if_the_files_have_not_changed() {
 }
 
 #[test]
-fn every_problem_names_option_file_and_remedy() {
+fn every_error_names_the_option_the_file_and_the_remedy() {
     let folder = Folder::new();
     let file = |name| folder.folder.path().join(name).display().to_string();
     let holds = |side, parts: &[&str]| {
         let error = folder.problem(side);
         assert!(parts.iter().all(|part| error.contains(part)), "{error} lacks one of {parts:?}");
     };
-    holds(Side::Client, &["--tls-cert", &file("cert"), "lacks clientAuth; issue a new one"]);
+    holds(Side::Client, &["--tls-cert", &file("cert"), "lacks clientAuth; issue a new certificate"]);
     folder.own(|params| params.subject_alt_names.clear());
-    holds(Side::Server, &["--tls-cert", &file("cert"), "names no address", "issue a new one with the DNS names"]);
+    holds(
+        Side::Server,
+        &["--tls-cert", &file("cert"), "names no address", "issue a new certificate with the DNS names"],
+    );
     folder.own(|params| params.not_before = date_time_ymd(2200, 1, 1));
     holds(Side::Server, &["--tls-cert", "not valid before 2200-01-01T00:00:00Z; check this machine's clock"]);
     folder.own(|params| params.not_after = date_time_ymd(2001, 1, 1));
@@ -103,14 +106,20 @@ fn every_problem_names_option_file_and_remedy() {
     folder.write("key", "garbage");
     holds(Side::Server, &["--tls-key", &file("key"), "must be a PEM file with a private key"]);
     fs::remove_file(file("key")).unwrap();
-    holds(Side::Server, &["--tls-key", &file("key"), "cannot read it: No such file"]);
+    holds(Side::Server, &["--tls-key", &file("key"), "cannot read the file: No such file"]);
     folder.own(|_| {});
     folder.write("cert", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n");
     holds(Side::Server, &["--tls-cert", &file("cert"), "malformed"]);
     folder.own(|_| {});
     folder.write("ca", "");
-    holds(Side::Server, &["--tls-client-ca", &file("ca"), "no certificate in it", "sign clients' certificates"]);
-    holds(Side::Client, &["--tls-ca", &file("ca"), "no certificate in it", "sign control planes' certificates"]);
+    holds(
+        Side::Server,
+        &["--tls-client-ca", &file("ca"), "the file contains no certificate", "sign clients' certificates"],
+    );
+    holds(
+        Side::Client,
+        &["--tls-ca", &file("ca"), "the file contains no certificate", "sign control planes' certificates"],
+    );
     fs::write(file("ca"), vec![b'a'; (4 << 20) + 1]).unwrap();
     holds(Side::Server, &["--tls-client-ca", &file("ca"), "larger than 4194304 bytes"]);
 }
@@ -126,5 +135,8 @@ fn an_expired_authority_is_left_out_and_the_others_are_used() {
     assert_eq!(*folder.reloader(Side::Server).load(SystemTime::now()).unwrap().config, 2);
     folder.write("ca", &expired);
     let error = folder.problem(Side::Server);
-    assert!(error.contains("every authority in it has expired, the last at 2010-01-01T00:00:00Z; replace"), "{error}");
+    assert!(
+        error.contains("every authority in the file has expired, the last at 2010-01-01T00:00:00Z; replace"),
+        "{error}"
+    );
 }

@@ -272,7 +272,7 @@ mod tests {
         assert!(config.ticketer.enabled() && !config.session_storage.can_cache());
         fs::write(folder.path("ca.crt"), "garbage").unwrap();
         let error = folder.load().map(drop).unwrap_err().to_string();
-        assert!(error.contains("--tls-client-ca") && error.contains("no certificate in it"), "{error}");
+        assert!(error.contains("--tls-client-ca") && error.contains("the file contains no certificate"), "{error}");
     }
 
     /// Waits until the configuration differs from `old`. Fails after a minute.

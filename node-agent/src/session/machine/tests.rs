@@ -392,7 +392,7 @@ fn an_unknown_reference_is_a_violation_and_changes_nothing() {
     let other = endpoint("elsewhere", 9, 7777);
     let violation = agent.receive(referring(&replica, replica.version() + 1, &other)).unwrap_err();
     assert!(matches!(violation, Violation::Reference(_)), "{violation}");
-    assert!(violation.to_string().contains("not held here; resuming by digests"), "{violation}");
+    assert!(violation.to_string().contains("is missing in this agent's state; resuming by digests"), "{violation}");
     agent.assert_holds(&replica);
 }
 

@@ -142,7 +142,7 @@ fn a_pipe_in_place_of_a_file_is_reported_and_blocks_no_program() {
     let agent = rig.agent(&arguments);
     eventually("the agent names the file", || {
         let log = agent.log();
-        let is_logged = log.contains(&format!("--tls-cert {pipe}: cannot read it: it is not an ordinary file"));
+        let is_logged = log.contains(&format!("--tls-cert {pipe}: cannot read the file: it is not a regular file"));
         if is_logged { Ok(()) } else { Err(log) }
     });
     assert!(agent.terminate().0.success());

@@ -26,8 +26,8 @@ async fn refused_clients_and_the_servers_log_get_the_reason() {
         (
             Some(stranger.node("n1")),
             "unknown_authority",
-            "the client's certificate is signed by no authority of --tls-client-ca",
-            "no authority that the control plane knows signed it; have one of its --tls-client-ca sign it",
+            "the client's certificate is not signed by an authority of --tls-client-ca",
+            "no authority that the control plane knows signed it; have an authority of its --tls-client-ca sign the certificate",
         ),
         (
             node(|params| params.not_after = date_time_ymd(2020, 1, 1)),
@@ -44,14 +44,14 @@ async fn refused_clients_and_the_servers_log_get_the_reason() {
         (
             node(|params| params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth]),
             "wrong_usage",
-            "the client's certificate lacks the extended key usage clientAuth; issue a new one",
-            "it is not for clients; issue a new one with the extended key usage clientAuth",
+            "the client's certificate lacks the extended key usage clientAuth; issue a new certificate",
+            "it is not for clients; issue a new certificate with the extended key usage clientAuth",
         ),
         (
             None,
             "no_certificate",
-            "the client shows no certificate; give it one",
-            "the control plane wants a client certificate; pass --tls-cert and --tls-key",
+            "the client presents no certificate; give the client a certificate",
+            "the control plane requires a client certificate; pass --tls-cert and --tls-key",
         ),
     ];
     for (pair, reason, server_says, client_says) in cases {
@@ -92,10 +92,10 @@ async fn an_agent_trusts_only_a_server_of_its_authority_with_the_right_name() {
     let server = Server::start_with(&elsewhere, &authority, Settings::default()).await;
     let said = agent_error(&server, &authority.node("n1"), &authority).await;
     assert!(said.contains("not valid for name \"127.0.0.1\"") && said.contains("headgate.example"), "{said}");
-    assert!(said.contains("connect to a name that it has"), "{said}");
+    assert!(said.contains("connect to a name that the certificate contains"), "{said}");
     let said = agent_error(&server, &authority.node("n1"), &stranger).await;
-    assert!(said.contains("the control plane's certificate is signed by no authority of --tls-ca"), "{said}");
-    assert!(said.contains("have one of them sign it"), "{said}");
+    assert!(said.contains("the control plane's certificate is not signed by an authority of --tls-ca"), "{said}");
+    assert!(said.contains("have one of these authorities sign it"), "{said}");
     // Each refusal sends the server a TLS alert.
     server.until_metric("headgate_tls_handshakes_failed_total{reason=\"refused_by_client\"}", 2).await;
     assert_eq!(server.metric("headgate_tls_handshakes_total{kind=\"full\"}"), 0);

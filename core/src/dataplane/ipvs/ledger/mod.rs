@@ -105,9 +105,9 @@ impl Ledger {
         &self.config
     }
 
-    /// Replaces the configuration by another one of the same family. Returns true if it is new. The
-    /// caller must then use [`Self::full`] for the next plan; until then the kernel has the objects
-    /// of the old configuration.
+    /// Replaces the configuration by another configuration of the same family. Returns true if the
+    /// configuration changed. In this case the caller must use [`Self::full`] for the next plan;
+    /// before that plan, the kernel has the objects of the old configuration.
     pub fn set_config(&mut self, config: IpvsConfig) -> bool {
         let is_new = config != self.config;
         self.rules.set_ruleset(ruleset(&config));

@@ -93,9 +93,9 @@ impl Ledger {
         &self.ruleset.jumps
     }
 
-    /// Replaces the ruleset by another one of the same family. Returns true if its configuration is
-    /// new. The caller must then use [`Self::full`] for the next script; until then the kernel has
-    /// the old rules.
+    /// Replaces the ruleset by another ruleset of the same family. Returns true if the
+    /// configuration of the rules changed. In this case the caller must use [`Self::full`] for the
+    /// next script; before that script, the kernel has the old rules.
     pub fn set_ruleset(&mut self, ruleset: Ruleset) -> bool {
         let is_new = ruleset.config != self.ruleset.config;
         if is_new {
