@@ -2,8 +2,8 @@
 //!
 //! The two nodes mirror each other. Each random Service has a mirror image, in which node-b and its
 //! pods take the places of node-a and its pods. A client of node-a asks for a Service, and the
-//! mirrored client of node-b asks for the mirror image. Both must see the same outcome. The clients
-//! are a pod, the node itself, and machines outside.
+//! mirrored client of node-b asks for the mirror image. Both clients must see the same outcome. The
+//! clients are pods, the node itself, and machines outside.
 //!
 //! The tests need `kube-proxy` beside `etcd` and `kube-apiserver` in the folder that
 //! `KUBEBUILDER_ASSETS` names. Without it, they print a message and pass.
@@ -34,17 +34,18 @@ use http::Method;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use serde_json::{Value, json};
 
-/// The number of random Services; each also has a mirror image.
+/// The number of random Services. Each of them also has a mirror image.
 const PAIRS: usize = 24;
 
 /// Requests per question and round. Endpoints are chosen at random, so `compare` asks again while
 /// the sets of servers differ.
 const ASKED_AT_ONCE: usize = 12;
 
-/// A difference counts only if it lasts this long. Both programs write their rules much sooner.
+/// A difference counts only if it lasts this long. Both programs need much less time to write their
+/// rules.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Services that are compared at the same time.
+/// The number of Services that are compared at the same time.
 const THREADS: usize = 6;
 
 /// The clients that ask node-a. Their mirror images ask node-b.
@@ -135,8 +136,8 @@ fn questions(service: &Service, rng: &mut fastrand::Rng) -> Vec<Question> {
     let mut questions = Vec::new();
     for from in CLIENTS {
         // The node does not masquerade packets of a pod on another node, so the answer of an
-        // endpoint elsewhere cannot return to this pod. With affinity, chance decides whether the
-        // client gets such an endpoint.
+        // endpoint on another node than node-a cannot return to this pod. With affinity, chance
+        // decides whether the client gets such an endpoint.
         if from == "c2" && service.affinity_timeout_seconds.is_some() {
             continue;
         }
@@ -169,7 +170,8 @@ impl Question {
         Self { from: mirror(self.from), via, ..self }
     }
 
-    /// Sends the requests and returns the outcomes, with names of node-a's side if `is_mirrored`.
+    /// Sends the requests and returns the outcomes. If `is_mirrored`, servers have the names of
+    /// their mirror images.
     fn ask(self, machines: &Machines, service: &Service, is_mirrored: bool) -> BTreeSet<Seen> {
         let to = service.socket_address(self.via, self.family, self.port).unwrap();
         let transport = if self.port == "udp" { Transport::Udp } else { Transport::Tcp };
@@ -197,8 +199,8 @@ enum Seen {
     Other(String),
 }
 
-/// The part of the outcomes that both nodes must share. With affinity each client has one random
-/// server, so only the kind of outcome counts.
+/// The part of the outcomes that both nodes must share. With affinity, each client has one random
+/// server, so the server does not count.
 fn comparable(seen: &BTreeSet<Seen>, has_affinity: bool) -> BTreeSet<Seen> {
     let of_any_server = |seen: &Seen| match seen {
         Seen::Answered { .. } if has_affinity => Seen::Answered { server: String::new(), port: 0, sees_client: true },
@@ -252,7 +254,7 @@ fn compare(machines: &Machines, service: &Service, image: &Service, question: Qu
     }
 }
 
-/// Creates objects at an API server. The calling thread is in the network namespace of the server.
+/// Creates objects at an API server. Call this in the network namespace of the server.
 async fn create(kubeconfig: &str, objects: Vec<Value>) {
     let kubeconfig = Kubeconfig::from_yaml(kubeconfig).unwrap();
     let config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await.unwrap();
@@ -292,7 +294,7 @@ struct Programs {
     agent: Process,
     kube_proxy: Process,
     control_plane: Process,
-    // Dropped last.
+    // Fields are dropped in order, so the API server stops last.
     _api: RealApiServer,
 }
 

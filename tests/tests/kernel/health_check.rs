@@ -16,7 +16,7 @@ use headgate_tests::testbed::{
 use headgate_tests::uml;
 use serde_json::{Value, json};
 
-/// The longest wait for an expected state. It only guards against hanging: changes take
+/// The longest wait for an expected state. It is only a guard against hanging, because changes take
 /// milliseconds.
 const GUARD: Duration = Duration::from_secs(30);
 const PORT: u16 = 32_100;
@@ -28,13 +28,13 @@ enum Health {
     Closed,
     /// The SYN is not answered.
     Silent,
-    /// An HTTP response: its status, the weight in the header, and the Service and endpoints in the
-    /// body.
-    Says { status: u16, weight: u32, service: String, local_endpoints: u32 },
+    /// An HTTP response: its status, the weight in its header, and the Service and the number of
+    /// local endpoints in its body.
+    Answered { status: u16, weight: u32, service: String, local_endpoints: u32 },
 }
 
-fn says(status: u16, service: &str, endpoints: u32) -> Health {
-    Health::Says { status, weight: endpoints, service: format!("testbed/{service}"), local_endpoints: endpoints }
+fn answer(status: u16, service: &str, endpoints: u32) -> Health {
+    Health::Answered { status, weight: endpoints, service: format!("testbed/{service}"), local_endpoints: endpoints }
 }
 
 fn node_address(node: &str, family: Family) -> IpAddr {
@@ -63,7 +63,7 @@ fn ask(bed: &Testbed, from: &str, to: SocketAddr) -> Result<Health> {
 }
 
 fn parse(response: &str) -> Result<Health> {
-    let (head, body) = response.split_once("\r\n\r\n").context("no end of the headers")?;
+    let (head, body) = response.split_once("\r\n\r\n").context("the headers have no end")?;
     let mut lines = head.lines();
     let status = lines.next().and_then(|line| line.split(' ').nth(1)).context("no status")?.parse()?;
     let header = |name: &str| {
@@ -78,9 +78,16 @@ fn parse(response: &str) -> Result<Health> {
     let weight = header("X-Load-Balancing-Endpoint-Weight")?.parse()?;
     let body: Value = serde_json::from_str(body)?;
     ensure!(body["serviceProxyHealthy"] == true, "the proxy is not healthy");
-    let text = |field: &str| body["service"][field].as_str().context("no such field").map(str::to_owned);
-    let local_endpoints = body["localEndpoints"].as_u64().context("no localEndpoints")?.try_into()?;
-    Ok(Health::Says { status, weight, service: format!("{}/{}", text("namespace")?, text("name")?), local_endpoints })
+    let text = |field: &str| {
+        body["service"][field].as_str().with_context(|| format!("the body has no service.{field}")).map(str::to_owned)
+    };
+    let local_endpoints = body["localEndpoints"].as_u64().context("the body has no localEndpoints")?.try_into()?;
+    Ok(Health::Answered {
+        status,
+        weight,
+        service: format!("{}/{}", text("namespace")?, text("name")?),
+        local_endpoints,
+    })
 }
 
 /// Waits until a machine outside gets the expected outcome from a node, in both families.
@@ -123,37 +130,37 @@ fn scenario(backend: Backend, manifests: Manifests, work: impl FnOnce(&Testbed) 
 
 // rows: 67, 69
 #[test]
-fn nodes_with_endpoints_are_healthy_and_tell_their_number() {
+fn nodes_with_endpoints_are_healthy_and_report_the_number_of_endpoints() {
     // One pod in two slices with different ports counts as one endpoint.
     let port = Port { name: "more", transport: Transport::Tcp, port: 91, target_port: SECOND_LINE_PORT };
     let again = Slice { suffix: "again", ports: vec![port], endpoints: ready(&["a1"]) };
     let web = Service { more_slices: vec![again], ..service("web", &["a1", "a2", "b1"]) };
     scenario(Backend::IptablesLegacy, cluster(web), |bed| {
-        expect(bed, "node-a", PORT, &says(200, "web", 2))?;
-        expect(bed, "node-b", PORT, &says(200, "web", 1))?;
-        expect(bed, "node-c", PORT, &says(503, "web", 0))?;
+        expect(bed, "node-a", PORT, &answer(200, "web", 2))?;
+        expect(bed, "node-b", PORT, &answer(200, "web", 1))?;
+        expect(bed, "node-c", PORT, &answer(503, "web", 0))?;
         bed.update(|manifests| {
             let web = manifests.service_mut("web")?;
             web.more_slices.clear();
             web.endpoints = vec![Endpoint::ready("a1"), Endpoint::not_ready("b1"), Endpoint::ready("c1")];
             Ok(())
         })?;
-        expect(bed, "node-a", PORT, &says(200, "web", 1))?;
-        expect(bed, "node-b", PORT, &says(503, "web", 0))?;
-        expect(bed, "node-c", PORT, &says(200, "web", 1))
+        expect(bed, "node-a", PORT, &answer(200, "web", 1))?;
+        expect(bed, "node-b", PORT, &answer(503, "web", 0))?;
+        expect(bed, "node-c", PORT, &answer(200, "web", 1))
     });
 }
 
 // rows: 68
 #[test]
-fn a_node_with_terminating_endpoints_only_is_unhealthy_and_still_serves() {
+fn a_node_with_only_terminating_endpoints_is_unhealthy_and_still_serves() {
     scenario(Backend::IptablesNft, cluster(service("web", &["a1", "b1"])), |bed| {
-        expect(bed, "node-a", PORT, &says(200, "web", 1))?;
+        expect(bed, "node-a", PORT, &answer(200, "web", 1))?;
         bed.update(|manifests| {
             manifests.service_mut("web")?.endpoints = vec![Endpoint::terminating("a1"), Endpoint::ready("b1")];
             Ok(())
         })?;
-        expect(bed, "node-a", PORT, &says(503, "web", 0))?;
+        expect(bed, "node-a", PORT, &answer(503, "web", 0))?;
         for family in Family::BOTH {
             let to = bed.address("web", Via::NodePort("node-a"), family, "tcp")?;
             let outcome = bed.machines().ask("outside-1", &Request::new(Transport::Tcp, to))?;
@@ -166,9 +173,9 @@ fn a_node_with_terminating_endpoints_only_is_unhealthy_and_still_serves() {
 
 // rows: 70
 #[test]
-fn ports_open_and_close_and_pass_to_other_services() {
+fn ports_open_and_close_and_other_services_can_use_them() {
     scenario(Backend::IptablesLegacy, cluster(service("web", &["a1"])), |bed| {
-        expect(bed, "node-a", PORT, &says(200, "web", 1))?;
+        expect(bed, "node-a", PORT, &answer(200, "web", 1))?;
         let set_local = |local: bool| {
             bed.update(|manifests| {
                 let web = manifests.service_mut("web")?;
@@ -181,12 +188,12 @@ fn ports_open_and_close_and_pass_to_other_services() {
         set_local(false)?;
         expect(bed, "node-a", PORT, &Health::Closed)?;
         set_local(true)?;
-        expect(bed, "node-a", PORT, &says(200, "web", 1))?;
+        expect(bed, "node-a", PORT, &answer(200, "web", 1))?;
         bed.update(|manifests| {
             manifests.remove("web")?;
             manifests.add(service("api", &["a1", "a2"]))
         })?;
-        expect(bed, "node-a", PORT, &says(200, "api", 2))?;
+        expect(bed, "node-a", PORT, &answer(200, "api", 2))?;
         bed.update(|manifests| manifests.remove("api").map(drop))?;
         expect(bed, "node-a", PORT, &Health::Closed)
     });
@@ -194,12 +201,12 @@ fn ports_open_and_close_and_pass_to_other_services() {
 
 // rows: 70
 #[test]
-fn a_port_that_is_taken_is_told_and_opens_once_it_is_free() {
+fn a_port_in_use_is_reported_and_opens_when_it_is_free() {
     scenario(Backend::IptablesLegacy, Manifests::default(), |bed| {
         let taken = |address: &str| TcpListener::bind((address, PORT)).context("taking the port");
         let listener = bed.machines().machine("node-a")?.run(|| taken("192.0.2.11"))?;
         bed.update(|manifests| manifests.add(service("web", &["a1", "b1"])))?;
-        expect(bed, "node-b", PORT, &says(200, "web", 1))?;
+        expect(bed, "node-b", PORT, &answer(200, "web", 1))?;
         let log = bed.machines().folder().join("agent-node-a.log");
         let deadline = Instant::now() + GUARD;
         let is_reported = |log: &str| {
@@ -212,20 +219,20 @@ fn a_port_that_is_taken_is_told_and_opens_once_it_is_free() {
             std::thread::sleep(Duration::from_millis(20));
         }
         drop(listener);
-        expect(bed, "node-a", PORT, &says(200, "web", 1))
+        expect(bed, "node-a", PORT, &answer(200, "web", 1))
     });
 }
 
 // rows: 71
 #[test]
-fn only_the_addresses_of_node_ports_listen() {
+fn ports_listen_only_on_node_port_addresses() {
     let bed = Testbed::machines_only(Backend::IptablesLegacy, cluster(service("web", &["a1"]))).unwrap();
     let run = || -> Result<()> {
         bed.start_control_plane()?;
         let ranges = "192.0.2.0/24,2001:db8:0:1::/64";
         bed.start_agent_with("node-a", &AgentSetup::with(&["--nodeport-addresses", ranges]))?;
         bed.wait_programmed()?;
-        expect(&bed, "node-a", PORT, &says(200, "web", 1))?;
+        expect(&bed, "node-a", PORT, &answer(200, "web", 1))?;
         for family in Family::BOTH {
             let found = ask(&bed, "node-a", SocketAddr::new(family.loopback(), PORT))?;
             ensure!(found == Health::Closed, "{found:?} at the loopback address");
@@ -259,7 +266,7 @@ fn lets_health_checks_through(backend: Backend, variant: Variant) {
             .into_iter()
             .map(|family| node.run(|| Ok(TcpListener::bind((node_address("node-a", family), other))?)))
             .collect::<Result<_>>()?;
-        expect(bed, "node-a", PORT, &says(200, "web", 1))?;
+        expect(bed, "node-a", PORT, &answer(200, "web", 1))?;
         for family in Family::BOTH {
             let rule = format!("-A INPUT -p tcp --dport {PORT}:{other} -j DROP");
             let lock = bed.machines().xtables_lock("node-a");
@@ -267,6 +274,6 @@ fn lets_health_checks_through(backend: Backend, variant: Variant) {
             let found = ask(bed, "outside-1", SocketAddr::new(node_address("node-a", family), other))?;
             ensure!(found == Health::Silent, "{found:?} at a port that the firewall closes");
         }
-        expect(bed, "node-a", PORT, &says(200, "web", 1))
+        expect(bed, "node-a", PORT, &answer(200, "web", 1))
     });
 }

@@ -1,4 +1,4 @@
-//! The addresses of interfaces are followed on a real kernel.
+//! Follows the addresses of interfaces on a real kernel.
 
 use std::{
     net::{IpAddr, Ipv4Addr},
@@ -58,7 +58,7 @@ fn address(text: &str) -> IpAddr {
 #[test]
 fn addresses_that_are_added_and_removed_are_published() -> Result<()> {
     let mut world = World::new("follow", interfaces::RECEIVE_BUFFER_BYTES)?;
-    assert!(world.interfaces.borrow().is_some(), "the first list is there when the follower has started");
+    assert!(world.interfaces.borrow().is_some(), "the follower has started without the first list");
     world.expect([]);
     world.ip("addr add 192.0.2.1/32 dev eth0")?;
     world.expect([address("192.0.2.1")]);
@@ -74,7 +74,7 @@ fn addresses_that_are_added_and_removed_are_published() -> Result<()> {
     world.expect([address("192.0.2.2")]);
     world.ip("link del eth0")?;
     world.expect([]);
-    assert_eq!(world.metrics.lists.get(), 1, "nothing was listed again");
+    assert_eq!(world.metrics.lists.get(), 1, "the addresses were listed again");
     Ok(())
 }
 
@@ -85,7 +85,8 @@ fn addresses_of_the_ipvs_device_are_published_only_under_another_name() -> Resul
     world.ip("link del kube-ipvs0")?;
     world.ip("link add kube-ipvs0 type veth peer name far1")?;
     world.ip("addr add 10.96.0.3/32 dev kube-ipvs0")?;
-    // A port that leaves a bridge is not deleted, although the message about it has that type.
+    // When a port leaves a bridge, the kernel sends a message of the type for a deleted link,
+    // although the link stays.
     world.ip("link add br0 type bridge")?;
     world.ip("link set kube-ipvs0 master br0")?;
     world.ip("link set kube-ipvs0 nomaster")?;
@@ -100,7 +101,7 @@ fn addresses_of_the_ipvs_device_are_published_only_under_another_name() -> Resul
 
 #[test]
 fn addresses_are_listed_again_when_notifications_are_lost() -> Result<()> {
-    // The kernel raises this to its minimum, which is enough for a few notifications.
+    // The kernel raises this size to its minimum, which is enough for a few notifications.
     let mut world = World::new("lost", 1)?;
     let link = world.namespace.run(|| Ok(Routing::open()?.link("eth0")?))?.unwrap().index;
     let all: Vec<IpAddr> = (1..=500_u16).map(|i| Ipv4Addr::from(0xc612_0000 + u32::from(i)).into()).collect();
@@ -108,7 +109,7 @@ fn addresses_are_listed_again_when_notifications_are_lost() -> Result<()> {
         let changes: Vec<Change> = all.iter().map(|address| change(link, Prefix::host(*address))).collect();
         namespace.run(|| Ok(Routing::open()?.change(&changes, |index, refusal| panic!("{index}: {refusal}"))?))
     };
-    // A thread that keeps up loses nothing.
+    // A thread that reads fast enough loses no notification, so the test tries several times.
     for _ in 0..50 {
         change(&world.namespace, |link, address| Change::AddAddress { link, address })?;
         world.expect(all.clone());

@@ -1,7 +1,7 @@
-//! `iptables-save` prints the rendered rules letter for letter. The tests check both variants and
-//! families, after full syncs, changes and a change of the layout, and check that a cleanup leaves
-//! nothing. The agent depends on this equality: it compares saved rules as text and does not parse
-//! them.
+//! `iptables-save` prints the rendered rules letter for letter. The agent depends on this equality:
+//! it compares saved rules as text and does not parse them. The tests check both variants and
+//! families, after full syncs, changes and a change of the layout. They also check that a cleanup
+//! leaves no rules.
 
 use std::{net::IpAddr, path::Path, sync::Arc};
 
@@ -69,8 +69,8 @@ fn everything() -> Vec<Change> {
     for (i, service) in (1u8..).zip(services) {
         let key = service.key.clone();
         changes.push(Change::from(service));
-        // The seventh Service has no endpoint on this node, and the eighth has none at all. The
-        // others have up to six addresses per family.
+        // The seventh Service has no endpoint on this node, and the eighth Service has no endpoint.
+        // The other Services have up to six addresses per family.
         let count = if i == 8 { 0 } else { i };
         for j in 0..count {
             let node = if j % 2 == 0 && i != 7 { "node-a" } else { "node-b" };
@@ -80,7 +80,7 @@ fn everything() -> Vec<Change> {
     changes
 }
 
-/// The dataplane on the real kernel, and equal ledgers on kernels in memory.
+/// The dataplane on the real kernel, and equal ledgers on fake kernels.
 struct Rig {
     variant: Variant,
     layout: Layout,
@@ -140,8 +140,8 @@ impl Rig {
         assert_eq!(backend.sync_full(&FixedState(&self.state, &node())).unwrap().objects_written, 1);
     }
 
-    /// A new agent finds its rules and writes nothing. After somebody changed one chain, it writes
-    /// only that chain.
+    /// A new agent that finds its rules in the kernel writes nothing. After a change of one chain
+    /// by hand, the next agent writes only that chain.
     fn assert_warm_restart_writes_nothing(&self, namespace: &netns::Namespace, variant: testbed_iptables::Variant) {
         let config = |layout| Config { variant: self.variant, layout, masquerade: masquerade(), ..Config::default() };
         let mut second = IptablesDataplane::new(config(self.layout)).unwrap();
@@ -158,8 +158,8 @@ impl Rig {
     }
 }
 
-/// A foreign rule jumps to a chain of a removed Service. Everything else is written, and the chain
-/// stays, empty, until it can be deleted.
+/// A foreign rule jumps to a chain of a removed Service. The agent writes all other changes. It
+/// empties the chain, and deletes it once no rule jumps to it.
 fn a_foreign_rule_does_not_stop_other_changes(variant: Variant, by: testbed_iptables::Variant) {
     netns::check_prerequisites().unwrap();
     let namespace = netns::Namespace::create(format!("hg{}-foreign-{by:?}", std::process::id())).unwrap();
@@ -192,16 +192,25 @@ fn a_foreign_rule_does_not_stop_other_changes(variant: Variant, by: testbed_ipta
             assert!(saved.contains("ns/svc2:web has no endpoints"), "{saved}");
             assert!(saved.contains(&format!(":{chain} ")) && !saved.contains(&format!("-A {chain} ")), "{saved}");
             assert!(!saved.contains("svc1"), "{saved}");
-            assert!(rig.backend.verify().unwrap(), "a chain that cannot be deleted needs no repair");
+            assert!(rig.backend.verify().unwrap(), "the agent wants to repair a chain that cannot be deleted");
             let repaired = rig.backend.sync_full(&FixedState(&rig.state, &node())).unwrap();
-            assert_eq!((repaired.objects_written, repaired.warnings), (0, Vec::new()), "the warning appears once");
+            assert_eq!(
+                (repaired.objects_written, repaired.warnings),
+                (0, Vec::new()),
+                "the repair wrote objects or repeated the warning"
+            );
             let error = rig.backend.cleanup().unwrap_err();
             assert!(error.message.contains(chain), "{error}");
             assert!(!error.message.contains("KUBE-PROXY-CANARY"), "a deleted chain is reported as left: {error}");
-            assert_eq!(save().matches("KUBE-").count(), 2, "the chain and the rule that jumps to it:\n{}", save());
+            assert_eq!(
+                save().matches("KUBE-").count(),
+                2,
+                "expected only the chain and the rule that jumps to it:\n{}",
+                save()
+            );
             by_hand(&["-t", "nat", "-F", "SOMEBODY"]);
             rig.backend.sync_full(&FixedState(&rig.state, &node())).unwrap();
-            assert!(!save().contains(&format!(":{chain} ")), "the next repair deletes the chain:\n{}", save());
+            assert!(!save().contains(&format!(":{chain} ")), "the next repair did not delete the chain:\n{}", save());
             rig.backend.cleanup().unwrap();
             assert!(!save().contains("KUBE-"), "{}", save());
             Ok(())
@@ -210,17 +219,17 @@ fn a_foreign_rule_does_not_stop_other_changes(variant: Variant, by: testbed_ipta
 }
 
 #[test]
-fn legacy_a_foreign_rule_does_not_stop_other_changes() {
+fn a_foreign_rule_in_iptables_legacy_does_not_stop_other_changes() {
     a_foreign_rule_does_not_stop_other_changes(Variant::Legacy, testbed_iptables::Variant::Legacy);
 }
 
 #[test]
-fn nft_a_foreign_rule_does_not_stop_other_changes() {
+fn a_foreign_rule_in_iptables_nft_does_not_stop_other_changes() {
     a_foreign_rule_does_not_stop_other_changes(Variant::Nft, testbed_iptables::Variant::Nft);
 }
 
-/// The rules in a save, in the order of each chain, and Headgate's chains. The chains are sorted by
-/// name.
+/// The rules and Headgate's chains in the output of `iptables-save`. The lines are sorted by chain,
+/// and the rules of a chain keep their order.
 fn rules(save: &str) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     let mut table = "";
@@ -299,31 +308,31 @@ fn run(variant: Variant, layout: Layout) {
 
 // rows of iptables: 99, 100
 #[test]
-fn legacy_prints_classic_rules_back_as_rendered() {
+fn iptables_legacy_prints_classic_rules_as_rendered() {
     run(Variant::Legacy, Layout::Classic);
 }
 
 // rows of iptables: 99, 100
 #[test]
-fn nft_prints_classic_rules_back_as_rendered() {
+fn iptables_nft_prints_classic_rules_as_rendered() {
     run(Variant::Nft, Layout::Classic);
 }
 
 // rows of iptables: 99, 100
 #[test]
-fn legacy_prints_compact_rules_back_as_rendered() {
+fn iptables_legacy_prints_compact_rules_as_rendered() {
     run(Variant::Legacy, Layout::Compact);
 }
 
 // rows of iptables: 99, 100
 #[test]
-fn nft_prints_compact_rules_back_as_rendered() {
+fn iptables_nft_prints_compact_rules_as_rendered() {
     run(Variant::Nft, Layout::Compact);
 }
 
 /// Adding and removing 300 Services changes the layout twice.
 // rows of iptables: 99, 100
 #[test]
-fn nft_prints_rules_back_as_rendered_when_the_layout_changes() {
+fn iptables_nft_prints_rules_as_rendered_when_the_layout_changes() {
     run(Variant::Nft, Layout::Auto);
 }

@@ -1,4 +1,5 @@
-//! The testbed without Headgate's programs: its clients report what its network does.
+//! Tests of the testbed without Headgate's programs. Its clients must report correctly what the
+//! network does.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::unix::process::ExitStatusExt;
@@ -119,9 +120,9 @@ fn in_parallel(check: impl Fn(Family, Transport) + Sync) {
     });
 }
 
-/// Rules by hand, of the forms that a service proxy uses, in both variants. On every protocol,
-/// clients see DNAT with the source address kept or masqueraded, a REJECT rule as a refusal, and a
-/// DROP rule as silence.
+/// Checks the clients against hand-written rules of the kinds that a service proxy uses. On every
+/// protocol, clients see DNAT with the source address kept or masqueraded, a REJECT rule as a
+/// refusal, and a DROP rule as silence.
 fn check_hand_written_rules(variant: Variant) {
     let machines = Machines::start().unwrap();
     let node = machines.machine("node-a").unwrap();
@@ -206,7 +207,8 @@ fn output_of_programs_is_logged_and_programs_end_with_the_testbed() {
     };
     let is_alive = |id: u32| Path::new(&format!("/proc/{id}")).exists();
 
-    // The program runs in its namespace. When it ends, the error contains its last output.
+    // The program runs in the namespace of its machine. After it has ended, the error contains its
+    // last output.
     let mut brief = start("cat /proc/net/fib_trie; echo out of luck >&2; exit 3");
     let error = loop {
         match brief.check_running() {
@@ -229,8 +231,8 @@ fn output_of_programs_is_logged_and_programs_end_with_the_testbed() {
     assert!(!is_alive(id));
 }
 
-/// Runs cases against rules by hand that are right for one Service on one node. Right cases pass,
-/// and each kind of wrong case fails.
+/// Runs cases against hand-written rules that are correct for one Service on one node. Correct
+/// cases pass, and each kind of wrong case fails.
 #[test]
 fn wrong_cases_fail() {
     let bed = Testbed::machines_only(Backend::IptablesLegacy, table::services().unwrap()).unwrap();

@@ -1,4 +1,4 @@
-//! Our client of IPVS against `ipvsadm`, in both directions.
+//! Compares our client of IPVS with `ipvsadm`, in both directions.
 
 use std::{
     collections::BTreeSet,
@@ -74,7 +74,7 @@ fn table() -> (Vec<(Service, Vec<Destination>)>, &'static str) {
     (services, text)
 }
 
-/// Everything that the kernel holds, sorted.
+/// All virtual servers of the kernel and their destinations, sorted.
 fn listed(ipvs: &mut Ipvs) -> Vec<(Service, Vec<Destination>)> {
     let mut all = Vec::new();
     for entry in ipvs.services().unwrap() {
@@ -153,7 +153,7 @@ fn services_and_destinations_are_changed_and_removed() {
         );
         assert_eq!(listed(&mut ipvs), [(changed, vec![destinations[0], destinations[1].weighing(0)])]);
         execute_all(&mut ipvs, &[Command::SetService(service.clone())]);
-        assert_eq!(ipvs.service(service.id).unwrap().unwrap().service, service, "the service has no persistence again");
+        assert_eq!(ipvs.service(service.id).unwrap().unwrap().service, service, "the service still has persistence");
         execute_all(&mut ipvs, &[Command::RemoveService(service.id)]);
         assert_eq!(listed(&mut ipvs), []);
         assert_eq!(output("ipvsadm", &["-Sn"]), "");
@@ -182,8 +182,8 @@ fn refused_commands_are_named_and_the_others_are_executed() {
         let mut crossed = Destination::new(at("10.244.0.1:1"));
         (crossed.upper_threshold, crossed.lower_threshold) = (1, 2);
         let present = Destination::new(at("10.244.0.2:1"));
-        // More commands than fit into one send. The refused commands are in the second part, and
-        // one is at its end.
+        // These are more commands than fit into one send. The refused commands are in the second
+        // send, and one of them is its last command.
         let mut commands: Vec<_> = (1..=200).map(|port| Command::AddService(service(port))).collect();
         let first = commands.len();
         let refused = [

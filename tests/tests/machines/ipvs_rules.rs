@@ -99,10 +99,10 @@ fn check_that_rules_are_printed_as_rendered(family: Family) {
         state.apply(change, &mut dirty);
     }
     let plan = ledger.changed(&state, &node, &dirty, 0);
-    assert!(!plan.script.is_empty(), "policy Local needs a rule for internal clients");
+    assert!(!plan.script.is_empty(), "the plan has no rule for internal clients, which policy Local needs");
     apply(&plan, family);
     assert!(ledger.rules().matches(&tables(family)), "{:?}", tables(family));
-    // The sets contain the added elements as they were written.
+    // `ipset save` prints the lines of the added elements as they were written.
     let saved = run("ipset", &["save"], "");
     for line in set_lines(&plan.before, family).lines() {
         assert!(saved.lines().any(|saved| saved == line), "{line} is not in:\n{saved}");

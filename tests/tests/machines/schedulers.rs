@@ -212,7 +212,7 @@ fn lblc_keeps_an_endpoint_until_its_connections_exceed_its_weight() {
         assert_eq!(
             order_before,
             [first, first, first, second, second, second],
-            "a second endpoint is used after more than two connections"
+            "expected a second endpoint after more than two connections"
         );
         assert_ne!(first, second);
         rig.close(id, first, &mut held);
@@ -220,7 +220,7 @@ fn lblc_keeps_an_endpoint_until_its_connections_exceed_its_weight() {
         assert_eq!(
             order(&hold(1, 1)),
             [third],
-            "lblc forgets the first endpoint, and the third has the fewest connections"
+            "expected the third endpoint: lblc forgets the first, and the third has the fewest connections"
         );
     });
 }
@@ -239,7 +239,7 @@ fn lblcr_returns_to_an_endpoint_of_its_server_set() {
         assert_eq!(
             order(&hold(1, 1)),
             [first],
-            "the first endpoint is still in the set, and has the fewest connections"
+            "expected the first endpoint, which is still in the set and has the fewest connections"
         );
     });
 }
@@ -280,7 +280,8 @@ fn sed_uses_the_endpoint_with_the_shortest_expected_delay() {
         let mut rig = Rig::new(2);
         rig.serve(1, Scheduler::ShortestExpectedDelay, &[4, 1]);
         // The expected delay is (connections + 1) / weight. The idle second endpoint has the longer
-        // delay until the first has three connections. At a tie, either may be used.
+        // delay until the first has three connections. If both delays are equal, IPVS may use
+        // either endpoint.
         let held = hold(1, 10);
         assert_eq!(order(&held)[..3], [1, 1, 1]);
         assert_eq!(shares(&held), [(1, 8), (2, 2)].into());
@@ -294,8 +295,8 @@ fn nq_uses_an_idle_endpoint_and_ignores_weights() {
         let id = rig.serve(1, Scheduler::NeverQueue, &[4, 1]);
         let mut held = hold(1, 5);
         let first: BTreeSet<u8> = order(&held)[..2].iter().copied().collect();
-        assert_eq!(first, [1, 2].into(), "each idle endpoint gets a connection");
-        assert_eq!(order(&held)[2..4], [1, 1], "the next connections follow the expected delay");
+        assert_eq!(first, [1, 2].into(), "an idle endpoint got no connection");
+        assert_eq!(order(&held)[2..4], [1, 1], "the next connections do not follow the expected delay");
         rig.close(id, 2, &mut held);
         assert_eq!(order(&hold(1, 1)), [2]);
     });
@@ -305,8 +306,8 @@ fn nq_uses_an_idle_endpoint_and_ignores_weights() {
 fn mh_chooses_by_client_and_port_and_moves_few_clients_when_an_endpoint_is_removed() {
     uml::inside(|| {
         let mut rig = Rig::new(4);
-        // The choice depends only on the client and the endpoints, so two virtual servers choose
-        // equally.
+        // The choice depends only on the client and the endpoints, so two virtual servers with
+        // equal endpoints make the same choice.
         for (service, weights) in [(1, [1, 1, 1, 1]), (2, [1, 1, 1, 1]), (3, [1, 1, 1, 0])] {
             rig.serve(service, Scheduler::MaglevHashing, &weights);
         }
@@ -324,7 +325,7 @@ fn mh_chooses_by_client_and_port_and_moves_few_clients_when_an_endpoint_is_remov
             }
         }
         assert!(used.len() == 4 && used.values().all(|count| *count >= 10), "{used:?}");
-        // With round robin over a list, about two of three clients would move.
+        // With a hash modulo the number of endpoints, about two of three clients would move.
         assert!(stayed * 10 >= asked * 8, "{stayed} of {asked} clients kept their endpoint");
     });
 }
@@ -359,7 +360,7 @@ fn ovf_fills_one_endpoint_before_the_next() {
         assert_eq!(shares(&held), [(1, first), (2, 10)].into());
         assert_eq!(weights[2], Scheduler::OVERFLOW_CONNECTIONS);
         rig.close(id, 1, &mut held);
-        assert_eq!(order(&hold(1, 1)), [1], "the first endpoint has room again");
+        assert_eq!(order(&hold(1, 1)), [1], "expected the first endpoint, which is no longer full");
     });
 }
 
@@ -374,7 +375,7 @@ fn persistence_keeps_each_client_on_its_endpoint() {
             assert_eq!(numbers.len(), 1, "client {client}: {numbers:?}");
             chosen.insert(client, numbers.into_iter().next().unwrap());
         }
-        // Clients in one network are separate clients, and round robin spread them.
+        // Clients in the same network have separate records, so round robin spreads them.
         let used: Vec<u8> = chosen.values().copied().collect();
         assert_eq!(used[..4].iter().collect::<BTreeSet<_>>().len(), 4, "{used:?}");
         assert_eq!(used[..4], used[4..]);
@@ -384,7 +385,6 @@ fn persistence_keeps_each_client_on_its_endpoint() {
     });
 }
 
-/// Endpoints hold as many connections as the clients.
 #[test]
 fn held_connections_stay_open() {
     uml::inside(|| {

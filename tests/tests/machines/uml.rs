@@ -1,5 +1,5 @@
-//! Tests inside User-Mode Linux run on their own kernel, their failures are reported outside, and
-//! packet cases pass on that kernel too.
+//! Tests inside User-Mode Linux run on their own kernel. The host reports their failures. Packet
+//! cases also pass on that kernel.
 
 use std::time::Duration;
 
@@ -48,7 +48,7 @@ mod kernel {
     }
 }
 
-/// What the runner reports of tests that fail, hang or crash inside.
+/// The runner's reports of tests that fail, hang or crash inside User-Mode Linux.
 mod runner {
     use super::*;
 
@@ -120,8 +120,8 @@ mod runner {
     }
 }
 
-/// These packet cases pass on the host's kernel. A failure here points to User-Mode Linux, and not
-/// to the backend.
+/// These packet cases pass on the host's kernel. If they fail inside, the cause is User-Mode Linux,
+/// and not the backend.
 #[test]
 fn packet_cases_pass_with_iptables() {
     uml::inside(|| {

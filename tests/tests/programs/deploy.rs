@@ -65,7 +65,7 @@ fn kustomization_lists_every_manifest() {
 }
 
 #[test]
-fn everything_is_in_its_namespace() {
+fn every_namespaced_object_is_in_the_namespace_of_headgate() {
     let cluster_wide = ["Namespace", "ClusterRole", "ClusterRoleBinding"];
     for ((kind, name), object) in objects() {
         let expected = if cluster_wide.contains(&kind.as_str()) { Value::Null } else { json!("headgate-system") };
@@ -272,8 +272,8 @@ fn certificates_contain_the_identities_that_the_control_plane_expects() {
         assert!(identity.trim_end().ends_with(&format!("URI:headgate://node/{node}")), "{identity}");
     }
 
-    // A later node gets a certificate of the same authority. The authority's key stays out of the
-    // folders to deploy.
+    // A certificate for a later node comes from the same authority. The authority's key is not in
+    // the folders that are deployed.
     let commands = make(&["--node", "node-c"]);
     verify("nodes/node-c.crt", "sslclient");
     assert_eq!(std::fs::read(path("nodes/ca.crt")).unwrap(), authority);
@@ -315,7 +315,7 @@ fn the_control_plane_accepts_only_clients_with_its_certificates() {
         std::thread::sleep(Duration::from_millis(50));
         answer = ask(&with_own);
     }
-    // A server name that does not resolve does not hide the agents of other servers.
+    // If the name of one server does not resolve, the agents of the other servers are still listed.
     let mut agents = Command::new(program("headgatectl").unwrap());
     agents.arg("--server=https://nobody.invalid:7443").arg(format!("--server=https://{}", port.address()));
     let agents = agents.args(&with_own).arg("agents").stdin(Stdio::null()).output().unwrap();
@@ -355,7 +355,7 @@ fn manifests_have_only_fields_that_the_api_knows() {
             "Deployment" => round_trip::<apps::Deployment>(&object),
             "DaemonSet" => round_trip::<apps::DaemonSet>(&object),
             "PodDisruptionBudget" => round_trip::<policy::PodDisruptionBudget>(&object),
-            other => panic!("{other} {name}: a kind that this test does not know yet"),
+            other => panic!("{other} {name}: add this kind to the test"),
         };
         assert_eq!(known, object, "{kind} {name}");
     }

@@ -1,4 +1,4 @@
-//! The replicas that agents follow while replicas lose their API servers. No test asserts on time.
+//! The choice of replicas by agents while replicas lose their API servers. No test asserts on time.
 
 use std::{
     process::Command,
@@ -16,7 +16,7 @@ use tokio::time::sleep;
 const LIMIT: Duration = Duration::from_secs(60);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn agents_leave_a_replica_that_never_lists_for_one_that_follows() {
+async fn agents_move_from_a_replica_that_never_lists_to_one_that_follows_the_source() {
     let mut scene = Scene::set(20, &[Mode::Open, Mode::Refusing]).await.unwrap();
     scene.add_agents(12, &[0, 1]).unwrap();
     scene.until_programmed().await.unwrap();
@@ -26,7 +26,7 @@ async fn agents_leave_a_replica_that_never_lists_for_one_that_follows() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn agents_leave_the_only_replica_that_loses_its_api_server() {
+async fn agents_leave_a_replica_that_loses_its_api_server_if_another_follows_the_source() {
     for cut in [Mode::Refusing, Mode::Silent] {
         let mut scene = Scene::set(20, &[Mode::Open, Mode::Open]).await.unwrap();
         scene.add_agents(12, &[0, 1]).unwrap();
@@ -138,7 +138,7 @@ async fn no_agent_moves_when_the_api_server_stops_answering_all_replicas() {
     for replica in 0..2 {
         scene.until_ready(replica, false).await.unwrap();
     }
-    // Wait longer than the patience of agents with a replica that is cut off.
+    // Wait longer than agents stay at a replica that is cut off, if another replica is better.
     sleep(Duration::from_secs(8)).await;
     assert_eq!(scene.moves(), [0; 12]);
 }

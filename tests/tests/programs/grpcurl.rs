@@ -1,4 +1,4 @@
-//! grpcurl as an operator uses it, against the real program with a folder of manifests.
+//! Runs grpcurl as an operator would, against the real control plane with a folder of manifests.
 
 use std::{
     env, fs,
@@ -44,7 +44,7 @@ ports: [{name: http, port: 8080, protocol: TCP}]
 struct ControlPlane {
     child: Child,
     address: String,
-    /// The options with which grpcurl connects to it.
+    /// The options with which grpcurl connects to the control plane.
     transport: Vec<String>,
 }
 
@@ -175,7 +175,7 @@ fn grpcurl_lists_and_calls_the_services_of_the_control_plane() {
 
 /// Uses the certificates that `headgatectl certs` creates.
 #[test]
-fn over_tls_readers_may_inspect_and_others_learn_why_they_are_refused() {
+fn over_tls_readers_may_inspect_and_other_clients_get_the_reason_of_their_refusal() {
     let folder = tempfile::tempdir().unwrap();
     let (manifests, certs) = (folder.path().join("manifests"), folder.path().join("certs"));
     fs::create_dir(&manifests).unwrap();

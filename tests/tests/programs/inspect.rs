@@ -1,4 +1,4 @@
-//! `headgatectl` against the control plane on a folder of manifests. Both are the real programs.
+//! Runs the real `headgatectl` against the real control plane, which reads a folder of manifests.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
 }
 
-/// A control plane on a copy of the README's first example.
+/// A control plane that reads a copy of `docs/examples/web.yaml`.
 struct ControlPlane {
     _process: KilledOnDrop,
     folder: tempfile::TempDir,
@@ -140,7 +140,7 @@ fn headgatectl_shows_a_row_for_each_port_with_its_own_readiness() {
     assert_eq!(
         (&service["ready_endpoints"], &service["endpoints"]),
         (&3.into(), &3.into()),
-        "the counts are not of addresses"
+        "the Service does not count each address once"
     );
 }
 
@@ -185,8 +185,8 @@ fn watch_shows_an_edit() {
     });
     let watch = KilledOnDrop(watch);
 
-    // A watch shows changes from its beginning on, and does not report when it begins. Edit until
-    // it shows a change.
+    // A watch shows only changes after its start, and does not report its start. So the test edits
+    // the manifest until the watch shows a change.
     let example = std::fs::read_to_string(root().join("docs/examples/web.yaml")).unwrap();
     let first = control_plane.wait_for("a removal or an addition", |this| {
         let without = example.split("  - addresses: [10.244.2.10]").next().unwrap();

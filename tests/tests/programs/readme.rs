@@ -68,7 +68,7 @@ fn without_durations(line: &str) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// Whether the printed lines match the expected ones.
+/// Whether the printed lines match the expected lines.
 fn matches_page(expected: &[String], printed: &[String]) -> bool {
     match expected {
         [] => printed.is_empty(),
@@ -83,8 +83,8 @@ fn matches_page(expected: &[String], printed: &[String]) -> bool {
     }
 }
 
-/// The programs of a page. A shell runs them. When its standard input closes, also because this
-/// test was killed, it ends them with the page's own command.
+/// The programs of a page. A shell runs these programs. It ends them with the page's own command
+/// when its standard input closes, which also happens if this test is killed.
 struct Session {
     shell: Child,
     folder: TempDir,
@@ -122,7 +122,8 @@ impl Session {
         Ok((output.status.success(), printed))
     }
 
-    /// Repeats a command until its output is as expected. At first the programs may not be ready.
+    /// Repeats a command until its output is as expected, because the programs may not be ready at
+    /// first.
     fn expect(&mut self, example: &Example) {
         let Example { command, printed: expected } = example;
         if command.starts_with("alias ") {
@@ -153,7 +154,7 @@ impl Drop for Session {
     }
 }
 
-/// Replaces the namespace `try` in a script by another one.
+/// Replaces the name `try` of the namespace in a script by `namespace`.
 fn in_namespace(script: &str, namespace: &str) -> String {
     let words = script.split_inclusive([' ', '\n', ';']);
     words
@@ -169,7 +170,7 @@ fn check(page: &str) {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
     let text = fs::read_to_string(docs.join(page)).unwrap();
     let blocks = blocks(&text, "console");
-    assert!(blocks.len() >= 3, "{page} has lost its examples");
+    assert!(blocks.len() >= 3, "{page} has fewer than three blocks of examples");
     let mut session = Session::start(&text);
     for block in blocks {
         examples(block).iter().for_each(|example| session.expect(example));

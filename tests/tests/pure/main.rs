@@ -1,5 +1,5 @@
-//! Tests that need no socket, program or network namespace. They start first and wait for no group
-//! of tests.
+//! Tests that need no socket, program or network namespace. No group in `.config/nextest.toml`
+//! limits how many of them run at a time.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 

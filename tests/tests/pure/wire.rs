@@ -1,5 +1,5 @@
-//! The size goals of the `wire` bench. The measured sizes are equal in every run, so a test can
-//! check the goals.
+//! The size goals of the `wire` bench. The sizes do not vary between runs, so a test can check the
+//! goals.
 
 #[test]
 fn a_change_costs_no_more_bytes_than_the_goals_allow() {

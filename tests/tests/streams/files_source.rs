@@ -1,4 +1,4 @@
-//! The source `files:DIR` with real folders.
+//! Tests of the source `files:DIR` with real folders.
 
 use std::{
     fs,
@@ -61,7 +61,8 @@ impl Reading {
         put(self.folder.path(), name, text);
     }
 
-    /// Waits for one more change. Changes are read in order, so all earlier edits are done then.
+    /// Makes one more change and waits for it. The source reads edits in order, so it has read all
+    /// earlier edits by then.
     async fn settle(&self, name: &str) {
         self.put("zz-settle.yaml", &service(name));
         self.sink.until("the last edit arrived", |c| c.serves("default", name)).await;
@@ -103,7 +104,7 @@ async fn the_source_is_cut_off_while_the_folder_cannot_be_read() {
     reading.sink.until("the source is cut off", |c| c.cut_off.is_some()).await;
     let heard = reading.sink.look(|c| {
         assert!(c.cut_off.as_ref().unwrap().contains("cannot be read"), "{:?}", c.cut_off);
-        assert!(c.serves("default", "web"), "the last read Services stay");
+        assert!(c.serves("default", "web"), "the Services that were read last were removed");
         c.heard.clone()
     });
     fs::rename(&away, &folder).unwrap();
@@ -158,13 +159,16 @@ async fn a_malformed_file_is_reported_and_removes_nothing() {
         reading.put("web.yaml", &good);
         reading.sink.until("the fault is fixed", |c| c.problems.is_empty()).await;
     }
-    // One of three documents is broken. Changes of the others are read, and the objects of the
-    // broken one stay.
+    // One of three documents is broken. Changes in the other documents are read, and the objects of
+    // the broken document stay.
     let three = |middle: &str| {
         format!("{}{middle}---\n{}", service_at("web", "10.0.0.7"), slice("web-1", "web", &["10.1.0.9"]))
     };
     reading.put("web.yaml", &three("kind: {\n"));
-    reading.sink.until("changes of the others are read", |c| c.endpoints("default", "web") == ["10.1.0.9"]).await;
+    reading
+        .sink
+        .until("changes in the other documents are read", |c| c.endpoints("default", "web") == ["10.1.0.9"])
+        .await;
     reading.sink.look(|c| {
         assert!(c.problem_texts().iter().any(|p| p.contains("web.yaml, document 2")), "{:?}", c.problem_texts());
         assert!(c.errors[&(SourceKind::Files, "malformed_file")] >= 7);
@@ -233,14 +237,14 @@ async fn a_write_that_truncates_the_file_first_removes_nothing() {
 }
 
 #[tokio::test]
-async fn the_first_of_two_definitions_counts() {
+async fn the_first_of_two_definitions_of_an_object_is_used() {
     let reading = Reading::of(&[("b.yaml", &service_at("web", "10.0.0.2"))]).await;
     reading.put("a.yaml", &service_at("web", "10.0.0.1"));
     let address = |c: &sink::Collected| {
         let entry = c.state.entry(&headgate_core::ServiceKey::new("default", "web"));
         entry.and_then(|entry| entry.service()).map(|service| service.cluster_ips[0].to_string())
     };
-    reading.sink.until("the first definition counts", |c| address(c).as_deref() == Some("10.0.0.1")).await;
+    reading.sink.until("the first definition is used", |c| address(c).as_deref() == Some("10.0.0.1")).await;
     reading.sink.look(|c| {
         assert!(
             c.problem_texts()[0].starts_with("b.yaml, document 1 | Service default/web |"),
@@ -252,7 +256,7 @@ async fn the_first_of_two_definitions_counts() {
     fs::remove_file(reading.path("a.yaml")).unwrap();
     reading
         .sink
-        .until("the second definition counts", |c| address(c).as_deref() == Some("10.0.0.2") && c.problems.is_empty())
+        .until("the second definition is used", |c| address(c).as_deref() == Some("10.0.0.2") && c.problems.is_empty())
         .await;
     reading.sink.look(|c| assert_eq!(c.removed, [""; 0]));
     reading.put("c.yaml", &(service_at("twice", "10.0.0.4") + &service_at("twice", "10.0.0.5")));

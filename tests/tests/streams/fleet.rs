@@ -1,5 +1,5 @@
-//! The simulated fleet in a small size, against the real control plane. The tests cover storms,
-//! slow, vanishing and hostile agents, and a replica that is behind its agents.
+//! A small simulated fleet against the real control plane. In the tests, all agents reconnect at
+//! the same time, agents are slow, vanish or send garbage, and a replica is behind its agents.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use headgate_tests::{
     },
 };
 
-/// A stage for this many agents, of which two hold a state. No program is pinned to a processor.
+/// A stage for `agents` agents, of which two hold a state. No program is pinned to a processor.
 fn stage(agents: usize, services: u32) -> Stage {
     let settings = Settings { backoff: Duration::from_millis(50), ..Settings::default() };
     let wire = Wire::VethUnsteered;
@@ -35,7 +35,7 @@ fn wait_for_metrics(stage: &Stage, expected: &[(usize, &str, f64)]) {
         if found.iter().zip(expected).all(|(found, (_, _, expected))| found == expected) {
             return;
         }
-        assert!(Instant::now() < until, "{found:?} in place of {expected:?}");
+        assert!(Instant::now() < until, "the metrics are {found:?}, and {expected:?} was expected");
         std::thread::sleep(Duration::from_millis(50));
     }
 }
@@ -44,7 +44,7 @@ fn wait_for_metrics(stage: &Stage, expected: &[(usize, &str, f64)]) {
 const LIMIT: Duration = Duration::from_secs(120);
 
 #[test]
-fn after_a_storm_agents_receive_only_what_differs() {
+fn agents_that_all_reconnect_receive_only_resources_that_differ() {
     let agents = 100;
     let mut stage = stage(agents, 400);
     // `storm::measure` checks the number of resources that were sent.
@@ -53,7 +53,10 @@ fn after_a_storm_agents_receive_only_what_differs() {
     assert_eq!(storm.changed.summary.by_digests, agents);
     assert!(storm.changed.summary.present.buckets >= u64::from(CHANGED) / 2 * agents as u64);
     assert_eq!(storm.same.summary.by_log, agents);
-    assert_eq!(storm.same.resumed_handshakes, agents as u64, "TLS sessions resume at the replica that issued them");
+    assert_eq!(
+        storm.same.resumed_handshakes, agents as u64,
+        "a TLS session was not resumed at the replica that issued it"
+    );
 }
 
 #[test]
@@ -66,8 +69,9 @@ fn snapshots_are_sent_in_order_and_only_a_few_at_a_time() {
         assert!(seen.waited > 0 && seen.in_flight <= IN_FLIGHT, "{seen:?}");
         stage.compare_digests().unwrap();
         overtaken.push(seen.overtaken);
-        // A random order would give about one half each time. An agent whose processor was busy
-        // finds several answers, and reads them in any order.
+        // In a random order, about half of all pairs would be served out of order every time. If
+        // its processor is busy, an agent reads several answers at once, in any order. So the test
+        // may try again.
         if seen.overtaken < 0.4 {
             return;
         }
@@ -87,7 +91,7 @@ fn slow_agents_cost_no_memory_and_do_not_slow_others() {
     let metric = |stage: &Stage, name: &str| stage.replicas[0].metric(&stage.machines, name).unwrap();
     stage.fleet.wait_until(welcomed, LIMIT, move |worker| worker.summary().counts.full_handshakes >= 100).unwrap();
     // Commit equally many changes several times. If the replica kept changes for agents that do not
-    // read, its memory would grow each time.
+    // read, its memory would grow with each round.
     let mut highest = Vec::new();
     for _ in 0..5 {
         let mut version = 0;
@@ -103,7 +107,7 @@ fn slow_agents_cost_no_memory_and_do_not_slow_others() {
     let received =
         stage.fleet.ask(|worker| worker.summary_of(|client| client.member().fault == Fault::NeverRead)).unwrap();
     assert_eq!((received.agents, received.received.messages), (slow, 0), "agents that never read received messages");
-    // Once they read, they receive current values instead of all missed changes.
+    // Once these agents read, they receive current values instead of all missed changes.
     stage.fleet.ask(|worker| worker.set_fault(Fault::None, |client| !client.is_healthy())).unwrap();
     let version = stage.source.change().unwrap();
     stage.wait_for_all(version).unwrap();
@@ -123,7 +127,7 @@ fn a_replica_that_is_behind_makes_agents_wait_and_sends_no_older_state() {
 fn agents_move_to_a_replica_that_starts_later_and_receive_nothing_again() {
     let agents = 60;
     let settings = Settings { backoff: Duration::from_millis(50), ..Settings::default() };
-    // All agents hold a state, so that each resumes by its own digests.
+    // All agents hold a state, so that each agent resumes with the digests of its own state.
     let setup = Setup {
         services: 200,
         endpoints: 2,
@@ -136,8 +140,8 @@ fn agents_move_to_a_replica_that_starts_later_and_receive_nothing_again() {
     let mut stage = Stage::set(setup).unwrap();
     let nodes: Vec<String> = (0..agents).map(|number| format!("node-{number:05}")).collect();
     stage.source.add_nodes(nodes.iter().map(String::as_str)).unwrap();
-    // The balance Service needs one endpoint for each replica. This one has two, of which one is
-    // ready at first.
+    // The balance Service needs one endpoint for each replica. The Service of this test has two
+    // endpoints, of which one is ready at first.
     let service = workload::key(0).to_string();
     let options = ["--balance-service", service.as_str()];
     stage.source.toggle(0).unwrap();
@@ -188,7 +192,8 @@ fn hostile_and_vanishing_agents_do_not_affect_others() {
     members.extend((0..3).map(vanishing));
     stage.fleet.join(members).unwrap();
     let metric = |stage: &Stage, name: &str| stage.replicas[0].metric(&stage.machines, name).unwrap();
-    // Each of the four agents is disconnected, and connects again to send garbage again.
+    // The replica disconnects each of the four agents, and the agents connect and send garbage
+    // again.
     let is_disconnected = |worker: &headgate_tests::fleet::Worker| {
         let hostile = worker.clients().iter().filter(|client| matches!(client.member().fault, Fault::Garbage(_)));
         hostile.filter(|client| client.counts().connections >= 3).count() == 4

@@ -21,14 +21,14 @@ pub(crate) fn settings() -> Settings {
 }
 
 impl Replica {
-    /// Starts a replica with an empty store that is synced.
+    /// Starts a replica with an empty store whose source has been listed.
     pub(crate) async fn start() -> Self {
         let replica = Self::start_with(settings(), Security::Plaintext).await;
         replica.store.synced();
         replica
     }
 
-    /// Starts a replica with an empty store that is not synced.
+    /// Starts a replica with an empty store whose source has not been listed.
     pub(crate) async fn start_with(settings: Settings, security: Security) -> Self {
         Self::start_limited(settings, security, Limits::default()).await
     }
@@ -54,7 +54,7 @@ impl Replica {
         self.store.commit(Transaction { changes, positions, ..Transaction::default() });
     }
 
-    /// A sample of the metrics; 0 if it is missing.
+    /// The value of a sample in the metrics, or 0 if the sample is missing.
     pub(crate) fn metric(&self, sample: &str) -> u64 {
         let text = self.metrics.render();
         let line = text.lines().find_map(|line| line.strip_prefix(sample)?.strip_prefix(' '));

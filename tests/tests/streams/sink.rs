@@ -22,7 +22,7 @@ pub(crate) struct Collected {
     pub(crate) nodes: BTreeMap<Arc<str>, Node>,
     /// The last position of each kind.
     pub(crate) positions: BTreeMap<SourceKind, u64>,
-    /// The number of positions that were lower than the one before.
+    /// The number of positions that were lower than the previous position of the kind.
     pub(crate) went_back: u64,
     /// The current problems.
     pub(crate) problems: Vec<Problem>,
@@ -30,13 +30,13 @@ pub(crate) struct Collected {
     pub(crate) errors: BTreeMap<(SourceKind, &'static str), u64>,
     /// The calls of `heard` by kind.
     pub(crate) heard: BTreeMap<SourceKind, u64>,
-    /// The reason why the source is cut off, if it is.
+    /// The reason why the source is cut off. `None` if the source is not cut off.
     pub(crate) cut_off: Option<String>,
     /// Every key that was removed, in order.
     pub(crate) removed: Vec<String>,
     /// The number of commits, including empty ones.
     pub(crate) commits: u64,
-    /// The number of changes in each commit that had any.
+    /// The number of changes in each commit that is not empty.
     pub(crate) commit_sizes: Vec<usize>,
     /// The number of calls of `synced`.
     pub(crate) synced: u64,
@@ -75,8 +75,8 @@ impl CollectingSink {
         look(&self.0.lock().unwrap())
     }
 
-    /// Asks the source to check whether it has reached `position`. The store does so for an agent
-    /// that has seen `position` at another replica.
+    /// Asks the source to check whether it has reached `position`. The store asks in this way for
+    /// an agent that has seen `position` at another replica.
     pub(crate) fn want(&self, kind: SourceKind, position: u64) {
         self.1.send_modify(|wanted| {
             wanted.insert(kind, position);

@@ -1,6 +1,6 @@
-//! Connections for `Discovery.Sync` on the level of HTTP/2 (RFC 9113), with clients whose settings
-//! are unusual, and with clients that break the protocol. `sync_stream` tests the streams on these
-//! connections.
+//! Tests of connections for `Discovery.Sync` on the level of HTTP/2 (RFC 9113). The settings of
+//! some clients are unusual, and other clients break the protocol. `sync_stream` tests the streams
+//! on these connections.
 
 use std::{
     sync::{
@@ -186,8 +186,8 @@ async fn other_requests_of_a_client_get_another_connection() {
     client.reach(1).await;
     let mut inspect = InspectClient::new(channel);
     let answered = async {
-        // The first request may fail, because the server closes this connection to it. A later
-        // request uses a new connection.
+        // The first request may fail, because the server accepts no further request on this
+        // connection. A later request uses a new connection.
         while inspect.get_status(v1::GetStatusRequest {}).await.is_err() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -213,7 +213,7 @@ impl Wire {
         self.0.write_all(bytes).await.unwrap();
     }
 
-    /// The type, flags, stream and payload of the next frame; `None` at the end.
+    /// The type, flags, stream and payload of the next frame. `None` at the end of the connection.
     async fn frame(&mut self) -> Option<(u8, u8, u32, Vec<u8>)> {
         let mut header = [0; 9];
         timeout(GUARD, self.0.read_exact(&mut header)).await.expect("no frame arrived").ok()?;
@@ -250,8 +250,8 @@ fn sync_headers() -> Vec<u8> {
     block
 }
 
-/// Everything up to `Hello`. The headers are in three frames, and frames have padding where the
-/// protocol allows it.
+/// The bytes that a client sends up to `Hello`. The headers are in three frames, and the DATA frame
+/// has padding.
 fn opening(node: &str) -> Vec<u8> {
     let block = sync_headers();
     let message = frame(&hello(node, None));
@@ -278,23 +278,22 @@ async fn bytes_may_arrive_one_at_a_time() {
     for byte in opening("n1") {
         wire.send(&[byte]).await;
     }
-    assert_eq!(wire.until(4).await, (1, 0, Vec::new()), "the server acknowledges the settings");
-    assert_eq!(wire.until(1).await.0, 4, "the headers do not end the stream");
+    assert_eq!(wire.until(4).await, (1, 0, Vec::new()), "the server did not acknowledge the settings");
+    assert_eq!(wire.until(1).await.0, 4, "expected headers that do not end the stream");
     wire.until(0).await;
     wire.send(&wire_frame(6, 0, 0, b"12345678")).await;
     assert_eq!(wire.until(6).await, (1, 0, b"12345678".to_vec()));
     let ack = frame(&message(v1::agent_message::Body::Ack(v1::Ack { version: 1, ..Default::default() })));
     wire.send(&wire_frame(0, 1, 1, &ack)).await;
     let (flags, stream, _) = wire.until(1).await;
-    assert_eq!((flags, stream), (5, 1), "the trailers end the stream");
-    assert_eq!(wire.until(7).await.2[4..8], [0; 4], "GOAWAY has no error");
+    assert_eq!((flags, stream), (5, 1), "expected trailers that end the stream");
+    assert_eq!(wire.until(7).await.2[4..8], [0; 4], "expected GOAWAY without an error");
     assert!(wire.frame().await.is_none());
     assert_eq!(replica.metric("headgate_agent_messages_total{message=\"ack\"}"), 1);
     replica.running.stop().await;
 }
 
-/// Everything up to `Hello`, with these settings, and with a header block that begins with these
-/// bytes.
+/// The bytes that a client sends up to `Hello`. The header block begins with the bytes `begin`.
 fn opening_with(settings: &[u8], begin: &[u8]) -> Vec<u8> {
     let block = [begin, &sync_headers()].concat();
     let hello = frame(&hello("n1", None));
@@ -309,15 +308,16 @@ async fn both_ends_respect_the_size_of_the_header_table() {
     let mut wire = Wire::connect(&replica).await;
     wire.send(&opening_with(&[0, 1, 0, 0, 0, 0], &[0x20])).await;
     let (_, _, block) = wire.until(1).await;
-    assert_eq!(block[..2], [0x20, 0x88], "the block begins with a table size of 0 and :status 200");
+    assert_eq!(block[..2], [0x20, 0x88], "expected a block that begins with a table size of 0 and :status 200");
     wire.until(0).await;
-    // The client announces the largest allowed table, and then one byte more.
+    // One client announces the largest allowed table, and another client a table that is one byte
+    // larger.
     let mut wire = Wire::connect(&replica).await;
     wire.send(&opening_with(&[], &[0x3f, 0xe1, 0x1f])).await;
     wire.until(0).await;
     let mut wire = Wire::connect(&replica).await;
     wire.send(&opening_with(&[], &[0x3f, 0xe2, 0x1f])).await;
-    assert_ne!(wire.until(7).await.2[4..8], [0; 4], "GOAWAY has an error");
+    assert_ne!(wire.until(7).await.2[4..8], [0; 4], "expected GOAWAY with an error");
     assert!(wire.frame().await.is_none());
     replica.running.stop().await;
 }
@@ -357,7 +357,7 @@ async fn sync_after_another_request_needs_a_new_connection() {
     assert_eq!(replica.metric("headgate_requests_denied_total{reason=\"sync_behind_others\"}"), 1);
     // The server completes open requests, and then ends the connection.
     replica.store.cut_off(None);
-    assert!(timeout(GUARD, health.data()).await.unwrap().is_some(), "another answer on the connection ended");
+    assert!(timeout(GUARD, health.data()).await.unwrap().is_some(), "the other answer on the connection ended");
     drop((health, sender));
     timeout(GUARD, connection).await.expect("the connection does not end").unwrap().unwrap();
     let mut client = Client::open(channel(replica.running.local_addr).await, "n1", None).await.unwrap();
@@ -381,8 +381,8 @@ async fn a_connection_ends_when_its_client_stops_reading_an_answer() {
     };
     let (_, mut requests, mut body) = watch(60_000).await;
     assert!(timeout(GUARD, body.data()).await.unwrap().is_some(), "the first state did not arrive");
-    // The client has no room for any byte of the answer. It answers pings, so only this limit ends
-    // the connection.
+    // The client has no room for any byte of the answer. It answers pings, so only
+    // `stalled_response_timeout` ends the connection.
     let (connection, _requests, _is_kept) = watch(0).await;
     let _ = timeout(GUARD, connection).await.expect("the connection does not end");
     assert_eq!(

@@ -1,5 +1,5 @@
-//! `headgatectl wait` and `agents` against replicas in the test's process. The agents acknowledge
-//! when the test asks them to.
+//! Tests of `headgatectl wait` and `headgatectl agents` against replicas in the test's process. The
+//! simulated agents send an ACK when the test asks for it.
 
 use std::process::Stdio;
 
@@ -38,7 +38,7 @@ fn headgatectl(replicas: &[&Replica], arguments: &str) -> JoinHandle<Answer> {
     })
 }
 
-/// An agent that has received and acknowledged everything.
+/// Opens the stream of an agent that has received and acknowledged everything.
 async fn agent(replica: &Replica, node: &str) -> Client {
     let mut client = Client::open(channel(replica.running.local_addr).await, node, None).await.unwrap();
     client.reach(replica.store.version()).await;

@@ -1,4 +1,4 @@
-//! Our client of IP sets against the `ipset` program, in both directions.
+//! Compares our client of IP sets with the `ipset` program, in both directions.
 
 use std::{collections::BTreeSet, io::Write as _, process::Stdio};
 

@@ -1,4 +1,5 @@
-//! Our clients of kernel interfaces, against the kernel and the usual command line programs.
+//! Tests of our clients of kernel interfaces. The kernel and the usual command line programs are
+//! the reference.
 
 mod ipset;
 mod nftables;

@@ -63,7 +63,7 @@ fn flows(family: Family) -> Vec<Flow> {
     }
 }
 
-/// The entries that the kernel returns for a filter, before the agent compares them again.
+/// The entries that the kernel returns for a filter, before the agent applies the filter itself.
 fn listed(filter: &Filter) -> Result<BTreeSet<(SocketAddr, SocketAddr)>> {
     let (mut found, mut others) = (BTreeSet::new(), 0);
     Connection::open(libc::NETLINK_NETFILTER)?.dump(wire::list(filter), |_, payload| {
@@ -72,13 +72,13 @@ fn listed(filter: &Filter) -> Result<BTreeSet<(SocketAddr, SocketAddr)>> {
             None => others += 1,
         }
     })?;
-    assert_eq!(others, 0, "the kernel lists only UDP for {filter:?}");
+    assert_eq!(others, 0, "the kernel listed entries of other protocols than UDP for {filter:?}");
     Ok(found)
 }
 
 // rows: 84, 86
 #[test]
-fn the_kernel_filters() {
+fn the_kernel_filters_the_listed_flows() {
     in_namespace("filter", |_| {
         for family in Family::BOTH {
             let flows = flows(family);
@@ -151,7 +151,7 @@ fn swept(cleanup: &Cleanup) -> Result<Swept> {
 
 // rows: 82, 83, 84
 #[test]
-fn only_stale_udp_flows_of_the_service_go() {
+fn only_stale_udp_flows_of_the_service_are_deleted() {
     in_namespace("stale", |_| {
         for family in Family::BOTH {
             insert(flows(family))?;
@@ -160,16 +160,16 @@ fn only_stale_udp_flows_of_the_service_go() {
         let cleanup = cleanup_of([dns(0), endpoint("10.244.0.2"), endpoint("fd00:244::2")]);
         assert_eq!(swept(&cleanup)?.deleted, 2);
         let after: BTreeSet<Flow> = entries(Family::V4)?.union(&entries(Family::V6)?).copied().collect();
-        let gone: Vec<Flow> = before.difference(&after).copied().collect();
-        assert_eq!(gone, [flows(Family::V4)[0], flows(Family::V6)[0]]);
-        assert_eq!(swept(&cleanup)?.deleted, 0, "a second sweep deletes nothing");
+        let deleted: Vec<Flow> = before.difference(&after).copied().collect();
+        assert_eq!(deleted, [flows(Family::V4)[0], flows(Family::V6)[0]]);
+        assert_eq!(swept(&cleanup)?.deleted, 0, "the second sweep deleted flows");
         Ok(())
     });
 }
 
 // rows: 79, 84
 #[test]
-fn node_ports_are_cleaned_at_the_nodes_own_addresses() {
+fn stale_node_port_flows_are_deleted_at_the_nodes_own_addresses() {
     in_namespace("nodeport", |namespace| {
         namespace.ip_batch(
             "link add veth0 type veth peer name veth1\nlink set veth0 up\naddr add 192.0.2.11/24 dev veth0\n\
@@ -195,14 +195,14 @@ fn node_ports_are_cleaned_at_the_nodes_own_addresses() {
 
 // rows: 86
 #[test]
-fn many_stale_flows_go_in_batches() {
+fn many_stale_flows_are_deleted_in_batches() {
     in_namespace("batches", |_| {
         for (client, to) in [("172.16.0.1", "10.96.0.10:53"), ("172.16.0.2", "10.96.0.11:53")] {
             insert((1..=5000).map(|port| flow(UDP, &format!("{client}:{port}"), to, "10.244.0.1:5353")))?;
         }
         let swept = swept(&cleanup_of([dns(0), endpoint("10.244.0.2")]))?;
-        assert_eq!((swept.deleted, swept.lists), (5000, 2), "one list for each family: {swept:?}");
-        assert_eq!(swept.listed, 5000, "the kernel lists only flows to the service");
+        assert_eq!((swept.deleted, swept.lists), (5000, 2), "expected one list for each family: {swept:?}");
+        assert_eq!(swept.listed, 5000, "the kernel listed flows to another Service");
         assert_eq!(entries(Family::V4)?.len(), 5000);
         Ok(())
     });

@@ -1,4 +1,4 @@
-//! Clients keep one UDP socket each while services change.
+//! Each client keeps one UDP socket open while Services change.
 
 use std::{
     io::{Read as _, Write as _},
@@ -22,7 +22,7 @@ use headgate_tests::{
     uml,
 };
 
-/// Clients in pods, on nodes and outside, and the kind of address that each of them uses.
+/// Clients in pods, on nodes and outside, each with the kind of address that it uses.
 const WAYS: [(&str, Via); 7] = [
     ("a3", Via::ClusterIp),
     ("node-a", Via::ClusterIp),
@@ -66,7 +66,7 @@ fn follows_its_service(bed: &Testbed) -> Result<()> {
     let flows = open_all(bed, "dns", &WAYS)?;
     all_answered_by(&flows, "b1")?;
     set_endpoints(bed, &["c1"])?;
-    all_answered_by(&flows, "c1").context("after the backend was replaced")?;
+    all_answered_by(&flows, "c1").context("after the endpoint was replaced")?;
     set_endpoints(bed, &[])?;
     for flow in &flows {
         flow.until("refused", |outcome| *outcome == Outcome::Refused).context("after scaling to zero")?;
@@ -75,7 +75,7 @@ fn follows_its_service(bed: &Testbed) -> Result<()> {
     all_answered_by(&flows, "a1").context("after scaling up again")?;
     bed.update(|manifests| {
         let ports = &mut manifests.service_mut("dns")?.ports;
-        let port = ports.iter_mut().find(|port| port.name == "udp").context("no port")?;
+        let port = ports.iter_mut().find(|port| port.name == "udp").context("the Service has no port named udp")?;
         port.target_port = SECOND_LINE_PORT;
         Ok(())
     })?;
@@ -87,7 +87,7 @@ fn follows_its_service(bed: &Testbed) -> Result<()> {
     // The port of the Service changes. Clients of the old port get no more answers.
     bed.update(|manifests| {
         let ports = &mut manifests.service_mut("dns")?.ports;
-        let port = ports.iter_mut().find(|port| port.name == "udp").context("no port")?;
+        let port = ports.iter_mut().find(|port| port.name == "udp").context("the Service has no port named udp")?;
         port.port = 81;
         Ok(())
     })?;
@@ -111,7 +111,10 @@ fn follows_its_service(bed: &Testbed) -> Result<()> {
     for family in ["IPv4", "IPv6"] {
         let name = format!("kubeproxy_conntrack_reconciler_deleted_entries_total{{ip_family=\"{family}\"}} ");
         let deleted = metrics(bed)?.lines().find_map(|line| line.strip_prefix(&name)?.parse::<u64>().ok());
-        ensure!(deleted.is_some_and(|count| count > 0), "{name}is {deleted:?}");
+        ensure!(
+            deleted.is_some_and(|count| count > 0),
+            "the metric {name}is {deleted:?}, which is not a positive number"
+        );
     }
     Ok(())
 }
@@ -127,7 +130,7 @@ fn metrics(bed: &Testbed) -> Result<String> {
     })
 }
 
-/// Only endpoints on the client's node serve. They are replaced.
+/// Only endpoints on the client's node serve the Service. The test replaces these endpoints.
 fn follows_local_endpoints(bed: &Testbed) -> Result<()> {
     let ways = [("a3", Via::ClusterIp), ("outside-1", Via::NodePort("node-a"))];
     let flows = open_all(bed, "dns", &ways)?;
@@ -136,7 +139,7 @@ fn follows_local_endpoints(bed: &Testbed) -> Result<()> {
     all_answered_by(&flows, "a2")
 }
 
-/// Clients send before the Service exists, and before it has an endpoint.
+/// Clients send packets before the Service exists, and before it has an endpoint.
 fn recovers_once_there_is_an_endpoint(bed: &Testbed) -> Result<()> {
     // The first Service gets number 1.
     let expected = Service { number: 1, ..Service::new("dns", &[]) };
@@ -145,7 +148,7 @@ fn recovers_once_there_is_an_endpoint(bed: &Testbed) -> Result<()> {
         for (from, via) in WAYS {
             let flow = Flow::open(bed, from, expected.socket_address(via, family, "udp")?)?;
             let early = flow.ask();
-            ensure!(!matches!(early, Outcome::Answered(_)), "{from} by {via:?}: {early} before there is a service");
+            ensure!(!matches!(early, Outcome::Answered(_)), "{from} by {via:?}: {early} before the Service exists");
             flows.push(flow);
         }
     }
@@ -165,7 +168,7 @@ fn recovers_once_there_is_an_endpoint(bed: &Testbed) -> Result<()> {
 
 /// Flows to endpoints that still serve stay, and flows to a removed endpoint move. TCP connections
 /// and foreign UDP flows stay.
-fn leaves_the_rest_alone(bed: &Testbed) -> Result<()> {
+fn keeps_other_flows(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
     let foreign = foreign_flows(bed)?;
     let held = bed.address("dns", Via::ClusterIp, Family::V4, "tcp")?;
@@ -196,10 +199,12 @@ fn leaves_the_rest_alone(bed: &Testbed) -> Result<()> {
         }
     }
     for (flow, before) in flows.iter().zip(&before).filter(|(_, before)| *before != "c1") {
-        ensure!(flow.server()? == *before, "a flow left {before}, which still serves");
+        ensure!(flow.server()? == *before, "a flow moved from {before}, which still serves");
     }
     ensure!(foreign_entries(node, &foreign)? == tracked, "a foreign UDP entry was deleted");
-    held.iter_mut().try_for_each(HeldConnection::check).context("TCP connections, also to removed endpoints")
+    held.iter_mut()
+        .try_for_each(HeldConnection::check)
+        .context("a TCP connection, possibly to a removed endpoint, broke")
 }
 
 /// Opens UDP flows that only resemble flows of the Service: to the endpoint's own address, and to
@@ -230,9 +235,9 @@ fn foreign_entries(node: &headgate_tests::testbed::Namespace, to: &[SocketAddr])
     })
 }
 
-/// The agent writes the rules first. If it deleted entries earlier, a client that keeps sending
-/// would renew its entry under the old rules.
-fn is_cleaned_after_the_rules(bed: &Testbed) -> Result<()> {
+/// The agent deletes entries only after it has written the rules. If it deleted them earlier, a
+/// client that keeps sending would get a new entry by the old rules.
+fn deletes_flows_after_the_rules_are_written(bed: &Testbed) -> Result<()> {
     let slow = SlowTools::create(bed.machines().folder(), bed.backend())?;
     bed.kill_agent("node-a")?;
     let setup = headgate_tests::testbed::AgentSetup { tools: Some(slow.folder.clone()), ..Default::default() };
@@ -256,7 +261,7 @@ fn is_cleaned_after_the_rules(bed: &Testbed) -> Result<()> {
     bed.wait_programmed()
 }
 
-/// Wraps the programs that write rules, and makes them wait while a file exists.
+/// Wraps the programs that write rules. The wrapped programs wait while the file `held` exists.
 struct SlowTools {
     folder: PathBuf,
     held: PathBuf,
@@ -293,7 +298,7 @@ impl SlowTools {
         let deadline = Instant::now() + Duration::from_secs(30);
         while !self.waiting.exists() {
             if Instant::now() > deadline {
-                bail!("the agent does not write rules");
+                bail!("the agent has not started to write rules");
             }
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -348,15 +353,15 @@ macro_rules! rule_tests {
 
             // rows of iptables: 83, 84
             #[test]
-            fn flows_that_lead_somewhere_stay() {
+            fn flows_to_serving_endpoints_are_kept() {
                 let manifests = one_service(&["a1", "b1", "b2", "c1"]);
-                scenario($backend, manifests, leaves_the_rest_alone);
+                scenario($backend, manifests, keeps_other_flows);
             }
 
             // rows of iptables: 85
             #[test]
-            fn flows_are_cleaned_after_the_rules() {
-                scenario($backend, one_service(&["b1"]), is_cleaned_after_the_rules);
+            fn flows_are_deleted_after_the_rules_are_written() {
+                scenario($backend, one_service(&["b1"]), deletes_flows_after_the_rules_are_written);
             }
         }
     )* };

@@ -9,7 +9,7 @@ use headgate_tls::{Files, Side};
 
 use super::certificates::{Certificates, Holder};
 
-/// Starts the agent of a node. The agent may use any of these replicas.
+/// Starts the agent of a node. The agent may use all of `replicas`.
 pub(crate) fn start(node: &str, replicas: &[String], folder: &Path, certificates: &mut Certificates) -> Agent {
     let folder = folder.join(node);
     certificates.folder(&folder, Holder::Node(node.to_owned()));
@@ -17,8 +17,8 @@ pub(crate) fn start(node: &str, replicas: &[String], folder: &Path, certificates
     Agent::start(node, replicas, Some(Files { side: Side::Client, cert, key, ca }), short_backoff).unwrap()
 }
 
-/// The port of the only endpoint of the clock service. The port counts the steps of the run. `None`
-/// if the agent does not know the endpoint yet.
+/// The port of the only endpoint of the clock Service, which counts the steps of the run. Returns
+/// `None` if the agent does not know the endpoint yet.
 pub(crate) fn clock(agent: &Agent, key: &ServiceKey) -> Option<u16> {
     let port = |state: &State| Some(state.entry(key)?.endpoints().values().next()?.ports.first()?.port);
     agent.shared.with_state(port)

@@ -1,6 +1,6 @@
-//! An authority for the test. Its certificates are renewed and the authority itself is replaced
-//! while everything runs. Files change as in a mounted Kubernetes Secret: by replacing the symbolic
-//! link `..data`.
+//! A certificate authority for the test. The test renews certificates and replaces the authority
+//! while the programs run. Files change as in a mounted Kubernetes Secret: by replacing the
+//! symbolic link `..data`.
 
 use std::{
     fs,
@@ -117,7 +117,7 @@ impl Certificates {
         self.renew();
     }
 
-    /// The number of authorities that have replaced another.
+    /// The number of times that the authority was replaced.
     pub(crate) fn replaced(&self) -> u64 {
         self.replaced
     }

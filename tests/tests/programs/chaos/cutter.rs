@@ -21,9 +21,11 @@ use tokio::{
 /// How one connection ends.
 #[derive(Debug, Clone, Copy)]
 struct Fate {
-    /// Cut the connection after this many bytes, both directions together. `None`: do not cut it.
+    /// Cut the connection after this many bytes in both directions together. With `None`, do not
+    /// cut the connection.
     after_bytes: Option<u64>,
-    /// Cut by a reset, or else by an end of file in the middle of a message.
+    /// Whether the connection ends by a reset. Otherwise it ends by an end of file, possibly in the
+    /// middle of a message.
     resets: bool,
 }
 
@@ -78,8 +80,8 @@ impl Cutter {
         self.relay.cut();
     }
 
-    /// Stops cutting new connections. Cuts all current ones, because some of them are planned to
-    /// end early.
+    /// Stops cutting new connections. Cuts all current connections, because some of them would
+    /// otherwise be cut later.
     pub(crate) fn stop_cutting(&self) {
         self.relay.is_calm.store(true, Ordering::SeqCst);
         self.relay.cut();
@@ -105,9 +107,9 @@ impl Relay {
     /// handshakes, snapshots and batches are all cut.
     fn draw(&self) -> Fate {
         let mut rng = self.rng.lock().unwrap();
-        let is_doomed = rng.f32() < 0.6 && !self.is_calm.load(Ordering::SeqCst);
+        let is_cut_early = rng.f32() < 0.6 && !self.is_calm.load(Ordering::SeqCst);
         let bound = 1 << rng.u32(4..18);
-        Fate { after_bytes: is_doomed.then(|| rng.u64(0..bound)), resets: rng.bool() }
+        Fate { after_bytes: is_cut_early.then(|| rng.u64(0..bound)), resets: rng.bool() }
     }
 }
 
@@ -130,7 +132,8 @@ async fn accept(listener: TcpListener, relay: Arc<Relay>) {
     }
 }
 
-/// Copies bytes both ways until an end closes or the connection is cut. Returns whether it was cut.
+/// Copies bytes in both directions until one side closes the connection or the relay cuts it.
+/// Returns whether the relay cut the connection.
 async fn relay_bytes(
     mut client: TcpStream,
     mut server: TcpStream,
@@ -157,7 +160,7 @@ async fn relay_bytes(
     };
     if is_cut && fate.resets {
         for socket in [&client, &server] {
-            // If setting a reset fails, the connection ends by an end of file.
+            // If this call fails, the connection ends by an end of file instead of a reset.
             let _ = SockRef::from(socket).set_linger(Some(Duration::ZERO));
         }
     }

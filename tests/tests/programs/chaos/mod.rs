@@ -1,8 +1,9 @@
-//! Everything fails at once. Replicas are killed, frozen, drained and restarted. Connections are
-//! cut at any byte, watches break and expire, continue tokens expire, and the API server loses its
-//! history. Certificates are renewed, their authority is replaced, and kernels refuse updates.
-//! Meanwhile Services, EndpointSlices and Nodes change. No agent may return to an older state, and
-//! at the end the digests of each agent's state must equal the source's.
+//! Many faults happen at the same time. Replicas are killed, frozen, drained and restarted.
+//! Connections are cut at any byte, watches break and expire, continue tokens expire, and the API
+//! server loses its history. Certificates are renewed, their authority is replaced, and kernels
+//! refuse updates. During these faults, Services, EndpointSlices and Nodes change. No agent may
+//! return to an older state, and at the end the digests of each agent's state must equal the
+//! source's.
 //!
 //! The seed determines the faults, but not their exact timing. To run another seed or more steps:
 //!
@@ -201,7 +202,7 @@ impl World {
     }
 }
 
-/// Reads every agent's clock all the time. Panics when a clock decreases.
+/// Reads the clock Service of every agent all the time. Panics when a clock decreases.
 fn watch_clocks(agents: Arc<Vec<Agent>>) -> JoinHandle<u64> {
     let key = ServiceKey::new(CLOCK.0, CLOCK.1);
     tokio::spawn(async move {
@@ -210,7 +211,10 @@ fn watch_clocks(agents: Arc<Vec<Agent>>) -> JoinHandle<u64> {
         while Arc::strong_count(&agents) > 1 {
             for (agent, seen) in agents.iter().zip(&mut seen) {
                 let now = agent::clock(agent, &key).unwrap_or(*seen);
-                assert!(now >= *seen, "an agent went back in time: from step {seen} of the source to {now}");
+                assert!(
+                    now >= *seen,
+                    "an agent returned to an older state: from step {seen} of the source to step {now}"
+                );
                 moves += u64::from(now > *seen);
                 *seen = now;
             }
@@ -232,7 +236,7 @@ async fn run(seed: u64, steps: u32) {
     }
     world.end_faults().await;
     world.settle().await;
-    // After all faults a change still arrives.
+    // A change after the faults still arrives.
     world.source.churn(&world.nodes);
     world.settle().await;
 
@@ -246,10 +250,10 @@ async fn run(seed: u64, steps: u32) {
     println!(
         "seed {seed}: {injected:?}; {connections} connections, {cuts} cut; resumed {resumed:?}; {replaced} authorities; {moves} steps seen"
     );
-    // Check that the run contained enough faults, and that agents made progress meanwhile.
+    // Check that the run contained enough faults, and that agents made progress during the faults.
     assert!(cuts > AGENTS as u64 && connections > 2 * AGENTS as u64, "too few connections were cut");
-    // No minimum for `log`: an agent resumes by log only if it returns to the same run of a
-    // replica, and some seeds never do that.
+    // There is no minimum for `log`: an agent resumes by log only if it returns to the same run of
+    // a replica, which never happens with some seeds.
     assert!(resumed["digests"] > AGENTS && resumed["full"] >= AGENTS, "agents resumed too rarely: {resumed:?}");
     assert!(moves > u64::from(steps), "the agents made too little progress during the faults");
 }

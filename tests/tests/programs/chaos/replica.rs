@@ -102,7 +102,8 @@ impl Replica {
         }
     }
 
-    /// Stops the process with SIGTERM, as Kubernetes does. It asks its agents to move first.
+    /// Stops the process with SIGTERM, as Kubernetes does. The process asks its agents to move
+    /// before it ends.
     pub(crate) fn stop(&mut self) {
         self.thaw();
         if let Some(mut child) = self.child.take() {
@@ -111,7 +112,7 @@ impl Replica {
         }
     }
 
-    /// Freezes the process. Its sockets stay open, and nothing answers.
+    /// Freezes the process. Its sockets stay open, but the process does not answer.
     pub(crate) fn freeze(&mut self) {
         if let Some(child) = &self.child {
             signal(child, Signal::SIGSTOP);

@@ -4,7 +4,7 @@ const HEAD: &str = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProx
 
 // rows: 110
 #[test]
-fn row_110_a_file_is_read_leniently_and_flags_yield_to_it() {
+fn row_110_unknown_fields_are_only_warnings_and_the_file_overrides_flags() {
     let rig = Rig::serving(&[
         ("node", node("")),
         ("web", service("web", 10, "")),
@@ -29,7 +29,7 @@ fn row_110_a_file_is_read_leniently_and_flags_yield_to_it() {
     ] {
         assert!(warnings[0].contains(part), "{part} is not in {}", warnings[0]);
     }
-    // --node-name wins over hostnameOverride: the replica has no Node "other".
+    // `--node-name` overrides `hostnameOverride`.
     assert!(log.contains("node=node-a"), "{log}");
     let rules = rig.rules("iptables-nft-save", "nat");
     assert!(rules.iter().any(|rule| rule.contains("--set-xmark 0x20/0x20")), "{rules:?}");
@@ -39,7 +39,7 @@ fn row_110_a_file_is_read_leniently_and_flags_yield_to_it() {
 
 // rows: 110
 #[test]
-fn row_110_impossible_values_are_refused_all_at_once() {
+fn row_110_all_invalid_values_are_reported_at_once() {
     let rig = Rig::new();
     let file = rig
         .write("config.yaml", &format!("{HEAD}iptables: {{masqueradeBit: 99, syncPeriod: 0x}}\nclusterCIDR: here\n"));
@@ -112,7 +112,7 @@ fn row_111_the_process_ends_when_its_configuration_is_edited_and_the_rules_stay(
 
 // rows: 111
 #[test]
-fn row_111_changed_pod_ranges_are_taken_up_without_ending() {
+fn row_111_changed_pod_ranges_are_applied_without_a_restart() {
     let rig = Rig::serving(&[
         ("node", node("podCIDRs: [10.244.1.0/24, \"fd00:244:1::/64\"]")),
         ("web", service("web", 10, "")),
@@ -125,7 +125,8 @@ fn row_111_changed_pod_ranges_are_taken_up_without_ending() {
     rig.put("node", &node("podCIDRs: [10.244.9.0/24, \"fd00:244:1::/64\"]"));
     let rules = rig.until_rules("the rules detect pods by the new range", "nat", detects("10.244.9.0/24"));
     assert!(!rules.iter().any(|rule| rule.contains("10.244.1.0/24")), "{rules:?}");
-    // Without ranges the agent cannot detect pods. It reports this, and forwarding continues.
+    // Without ranges, the agent cannot detect pods. It reports the missing range, and forwarding
+    // continues.
     rig.put("node", &node(""));
     let is_undetected = |rules: &[String]| !rules.iter().any(|rule| rule.contains("! -s 10.244"));
     rig.until_rules("the rules without a range detect no pods", "nat", is_undetected);
@@ -138,7 +139,7 @@ fn row_111_changed_pod_ranges_are_taken_up_without_ending() {
 
 // rows: 110
 #[test]
-fn row_110_an_address_that_is_taken_ends_the_process_only_when_asked() {
+fn row_110_an_address_in_use_ends_the_process_only_with_bind_address_hard_fail() {
     let rig = Rig::new();
     let _first = rig.agent(&[]);
     rig.until_health("/livez", 200);

@@ -1,4 +1,5 @@
-//! Packet counters of rules, and an agent without the match that they need.
+//! Packet counters of rules, and an agent whose iptables lacks the match `nfacct`, which the
+//! counters need.
 
 use std::net::TcpStream;
 
@@ -20,8 +21,8 @@ fn rig() -> Rig {
 
 fn counts_packets(variant: &str) {
     let rig = rig();
-    // The endpoint is an address of the node, and nothing listens there. Only the packets on the
-    // way count.
+    // The endpoint is an address of the node, and nothing listens on it. The rules count the
+    // packets although no program answers.
     rig.ip("addr add 10.244.1.1/32 dev lo\naddr add 10.244.1.2/32 dev lo\n");
     let agent = rig.agent(&[&format!("--iptables-variant={variant}")]);
     rig.until_metric(COUNTS, |value| value == 1.0);
@@ -31,9 +32,9 @@ fn counts_packets(variant: &str) {
             assert!(TcpStream::connect(("127.0.0.1", port)).is_err());
         }
     });
-    assert_eq!(rig.metric(LOCALHOST), 3.0, "only first packets to node ports count");
+    assert_eq!(rig.metric(LOCALHOST), 3.0, "expected one packet for each connection to a node port");
     rig.run(|| assert!(TcpStream::connect(("192.0.2.11", 30001)).is_err()));
-    assert_eq!(rig.metric(LOCALHOST), 3.0, "only packets to 127.0.0.0/8 count");
+    assert_eq!(rig.metric(LOCALHOST), 3.0, "a packet to an address outside of 127.0.0.0/8 was counted");
     assert_eq!(rig.metric(INVALID), 0.0);
     let forward = rig.rules(&format!("iptables-{variant}-save"), "filter");
     let drops =
@@ -49,28 +50,24 @@ fn counts_packets(variant: &str) {
     let (status, log) = rig.run_agent(&["--cleanup"]);
     assert!(status.success(), "{log}");
     let left = rig.run(headgate_node_agent::packet_counters::read);
-    assert_eq!(
-        left.unwrap_err().refusal_code(),
-        Some(nix::libc::ENOENT),
-        "a cleanup deletes the counters with the rules"
-    );
+    assert_eq!(left.unwrap_err().refusal_code(), Some(nix::libc::ENOENT), "the cleanup did not delete the counters");
 }
 
 // rows: 109
 #[test]
-fn legacy_packets_are_counted_as_kube_proxy_counts_them() {
+fn packets_are_counted_as_by_kube_proxy_with_iptables_legacy() {
     counts_packets("legacy");
 }
 
 // rows: 109
 #[test]
-fn nft_packets_are_counted_as_kube_proxy_counts_them() {
+fn packets_are_counted_as_by_kube_proxy_with_iptables_nft() {
     counts_packets("nft");
 }
 
 // rows: 109
 #[test]
-fn without_the_match_packets_are_not_counted() {
+fn packets_are_not_counted_without_the_nfacct_match() {
     let rig = rig();
     let agent = rig.agent_without_extension("libxt_nfacct.so", &["--iptables-variant=nft"]);
     rig.until_programmed();
@@ -78,5 +75,5 @@ fn without_the_match_packets_are_not_counted() {
     assert!(!rules.iter().any(|rule| rule.contains("nfacct")), "{rules:#?}");
     assert_eq!((rig.metric(COUNTS), rig.metric(LOCALHOST)), (0.0, 0.0));
     assert_eq!(rig.metric("headgate_agent_services_refused"), 0.0);
-    assert_eq!(agent.log().matches("packets are not counted").count(), 2, "the warning appears once for each family");
+    assert_eq!(agent.log().matches("packets are not counted").count(), 2, "expected one warning for each family");
 }

@@ -6,11 +6,11 @@ fn web(node_spec: &str) -> Vec<(&'static str, String)> {
 
 // rows: 105
 #[test]
-fn row_105_healthz_and_livez_answer_as_kube_proxys_before_and_after_the_first_sync() {
+fn row_105_healthz_and_livez_answer_before_and_after_the_first_sync() {
     let rig = Rig::new();
-    // There is no control plane, so no change waits, and a restart would not help: /livez succeeds.
-    // But there are no rules, so load balancers must send nothing to this node: /healthz fails.
-    // kube-proxy serves neither page before it knows its Node.
+    // There is no control plane, so no change waits, and a restart would not help. So /livez
+    // succeeds. The node has no rules, so load balancers must send nothing to it. So /healthz
+    // fails. kube-proxy serves neither page before it knows its Node.
     let agent = rig.agent(&[]);
     let found = rig.until_health("/livez", 200);
     assert_eq!(found["healthy"], true);
@@ -52,7 +52,7 @@ fn row_105_pages_at_0_0_0_0_answer_over_both_families_as_kube_proxys_do() {
     };
     let agent = rig.agent(&[]);
     both(10256);
-    // The default metrics address is 127.0.0.1, and no IPv6 address is added to it.
+    // By default, the agent serves metrics on 127.0.0.1, and not on ::1.
     assert!(rig.get_at("[::1]:10249", "/healthz").is_err());
     assert!(agent.terminate().0.success());
     // An explicit 0.0.0.0 or [::] also serves both families. --bind-address-hard-fail would end the
@@ -83,7 +83,7 @@ fn row_105_pages_at_0_0_0_0_answer_on_a_host_without_ipv6() {
 
 // rows: 105
 #[test]
-fn row_105_a_restarted_agent_is_healthy_where_its_rules_are_in_place_without_any_control_plane() {
+fn row_105_a_restarted_agent_with_its_rules_in_place_is_healthy_without_a_control_plane() {
     let mut rig = Rig::serving(&web(""));
     let folder = tempfile::tempdir().unwrap();
     let folder = format!("--state-dir={}", folder.path().display());
@@ -105,7 +105,7 @@ fn row_105_a_restarted_agent_is_healthy_where_its_rules_are_in_place_without_any
 
 // rows: 105
 #[test]
-fn row_105_a_family_that_the_node_does_not_have_has_no_health() {
+fn row_105_a_family_that_the_node_lacks_is_not_on_the_health_pages() {
     let rig = Rig::serving(&web(""));
     rig.set_parameter("net/ipv6/conf/all/disable_ipv6", "1");
     let agent = rig.agent(&["--iptables-sync-period=1s"]);
@@ -115,7 +115,7 @@ fn row_105_a_family_that_the_node_does_not_have_has_no_health() {
     let found = rig.until_health("/healthz", 200);
     assert_eq!(families(&found), ["IPv4"], "{found}");
     assert_eq!(rig.metric("kubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family=\"IPv6\"}"), 0.0);
-    // The missing family never makes the node unhealthy later.
+    // The missing family does not make the node unhealthy after later changes.
     rig.put("more", &service("more", 20, ""));
     rig.until_rules("a change is programmed", "filter", |rules| rules.iter().any(|r| r.contains("ns/more:http")));
     assert_eq!(families(&rig.until_health("/livez", 200)), ["IPv4"]);
@@ -123,7 +123,7 @@ fn row_105_a_family_that_the_node_does_not_have_has_no_health() {
 
 // rows: 105, 109
 #[test]
-fn row_105_the_metrics_port_has_the_health_check_of_every_component_and_counts_it() {
+fn row_105_the_metrics_port_serves_and_counts_the_ping_health_check() {
     let rig = Rig::new();
     let _agent = rig.agent(&[]);
     let ok = |body: &str| Ok((200, body.to_owned()));
@@ -155,7 +155,7 @@ fn row_106_a_change_that_waits_too_long_makes_its_family_unhealthy_until_it_is_p
     let _agent = rig.agent(&["--iptables-sync-period=1s", "--cluster-cidr=10.244.0.0/16"]);
     rig.until_programmed();
     rig.break_tool("ip6tables-nft-restore");
-    // No change waits, so a broken program does not matter yet.
+    // No change waits, so the node is healthy although the program is broken.
     assert_eq!(rig.health("/livez").unwrap().0, 200);
     rig.put("more", &service("more", 20, ""));
     let found = rig.until_health("/livez", 503);
@@ -166,7 +166,7 @@ fn row_106_a_change_that_waits_too_long_makes_its_family_unhealthy_until_it_is_p
     assert!(rig.metric("kubeproxy_sync_proxy_rules_iptables_restore_failures_total{ip_family=\"IPv6\"}") >= 1.0);
     assert_eq!(rig.metric("kubeproxy_sync_proxy_rules_iptables_restore_failures_total{ip_family=\"IPv4\"}"), 0.0);
     assert!(rig.metric("kubeproxy_proxy_livez_total{code=\"503\"}") >= 1.0);
-    // IPv4 was programmed meanwhile.
+    // The agent has programmed IPv4 although IPv6 fails.
     rig.until_rules("the other family is programmed", "filter", |rules| {
         rules.iter().any(|r| r.contains("ns/more:http"))
     });
@@ -223,7 +223,7 @@ fn row_67_health_check_node_ports_fail_while_the_proxy_is_unhealthy() {
 
 // rows: 107
 #[test]
-fn row_107_a_node_that_goes_away_fails_healthz_alone() {
+fn row_107_only_healthz_fails_for_a_node_that_is_about_to_be_deleted() {
     let rig = Rig::serving(&web(""));
     let _agent = rig.agent(&[]);
     rig.until_programmed();

@@ -32,7 +32,7 @@ fn row_108_the_mode_and_the_configuration_are_shown() {
 
 // rows: 109
 #[test]
-fn row_109_metrics_have_kube_proxys_names_and_say_what_the_kernel_has() {
+fn row_109_metrics_have_kube_proxys_names_and_agree_with_the_kernel() {
     let rig = start();
     let _agent = rig.agent(&[]);
     rig.until_programmed();
@@ -61,7 +61,7 @@ fn row_109_metrics_have_kube_proxys_names_and_say_what_the_kernel_has() {
 
 // rows: 109
 #[test]
-fn row_109_metrics_are_told_in_the_format_that_is_asked_for() {
+fn row_109_metrics_are_served_in_the_requested_format() {
     let rig = Rig::new();
     let _agent = rig.agent(&[]);
     eventually("the page is served", || rig.page("/metrics"));
@@ -90,7 +90,7 @@ fn row_109_programming_latency_counts_changes_with_a_trigger_time_since_the_star
     let rig = start();
     let _agent = rig.agent(&[]);
     rig.until_programmed();
-    // The trigger is older than the process, so its latency does not count.
+    // The trigger time is before the start of the process, so the change does not count.
     rig.put("web-1", &slice("web", &[("node-a", 10)], &annotation("2024-01-01T00:00:00Z")));
     rig.until_rules("the change is programmed", "nat", |rules| !rules.iter().any(|rule| rule.contains("10.244.1.11")));
     assert_eq!(rig.metric(COUNT), 0.0);
@@ -106,7 +106,7 @@ fn row_109_programming_latency_counts_changes_with_a_trigger_time_since_the_star
     assert_eq!(rig.metric(COUNT), 1.0);
 }
 
-/// Midnight of a day, given in days since 1970-01-01, as ISO 8601 text.
+/// Midnight of a day as ISO 8601 text. `day` is in days since 1970-01-01.
 fn iso_midnight(mut day: u64) -> String {
     let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     let mut year = 1970;
@@ -174,7 +174,7 @@ fn row_108_statusz_and_flagz_are_served_as_text_and_can_be_turned_off_by_their_g
 
 // rows: 109
 #[test]
-fn row_109_the_build_is_told_with_kube_proxys_labels() {
+fn row_109_build_info_has_kube_proxys_labels() {
     let rig = Rig::new();
     let _agent = rig.agent(&[]);
     let (_, text) = eventually("the page is served", || rig.page("/metrics"));

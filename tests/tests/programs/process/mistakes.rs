@@ -14,9 +14,9 @@ fn tls(certs: &Path, files: [&str; 3], authorities: &str) -> Vec<String> {
     options.iter().zip(files).map(|(option, file)| format!("{option}={}", certs.join(file).display())).collect()
 }
 
-/// Starts a rig with two control planes. The one without TLS listens at port 7443 and serves
-/// metrics at port 7480. The one with TLS listens at port 7444. The certificates are in the folder
-/// `certs`.
+/// Starts a rig with two control planes. The control plane without TLS listens on port 7443 and
+/// serves metrics on port 7480. The control plane with TLS listens on port 7444. The certificates
+/// are in the folder `certs`.
 fn with_and_without_tls() -> (Rig, Program) {
     let rig = Rig::serving(&[
         ("node", node("")),
@@ -47,7 +47,8 @@ fn headgatectl_reports_a_wrong_scheme_or_port_of_its_server() {
         assert!(parts.iter().all(|part| said.contains(part)), "{arguments:?}: {parts:?} is not in\n{said}");
     };
     let commands: [&[&str]; 4] = [&["services"], &["agents"], &["status"], &["wait", "ns/web", "--timeout=1s"]];
-    // The error that HTTP/2 reports here depends on chance, so try often.
+    // The error that HTTP/2 reports for this mistake varies, so the test tries each command three
+    // times.
     for command in commands.iter().cycle().take(12) {
         let expected = ["it speaks TLS, and the URL begins with http://", "Write https:// in --server"];
         says(&format!("http://{TLS_PORT}"), command, false, expected);
@@ -103,7 +104,7 @@ fn an_unreachable_api_server_is_logged_once_for_each_watch() {
     });
     assert!(!log.contains("kube_client"), "a library logs the error too:\n{log}");
     drop(program);
-    // The library's log can be switched on.
+    // `--log` turns on the messages of the library.
     let options = [&options[..], &["--log=info,kube_client=error"]].concat();
     let program = rig.control_plane_of("kubernetes", &options, &[kubeconfig]);
     eventually("the library logs the error", || {
@@ -119,7 +120,7 @@ fn a_pipe_in_place_of_a_file_is_reported_and_blocks_no_program() {
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let pipe = pipe.display().to_string();
 
-    // The agent forwards although the lock of its state folder is a pipe.
+    // The agent programs rules although the lock file of its state folder is a pipe.
     let state = rig.path("state");
     std::fs::create_dir(&state).unwrap();
     nix::unistd::mkfifo(&state.join("lock"), nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -172,7 +173,7 @@ fn errors_of_command_lines_say_what_to_write() {
         );
         control_plane(&[&format!("--metrics-listen={wrong}")], "write an IP address and a port, such as");
     }
-    // An address reserved for documentation, which no machine has.
+    // No machine has this address, because it is reserved for documentation.
     control_plane(&["--listen=198.51.100.1:7443", "--insecure-loopback"], "this machine does not have this address");
     let agent = |arguments: &[&str], expected: &str| {
         let required = ["--control-plane=http://127.0.0.1:1", "--insecure-loopback", "--state-dir="];

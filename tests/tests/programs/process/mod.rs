@@ -1,5 +1,6 @@
-//! The agent as a process: configuration, health, metrics, kernel parameters, and rules that follow
-//! the node. A network namespace is the node. The control plane in it reads a folder of manifests.
+//! Tests of the agent as a process: configuration, health, metrics, kernel parameters, and rules
+//! that follow the node. The node is a network namespace. The control plane in this namespace reads
+//! a folder of manifests.
 
 mod config;
 mod counters;

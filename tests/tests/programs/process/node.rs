@@ -32,7 +32,7 @@ fn row_46_node_ports_answer_on_every_address_by_default() {
 #[test]
 fn row_47_ranges_restrict_node_ports_and_follow_the_interfaces() {
     let rig = web();
-    // No timer makes the agent look at the interfaces again.
+    // The sync period is long, so only a notification makes the agent read the interfaces again.
     let _agent = rig.agent(&["--nodeport-addresses=192.0.2.0/24", "--iptables-sync-period=1h"]);
     let is_only = |addresses: &'static [&'static str]| {
         move |rules: &[String]| {
@@ -83,7 +83,8 @@ fn row_48_node_ports_on_localhost_can_be_turned_off() {
     let jumps = node_port_jumps(&rig.rules("iptables-nft-save", "nat"));
     assert_eq!(jumps, ["! -d 127.0.0.0/8"]);
     assert_eq!(rig.parameter("net/ipv4/conf/all/route_localnet"), "0");
-    // `--init-only` sets the parameter in advance, in a process with more privileges.
+    // `--init-only` sets the parameter before the agent starts, so that the agent needs fewer
+    // privileges.
     for (argument, expected) in [
         ("--iptables-localhost-nodeports=false", "0"),
         ("--nodeport-addresses=192.0.2.0/24", "0"),
@@ -97,7 +98,7 @@ fn row_48_node_ports_on_localhost_can_be_turned_off() {
 
 // rows: 113
 #[test]
-fn row_113_local_pods_are_told_by_each_mode() {
+fn row_113_each_mode_detects_local_pods() {
     let rig = web();
     let detects = |arguments: &[&str], program: &str, rule: &str| {
         let agent = rig.agent(arguments);
@@ -115,8 +116,8 @@ fn row_113_local_pods_are_told_by_each_mode() {
     detects(&bridge, "iptables-nft-save", "! -i cni0");
     let prefix = ["--detect-local-mode=InterfaceNamePrefix", "--pod-interface-name-prefix=veth"];
     detects(&prefix, "iptables-nft-save", "! -i veth+");
-    // The last agent detected pods by interface. In mode ClusterCIDR, a family without a range has
-    // no detector.
+    // The rules of the previous agent detect pods by interface. In mode ClusterCIDR, a family
+    // without a range has no detector.
     let agent = rig.agent(&["--cluster-cidr=fd00:244::/48"]);
     rig.until_rules("no detector for IPv4", "nat", |rules| {
         !rules.iter().any(|rule| rule.starts_with("-A KUBE-SVC") && rule.ends_with("-j KUBE-MARK-MASQ"))

@@ -1,5 +1,5 @@
-//! A Service whose rules iptables refuses. The `recent` match is missing, which session affinity
-//! needs.
+//! A Service whose rules iptables refuses. Session affinity needs the match `recent`, which is not
+//! installed.
 
 use super::rig::{Program, Rig, eventually, node, service, slice};
 
@@ -34,7 +34,7 @@ fn until_translated(rig: &Rig, variant: &Variant, service: &str, to: &[&str]) {
     });
 }
 
-/// Waits until `headgatectl agents` shows the refused Service, or until it shows none.
+/// Waits until `headgatectl agents` shows the refused Service, or until it shows no refusal.
 fn until_listed(rig: &Rig, listed: bool) {
     eventually(&format!("headgatectl agents lists the refusal: {listed}"), || {
         let said = rig.headgatectl(&["agents"])?;
@@ -70,8 +70,8 @@ fn check_that_a_refused_service_delays_no_other(variant: &Variant) {
     rig.until_health("/healthz", 200);
     assert_eq!(rig.metric("headgate_agent_service_refusals_total"), 1.0);
 
-    // A new agent programs the other Services. It does not know the last good rules of the refused
-    // Service.
+    // A new agent programs the other Services. The new agent does not know the last good rules of
+    // the refused Service.
     drop(agent);
     let _agent = start(&rig, variant);
     rig.until_metric("headgate_agent_services_refused", |count| count == 1.0);
@@ -80,7 +80,7 @@ fn check_that_a_refused_service_delays_no_other(variant: &Variant) {
     until_translated(&rig, variant, "sticky", &[]);
     until_listed(&rig, true);
 
-    // The missing match is installed, and the Service changes.
+    // Install the missing match and change the Service.
     rig.give_extension(EXTENSION);
     rig.put("sticky-1", &slice("sticky", &[("node-a", 7)], ""));
     until_translated(&rig, variant, "sticky", &["10.244.1.7:8080"]);
@@ -89,19 +89,19 @@ fn check_that_a_refused_service_delays_no_other(variant: &Variant) {
     let canaries = |table: &str| {
         rig.rules(variant.save, table).iter().filter(|rule| rule.starts_with("-A KUBE-PROXY-CANARY")).count()
     };
-    // The step after a trial removes the trial's rules. An agent that is up to date has completed
-    // this step.
+    // The agent tries the rules of a Service alone, and its next step removes these trial rules. An
+    // agent that is up to date has completed this step.
     until_listed(&rig, false);
     assert_eq!((canaries("nat"), canaries("filter")), (0, 0), "rules of trials are left");
     assert_eq!(rig.metric("headgate_agent_services_refused"), 0.0);
 }
 
 #[test]
-fn legacy_a_service_that_iptables_refuses_delays_no_other() {
+fn a_service_that_iptables_legacy_refuses_delays_no_other() {
     check_that_a_refused_service_delays_no_other(&LEGACY);
 }
 
 #[test]
-fn nft_a_service_that_iptables_refuses_delays_no_other() {
+fn a_service_that_iptables_nft_refuses_delays_no_other() {
     check_that_a_refused_service_delays_no_other(&NFT);
 }

@@ -96,7 +96,7 @@ pub(super) struct Rig {
 }
 
 impl Rig {
-    /// Creates a node with addresses 192.0.2.11 and 2001:db8::11, without programs.
+    /// Creates a node with the addresses 192.0.2.11 and 2001:db8::11. No program runs on it.
     pub(super) fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         netns::check_prerequisites().unwrap();
@@ -129,12 +129,12 @@ impl Rig {
         self.control_plane = None;
     }
 
-    /// Starts another control plane of this rig's manifests, with its own options.
+    /// Starts another control plane with the same manifests and with these options.
     pub(super) fn control_plane(&self, options: &[&str], more: &[String]) -> Program {
         self.control_plane_of(&format!("files:{}", self.path("manifests").display()), options, more)
     }
 
-    /// Starts another control plane of any source.
+    /// Starts another control plane with this source and these options.
     pub(super) fn control_plane_of(&self, source: &str, options: &[&str], more: &[String]) -> Program {
         let mut command = Command::new(program("headgate-control-plane").unwrap());
         command.args(["--source", source]).args(options).args(more);
@@ -142,7 +142,7 @@ impl Rig {
         Program::start(&self.namespace, command, self.path("another-control-plane.log"))
     }
 
-    /// Creates a node, and starts an API server and a control plane that watches it.
+    /// Creates a node, and starts an API server and a control plane that watches the API server.
     /// `Self::replica_page` reads the control plane's pages.
     pub(super) fn watching(api: fn() -> ApiServer, options: &[&str]) -> (Self, ApiServer) {
         let mut rig = Self::new();
@@ -233,7 +233,7 @@ impl Rig {
         Program::start(&self.namespace, self.agent_command(&all), self.path("agent.log"))
     }
 
-    /// Starts the agent like [`Self::agent`], with iptables programs that lack the extension of a
+    /// Starts the agent like [`Self::agent`], but its iptables programs lack the extension of a
     /// match, as on an incomplete installation. [`Self::give_extension`] installs the extension.
     pub(super) fn agent_without_extension(&self, extension: &str, arguments: &[&str]) -> Program {
         let folder = self.path("xtables");
@@ -409,7 +409,7 @@ impl Rig {
         (content_type.unwrap(), body)
     }
 
-    /// The value of a metric; 0 if it is missing.
+    /// The value of a metric, or 0 if the metric is missing.
     pub(super) fn metric(&self, name: &str) -> f64 {
         let text = self.page("/metrics").map(|(_, body)| body).unwrap_or_default();
         let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
@@ -472,8 +472,8 @@ pub(super) fn service(name: &str, number: u8, spec: &str) -> String {
     )
 }
 
-/// An EndpointSlice of the Service `name`. Each endpoint is a node and the last byte of
-/// 10.244.1.LAST.
+/// An EndpointSlice of the Service `name`. Each endpoint has a node and the last byte of its
+/// address in 10.244.1.0/24.
 pub(super) fn slice(name: &str, endpoints: &[(&str, u8)], metadata: &str) -> String {
     let mut text = format!(
         "apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\nmetadata:\n  namespace: ns\n  name: {name}-1\n  \
@@ -485,7 +485,7 @@ pub(super) fn slice(name: &str, endpoints: &[(&str, u8)], metadata: &str) -> Str
     text
 }
 
-/// A Service only in IPv4, otherwise like [`service`].
+/// A Service like [`service`], but only with IPv4.
 pub(super) fn service_v4(name: &str, number: u8, spec: &str) -> String {
     let both = format!("  clusterIPs: [10.96.0.{number}, \"fd00:96::{number}\"]\n  ipFamilies: [IPv4, IPv6]\n");
     let v4 = service(name, number, spec).replace(&both, "");

@@ -4,17 +4,21 @@ const CONNTRACK: &str = "net/netfilter/nf_conntrack";
 
 // rows: 88
 #[test]
-fn row_88_timeouts_of_connection_tracking_are_set_before_anything_else() {
+fn row_88_timeouts_of_connection_tracking_are_set() {
     let rig = Rig::new();
     let before = rig.parameter(&format!("{CONNTRACK}_udp_timeout"));
-    // The table size belongs to the machine and cannot be set in a namespace. The agent warns and
-    // sets all other parameters.
+    // The size of the conntrack table applies to the whole machine, and a namespace cannot set it.
+    // The agent logs a warning and sets all other parameters.
     let (status, log) = rig.run_agent(&["--init-only", "--conntrack-tcp-timeout-established=10h"]);
     assert!(status.success(), "{log}");
     assert_eq!(rig.parameter(&format!("{CONNTRACK}_tcp_timeout_established")), "36000");
     assert_eq!(rig.parameter(&format!("{CONNTRACK}_tcp_timeout_close_wait")), "3600");
     assert_eq!(rig.parameter(&format!("{CONNTRACK}_tcp_be_liberal")), "0");
-    assert_eq!(rig.parameter(&format!("{CONNTRACK}_udp_timeout")), before, "no option sets this timeout");
+    assert_eq!(
+        rig.parameter(&format!("{CONNTRACK}_udp_timeout")),
+        before,
+        "a timeout changed although no option sets it"
+    );
     let arguments = ["--init-only", "--conntrack-udp-timeout=7s", "--conntrack-udp-timeout-stream=1m10s"];
     assert!(rig.run_agent(&arguments).0.success());
     assert_eq!(rig.parameter(&format!("{CONNTRACK}_udp_timeout")), "7");
@@ -58,7 +62,7 @@ fn row_90_the_mark_can_be_chosen() {
 
 // rows: 18
 #[test]
-fn row_18_external_ips_are_left_alone_when_the_gate_is_off() {
+fn row_18_external_ips_are_not_programmed_when_the_gate_is_off() {
     let rig = web();
     let agent = rig.agent(&[]);
     let has = |rules: &[String]| rules.iter().any(|rule| rule.contains("198.51.100.7"));

@@ -1,5 +1,5 @@
-//! An API server hangs: its connections stay open, and no event arrives. Every program shows the
-//! growing age of its data, and forwarding continues.
+//! Tests with an API server that hangs: its connections stay open, and no event arrives. Every
+//! program shows the growing age of its data, and forwarding continues.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ fn heard_ago(rig: &Rig, kind: &str) -> Result<u64, String> {
 }
 
 #[test]
-fn data_of_a_hanging_api_server_ages_everywhere_and_is_watched_again() {
+fn every_program_shows_the_age_of_data_from_a_hanging_api_server() {
     let (rig, api) = Rig::watching(api, &["--watch-silence-seconds=1", "--heartbeat-seconds=1"]);
     let _agent = rig.agent(&[]);
     rig.until_programmed();
@@ -74,7 +74,8 @@ fn data_of_a_hanging_api_server_ages_everywhere_and_is_watched_again() {
     rig.until_metric("headgate_agent_source_age_seconds", |age| age < 2.0);
 }
 
-/// The warning of the source says more than the HTTP client's own error for each attempt.
+/// The HTTP client must not log its own error for each attempt, because the warning of the source
+/// says more.
 #[test]
 fn only_the_source_logs_that_an_api_server_refuses_connections() {
     let (rig, api) = Rig::watching(api, &[]);

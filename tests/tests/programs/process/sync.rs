@@ -4,7 +4,7 @@ const SYNCS: &str = "kubeproxy_sync_proxy_rules_duration_seconds_count{ip_family
 
 // rows: 94
 #[test]
-fn row_94_after_a_failure_everything_is_programmed_by_itself() {
+fn row_94_after_a_failure_the_agent_tries_again_until_everything_is_programmed() {
     let rig = Rig::serving(&[("node", node("")), ("web", service("web", 10, ""))]);
     rig.make_breakable("iptables-nft-restore");
     rig.break_tool("iptables-nft-restore");
@@ -29,7 +29,7 @@ fn row_94_after_a_failure_everything_is_programmed_by_itself() {
 
 // rows: 95
 #[test]
-fn row_95_a_burst_is_gathered_between_two_syncs() {
+fn row_95_a_burst_of_changes_is_combined_into_few_syncs() {
     let rig = Rig::serving(&[("node", node("")), ("web", service("web", 10, ""))]);
     let _agent = rig.agent(&["--iptables-min-sync-period=3s", "--iptables-sync-period=30s"]);
     rig.until_programmed();
@@ -45,13 +45,13 @@ fn row_95_a_burst_is_gathered_between_two_syncs() {
     });
     let syncs = rig.until_metric(SYNCS, |syncs| syncs > before) - before;
     assert!(syncs < 20.0, "{syncs} syncs for 20 changes");
-    // The values in between were never written.
+    // No change waits after the sync.
     rig.until_metric("kubeproxy_sync_proxy_rules_endpoint_changes_pending", |pending| pending == 0.0);
 }
 
 // rows: 95
 #[test]
-fn row_95_rules_are_looked_at_again_without_any_change() {
+fn row_95_rules_are_verified_again_without_any_change() {
     let rig = Rig::serving(&[("node", node("")), ("web", service("web", 10, ""))]);
     let _agent = rig.agent(&["--iptables-sync-period=1s"]);
     rig.until_programmed();

@@ -1,4 +1,5 @@
-//! Compares what `headgatectl wait` and `agents` say of a real agent with the kernel.
+//! Compares the reports of `headgatectl wait` and `headgatectl agents` about a real agent with the
+//! kernel's rules.
 
 use super::rig::{Rig, eventually, node, service, slice};
 
@@ -18,7 +19,7 @@ fn measured(rig: &Rig) -> u64 {
 }
 
 #[test]
-fn wait_returns_once_the_kernel_has_the_change_and_otherwise_says_why_not() {
+fn wait_returns_once_the_kernel_has_the_change_and_otherwise_reports_the_reason() {
     let rig = Rig::serving(&[
         ("node", node("")),
         ("web", service("web", 1, "")),
@@ -36,7 +37,7 @@ fn wait_returns_once_the_kernel_has_the_change_and_otherwise_says_why_not() {
 
     rig.break_tool(RESTORE);
     rig.put("web-1", &slice("web", &[("node-a", 1), ("node-a", 2)], ""));
-    // At first the reason differs: the change has not been read, not been sent, or not been tried.
+    // At first, `wait` gives another reason: the change has not been read, sent or tried yet.
     eventually("wait names the node that has not programmed the change, and says why", || {
         let said = rig.headgatectl(&["wait", "ns/web", "--endpoint", "10.244.1.2", "--timeout", "2s"]).unwrap_err();
         let is_counted = said.contains("exit status: 3") && said.contains("0 of 1 nodes have programmed it");
@@ -71,8 +72,8 @@ fn wait_returns_once_the_kernel_has_the_change_and_otherwise_says_why_not() {
     assert!(fleet.contains("fleet: 1 of 1 up to date; time until all nodes have a change: p50 "), "{fleet}");
 }
 
-/// The kernel loses rules that the agent has acknowledged, by a flush or by a reboot. They no
-/// longer count as programmed.
+/// The kernel loses rules that the agent has acknowledged, by a flush or by a reboot. These rules
+/// must not count as programmed.
 #[test]
 fn acknowledged_rules_that_the_kernel_lost_do_not_count_as_programmed() {
     let rig = Rig::serving(&[("web", service("web", 1, "")), ("web-1", slice("web", &[("node-a", 1)], ""))]);
@@ -90,15 +91,15 @@ fn acknowledged_rules_that_the_kernel_lost_do_not_count_as_programmed() {
         });
     };
 
-    // Somebody flushes the rules, and the agent cannot write them again.
+    // Another program flushes the rules, and the agent cannot write them again.
     rig.break_tool(RESTORE);
     rig.flush("iptables-nft");
-    wait_reports("the agent finds that the rules are gone, and wait says so");
+    wait_reports("wait reports that the agent cannot restore the flushed rules");
     rig.mend_tool(RESTORE);
     rig.headgatectl(&["wait", "ns/web"]).unwrap();
     assert!(translates_to(&rig, "10.244.1.1"), "wait returned before the kernel had the rules");
 
-    // The node reboots. Its disk has the state with the version of this replica, and its kernel has
+    // The node reboots. Its disk has the state of this replica's last version, and its kernel has
     // no rules.
     agent.terminate();
     rig.break_tool(RESTORE);
@@ -108,7 +109,7 @@ fn acknowledged_rules_that_the_kernel_lost_do_not_count_as_programmed() {
         let agents = rig.headgatectl(&["agents", "-o", "wide"])?;
         if agents.contains("log (0)") { Ok(()) } else { Err(agents) }
     });
-    wait_reports("wait names the node whose kernel has nothing after the reboot");
+    wait_reports("wait reports that the agent cannot program the kernel after the reboot");
     rig.mend_tool(RESTORE);
     rig.headgatectl(&["wait", "ns/web"]).unwrap();
     assert!(translates_to(&rig, "10.244.1.1"), "wait returned before the kernel had the rules");

@@ -1,4 +1,5 @@
-//! The disk fails. The agent warns and counts the failures in a metric, and forwarding continues.
+//! Tests with a disk that fails. The agent warns and counts the failures in a metric, and
+//! forwarding continues.
 
 use std::{fs, path::Path, process::Command};
 
@@ -39,7 +40,8 @@ fn damaged_file(bed: &Testbed) -> Result<()> {
     wait_for_answers(bed, "steady").context("with the file that replaced the damaged one")
 }
 
-/// The agent forwards, follows changes, warns and counts, although it cannot save its state.
+/// Although the agent cannot save its state, it forwards, follows changes, logs a warning and
+/// counts the failures.
 fn forwards_without_disk(bed: &Testbed) -> Result<()> {
     wait_until("the node to be programmed", || {
         let status = bed.agents().unwrap_or_default();
@@ -82,7 +84,7 @@ fn full_disk(bed: &Testbed) -> Result<()> {
 
 /// Starts the agent in its own mount namespace, with a disk of one page.
 fn start_on_small_disk(bed: &Testbed, disk: &Path) -> Result<Process> {
-    let control = plan::address(plan::CONTROL).context("the control plane has an address")?.v4;
+    let control = plan::address(plan::CONTROL).context("the plan has no address of the control plane")?.v4;
     let mut command = Command::new("unshare");
     command
         .args(["--mount", "sh", "-c", "mount -t tmpfs -o size=4k none \"$0\" && exec \"$@\""])
@@ -107,12 +109,12 @@ fn a_damaged_file_is_ignored_and_replaced() {
 
 // rows of iptables: 92
 #[test]
-fn a_folder_that_cannot_be_written_does_no_harm() {
+fn forwarding_continues_if_the_state_folder_cannot_be_written() {
     on_machines(Backend::IptablesLegacy, unwritable_folder);
 }
 
 // rows of iptables: 92
 #[test]
-fn a_full_disk_does_no_harm() {
+fn forwarding_continues_on_a_full_disk() {
     on_machines(Backend::IptablesNft, full_disk);
 }

@@ -1,4 +1,4 @@
-//! The node under test, and what its agent writes.
+//! The node under test, and a recorder of the rules that its agent writes.
 
 use std::{
     fs::{self, Permissions},
@@ -19,7 +19,7 @@ use headgate_tests::{
     },
 };
 
-/// The node with an agent. The connections of its pods and of outside-1 pass this node.
+/// The node under test. The connections of its pods and of outside-1 pass this node.
 pub(crate) const NODE: &str = "node-a";
 /// The longest wait for an expected state. Only a failing test waits this long.
 const GUARD: Duration = Duration::from_secs(60);
@@ -27,7 +27,7 @@ const GUARD: Duration = Duration::from_secs(60);
 /// Runs a scenario on machines without programs, with the manifests of [`some_services`].
 pub(crate) fn on_machines(backend: Backend, scenario: impl FnOnce(&Testbed) -> Result<()>) {
     let bed = some_services().and_then(|manifests| Testbed::machines_only(backend, manifests));
-    // The testbed still exists when a failure panics, so that it keeps its logs.
+    // Panic while the testbed still exists, so that it keeps its logs.
     match bed.as_ref().map(scenario) {
         Ok(Ok(())) => {}
         Ok(Err(error)) => panic!("{error:?}"),
@@ -43,7 +43,8 @@ fn some_services() -> Result<Manifests> {
     Ok(manifests)
 }
 
-/// Clients and addresses of a Service for which only the node's rules matter.
+/// Clients, and the addresses at which they reach a Service. Only the rules of [`NODE`] forward
+/// these connections.
 pub(crate) fn targets(bed: &Testbed, service: &str) -> Result<Vec<(&'static str, SocketAddr)>> {
     let mut targets = Vec::new();
     for family in Family::BOTH {
@@ -53,7 +54,7 @@ pub(crate) fn targets(bed: &Testbed, service: &str) -> Result<Vec<(&'static str,
     Ok(targets)
 }
 
-/// Fails unless exactly these servers answer.
+/// Fails unless the servers that answer are exactly `servers`.
 pub(crate) fn expect_servers(bed: &Testbed, service: &str, servers: &[&str]) -> Result<()> {
     for (from, to) in targets(bed, service)? {
         let request = Request::new(Transport::Tcp, to);
@@ -84,7 +85,7 @@ pub(crate) fn wait_for_answers(bed: &Testbed, service: &str) -> Result<()> {
     })
 }
 
-/// Clients send requests without a pause while `work` runs. No request may fail.
+/// Runs `work` while clients send requests without a pause. Fails if a request fails.
 pub(crate) fn while_asking(bed: &Testbed, service: &str, work: impl FnOnce() -> Result<()>) -> Result<()> {
     live::while_asking(bed, &targets(bed, service)?, work).map(drop)
 }
@@ -105,7 +106,7 @@ pub(crate) fn set_endpoints(bed: &Testbed, service: &str, endpoints: &[&str]) ->
     })
 }
 
-/// Removes all rules, so that the node's kernel is as after a reboot.
+/// Removes all rules from the node's kernel, as a reboot does.
 pub(crate) fn forget_rules(bed: &Testbed) -> Result<()> {
     let (node, lock) = (bed.machines().machine(NODE)?, bed.machines().xtables_lock(NODE));
     for variant in Variant::BOTH {

@@ -23,8 +23,8 @@ fn start(bed: &Testbed, writes: &Writes) -> Result<()> {
     bed.wait_programmed()
 }
 
-/// The machine reboots while no control plane answers. The node forwards anyway, and receives the
-/// changes once a control plane answers.
+/// The machine reboots while no control plane answers. The node forwards with the state from disk,
+/// and receives the changes once a control plane answers.
 fn cold_start(bed: &Testbed) -> Result<()> {
     let writes = Writes::watch(bed)?;
     // An agent without any state writes nothing before it has received everything from a control
@@ -65,7 +65,7 @@ fn cold_start(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The agent restarts and nothing has changed: no program writes rules, and no connection is lost.
+/// The agent restarts although nothing has changed. It writes no rules, and no connection is lost.
 fn warm_restart(bed: &Testbed) -> Result<()> {
     let writes = Writes::watch(bed)?;
     start(bed, &writes)?;
@@ -122,8 +122,8 @@ fn warm_restart(bed: &Testbed) -> Result<()> {
     held.iter_mut().try_for_each(HeldConnection::check).context("after the endpoints were replaced")
 }
 
-/// Writes only what changed while the agent was stopped. Rules that are newer than the state on
-/// disk are not replaced by older ones: the state from disk waits for the control plane.
+/// After a restart, the agent writes only what changed while it was stopped. It does not replace
+/// rules in the kernel by older rules from disk, because it waits for the control plane first.
 fn restart_with_changes(bed: &Testbed) -> Result<()> {
     let writes = Writes::watch(bed)?;
     start(bed, &writes)?;
@@ -149,7 +149,8 @@ fn restart_with_changes(bed: &Testbed) -> Result<()> {
 }
 
 /// Kills the agent at random times while endpoints of another Service change. No connection to the
-/// steady Service may fail. At the end, the rules equal those of an agent that starts with nothing.
+/// Service `steady` may fail. At the end, the rules must equal the rules of an agent that starts
+/// without rules.
 fn kills(bed: &Testbed) -> Result<()> {
     let mut times = fastrand::Rng::with_seed(SEED);
     bed.start_control_plane()?;
@@ -231,24 +232,24 @@ fn restart_with_changes_nft() {
 
 // rows of iptables: 92
 #[test]
-fn kills_at_any_moment_legacy() {
+fn kills_at_random_times_legacy() {
     on_machines(Backend::IptablesLegacy, kills);
 }
 
 // rows of iptables: 92
 #[test]
-fn kills_at_any_moment_nft() {
+fn kills_at_random_times_nft() {
     on_machines(Backend::IptablesNft, kills);
 }
 
 // rows of iptables: 92
 #[test]
-fn kills_at_any_moment_legacy_compact() {
+fn kills_at_random_times_legacy_compact() {
     on_machines(Backend::IptablesLegacyCompact, kills);
 }
 
 // rows of iptables: 92
 #[test]
-fn kills_at_any_moment_nft_compact() {
+fn kills_at_random_times_nft_compact() {
     on_machines(Backend::IptablesNftCompact, kills);
 }

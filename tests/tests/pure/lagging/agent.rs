@@ -1,5 +1,5 @@
-//! The agent of the model: the real session machine, the state that it holds, its decisions to stay
-//! or move, its disk and its kernel.
+//! The agent of the model. Its session machine, its state and its decisions to stay or move are the
+//! real code. Its disk is a copy in memory.
 
 use headgate_core::{Change, Dirty, Node, reference::Referable};
 use headgate_node_agent::{
@@ -18,8 +18,9 @@ use super::source::{History, NEED_NEW_PROGRAM, NODE, Places, as_seen_by_the_old_
 /// The version of the agent's program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Program {
-    /// This program cannot use some values.
+    /// A program that cannot use some values of the source.
     Old,
+    /// A program that can use every value.
     New,
 }
 
@@ -46,9 +47,10 @@ pub(crate) struct Agent {
     /// The state comes from disk, and no replica has confirmed it. The kernel may have newer rules
     /// of the earlier run.
     is_unconfirmed: bool,
-    /// The place of each key at the replica when the stream began. After a start from disk, nothing
-    /// older is programmed.
+    /// The version of each key's value at the replica when the stream began. After a start from
+    /// disk, the agent programs no older value.
     at_begin: Places,
+    /// The agent may hold less than its version says, so it resumes without a version.
     distrusts_version: bool,
     failover: Failover,
     moves: MoveLimits,
@@ -108,8 +110,8 @@ impl Agent {
         self.disk = Some(disk);
     }
 
-    /// Begins a stream at a replica whose keys are at `at_begin`. Returns the resume point for
-    /// `Hello`.
+    /// Begins a stream. `at_begin` contains the version of each key's value at the replica. Returns
+    /// the resume point for `Hello`.
     pub(crate) fn begin(&mut self, at_begin: Places, now: Instant) -> Option<v1::Resume> {
         self.at_begin = at_begin;
         self.failover = Failover::new(&self.moves, now);
@@ -179,7 +181,10 @@ impl Agent {
                 if std::mem::take(&mut self.is_unconfirmed) {
                     for (key, place) in self.at_begin.iter().filter(|_| self.program == Program::New) {
                         let here = self.places[key];
-                        assert!(here >= *place, "{key} is programmed at {here}, and the replica began at {place}");
+                        assert!(
+                            here >= *place,
+                            "the agent programs version {here} of {key}, which is older than version {place} of the replica"
+                        );
                     }
                 }
             }
@@ -201,7 +206,8 @@ impl Agent {
         self.held.point(false).is_some_and(|point| point.epoch == 0)
     }
 
-    /// Decides whether the agent moves now, and to which of the replicas that answer.
+    /// Returns the replica to which the agent moves now, if it moves. `others` returns the replicas
+    /// that answer.
     pub(crate) fn decide(&mut self, others: impl FnOnce() -> Vec<(usize, Standing)>, now: Instant) -> Option<usize> {
         let trouble = self.failover.due(now)?;
         let others = others();

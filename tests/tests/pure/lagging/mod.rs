@@ -1,6 +1,6 @@
-//! An agent moves between replicas whose watches are delayed independently. At any interleaving, it
-//! never receives older state. Nothing that a replica could serve is withheld longer than the
-//! contract allows, and the agent does not move in circles.
+//! An agent moves between replicas whose watches are delayed independently. In every interleaving,
+//! the agent never receives older state. Nothing that a replica could serve is withheld longer than
+//! the contract allows, and the agent does not move in circles.
 //!
 //! This is a model. The code that decides is real: the replica's store, its resumption and waits,
 //! the agent's session machine, the state that the agent holds and saves, its choice of replica,
@@ -26,8 +26,8 @@ const SLICE: SourceKind = SourceKind::EndpointSlices;
 const SERVICE: SourceKind = SourceKind::Services;
 const NODES: SourceKind = SourceKind::Nodes;
 
-/// The replicas of two successive moves that have equal outcomes in either order: deliveries to
-/// different replicas.
+/// Returns the replicas of two successive moves if the order of the moves does not matter. It does
+/// not matter for deliveries to different replicas.
 fn commute(a: Move, b: Move) -> Option<(usize, usize)> {
     match (a, b) {
         (Move::Deliver(a, _), Move::Deliver(b, _)) if a != b => Some((a, b)),
@@ -35,8 +35,8 @@ fn commute(a: Move, b: Move) -> Option<(usize, usize)> {
     }
 }
 
-/// Visits every interleaving of the lists, each of which keeps its order. Of interleavings that
-/// differ only in moves that commute, visits one.
+/// Visits every interleaving of the lists. The moves of one list keep their order. If interleavings
+/// differ only in moves that commute, visits only one of these interleavings.
 fn interleave(lists: &[Vec<Move>], visit: &mut impl FnMut(&[Move])) {
     fn descend(lists: &[Vec<Move>], at: &mut [usize], path: &mut Vec<Move>, visit: &mut impl FnMut(&[Move])) {
         let mut is_leaf = true;
@@ -91,7 +91,7 @@ fn explore_with(replicas: usize, program: Program, events: usize, lists: &[Vec<M
     counts
 }
 
-/// Asserts that each of these happened at least once.
+/// Asserts that everything in `what` happened at least once.
 fn assert_happened(counts: &Counts, what: &[&str]) {
     assert!(what.iter().all(|what| counts.get(what).is_some_and(|count| *count > 0)), "{counts:?}");
 }

@@ -61,7 +61,7 @@ impl Replica {
         self.listed_at.is_some()
     }
 
-    /// Lists the source as of a version. Does nothing if the replica has listed already or cannot
+    /// Lists the source at a version. Does nothing if the replica has listed already or cannot
     /// reach the API server.
     pub(crate) fn list(&mut self, source: &History, version: u64) {
         if self.is_listed() || !self.has_contact {
@@ -74,7 +74,7 @@ impl Replica {
         self.listed_at = Some(version);
     }
 
-    /// Delivers the next event of each of these kinds, as one step.
+    /// Delivers the next event of each kind in `kinds`, all in one step.
     pub(crate) fn deliver(&mut self, source: &History, kinds: &[SourceKind]) {
         let (mut changes, mut nodes, mut positions) = (Vec::new(), Vec::new(), Vec::new());
         for kind in kinds {
@@ -130,7 +130,7 @@ impl Replica {
         self.store.commit(Transaction { changes, nodes, positions, bookmarks, ..Transaction::default() });
     }
 
-    /// The answer to an agent that asks for the replica's standing.
+    /// The replica's answer to a `Standing` request.
     pub(crate) fn standing(&self) -> Standing {
         let to_wire = |positions: BTreeMap<SourceKind, u64>| {
             let position = |(kind, position)| v1::SourcePosition { kind: wire_kind(kind), position };
@@ -145,8 +145,8 @@ impl Replica {
     }
 }
 
-/// The replica's side of a stream. It uses the parts that `serve/stream/session.rs` uses, in equal
-/// order.
+/// The replica's side of a stream. It calls the same functions as `serve/stream/session.rs`, in the
+/// same order.
 pub(crate) struct Stream {
     pub(crate) replica: usize,
     place: Reading,
@@ -189,7 +189,7 @@ impl Stream {
         matches!(self.place, Reading::Waiting(_))
     }
 
-    /// The next message, if there is one.
+    /// The next message for the agent. `None` if no message is due.
     pub(crate) fn next(&mut self, replica: &Replica, now: Instant) -> Option<Body> {
         let store = &replica.store;
         let mut is_over = |not_yet| self.behind.look(not_yet, store, BEHIND_WAIT, now).is_over();

@@ -14,7 +14,7 @@ pub(crate) const KINDS: [SourceKind; 3] = [SourceKind::Services, SourceKind::End
 /// The node of the model's agent.
 pub(crate) const NODE: &str = "node-a";
 
-/// For each key, the version of the value that is held.
+/// The version of each key's value in some state.
 pub(crate) type Places = BTreeMap<String, u64>;
 
 fn key(number: u8) -> ServiceKey {
@@ -56,7 +56,8 @@ fn node(name: &str, version: u64) -> Node {
 pub(crate) const NEED_NEW_PROGRAM: [&str; 2] = ["shop/web-2", "shop/web-4"];
 const UNUSABLE: [u64; 2] = [17, 22];
 
-/// Changes a message to what the old program sees: a protocol that it does not know.
+/// Gives Services that the old program cannot use a protocol number that this program does not
+/// know.
 pub(crate) fn as_seen_by_the_old_program(changes: &mut v1::Changes) {
     for service in &mut changes.services {
         let is_new = |version: &u64| service.ports[0].node_port == 30_000 + u32::try_from(*version).unwrap();
@@ -66,7 +67,7 @@ pub(crate) fn as_seen_by_the_old_program(changes: &mut v1::Changes) {
     }
 }
 
-/// The changes that produce a state from nothing.
+/// The changes that turn an empty state into `state`.
 pub(crate) fn changes_of(state: &State) -> Vec<Change> {
     let mut changes = Vec::new();
     for (key, entry) in state.entries() {
@@ -76,7 +77,7 @@ pub(crate) fn changes_of(state: &State) -> Vec<Change> {
     changes
 }
 
-/// The state that changes produce.
+/// The state that `changes` produce from an empty state.
 pub(crate) fn state_of(changes: impl IntoIterator<Item = Change>) -> State {
     let mut state = State::default();
     for change in changes {
@@ -152,7 +153,7 @@ impl History {
         BASE + self.0.len() as u64
     }
 
-    /// The first event of a kind above `position`, with its version.
+    /// The first event of a kind after `position`, with its version.
     pub(crate) fn next(&self, kind: SourceKind, position: u64) -> Option<(u64, &Event)> {
         let events = self.0.iter().enumerate().map(|(index, (of, event))| (self.version(index), *of, event));
         events
@@ -161,7 +162,7 @@ impl History {
             .next()
     }
 
-    /// The state and the Nodes as of a version.
+    /// The state and the Nodes at a version.
     pub(crate) fn at(&self, version: u64) -> (State, BTreeMap<Arc<str>, Node>) {
         let (mut state, mut nodes) = (State::default(), BTreeMap::new());
         let events = self.0.iter().take(usize::try_from(version - BASE).unwrap()).map(|(_, event)| event.clone());
@@ -176,7 +177,7 @@ impl History {
     }
 
     /// The version of the agent's own Node. An absent Node has the version of its removal, since
-    /// the source has it from the start.
+    /// the source has this Node from the start.
     pub(crate) fn node_place(&self, node: Option<&Node>) -> u64 {
         let removed = || {
             let is_removal = |event: &Event| matches!(event, Event::Node(NodeChange::Remove(name)) if &**name == NODE);

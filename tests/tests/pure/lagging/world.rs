@@ -12,9 +12,9 @@ use super::{
     source::{BASE, History, KINDS, Places},
 };
 
-/// Seconds between the agent's checks whether to move, while time passes. Their sum is longer than
-/// any wait of an agent for a replica that is behind, and longer than any stay of an agent before
-/// it moves again.
+/// The seconds between the agent's checks of whether to move, while time passes. The sum is longer
+/// than any wait of an agent for a replica that is behind, and longer than any stay of an agent
+/// before it moves again.
 const CHECKS: [u64; 7] = [5, 10, 20, 40, 80, 160, 320];
 
 /// A move of the model.
@@ -24,7 +24,7 @@ pub(crate) enum Move {
     Deliver(usize, SourceKind),
     /// A replica receives the next event of each kind, in one step.
     DeliverStep(usize),
-    /// A replica receives a bookmark: it missed no event before the next one of the kind.
+    /// A replica receives a bookmark, which tells it that no event of the kind was missed.
     Bookmark(usize, SourceKind),
     /// A replica restarts, and has listed nothing yet.
     Restart(usize),
@@ -42,7 +42,7 @@ pub(crate) enum Move {
     ReadAll,
     /// The agent writes the state that its kernel has to disk.
     Save,
-    /// The agent ends, and this program starts from its disk.
+    /// The agent ends, and the given program starts from its disk.
     RestartAgent(Program),
     /// Enough time passes that every replica with contact receives everything, and that all bounded
     /// waits end.
@@ -61,7 +61,7 @@ pub(crate) struct World {
 
 impl World {
     /// Creates replicas that have listed the source's first version, and an agent that has received
-    /// it from the first replica.
+    /// this version from the first replica.
     pub(crate) fn new(source: History, replicas: usize, program: Program) -> Self {
         let now = Instant::now();
         let replicas = (0..replicas).map(|_| Replica::new(true)).collect();
@@ -132,7 +132,7 @@ impl World {
         self.agent.receive(&self.source, welcome, self.now);
     }
 
-    /// Reads one message. Returns whether there was one.
+    /// Reads one message. Returns false if no message is due.
     fn read(&mut self) -> bool {
         let Some(stream) = &mut self.stream else { return false };
         let Some(body) = stream.next(&self.replicas[stream.replica], self.now) else {
@@ -151,7 +151,7 @@ impl World {
     /// Lets time pass. A heartbeat arrives, and the agent reads, decides, and may move.
     fn pass(&mut self, time: Duration) {
         self.now += time;
-        // A real agent tries replicas in random order. The model tries the worst one first.
+        // A real agent tries replicas in random order. The model tries the worst replica first.
         let at = self.stream.as_ref().map_or_else(|| self.worst(), |stream| stream.replica);
         if self.stream.is_none() {
             self.connect(at);
@@ -171,11 +171,11 @@ impl World {
     }
 
     /// Asserts that an agent with a state moves only to a replica that follows the source or has
-    /// something newer.
+    /// newer values.
     fn assert_better(&self, to: usize) {
         let replica = &self.replicas[to];
         let is_following = replica.store.source_state() == SourceState::Following;
-        // A later list may contain something newer, and no agent can know.
+        // A list from a later time may contain newer values. An agent cannot know whether it does.
         let is_listed_later = replica.listed_at.is_some_and(|version| version > BASE);
         if is_following || is_listed_later || self.agent.held.position().is_none() {
             return;
@@ -185,7 +185,7 @@ impl World {
         let is_new = self.agent.may_lack() || there.iter().any(|(key, place)| held[key] < *place);
         assert!(
             is_new,
-            "the agent moves from {held:?} to a replica at {there:?}, which is cut off and has nothing newer"
+            "the agent holds {held:?} and moves to a replica that does not follow the source and has no newer value: {there:?}"
         );
     }
 
@@ -214,8 +214,8 @@ impl World {
         self.replicas.iter().filter(|replica| replica.store.source_state() == SourceState::Following)
     }
 
-    /// Checks the conditions at the end: first with the replicas as they are, then with all
-    /// replicas in contact.
+    /// Checks the conditions at the end: first with the replicas in their current state, then with
+    /// all replicas in contact with the source.
     pub(crate) fn finish(&mut self) {
         self.settle();
         for replica in 0..self.replicas.len() {
@@ -237,8 +237,8 @@ impl World {
         );
     }
 
-    /// Lets time pass until every bounded wait has ended. Then the agent must hold everything that
-    /// a replica can serve, and must move no more.
+    /// Lets time pass until every bounded wait has ended. After these waits, the agent must hold
+    /// everything that a replica can serve, and must not move again.
     fn settle(&mut self) {
         self.act(Move::PassTime);
         self.act(Move::PassTime);
@@ -250,11 +250,18 @@ impl World {
         for replica in self.following() {
             for (key, place) in self.source.places(&replica.state) {
                 let withheld = self.agent.program_can_use(&key) && held[&key] < place;
-                assert!(!withheld, "{key} is at {}, and a replica could serve {place}", held[&key]);
+                assert!(
+                    !withheld,
+                    "the agent holds version {} of {key}, and a replica could serve version {place}",
+                    held[&key]
+                );
             }
             let own = replica.store.node(super::source::NODE).node;
             let (there, here) = (self.source.node_place(own.as_deref()), self.source.node_place(node));
-            assert!(here >= there, "the own Node is at {here}, and a replica could serve {there}");
+            assert!(
+                here >= there,
+                "the agent holds version {here} of its own Node, and a replica could serve version {there}"
+            );
         }
         // While the agent follows an unlisted replica, it must not lack anything that a listed
         // replica could serve.
@@ -267,13 +274,13 @@ impl World {
             for replica in listed.filter(|replica| replica.store.behind(&seen).is_none()) {
                 let there = self.source.places(&replica.state);
                 let is_new = |(key, place): (&String, &u64)| self.agent.program_can_use(key) && held[key] < *place;
-                assert!(!there.iter().any(is_new), "the agent is at {held:?}, and a replica at {there:?}");
+                assert!(!there.iter().any(is_new), "the agent holds {held:?}, and a replica could serve {there:?}");
             }
         }
         let can_serve = self.replicas.iter().any(|replica| replica.store.source_state() != SourceState::Unlisted);
         assert!(
             !can_serve || self.agent.held.position().is_some(),
-            "the agent holds nothing, and a replica has a state"
+            "the agent holds no state, and a replica could serve one"
         );
     }
 }

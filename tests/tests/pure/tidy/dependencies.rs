@@ -1,13 +1,13 @@
 //! Crates depend only in the allowed direction, and core depends on nothing that could do I/O. The
-//! allowed direction: core ← proto ← {control-plane, node-agent, cli} ← tests, and netlink ← {ipvs,
-//! ipset, nftables} ← node-agent.
+//! allowed direction is core ← proto ← {control-plane, node-agent, cli} ← tests, and netlink ←
+//! {ipvs, ipset, nftables} ← node-agent.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::metadata::Metadata;
 
 /// All dependencies of `core`, direct and indirect. None of them opens a socket, reads a clock or
-/// starts a process. Before you add one here, check that it does none of these either.
+/// starts a process. Before you add a package, check that it does none of these things either.
 const CORE: [&str; 25] = [
     "block-buffer",
     "castaway",
@@ -43,7 +43,7 @@ fn core_is_built_from_nothing_that_could_do_io() {
     let found = metadata.transitive("headgate-core");
     let new: Vec<_> = found.difference(&BTreeSet::from(CORE)).copied().collect();
     assert!(new.is_empty(), "headgate-core must stay free of I/O, and has new dependencies: {new:?}");
-    // Check that the dependencies were read at all.
+    // Check that the metadata contains the known dependencies.
     assert!(found.contains("sha2") && found.contains("ipnet"), "{found:?}");
 }
 

@@ -1,6 +1,6 @@
 //! Imports between the modules of a crate, read from its source.
 //!
-//! An import is a `use` or a path in code. It counts for the module that defines the item:
+//! An import is a `use` or a path in code. The imported module is the one that defines the item, so
 //! re-exports are followed. Modules under `#[cfg(test)]` are left out.
 
 use std::{
@@ -111,7 +111,7 @@ impl Crate {
         Some(base)
     }
 
-    /// The module that defines the item of a path from the root.
+    /// The module that defines the item of `path`, which begins at the crate's root.
     fn definition(&self, mut path: Vec<String>) -> Module {
         // In a crate that compiles, chains of re-exports end. The bound guards against endless
         // loops.
@@ -327,7 +327,7 @@ fn is_mark(token: &TokenTree, mark: char) -> bool {
     matches!(token, TokenTree::Punct(found) if found.as_char() == mark)
 }
 
-/// Whether this `use` begins an import, and not `impl Trait + use<'a>`.
+/// Whether the `use` at `at` begins an import. In `impl Trait + use<'a>`, it does not.
 fn is_use(tokens: &[TokenTree], at: usize) -> bool {
     !tokens.get(at + 1).is_none_or(|next| is_mark(next, '<'))
 }

@@ -66,9 +66,9 @@ fn faults(krate: &Crate, layers: &Layers) -> Vec<String> {
     faults
 }
 
-/// Crates with layers. No folder of them has a circle.
+/// Crates with layers. The modules of a folder must not import each other in a circle.
 const LAYERED: [&str; 3] = ["core", "control-plane", "node-agent"];
-/// Crates without a circle between their top modules.
+/// Crates without layers. Only their top modules must not import each other in a circle.
 const OTHERS: [&str; 7] = ["proto", "tls", "netlink", "ipvs", "ipset", "nftables", "cli"];
 
 fn architecture() -> BTreeMap<String, Layers> {
@@ -132,7 +132,7 @@ fn a_reversed_import_is_found() {
 }
 
 #[test]
-fn the_table_and_the_modules_name_each_other() {
+fn missing_modules_and_modules_without_a_layer_are_found() {
     let folder = sample(&[("lib.rs", "mod low;\nmod extra;\n"), ("low.rs", ""), ("extra.rs", "use crate::own;\n")]);
     let found = faults(&Crate::read(folder.path()), &table(SAMPLE_TABLE)["sample"]);
     let expected = [

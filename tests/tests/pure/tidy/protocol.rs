@@ -2,8 +2,8 @@
 //! fields are reserved.
 //!
 //! `proto/headgate/v1/descriptor.binpb` is the committed protocol. A change of the `.proto` files
-//! passes this test if it is compatible with this file, and if `make descriptor` has rewritten the
-//! file.
+//! passes this test if it is compatible with the committed protocol, and if `make descriptor` has
+//! rewritten that file.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,8 +15,8 @@ fn committed_path() -> PathBuf {
     super::root().join("proto/headgate/v1/descriptor.binpb")
 }
 
-/// The compiled protocol, only with Headgate's own files. Comments and positions are removed, since
-/// they may change freely.
+/// The compiled protocol, without the files of other packages. Comments and positions are removed,
+/// since they may change freely.
 fn compiled() -> FileDescriptorSet {
     let mut set = FileDescriptorSet::decode(headgate_proto::FILE_DESCRIPTOR_SET).unwrap();
     set.file.retain(|file| file.package().starts_with("headgate."));
@@ -139,7 +139,7 @@ fn enum_breaks(name: &str, before: &EnumDescriptorProto, now: &EnumDescriptorPro
             Some(found) if found.name() == value_name => {}
             Some(found) => breaks.push(format!("{name}: {number} was {value_name} and is now {}", found.name())),
             None => {
-                // In an enum, the ends of reserved ranges are inclusive.
+                // The end of a reserved range is inclusive in an enum, and exclusive in a message.
                 let kept = now.reserved_range.iter().any(|range| (range.start()..=range.end()).contains(&number));
                 if !kept || !now.reserved_name.iter().any(|reserved| reserved == value_name) {
                     breaks

@@ -1,4 +1,4 @@
-//! Lines of comments and prose end at column 100.
+//! No line of a comment or of prose is wider than 100 columns.
 
 use std::path::Path;
 

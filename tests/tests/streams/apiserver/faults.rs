@@ -1,4 +1,4 @@
-//! After any faults of a server, kube-rs's watcher ends with the server's state.
+//! After faults of a server, kube-rs's watcher must hold the server's state again.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::Node;
 
 use super::follower::{Follower, follow};
 
-/// A server with one node, and a watcher that has listed the node and watches.
+/// A server with one node, and a watcher that has listed the node and has an open watch.
 async fn watching() -> (ApiServer, Follower<Node>) {
     let server = ApiServer::start().unwrap();
     server.apply(node("a").build()).unwrap();
@@ -53,7 +53,7 @@ async fn a_restored_backup_restores_the_version() {
     assert_eq!(server.version(), backup.version());
     assert_eq!(server.list(Kind::Node).len(), 1);
     // Like a real server, the stand-in accepts a watch from a lost later version. The watch
-    // receives no events until the server's version has passed that version.
+    // receives no events until the server has reached a version after the lost version.
     until_watches_again(&mut nodes, &server, 2).await;
     server.apply(node("c").build()).unwrap();
     assert!(tokio::time::timeout(Duration::from_millis(100), nodes.until_names(&["c"])).await.is_err());
@@ -94,7 +94,7 @@ async fn after_random_faults_the_watcher_has_the_servers_state() {
             _ => drop(server.apply(node(&name).label("turn", &turn.to_string()).build()).unwrap()),
         }
         if random.bool() {
-            let waited = nodes.until("the timeout ends this", |_| false);
+            let waited = nodes.until("the timeout", |_| false);
             assert!(tokio::time::timeout(Duration::from_millis(random.u64(..4)), waited).await.is_err());
         }
     }

@@ -1,4 +1,4 @@
-//! kube-rs's watcher, with a map from names to objects that follows its events.
+//! kube-rs's watcher, with a map from names to objects. The watcher's events change the map.
 
 use std::{collections::BTreeMap, fmt::Debug, pin::Pin, time::Duration};
 
@@ -70,13 +70,17 @@ where
                 self.applied += 1;
             }
             Ok(Event::Delete(object)) => {
-                assert!(self.state.remove(&object.name_any()).is_some(), "{} deleted twice", object.name_any());
+                assert!(
+                    self.state.remove(&object.name_any()).is_some(),
+                    "{} was deleted, but is not in the map",
+                    object.name_any()
+                );
             }
             Err(error) => self.errors.push(error),
         }
     }
 
-    /// Follows until a condition holds.
+    /// Reads events until a condition holds.
     pub(crate) async fn until(&mut self, what: &str, mut condition: impl FnMut(&Self) -> bool) {
         let guarded = tokio::time::timeout(GUARD, async {
             while !condition(self) {
@@ -106,7 +110,8 @@ where
         self.state.keys().map(String::as_str).collect()
     }
 
-    /// Polls the watcher, so that it can send its requests, until a condition on the server holds.
+    /// Polls the watcher until a condition on the server holds. Without polls, the watcher would
+    /// send no requests.
     pub(crate) async fn poll_until(
         &mut self,
         what: &str,

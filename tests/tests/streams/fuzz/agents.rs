@@ -10,8 +10,9 @@ use v1::agent_message::Body;
 
 use super::connections::{DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, WINDOW_UPDATE, http2_frame};
 
-/// Epochs: the replica's own, as the fuzz target defines it, and another one.
+/// The epoch of the replica in the fuzz target.
 const OWN: u64 = 1;
+/// The epoch of another replica.
 const OTHER: u64 = 7;
 
 fn message(body: Body) -> Vec<u8> {
@@ -110,7 +111,8 @@ fn write(target: &str, files: &[(&str, Vec<u8>)]) {
     }
 }
 
-/// Writes the files only if `HEADGATE_WRITE_CORPUS=1` is set. Do so after a change of the protocol.
+/// Writes the files only if `HEADGATE_WRITE_CORPUS=1` is set. Set the variable after a change of
+/// the protocol.
 #[test]
 fn corpus_of_agents_is_written_when_asked_for() {
     let streams = [

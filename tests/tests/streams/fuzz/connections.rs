@@ -1,4 +1,4 @@
-//! Whole connections as bytes without TLS, sent to a running replica.
+//! Sends the bytes of whole connections, without TLS, to a running replica.
 
 use std::{
     net::SocketAddr,
@@ -28,11 +28,11 @@ use super::{
     number,
 };
 
-/// Fewer cases than for messages, since connections take more time.
+/// The number of cases. It is lower than for messages, since connections take more time.
 const CASES: u64 = 300;
 
-/// After this time without bytes, the replica waits for the client. The time affects only how much
-/// of the replica a case reaches.
+/// If the replica sends no bytes for this time, the test assumes that it waits for the client. A
+/// shorter time only makes the cases reach less of the replica's code.
 const QUIET: Duration = Duration::from_millis(10);
 
 pub(crate) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -64,8 +64,8 @@ fn parts_of(bytes: &[u8]) -> Vec<Vec<u8>> {
     parts
 }
 
-/// Changes the bytes of a connection: any bytes, whole frames, or the payload of one frame with its
-/// length corrected.
+/// Changes any bytes of a connection, or whole frames, or the payload of one frame. In the last
+/// case, the frame gets the correct length.
 fn mutate_connection(rng: &mut Rng, bytes: &mut Vec<u8>, others: &[Vec<u8>]) {
     let mut parts = parts_of(bytes);
     match rng.u8(0..4) {
@@ -100,7 +100,7 @@ fn has_data(mut answer: &[u8]) -> bool {
 async fn talk(address: SocketAddr, bytes: &[u8], quiet: Duration) -> Option<Vec<u8>> {
     let mut socket = TcpStream::connect(address).await.unwrap();
     let mut answer = Vec::new();
-    // An error is fine: the replica may close or reset the connection early.
+    // Ignore an error: the replica may close or reset the connection early.
     let _ = socket.write_all(bytes).await;
     while !has_data(&answer) && matches!(timeout(quiet, socket.read_buf(&mut answer)).await, Ok(Ok(1..))) {}
     let _ = socket.shutdown().await;
@@ -159,7 +159,7 @@ async fn mutated_connections_end_without_a_panic_in_bounded_memory() {
         }
     }
     assert!(good > cases / 50 && good < cases, "{good} of {cases} connections were answered");
-    // Other agents are not affected, and no stream is left.
+    // Another agent still receives changes, and its stream is the only one left.
     replica.put([service(21, 80)]);
     witness.reach(2).await;
     until("streams are left over", || replica.metric("headgate_streams") == 1).await;

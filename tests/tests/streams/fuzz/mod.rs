@@ -1,5 +1,6 @@
-//! Nearly valid bytes for everything that reads bytes from outside. Each input must be accepted or
-//! refused without a panic, in memory that its size bounds.
+//! Sends nearly valid bytes to all code that reads bytes from outside. The code must accept or
+//! refuse each input without a panic. The size of the input must limit the memory that the code
+//! uses.
 //!
 //! Valid inputs are in `tests/corpus`, one folder for each target. A case is one of these files
 //! with a few changes that are drawn from a seed. `make test` runs a bounded number of cases. To
@@ -100,8 +101,8 @@ fn fuzz(target: &str, words: &[&str], run: impl Fn(&str, &[u8]) -> bool) {
             Err(problem) => keep(target, &bytes, &problem),
         }
     }
-    // If every input were valid, the mutations would change nothing. If none were, only the first
-    // check would be tested.
+    // If every input were valid, the mutations would change nothing. If no input were valid, only
+    // the first check would be tested.
     assert!(good > cases / 50 && good < cases, "{target}: {good} of {cases} inputs were valid");
 }
 

@@ -100,7 +100,7 @@ async fn invalid_files_are_reported_and_keep_the_open_stream_but_prevent_a_new_o
         .await;
     assert_eq!(agent.metric("headgate_agent_tls_reloads_total{result=\"failure\"}"), 1);
     server.put(2);
-    eventually("the stream stays", || async { agent.status()["version"] == 2 }).await;
+    eventually("the stream stays open", || async { agent.status()["version"] == 2 }).await;
     assert_eq!(agent.status()["connected"], true);
 
     let _ = replace(&server, &authority).await;

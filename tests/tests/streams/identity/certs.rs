@@ -1,4 +1,4 @@
-//! `headgatectl certs`, and the programs that use its files.
+//! Tests of `headgatectl certs` and of programs that use its files.
 
 use std::{
     fs,

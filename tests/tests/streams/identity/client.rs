@@ -104,7 +104,7 @@ impl Client {
     }
 }
 
-/// A stream as the agent of a node, after `Welcome`.
+/// An open stream of a node's agent, after `Welcome`.
 pub(crate) struct Stream {
     pub(crate) messages: Streaming<v1::ServerMessage>,
     /// Keeps the agent's half of the stream open.
@@ -127,7 +127,7 @@ impl Stream {
     }
 
     /// Reads until a message mentions a service.
-    pub(crate) async fn hears_of(&mut self, service: &str) {
+    pub(crate) async fn until_message_about(&mut self, service: &str) {
         let heard =
             async { while !format!("{:?}", self.messages.message().await.unwrap().unwrap()).contains(service) {} };
         timeout(GUARD, heard).await.unwrap_or_else(|_| panic!("no message about {service} arrived"));
@@ -158,7 +158,7 @@ impl Connected {
         Ok(client.watch(v1::WatchRequest::default()).await?.into_inner())
     }
 
-    /// Waits for a Service to be programmed, longer than any test runs.
+    /// Sends a request that waits for a Service, with a timeout that is longer than any test.
     pub(crate) async fn wait(&self, name: &str) -> Result<Streaming<v1::WaitProgress>, Status> {
         let mut client = InspectClient::new(self.channel.clone());
         let request = v1::WaitRequest {

@@ -1,4 +1,4 @@
-//! The program of the control plane, and pages over plain HTTP.
+//! The control plane as a process, and its pages over plain HTTP.
 
 use std::{
     fs::{self, File},
@@ -40,13 +40,13 @@ impl ControlPlane {
             .unwrap();
         let unbound = SocketAddr::from(([0, 0, 0, 0], 0));
         let mut new = Self { _process: KilledOnDrop(child), log, address: unbound, metrics: unbound };
-        new.says("control plane runs");
+        new.until_logged("control plane runs");
         [new.address, new.metrics] = control_plane_addresses(&fs::read_to_string(&new.log).unwrap()).unwrap();
         new
     }
 
     /// Waits for a line with this text in the log, and returns the line.
-    pub(crate) fn says(&self, text: &str) -> String {
+    pub(crate) fn until_logged(&self, text: &str) -> String {
         let deadline = Instant::now() + GUARD;
         loop {
             let log = fs::read_to_string(&self.log).unwrap();
@@ -72,7 +72,7 @@ pub(crate) fn page(address: SocketAddr, path: &str) -> Result<String, String> {
     answer.split_once("\r\n\r\n").map(|(_, body)| body.to_owned()).ok_or(answer)
 }
 
-/// A sample of the page of metrics; 0 if it is missing.
+/// The value of a sample on the page of metrics, or 0 if the sample is missing.
 pub(crate) fn metric(address: SocketAddr, sample: &str) -> u64 {
     let text = page(address, "/metrics").unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix(sample)?.strip_prefix(' ')).map(str::to_owned);

@@ -1,4 +1,4 @@
-//! Certificates that one end refuses, and the messages of both ends.
+//! Certificates that a client or a server refuses, and the messages on both sides.
 
 use headgate_control_plane::serve::Settings;
 use headgate_node_agent::{
@@ -60,7 +60,7 @@ async fn refused_clients_and_the_servers_log_get_the_reason() {
         let refusal = explain(&error, &files()).unwrap_or_else(|| panic!("{reason}: {error}"));
         assert_eq!(refusal.reason, "refused_by_control_plane", "{refusal:?}");
         assert!(refusal.sentence.contains(client_says), "{reason}: {}", refusal.sentence);
-        let line = control_plane.says(server_says);
+        let line = control_plane.until_logged(server_says);
         assert!(line.contains(reason), "{line}");
         let sample = format!("headgate_tls_handshakes_failed_total{{reason=\"{reason}\"}}");
         assert_eq!(metric(control_plane.metrics, &sample), 1, "{reason}");

@@ -1,4 +1,4 @@
-//! The control plane's files are replaced while streams are open.
+//! Replaces the control plane's TLS files while streams are open.
 
 use std::{fs, os::unix::fs::symlink, path::Path};
 
@@ -34,16 +34,16 @@ async fn replacing_a_mounted_secret_affects_no_stream() {
     let address = server.running.local_addr;
     let client = Client::new(&authority, &authority.node("n1"));
     let mut stream = client.connect(address).await.unwrap().sync("n1").await.unwrap();
-    stream.hears_of("service-1").await;
+    stream.until_message_about("service-1").await;
     let renewed = authority.server(|params| params.not_after = date_time_ymd(2060, 1, 1));
     swap(server.path("").as_path(), 2, &renewed, &authority);
     server.until_metric(SUCCESS, 1).await;
     assert_eq!(server.metric("headgate_tls_certificate_not_after_seconds{file=\"cert\"}"), 2_840_140_800);
     let other = Client::new(&authority, &authority.node("n2")).connect(address).await.unwrap();
     assert_eq!(other.server_certificate, renewed.der);
-    other.sync("n2").await.unwrap().hears_of("service-1").await;
+    other.sync("n2").await.unwrap().until_message_about("service-1").await;
     server.put(2);
-    stream.hears_of("service-2").await;
+    stream.until_message_about("service-2").await;
     assert_eq!((server.metric(SUCCESS), server.metric(FAILURE)), (1, 0));
     server.running.stop().await;
 }
@@ -60,7 +60,7 @@ async fn the_old_files_stay_in_use_until_the_new_ones_match() {
     };
     let (renewed, expired) =
         (authority.server(|_| {}), authority.server(|params| params.not_after = date_time_ymd(2020, 1, 1)));
-    // First a certificate without its key, then an expired one, then no file.
+    // Write a certificate without its key, then an expired certificate, then remove the file.
     fs::write(server.path("tls.crt"), &renewed.certificate).unwrap();
     server.until_metric(FAILURE, 1).await;
     assert_eq!(served().await, own.der);

@@ -1,4 +1,4 @@
-//! TLS session resumption, and checks that resumption does not skip.
+//! Tests of TLS session resumption. Resumption must not skip the checks of a certificate.
 
 use std::{fs, time::Duration};
 
@@ -28,7 +28,7 @@ async fn the_second_handshake_is_resumed_and_keeps_the_identity() {
     assert_eq!(second.inspect().await.map(drop).unwrap_err().code(), Code::PermissionDenied);
     // `Sync` needs its own connection.
     let third = client.connect(address).await.unwrap();
-    third.sync("n1").await.unwrap().hears_of("service-1").await;
+    third.sync("n1").await.unwrap().until_message_about("service-1").await;
     let fourth = client.connect(address).await.unwrap();
     assert_eq!(fourth.sync("n2").await.err().unwrap().code(), Code::PermissionDenied);
     // A client with another certificate does not resume this session.
@@ -49,13 +49,13 @@ async fn a_session_is_resumed_only_at_the_replica_that_issued_it() {
     let connect = async |server: &Server| {
         let connection = client.connect(server.running.local_addr).await.unwrap();
         // The server sends tickets after the handshake.
-        connection.sync("n1").await.unwrap().hears_of("service-1").await;
+        connection.sync("n1").await.unwrap().until_message_about("service-1").await;
         connection.kind
     };
     assert_eq!(connect(&first).await, HandshakeKind::Full);
     assert_eq!(connect(&first).await, HandshakeKind::Resumed);
-    // Both servers have one name, so the client offers the first server's ticket. The second server
-    // cannot use it.
+    // Both servers have the same name, so the client offers the first server's ticket. The second
+    // server cannot use it.
     assert_eq!(connect(&second).await, HandshakeKind::Full);
     assert_eq!(connect(&second).await, HandshakeKind::Resumed);
     for server in [first, second] {
@@ -114,8 +114,8 @@ async fn resumption_does_not_bypass_the_removal_of_an_authority() {
     let client = Client::new(&new, &old.node("n1"));
     let connection = client.connect(address).await.unwrap();
     let mut stream = connection.sync("n1").await.unwrap();
-    stream.hears_of("service-1").await;
-    // The resumed handshake uses one ticket, and gets another for later.
+    stream.until_message_about("service-1").await;
+    // The resumed handshake uses one ticket, and the client gets another ticket for later.
     let resumed = client.connect(address).await.unwrap();
     assert_eq!(resumed.kind, HandshakeKind::Resumed);
     resumed.health().await.unwrap();
@@ -127,9 +127,9 @@ async fn resumption_does_not_bypass_the_removal_of_an_authority() {
     assert!(refusal.sentence.contains("no authority that the control plane knows signed it"), "{refusal:?}");
     server.until_metric("headgate_tls_handshakes_failed_total{reason=\"unknown_authority\"}", 1).await;
     assert_eq!(server.metric("headgate_tls_handshakes_total{kind=\"resumed\"}"), 1);
-    // The open stream stays.
+    // The open stream is not closed.
     server.put(2);
-    stream.hears_of("service-2").await;
+    stream.until_message_about("service-2").await;
     server.running.stop().await;
 }
 
@@ -144,14 +144,14 @@ async fn an_expired_certificate_ends_streams_and_makes_sessions_useless() {
     let reader = Client::new(&authority, &expiring("headgate://reader/me"));
     let (followed, looked) = (node.connect(address).await.unwrap(), reader.connect(address).await.unwrap());
     let mut stream = followed.sync("n1").await.unwrap();
-    stream.hears_of("service-1").await;
+    stream.until_message_about("service-1").await;
     looked.inspect().await.unwrap();
 
     let status = stream.end().await;
     assert_eq!(status.code(), Code::Unauthenticated, "{status}");
     assert!(status.message().contains("the client certificate expired at") && status.message().contains("renew it"));
     server.until_metric("headgate_streams_rejected_total{reason=\"certificate_expired\"}", 1).await;
-    // The last second of validity counts in full.
+    // A certificate is valid until the end of its last second.
     let is_over = || async { std::time::SystemTime::now() > not_after + Duration::from_secs(1) };
     eventually("the certificates expire", is_over).await;
 

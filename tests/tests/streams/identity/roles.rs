@@ -1,4 +1,4 @@
-//! The requests that each role may make.
+//! Tests of the requests that each role may send.
 
 use headgate_control_plane::serve::Settings;
 use rcgen::DnType;
@@ -17,7 +17,7 @@ async fn nodes_may_follow_readers_may_inspect_and_everyone_may_check_health() {
     assert_eq!(node.health().await.unwrap(), 1);
     // `Sync` needs its own connection.
     let stream = connect(authority.node("n1")).await;
-    stream.sync("n1").await.unwrap().hears_of("service-1").await;
+    stream.sync("n1").await.unwrap().until_message_about("service-1").await;
     let denied = [node.inspect().await.map(drop).unwrap_err(), node.reflection().await.unwrap_err()];
     for status in denied {
         assert_eq!(status.code(), Code::PermissionDenied, "{status}");

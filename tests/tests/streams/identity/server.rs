@@ -24,7 +24,8 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Starts a server that trusts the authority, with a certificate of it for 127.0.0.1.
+    /// Starts a server that trusts `authority`. Its own certificate, for 127.0.0.1, comes from the
+    /// same authority.
     pub(crate) async fn start(authority: &Authority) -> Self {
         Self::start_with(&authority.server(|_| {}), authority, Settings::default()).await
     }
@@ -69,7 +70,7 @@ impl Server {
         self.store.commit(Transaction { changes, positions, ..Transaction::default() });
     }
 
-    /// A sample of the metrics; 0 if it is missing.
+    /// The value of a sample in the metrics, or 0 if the sample is missing.
     pub(crate) fn metric(&self, sample: &str) -> u64 {
         let text = self.metrics.render();
         let line = text.lines().find_map(|line| line.strip_prefix(sample)?.strip_prefix(' '));

@@ -1,5 +1,5 @@
-//! Peers without a certificate reach the port. Their connections begin handshakes and then stall,
-//! while an agent connects.
+//! Peers without a certificate begin handshakes and then stall. Meanwhile, an agent must be able to
+//! connect.
 
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -32,8 +32,8 @@ async fn connect_from(host: IpAddr, address: SocketAddr) -> std::io::Result<TcpS
     socket.connect(address).await
 }
 
-/// Holds `of_each` connections from each of these hosts. When one closes, the next one opens. Each
-/// sends `first` and then nothing.
+/// Holds `of_each` connections from each of `hosts`. When a connection closes, the crowd opens
+/// another connection. Each connection sends `first` and then nothing.
 struct Crowd(JoinSet<()>);
 
 impl Crowd {
@@ -93,7 +93,7 @@ async fn silent_peers_do_not_keep_an_agent_from_connecting() {
     let address = replica.running.local_addr;
     let silent = || replica.metric("headgate_tls_handshakes_failed_total{reason=\"silent\"}");
 
-    // One host, with enough connections to fill all slots for more than a minute.
+    // One host has enough connections to fill all slots for more than a minute.
     let crowd = Crowd::gather(address, [2], 2_000, b"");
     crowd.until_active(&replica, 64).await;
     agent_gets_everything(&replica, &authority, host(1), "n1").await;
@@ -106,7 +106,7 @@ async fn silent_peers_do_not_keep_an_agent_from_connecting() {
     assert!(silent() > 0);
     crowd.leave().await;
 
-    // The agent's own host also has peers that send only the header of a TLS record.
+    // Peers on the agent's own host send only the header of a TLS record.
     let before = silent();
     let crowd = Crowd::gather(address, [1], 100, b"\x16\x03\x01\x02\x00");
     crowd.until_active(&replica, 64).await;
@@ -136,7 +136,7 @@ async fn connections_for_pages_are_bounded_and_a_new_one_is_served() {
     for path in ["/healthz", "/readyz", "/metrics"] {
         assert_eq!(get(&replica, path).await.0, "HTTP/1.1 200 OK");
     }
-    // Requests for the slowest page, each on its own connection, one after the other.
+    // Many connections request the slowest page again and again.
     let flood = Crowd::gather(address, [2], 200, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n");
     for _ in 0..20 {
         assert_eq!(get(&replica, "/metrics").await.0, "HTTP/1.1 200 OK");

@@ -1,4 +1,5 @@
-//! `Discovery.Sync` over real sockets, tested against the contract at the top of `discovery.proto`.
+//! Tests of `Discovery.Sync` over real sockets, against the contract at the top of
+//! `discovery.proto`.
 
 mod crowd;
 mod own_node;
@@ -161,7 +162,7 @@ async fn all_streams_carry_equal_bytes() {
 }
 
 #[tokio::test]
-async fn resume_by_the_log_sends_what_changed_since() {
+async fn resuming_by_log_sends_only_later_changes() {
     let replica = Replica::start().await;
     replica.put(cluster(50));
     let mut client = open(&replica, "n1").await;
@@ -178,7 +179,7 @@ async fn resume_by_the_log_sends_what_changed_since() {
     assert_eq!((client.resources, client.removals, client.ends.len()), (1, 1, 0));
     assert_same(&client, &replica);
     let agent = agent_until(&inspect, "n1", |agent| agent.resumed_resources == 2).await;
-    // A reboot may have lost what the earlier stream acknowledged.
+    // The node may have rebooted and lost its rules, so the earlier ACK does not count.
     assert_eq!((agent.resume.as_str(), agent.programmed_version), ("log", 0));
     client.ack().await;
     agent_until(&inspect, "n1", |agent| agent.programmed_version == 2).await;
@@ -186,7 +187,7 @@ async fn resume_by_the_log_sends_what_changed_since() {
 }
 
 #[tokio::test]
-async fn resume_at_another_replica_sends_what_differs() {
+async fn resuming_at_another_replica_sends_only_buckets_that_differ() {
     let (old, new) = (Replica::start().await, Replica::start().await);
     for replica in [&old, &new] {
         replica.put_at(Some(10), cluster(200));
@@ -212,7 +213,7 @@ async fn resume_at_another_replica_sends_what_differs() {
     assert!(client.resources < 20, "{} resources were sent for three changes", client.resources);
     assert_same(&client, &new);
 
-    // Later changes are sent by version.
+    // Later changes are sent as batches.
     new.put([service(11, 81)]);
     client.reach(3).await;
     assert_same(&client, &new);
@@ -377,8 +378,8 @@ async fn a_slow_reader_receives_the_rest_of_a_step_although_another_node_resumes
     let inspect = channel(replica.running.local_addr).await;
     agent_until(&inspect, "slow", |slow| slow.sent_version == 1).await;
     let sent = replica.metric("headgate_messages_sent_total");
-    // The batch has several messages. The first does not fit into the window of a reader that does
-    // not read.
+    // The batch has several messages. The first message does not fit into the window of a reader
+    // that does not read.
     replica.put((0..300).flat_map(|number| (0..240).map(move |host| endpoint(number, host, 80))));
     let is_under_way = async {
         while replica.metric("headgate_messages_sent_total") == sent {

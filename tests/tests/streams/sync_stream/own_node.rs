@@ -1,4 +1,4 @@
-//! The agent's own Node: each agent receives its own one, and never an older one.
+//! Tests of the own Node: each agent receives its own Node, and never an older version of it.
 
 use std::time::Duration;
 
@@ -67,7 +67,7 @@ async fn an_older_node_is_withheld_until_the_replica_has_caught_up() {
         client.reach(1).await;
         replica.put_at(Some(11), [service(1, 81)]);
         client.reach(2).await;
-        assert_eq!(zones(&client), [], "a Node of position 10 was sent to an agent with one of position 20");
+        assert_eq!(zones(&client), [], "a Node of position 10 was sent to an agent with a Node of position 20");
         put_nodes(&replica, 19, vec![node("n2", "a")]);
         put_nodes(&replica, 20, vec![node("n1", "b")]);
         client.until(|client| !client.nodes.is_empty()).await;
@@ -111,8 +111,8 @@ async fn an_older_node_is_withheld_from_an_agent_that_resumes_by_log() {
     put_nodes(&replica, 10, vec![node("n1", "a")]);
     let mut client = open(&replica, "n1").await;
     client.reach(1).await;
-    // Meanwhile another replica has sent a newer Node, and its stream broke before any other
-    // message.
+    // Meanwhile, another replica has sent a newer Node, and the stream broke before another message
+    // arrived.
     let mut held = std::mem::take(&mut client.held);
     held.positions.insert(Kind::Nodes.into(), 20);
     let mut client = resume(&replica, held).await;

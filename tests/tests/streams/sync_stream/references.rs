@@ -1,4 +1,4 @@
-//! References (contract, section 13) that collide on purpose.
+//! Tests with references (contract, section 13) that collide.
 
 use std::collections::HashMap;
 

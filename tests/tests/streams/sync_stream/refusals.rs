@@ -1,4 +1,4 @@
-//! Clients that the replica refuses. Other agents are not affected.
+//! Tests with clients that the replica refuses. Other agents must not be affected.
 
 use std::time::Duration;
 
@@ -59,7 +59,7 @@ async fn misbehaving_agents_are_refused_and_do_not_affect_others() {
     }
     let other = raw(channel(address).await, "/headgate.v1.Discovery/Other", vec![]).await.map(|_| ()).unwrap_err();
     assert_eq!(other.code(), Code::Unimplemented);
-    // A client that does not speak HTTP/2.
+    // This client does not speak HTTP/2.
     let mut socket = tokio::net::TcpStream::connect(address).await.unwrap();
     socket.write_all(b"GET / HTTP/1.1\r\n\r\n\0\0\0").await.unwrap();
 
@@ -96,7 +96,8 @@ async fn the_certificate_decides_which_node_an_agent_may_name() {
     let mut inspect = InspectClient::new(reader.unwrap());
     assert_eq!(inspect.get_status(v1::GetStatusRequest {}).await.unwrap().into_inner().services, 1);
 
-    // A client without a certificate, or with one of another authority, is refused.
+    // The replica refuses a client without a certificate, and a client with a certificate of
+    // another authority.
     let stranger = tls::Authority::new().kubelet("n1");
     for certificate in [None, Some(&stranger)] {
         let refused = match tls::connect(address, &authority, certificate).await {

@@ -70,16 +70,16 @@ async fn a_node_may_ask_only_in_its_own_name() {
 }
 
 #[tokio::test]
-async fn a_change_of_the_source_shows_to_agents_and_probes_at_once() {
+async fn agents_and_probes_see_a_change_of_the_source_state_at_once() {
     // No heartbeat is due during the test.
     let settings = Settings { heartbeat_interval: Duration::from_secs(600), ..settings() };
     let replica = Replica::start_with(settings, Security::Plaintext).await;
     let mut client = Client::open(channel(replica.running.local_addr).await, "node-a", None).await.unwrap();
     assert_eq!(client.welcome.source_state(), SourceState::Unlisted);
     let ready = async || get(&replica, "/readyz").await;
-    // A separate task updates gRPC health, so wait for it.
+    // A separate task updates gRPC health, so the test waits for the expected status.
     let mut health = HealthClient::new(channel(replica.running.local_addr).await);
-    let mut says = async |wanted: ServingStatus| {
+    let mut until_health = async |wanted: ServingStatus| {
         let service = "headgate.v1.Discovery".to_owned();
         let ask = async {
             while health.check(HealthCheckRequest { service: service.clone() }).await.unwrap().into_inner().status()
@@ -90,7 +90,7 @@ async fn a_change_of_the_source_shows_to_agents_and_probes_at_once() {
         };
         timeout(GUARD, ask).await.expect("gRPC health differs from /readyz");
     };
-    says(ServingStatus::NotServing).await;
+    until_health(ServingStatus::NotServing).await;
     replica.store.cut_off(Some("on purpose".into()));
     let (code, body) = ready().await;
     assert_eq!(
@@ -101,7 +101,7 @@ async fn a_change_of_the_source_shows_to_agents_and_probes_at_once() {
     replica.store.synced();
     client.until(|client| !client.heartbeats.is_empty()).await;
     assert_eq!(client.heartbeats[0].source_state(), SourceState::CutOff);
-    says(ServingStatus::NotServing).await;
+    until_health(ServingStatus::NotServing).await;
     let (code, body) = ready().await;
     assert_eq!(
         (code.as_str(), body.trim_end()),
@@ -116,9 +116,9 @@ async fn a_change_of_the_source_shows_to_agents_and_probes_at_once() {
     client.until(|client| client.heartbeats.len() == 2).await;
     assert_eq!(client.heartbeats[1].source_state(), SourceState::Following);
     assert_eq!(ready().await.0, "HTTP/1.1 200 OK");
-    says(ServingStatus::Serving).await;
+    until_health(ServingStatus::Serving).await;
     replica.store.cut_off(Some("again".into()));
-    says(ServingStatus::NotServing).await;
+    until_health(ServingStatus::NotServing).await;
     replica.store.cut_off(None);
     let states = ["unlisted", "cut_off", "following"];
     let samples = states.map(|state| replica.metric(&format!("headgate_source_state{{state=\"{state}\"}}")));

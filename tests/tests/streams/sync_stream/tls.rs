@@ -1,4 +1,4 @@
-//! An authority, certificates, and a TLS client.
+//! A certificate authority, its certificates, and a TLS client.
 
 use std::{
     fs,
@@ -56,7 +56,7 @@ impl Authority {
         self.leaf(common_name, None, uri.map(|uri| SanType::URI(uri.try_into().unwrap())).into_iter().collect())
     }
 
-    /// A certificate as a kubelet has it.
+    /// A client certificate with the same names as a kubelet's certificate.
     pub(crate) fn kubelet(&self, node: &str) -> Leaf {
         self.leaf(&format!("system:node:{node}"), Some("system:nodes"), Vec::new())
     }
@@ -81,7 +81,7 @@ pub(crate) async fn connect(
     connect_from(Ipv4Addr::LOCALHOST.into(), address, authority, leaf).await
 }
 
-/// Like [`connect`], from this address.
+/// Connects like [`connect`], from the address `host`.
 pub(crate) async fn connect_from(
     host: IpAddr,
     address: SocketAddr,

@@ -1,5 +1,5 @@
 //! Tests of the source `kubernetes` against a server with every kind of fault, and against a real
-//! server if one is available.
+//! server if a real server is available.
 //!
 //! After each fault, the state must equal the server's objects, and nothing that was not deleted
 //! may have been removed in between.
@@ -167,7 +167,7 @@ async fn objects_are_listed_and_watched_with_selectors_that_the_server_applies()
     let mut removed = watching.removed();
     removed.sort();
     assert_eq!(removed, ["Endpoint shop/web 10.1.0.3", "Node n1", "Service shop/api", "ServiceCIDR kubernetes"]);
-    assert_eq!(server.requests(Verb::List, None), 0, "with streaming lists, the source sends no LIST requests");
+    assert_eq!(server.requests(Verb::List, None), 0, "the source sent LIST requests to a server with streaming lists");
     let queries: Vec<String> = server
         .recorded()
         .iter()
@@ -224,7 +224,7 @@ async fn watches_that_end_or_break_are_resumed() {
         server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
     }
     let lost = watching.errors("connection_lost");
-    assert_eq!(lost, 8, "each cut counts as one error");
+    assert_eq!(lost, 8, "expected one error for each cut");
     server.cut_watches_on_next_event(None, Cut::Close);
     watching.follows(&server, 4).await;
     watching.sink.until("the cuts are counted", |c| c.errors_for("connection_lost") == 12).await;
@@ -351,10 +351,10 @@ async fn a_server_without_streaming_lists_is_listed_in_pages() {
             .unwrap();
     }
     let watching = Watching::synced(&server).await;
-    assert_eq!(watching.errors("refused"), 4, "the streaming list of each kind is refused once");
+    assert_eq!(watching.errors("refused"), 4, "expected one refused streaming list of each kind");
     assert!(server.requests(Verb::List, Some(Kind::Service)) >= 3);
     watching.follows(&server, 1).await;
-    // Continue tokens expire between pages, and requests for pages fail.
+    // Continue tokens expire between pages, and some requests for pages fail.
     let lists = server.requests(Verb::List, Some(Kind::Service));
     server.fail_next(2, RequestFilter::verb(Verb::List), RequestFault::Status { code: 500, retry_after_seconds: None });
     server.restart(&Restart::LoseHistory).unwrap();
@@ -379,18 +379,23 @@ async fn servers_before_1_31_are_followed() {
     watching.sink.look(|c| {
         assert!(c.serves("shop", "web") && !c.serves("shop", "dns"));
         let refused = |kind| c.errors.get(&(kind, "refused")).copied().unwrap_or_default();
-        assert_eq!(refused(SourceKind::Services), 2, "the streaming list and the field selector are refused");
+        assert_eq!(
+            refused(SourceKind::Services),
+            2,
+            "expected refusals of the streaming list and of the field selector"
+        );
         assert_eq!((refused(SourceKind::EndpointSlices), refused(SourceKind::Nodes)), (1, 1));
     });
     for service in [headless("web"), headless("later"), web("10.0.0.10")] {
         server.apply(service).unwrap();
         watching.agrees_with(&server).await;
     }
-    assert_eq!(watching.removed(), ["Service shop/web"], "the Service is removed once, while it is headless");
+    assert_eq!(watching.removed(), ["Service shop/web"], "expected one removal of the Service, while it is headless");
     watching.sink.look(|c| assert!(c.problems.is_empty(), "{:?}", c.problems));
 }
 
-/// One of several API servers has an older version, which does not support the field selector.
+/// After a reconnect, the watch reaches an older API server, which does not support the field
+/// selector.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_watch_at_an_older_server_continues_without_the_field_selector() {
     let server = server(Options::default());
@@ -443,8 +448,8 @@ async fn a_list_that_breaks_removes_nothing() {
     let watching = Watching::synced(&server).await;
     server.delete(Kind::Service, "shop", "api").unwrap();
     watching.agrees_with(&server).await;
-    // A streaming list stalls before its first object and is cut there. The following list in pages
-    // is cut too.
+    // A streaming list stalls before its first object and is cut. The list in pages that follows is
+    // also cut.
     server.block(Kind::Service);
     server.fail_next(1, RequestFilter::verb_of(Verb::List, Kind::Service), RequestFault::Cut(Cut::Close));
     server.compact();
@@ -453,7 +458,7 @@ async fn a_list_that_breaks_removes_nothing() {
     };
     let before = asked(&server);
     server.expire_watches(Some(Kind::Service));
-    // The source requests a third list after two were cut.
+    // When the source requests a third list, two lists have been cut.
     let are_cut = |server: &ApiServer| {
         server.cut_watches(Some(Kind::Service), Cut::Close);
         asked(server) >= before + 3
@@ -526,7 +531,8 @@ async fn bookmarks_count_as_contact_with_the_server_and_move_positions() {
     assert!(watching.sink.look(|c| c.heard[&SourceKind::Nodes]) > before);
 }
 
-/// The server accepts watches of one kind and sends nothing on them. Everything else works.
+/// The server accepts watches of one kind and sends nothing on them. Watches of the other kinds
+/// work.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_silent_watch_is_opened_again_and_does_not_count_as_contact() {
     let options = Options { bookmark_interval: Duration::from_millis(100), ..Options::default() };
@@ -540,7 +546,7 @@ async fn a_silent_watch_is_opened_again_and_does_not_count_as_contact() {
     server.apply(web_slice(&["10.1.0.77"])).unwrap();
     let before = opened();
     server.wait_until("the watch is opened again", |_| opened() > before).await.unwrap();
-    // Events that were already sent have arrived by now.
+    // By now, all events have arrived that were sent before the block.
     let (heard_before, others) = (heard(), watching.sink.look(|c| c.heard[&SourceKind::Nodes]));
     server.wait_until("the watch is opened twice more", |_| opened() >= before + 3).await.unwrap();
     watching.sink.until("events of other kinds arrive", |c| c.heard[&SourceKind::Nodes] > others).await;

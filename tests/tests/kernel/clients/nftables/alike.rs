@@ -88,7 +88,7 @@ fn answer(result: Result<(), NftablesError>) -> (i32, Option<usize>, Option<usiz
     }
 }
 
-/// Everything that a kernel holds, in a fixed order.
+/// All tables, chains, rules, sets and elements of a kernel, in a fixed order.
 fn contents(kernel: &mut impl Kernel) -> Result<Vec<String>> {
     let mut all = Vec::new();
     for mut table in kernel.tables(Some(Family::Inet))?.into_iter().map(|table| table.object) {
@@ -126,12 +126,12 @@ fn run(name: &str, cases: Vec<(&'static str, Steps)>) {
                 let (kernel, memory) = (answer(real.commit(transaction)), answer(fake.commit(transaction)));
                 if kernel != memory || kernel.0 != *expected {
                     differences.push(format!(
-                        "{case}, step {index}: expected {expected}, kernel {kernel:?}, memory {memory:?}"
+                        "{case}, step {index}: expected {expected}, real kernel {kernel:?}, fake kernel {memory:?}"
                     ));
                 }
                 let (kernel, memory) = (contents(&mut real)?, contents(&mut fake)?);
                 if kernel != memory {
-                    differences.push(format!("{case}, step {index}: kernel {kernel:#?}, memory {memory:#?}"));
+                    differences.push(format!("{case}, step {index}: real kernel {kernel:#?}, fake kernel {memory:#?}"));
                 }
             }
             if !real.tables(Some(Family::Inet))?.is_empty() {

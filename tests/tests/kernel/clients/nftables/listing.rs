@@ -1,4 +1,4 @@
-//! Compares this crate's lists and transactions with the `nft` program, in both directions.
+//! Compares the lists and transactions of our client with the `nft` program, in both directions.
 
 use std::{io::Write as _, process::Stdio};
 
@@ -14,8 +14,8 @@ fn nft(text: &str) {
     assert!(program.wait().unwrap().success());
 }
 
-/// The contents of the table in our lists, without handles and other values that differ between
-/// runs.
+/// The contents of the table as our client lists them, without handles and other values that differ
+/// between runs.
 #[derive(Debug, PartialEq)]
 struct Listed {
     chains: Vec<Chain>,

@@ -1,4 +1,4 @@
-//! nftables: our client against the `nft` program, and the kernel in memory against the real
+//! Compares our client of nftables with the `nft` program, and the fake kernel with the real
 //! kernel.
 
 mod alike;

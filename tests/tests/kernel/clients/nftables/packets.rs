@@ -1,4 +1,4 @@
-//! Packets through rules: the kernel in memory treats packets as the real kernel does.
+//! Sends packets through rules. The fake kernel treats packets as the real kernel does.
 
 use std::{
     collections::BTreeSet,
@@ -147,7 +147,7 @@ fn expressions_give_the_results_of_the_real_kernel() {
         (real.difference(&memory).collect::<Vec<_>>(), memory.difference(&real).collect::<Vec<_>>());
     assert!(
         only_real.is_empty() && only_memory.is_empty(),
-        "only in the kernel {only_real:?}, only in memory {only_memory:?}"
+        "only in the real kernel {only_real:?}, only in the fake kernel {only_memory:?}"
     );
 }
 
@@ -215,7 +215,7 @@ fn translated_packets_reach_the_destination_that_the_real_kernel_chooses() {
 }
 
 #[test]
-fn lookups_of_replaced_keys_fail_as_often_as_the_test_demands() {
+fn lookups_of_replaced_keys_fail_as_often_as_the_test_sets() {
     let table = table_name();
     let fake = FakeKernel::new();
     let mut kernel = fake.connect();
@@ -272,6 +272,10 @@ fn elements_expire_and_an_update_of_a_full_set_ends_the_rule() {
     fake.advance_ms(600);
     assert_eq!(fate(2), refused);
     fake.advance_ms(600);
-    assert_eq!(kernel.elements(&table, "seen").unwrap().len(), 1, "only the second element was renewed by use");
+    assert_eq!(
+        kernel.elements(&table, "seen").unwrap().len(),
+        1,
+        "expected only the second element, which its use has renewed"
+    );
     assert_eq!(fate(3), refused);
 }

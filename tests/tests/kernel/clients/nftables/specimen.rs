@@ -1,4 +1,4 @@
-//! One table with every kind of object and expression, in two forms: objects of this crate, and
+//! One table with every kind of object and expression, in two forms: objects of our client, and
 //! input of `nft`.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
@@ -113,7 +113,7 @@ fn base(table: &TableName, name: &str, kind: ChainType, hook: Hook, priority: i3
     Chain::base(table, name, BaseChain { kind, hook, priority, policy })
 }
 
-/// The table of [`TEXT`], without what `nft` adds as user data of sets.
+/// The table of [`TEXT`], without the user data that `nft` adds to sets.
 pub(super) struct Specimen {
     pub(super) chains: Vec<Chain>,
     pub(super) sets: Vec<(Set, Vec<Element>)>,
@@ -158,8 +158,8 @@ pub(super) fn specimen(table: &TableName) -> Specimen {
         (
             Set::new(table, "nets", &[Ipv6Address]).with_ranges(&[Ipv6Address]),
             [
-                // `nft` adds an element for the range before the first one, which is not in the
-                // set.
+                // `nft` adds this element, which ends the range below the first interval. That
+                // range is not in the set.
                 vec![Element { interval_end: true, ..Element::new(Ipv6Addr::UNSPECIFIED.into()) }],
                 Element::interval(
                     "fd00::".parse::<Ipv6Addr>().unwrap().into(),

@@ -82,7 +82,7 @@ fn errors_name_the_message_the_element_and_the_reason() {
                 ),
             ]
         );
-        assert_eq!(kernel.elements(&table, "pairs")?.len(), 10, "a refused transaction changes nothing");
+        assert_eq!(kernel.elements(&table, "pairs")?.len(), 10, "a refused transaction changed the map");
         kernel.commit(&Transaction::new())?;
         Ok(())
     });
@@ -140,7 +140,7 @@ fn large_transactions_are_atomic() {
         let found: BTreeSet<_> =
             kernel.elements(&table, "pairs")?.into_iter().map(|found| (found.key, found.data)).collect();
         assert_eq!(found, (0..count).map(|key| entry(key, !key)).map(|entry| (entry.key, entry.data)).collect());
-        // One fault at the end of many changes undoes all of them.
+        // One fault at the end of a transaction undoes all its changes.
         let mut all = Transaction::new();
         all.delete_elements(&table, "pairs", (0..=count).map(number));
         let faults = faults(kernel.commit(&all));

@@ -87,8 +87,8 @@ fn the_fake_and_the_real_kernel_agree_on_random_transactions() {
                 accepted += usize::from(kernel.0 == 0);
                 let (held, remembered) = (contents(&mut real)?, contents(&mut fake)?);
                 if kernel != memory || held != remembered {
-                    let what = format!("seed {seed}, step {step}: kernel {kernel:?}, memory {memory:?}");
-                    differences.push(format!("{what}\n{all:?}\nkernel {held:#?}\nmemory {remembered:#?}"));
+                    let what = format!("seed {seed}, step {step}: real kernel {kernel:?}, fake kernel {memory:?}");
+                    differences.push(format!("{what}\n{all:?}\nreal kernel {held:#?}\nfake kernel {remembered:#?}"));
                     break;
                 }
             }

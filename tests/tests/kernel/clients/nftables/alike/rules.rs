@@ -1,11 +1,11 @@
-//! The fake and the real kernel: rules, and the checks of chains that packets can reach.
+//! Rules, and the kernel's checks of chains that packets can reach.
 
 use nftables_netlink::{AddressFamily, DynamicSet, DynamicSetOperation, Generator, MetaKey, NatFlags, NatKind, Reject};
 
 use super::*;
 use Expression as E;
 
-/// Adds a row of chains. Each jumps to the next, and the base chain jumps to the first.
+/// Adds a row of chains. Each chain jumps to the next chain, and the base chain jumps to the first.
 fn row(length: usize) -> Transaction {
     change(|all, table| {
         let name = |index: usize| format!("row-{index}");
