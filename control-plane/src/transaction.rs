@@ -5,10 +5,10 @@ use std::{collections::BTreeMap, sync::Arc, time::SystemTime};
 use headgate_core::{Change, Node};
 use tokio::sync::watch;
 
-/// A change of the shared state, with the time that triggered it.
+/// A change of the shared state, with the time of the event that triggered the change.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TriggeredChange {
-    /// The new value of a resource, or the key of a removed one.
+    /// The new value of a resource, or the key of a removed resource.
     pub change: Change,
     /// The oldest `endpoints.kubernetes.io/last-change-trigger-time` of the slices that caused the
     /// change of an endpoint, in milliseconds since the Unix epoch; 0 when unknown.
@@ -70,9 +70,9 @@ pub struct Transaction {
     pub nodes: Vec<NodeChange>,
     /// The new position of each kind that has changed. For Kubernetes it is the resourceVersion.
     pub positions: Vec<(SourceKind, u64)>,
-    /// The new position of each kind whose position moved without a change, for Kubernetes by a
-    /// bookmark. These positions are not sent to agents, because an agent with an older position
-    /// has missed nothing.
+    /// The new position of each kind whose position moved without a change. In Kubernetes a
+    /// bookmark moves it. These positions are not sent to agents, because an agent with an older
+    /// position has missed nothing.
     pub bookmarks: Vec<(SourceKind, u64)>,
     /// When the oldest change arrived from the source; `None` means now.
     pub received: Option<SystemTime>,
@@ -94,10 +94,10 @@ pub struct Problem {
 /// Receives what a source reads. The store implements this trait, and some tests implement it with
 /// a list. No method blocks.
 pub trait Sink: Send + Sync + 'static {
-    /// Applies one step. One task at a time calls this, in the order of the source.
+    /// Applies one step. The steps arrive in the order of the source, one at a time.
     fn commit(&self, transaction: Transaction);
 
-    /// Every kind has been listed and committed, so serving may begin. Called once.
+    /// Every kind has been listed and committed, so serving may begin. A source calls this once.
     fn synced(&self);
 
     /// The source has just shown that the committed objects of a kind are current: it sent a
@@ -118,11 +118,11 @@ pub trait Sink: Send + Sync + 'static {
     fn problems(&self, problems: Vec<Problem>);
 
     /// The positions that agents have seen at other replicas and that this source has not reached:
-    /// the last one of each kind. The receiver wakes when an agent adds one. A source that can ask
-    /// for its current position then does so.
+    /// the last such position of each kind. The receiver wakes when an agent adds a position. A
+    /// source that can ask for its current position then asks.
     fn wanted_positions(&self) -> watch::Receiver<BTreeMap<SourceKind, u64>>;
 
-    /// Counts a refused object, a lost watch or an invalid answer. `reason` is one of a small fixed
-    /// set, such as `watch_expired` or `malformed_object`.
+    /// Counts a refused object, a lost watch or an invalid answer. `reason` is a value of a small
+    /// fixed set, such as `watch_expired` or `malformed_object`.
     fn count_error(&self, kind: SourceKind, reason: &'static str);
 }

@@ -1,14 +1,14 @@
 //! The store: the current state, a compacted log of its changes, and cursors into the log.
 //!
 //! [`headgate_core::State`] holds the values and their digests. The log holds each recently changed
-//! key once, at the version of its last change. A cursor is a version. The log brings a cursor to
-//! the head, at a cost proportional to what differs. A cursor that is too far behind receives the
-//! buckets that have changed. Messages that streams share are encoded once: the newest batches, the
-//! compacted steps by their start, and the resources of each bucket.
+//! key once, at the version of its last change. A cursor holds the version of a stream. The log
+//! brings a cursor to the head, at a cost proportional to what differs. A cursor that is too far
+//! behind receives the buckets that have changed. Messages that streams share are encoded once: the
+//! newest batches, the compacted steps by their start, and the resources of each bucket.
 //!
 //! The cost of a commit is proportional to its changes, and a commit never waits for a stream. A
-//! watch channel wakes the streams at each new version. A reader holds the lock for at most one
-//! bucket or one copy of a delta.
+//! watch channel announces each new version. A reader holds the lock only while it encodes one
+//! bucket, or copies the values of one step.
 
 mod buckets;
 mod cursor;
@@ -63,23 +63,24 @@ pub(crate) const TIMED_COMMITS: usize = 4096;
 /// Bounds of the memory that the store uses besides the state.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    /// Number of removals in the log. A cursor behind the oldest of them receives whole buckets
-    /// instead. The log holds at most this many keys plus `max_delta_changes`, because no compacted
-    /// step needs more.
+    /// Number of removals in the log. A cursor behind the oldest of these removals receives whole
+    /// buckets instead. The log holds at most this many keys plus `max_delta_changes`, because no
+    /// compacted step needs more keys.
     pub max_tombstones: usize,
     /// Bytes of the newest batches that are kept encoded.
     pub ring_bytes: usize,
     /// Bytes of the compacted steps that are kept encoded.
     pub delta_cache_bytes: usize,
-    /// Number of changes in one compacted step. A cursor that needs more receives whole
+    /// Number of changes in one compacted step. A cursor that needs more changes receives whole
     /// buckets instead.
     pub max_delta_changes: usize,
-    /// A message is complete when it has reached this size, in bytes. The size is well below
-    /// [`headgate_proto::MAX_SERVER_MESSAGE_BYTES`], because the last resource may exceed it.
+    /// A message is complete when it has reached this size, in bytes. The last resource of a
+    /// message may exceed this size, so the size is well below
+    /// [`headgate_proto::MAX_SERVER_MESSAGE_BYTES`].
     pub part_bytes: usize,
     /// Bytes of all steps in several parts, both kept for reuse and held by streams that are in the
-    /// middle of a step. A stream that needs a step for which there is no room receives
-    /// whole buckets instead.
+    /// middle of a step. A stream that needs a step for which there is no room receives whole
+    /// buckets instead.
     pub split_bytes: usize,
 }
 
@@ -123,7 +124,8 @@ struct Inner {
     ring: Ring,
     nodes: Nodes,
     version: u64,
-    /// The position of each kind, bookmarks included. Positions of agents are compared with these.
+    /// The position of each kind, including bookmarks. Positions of agents are compared with these
+    /// positions.
     positions: BTreeMap<SourceKind, u64>,
     /// The position of each kind at its last change. The state covers these positions, and agents
     /// receive them.
@@ -213,7 +215,7 @@ impl Store {
         self.freshness.state_for_others()
     }
 
-    /// Why changes do not arrive from the source; `None` if they do.
+    /// Why changes do not arrive from the source; `None` if they arrive.
     #[must_use]
     pub fn source_problem(&self) -> Option<String> {
         self.freshness.problem()
@@ -271,8 +273,8 @@ impl Store {
         seen.iter().filter(|(kind, _)| counts(**kind)).find_map(compare)
     }
 
-    /// Time since the source last confirmed the stalest kind. Until every kind has been listed,
-    /// time since the start.
+    /// Time since the source last confirmed the stalest kind. Until every kind has been listed, the
+    /// time since the start of the replica.
     #[must_use]
     pub fn source_age(&self) -> Duration {
         self.freshness.age()
@@ -284,9 +286,9 @@ impl Store {
         Arc::clone(&self.problems.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// When the source sent the version after `version`. An agent at `version` has lagged since
-    /// then. `None` if `version` is the head. For an old version whose time is no longer kept, the
-    /// oldest time that is kept.
+    /// When the source sent the version after `version`, which is the time since which an agent at
+    /// `version` has lagged. `None` if `version` is the head. If the time of an old version is no
+    /// longer kept, the result is the oldest time that is kept.
     #[must_use]
     pub fn lagging_since(&self, version: u64) -> Option<SystemTime> {
         let inner = self.read();
@@ -318,7 +320,7 @@ impl Store {
         inner.version - younger as u64
     }
 
-    /// The position of each kind, bookmarks included. An agent with a higher position is ahead of
+    /// The position of each kind, including bookmarks. An agent with a higher position is ahead of
     /// this replica.
     #[must_use]
     pub fn positions(&self) -> BTreeMap<SourceKind, u64> {
@@ -389,8 +391,8 @@ impl Store {
 }
 
 impl Inner {
-    /// Applies changes as the next version, and returns how many had an effect. If none had, there
-    /// is no new version.
+    /// Applies changes as the next version, and returns how many of them had an effect. If no
+    /// change had an effect, there is no new version.
     fn apply(&mut self, changes: Vec<TriggeredChange>) -> usize {
         let version = self.version + 1;
         let mut scratch = Dirty::default();
@@ -437,7 +439,7 @@ impl Inner {
     }
 
     /// Updates the values that changes may refer to from `version` on. The new value is added
-    /// before the old value is released, so that common parts stay without a break.
+    /// before the old value is released, so that parts of both values keep their version.
     fn update_names(&mut self, version: u64, key: &LogKey, before: Before) {
         match (key, before) {
             (LogKey::Service(key), Before::Service(was_there)) => match (was_there, self.has_service(key)) {

@@ -197,7 +197,7 @@ mod tests {
         table.take(7, &"web", || 7);
         assert_eq!((table.reference(9, "web"), table.reference(9, "db")), (None, None));
         table.release("db");
-        assert_eq!(table.reference(9, "web"), None, "a receiver may still resolve it to the other value");
+        assert_eq!(table.reference(9, "web"), None, "a receiver may still resolve the reference to the other value");
         table.release("web");
         table.take(8, &"web", || 7);
         assert_eq!(table.reference(9, "web"), None);
@@ -220,7 +220,7 @@ mod tests {
             table.release(&other);
         }
         assert_eq!(table.reference(1, &u64::MAX), None);
-        assert!(matches!(table.collisions, Collisions::Many), "the references are not freed");
+        assert!(matches!(table.collisions, Collisions::Many), "the collided references are still stored");
         table.release(&u64::MAX);
         table.take(2, &u64::MAX, || last + 1);
         assert_eq!(table.reference(2, &u64::MAX), None, "references stay unused");

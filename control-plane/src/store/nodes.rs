@@ -11,8 +11,8 @@ use crate::transaction::{NodeChange, SourceKind};
 
 /// Receives notifications of changed Nodes.
 pub trait NodeObserver: Send + Sync {
-    /// The Node of this name has changed or was removed. The committing task calls this after the
-    /// commit, so it must return quickly.
+    /// The Node of this name has changed or was removed. The committing task calls this method
+    /// after the commit, so the method must return quickly.
     fn node_changed(&self, name: &str);
 }
 

@@ -44,7 +44,7 @@ impl NotYet {
     }
 }
 
-/// The wait of an agent that has seen a later position of the source than this replica. It is
+/// The wait of an agent that has seen a later position of the source than this replica. The wait is
 /// bounded, because the source may have been restored from a backup.
 #[derive(Debug, Default)]
 pub struct BehindWait {
@@ -62,15 +62,15 @@ pub enum Wait {
     Begins,
     /// The wait continues.
     GoesOn,
-    /// The wait has just ended. This is returned once.
+    /// The wait has just ended. Each wait returns this value once.
     Expires,
     /// The wait ended earlier.
     IsOver,
 }
 
 impl Wait {
-    /// True when the agent receives the state of this replica, even if it is older than the
-    /// agent's.
+    /// True when the agent receives the state of this replica, even if this state is older than the
+    /// agent's state.
     #[must_use]
     pub fn is_over(self) -> bool {
         matches!(self, Self::Expires | Self::IsOver)
@@ -105,7 +105,8 @@ impl BehindWait {
     }
 }
 
-/// The positions up to which an agent has seen its own Node. It never receives an older Node.
+/// The positions up to which an agent has seen its own Node. The agent never receives an older
+/// Node.
 #[derive(Debug)]
 pub struct NodeResumption(BTreeMap<SourceKind, u64>);
 
@@ -116,7 +117,7 @@ impl NodeResumption {
         Self(resume.map(|resume| resume.positions.clone()).unwrap_or_default())
     }
 
-    /// Checks that the Nodes of this replica are as new as the agent's.
+    /// Checks that the Nodes of this replica are at least as new as the Node that the agent has.
     ///
     /// # Errors
     /// Why the agent does not receive its Node yet. Retry when the source has been listed or its
@@ -126,15 +127,15 @@ impl NodeResumption {
     }
 }
 
-/// An agent between its `Hello` and its place in the store. `Welcome` has announced a resume by
-/// digests or from nothing, and this mode does not change during the wait.
+/// An agent that waits for its cursor after its `Hello`. `Welcome` has announced a resume by
+/// digests or a full resume, and this mode does not change during the wait.
 #[derive(Debug)]
 pub struct Resumption(Option<Resume>);
 
 impl Resumption {
-    /// Decides how an agent resumes, for `Welcome`. Also returns its cursor if the agent can
-    /// continue at once. Only a resume by the log can, because the agent was following this
-    /// replica.
+    /// Decides how an agent resumes, for `Welcome`. Also returns the agent's cursor if the agent
+    /// can continue at once. Only an agent that resumes by the log need not wait, because it
+    /// followed this replica before.
     pub fn begin(store: &Store, resume: Option<Resume>) -> (ResumeMode, Result<Cursor, Self>) {
         let (mode, cursor) = store.cursor(resume.as_ref());
         match mode {
@@ -156,8 +157,9 @@ impl Resumption {
         Ok(self.revert(store))
     }
 
-    /// The agent's cursor into the state of this replica, even if it is older than the agent's.
-    /// Used when the wait is over, as after the source was restored from a backup.
+    /// The agent's cursor into the state of this replica, even if this state is older than the
+    /// agent's state. Call this when the wait is over, as after the source was restored from a
+    /// backup.
     #[must_use]
     pub fn revert(&self, store: &Store) -> Cursor {
         store.cursor(self.0.as_ref()).1

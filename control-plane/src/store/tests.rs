@@ -110,7 +110,7 @@ fn a_slow_reader_skips_to_current_values() {
 }
 
 #[test]
-fn streams_at_one_point_get_the_same_bytes() {
+fn streams_at_the_same_version_get_the_same_bytes() {
     let store = store(Limits::default());
     store.put((1..=50).flat_map(|number| [service(number, 80), endpoint(number, 1, 8080)]));
     let mut cursors: Vec<Cursor> = (0..2).map(|_| store.cursor(None).1).collect();
@@ -194,7 +194,7 @@ fn a_version_with_more_removals_than_the_log_holds_is_sent_by_buckets() {
 }
 
 #[test]
-fn resume_by_the_log_brings_only_what_changed_since() {
+fn resume_by_the_log_sends_only_later_changes() {
     let store = store(Limits::default());
     store.put((1..=50).map(|number| service(number, 80)));
     let mut reader = Reader::of(&store);
@@ -209,7 +209,7 @@ fn resume_by_the_log_brings_only_what_changed_since() {
 }
 
 #[test]
-fn resume_by_digests_brings_only_buckets_that_differ() {
+fn resume_by_digests_sends_only_buckets_that_differ() {
     let (old, new) = (store(Limits::default()), store(Limits::default()));
     let everything = || (1..=200).flat_map(|number| [service(number, 80), endpoint(number, 1, 80)]);
     old.put(everything());
@@ -301,7 +301,7 @@ fn streams_that_stop_in_split_steps_use_bounded_memory_and_others_receive_bucket
 }
 
 #[test]
-fn a_huge_gap_is_closed_by_buckets() {
+fn a_cursor_far_behind_the_head_receives_buckets() {
     let store = store(Limits { max_delta_changes: 100, ..Limits::default() });
     store.put([service(1, 80), service(2, 80)]);
     let mut cursor = store.cursor(None).1;
@@ -370,7 +370,7 @@ fn a_batch_carries_its_trigger_time() {
 }
 
 #[test]
-fn a_reader_at_the_head_receives_references_to_what_it_holds() {
+fn a_reader_at_the_head_receives_references_to_values_that_it_holds() {
     let store = store(Limits::default());
     store.put([service(1, 80), endpoint(1, 1, 80), endpoint(1, 2, 80)]);
     let mut cursor = store.cursor(None).1;
@@ -399,7 +399,7 @@ fn a_reader_at_the_head_receives_references_to_what_it_holds() {
     reader.read_all(&store, &mut cursor);
     store.put([service(1, 81), endpoint(1, 3, 80)]);
     reader.read_all(&store, &mut cursor);
-    assert_eq!(reader.references, 5, "nothing of the endpoint has changed, so it is not sent");
+    assert_eq!(reader.references, 5, "the endpoint has not changed, so it is not sent");
     store.put([service(2, 80), endpoint(2, 9, 80)]);
     reader.read_all(&store, &mut cursor);
     assert_eq!(reader.references, 7, "ports and node are known, the service is new");
@@ -461,8 +461,8 @@ fn equal_references_of_placements_collide_only_if_both_exist_at_the_same_time() 
     let mut cursor = store.cursor(None).1;
     store.put([service(1, 80), endpoint_on(&one, 1)]);
     reader.read_all(&store, &mut cursor);
-    // First, one replaces the other. The reader has learned both, and only the newer one can be
-    // meant.
+    // First, one placement replaces the other. The reader has learned both placements, and the
+    // reference can mean only the newer placement.
     store.put([remove_endpoint(1, 1)]);
     store.put([endpoint_on(&other, 1)]);
     reader.read_all(&store, &mut cursor);
@@ -474,7 +474,7 @@ fn equal_references_of_placements_collide_only_if_both_exist_at_the_same_time() 
     cursor = reader.resume(&store, store.epoch()).1;
     store.put([endpoint_on(&other, 3)]);
     reader.read_all(&store, &mut cursor);
-    // Then both exist at the same time, and one is removed.
+    // Then both placements exist at the same time, and one of them is removed.
     store.put([endpoint_on(&one, 4)]);
     reader.read_all(&store, &mut cursor);
     store.put([remove_endpoint(1, 4)]);
@@ -587,5 +587,5 @@ fn the_log_is_bounded_and_reports_missing_changes() {
     assert!(!store.watch_page(store.watch_cursor(), 10).is_incomplete);
     let versions: BTreeSet<u64> = store.endpoints(&key(1)).into_iter().map(|(_, version)| version).collect();
     assert_eq!((versions, store.version_of(&key(1), None, false)), (BTreeSet::from([1]), Some(2)));
-    assert_eq!(store.version_of(&key(9), None, true), Some(1), "it did not exist at version 1");
+    assert_eq!(store.version_of(&key(9), None, true), Some(1), "the service did not exist at version 1");
 }

@@ -85,7 +85,7 @@ fn data_bytes(frames: &[(u8, u8, Vec<u8>)]) -> usize {
 }
 
 #[test]
-fn nothing_is_taken_from_the_cursor_while_the_window_has_no_room() {
+fn no_message_is_taken_from_the_cursor_while_the_window_is_full() {
     let mut rig = Rig::new(Settings::default());
     // The window of a stream has room for ten bytes.
     rig.http2.receive(&wire(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 10]));
