@@ -1,6 +1,6 @@
 //! `headgatectl agents`: the agents of all replicas, the worst first. If some replicas do not
-//! answer, the agents of the others are still shown, because this command is needed most during
-//! failures.
+//! answer, the agents of the other replicas are still shown, because this command is needed most
+//! during failures.
 
 use std::io::Write;
 

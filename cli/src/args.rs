@@ -72,7 +72,7 @@ pub enum Output {
 pub enum Command {
     /// List Services with addresses, ports and the number of ready endpoints
     Services(Selection),
-    /// List endpoints of one Service or of all, with address, ports, state and node
+    /// List endpoints of one Service or of all Services, with address, ports, state and node
     Endpoints(Selection),
     /// List agents: what each node has programmed, how far it lags, and why
     Agents(AgentsArgs),
@@ -176,7 +176,8 @@ pub struct Selected {
 }
 
 impl Selection {
-    /// Resolves both ways to write a Service. An error describes the correct usage.
+    /// Resolves a Service that is given as NAMESPACE/NAME, or as NAME with a namespace. An error
+    /// describes the correct usage.
     pub fn resolve(&self) -> Result<Selected, String> {
         let (namespace, name) = match (self.service.as_deref(), self.namespace.as_deref()) {
             (None, namespace) => (namespace.unwrap_or_default(), ""),

@@ -183,7 +183,7 @@ fn server_names(args: &CertsArgs) -> Result<Vec<SanType>, CertsError> {
     names.chain(addresses).collect()
 }
 
-/// Reads the authority of the folder, or creates a new one.
+/// Reads the authority of the folder, or creates a new authority.
 fn authority(folder: &mut Folder, now: SystemTime) -> Result<Authority, CertsError> {
     let (certificate, key) = (folder.read("ca.crt")?, folder.read("ca.key")?);
     match (certificate, key) {

@@ -79,7 +79,7 @@ pub async fn replicas(servers: &[String], tls: &TlsArgs) -> Result<Vec<(String, 
     Ok(replicas)
 }
 
-/// The URLs of all replicas that one server URL names, like [`replicas`].
+/// Returns the URLs of all replicas that one server URL names, like [`replicas`].
 pub async fn replicas_of(server: &str, tls: &TlsArgs) -> Result<Vec<(String, TlsArgs)>, ConnectError> {
     let itself = || vec![(server.to_owned(), tls.clone())];
     // Check the URL and the TLS options before the name is resolved.

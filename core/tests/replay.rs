@@ -125,7 +125,7 @@ proptest! {
         layout in prop_oneof![Just(Layout::Classic), Just(Layout::Compact)],
         family in prop_oneof![Just(Family::V4), Just(Family::V6)],
     ) {
-        // The wanted rules are those of a single full script for the final state.
+        // A single full script for the final state produces the wanted rules.
         let mut wanted = Rig::new(config(family, layout));
         changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default()));
         wanted.full();

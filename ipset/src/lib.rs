@@ -159,7 +159,7 @@ impl IpSets {
 
     /// Executes changes of entries in order, many in one send. Each change is independent: the
     /// result lists, in order, the changes that the kernel rejected, and the kernel executed all
-    /// others.
+    /// other changes.
     ///
     /// # Errors
     /// The kernel may have executed none, some or all of the changes.

@@ -100,7 +100,7 @@ impl Ipvs {
     }
 
     /// Executes commands in order, many in one send. Each command is independent: the result lists,
-    /// in order, the commands that the kernel rejected, and the kernel executed all others.
+    /// in order, the commands that the kernel rejected, and the kernel executed all other commands.
     ///
     /// # Errors
     /// The kernel may have executed none, some or all of the commands.

@@ -2,7 +2,8 @@
 //! `net/netfilter/ipvs/ip_vs_ctl.c`.
 //!
 //! Ports and IPv4 netmasks are big-endian. All other numbers are in the machine's byte order.
-//! Addresses take 16 bytes in both families; IPv4 uses the first four (`union nf_inet_addr`).
+//! Addresses take 16 bytes in both families. An IPv4 address uses the first four bytes (`union
+//! nf_inet_addr`).
 
 mod decode;
 #[cfg(test)]

@@ -250,7 +250,7 @@ impl Connection {
         self.socket.port().map_err(NetlinkError::Open)
     }
 
-    /// Reserves `count` sequence numbers and returns the first one.
+    /// Reserves `count` sequence numbers and returns the first number.
     fn reserve(&mut self, count: u32) -> u32 {
         if self.sequence.checked_add(count).is_none() {
             self.sequence = 0;

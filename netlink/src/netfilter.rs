@@ -31,7 +31,7 @@ fn batch_limit(kind: u16, subsystem: libc::c_int) -> Request {
 
 /// Executes requests of one subsystem as one transaction in one send. The kernel executes all of
 /// them or none. With a `generation`, the kernel rejects the transaction with `ERESTART` unless
-/// this is the current generation.
+/// `generation` is the current generation.
 ///
 /// `refused` receives each rejection with the index of the request, or without an index if the
 /// kernel rejects the transaction as a whole. If there is any rejection, the kernel changed

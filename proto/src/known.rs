@@ -138,7 +138,7 @@ impl Known {
         }
     }
 
-    /// Learns a list of ports and the placements of its ports. This includes unusable lists,
+    /// Learns a list of ports and the placements of its ports. Unusable lists are learned too,
     /// because the replica holds them and may refer to them.
     pub(crate) fn learn_ports(&mut self, list: &PortList) {
         let Some(referrer) = self.referrer else { return };

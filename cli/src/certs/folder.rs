@@ -17,7 +17,7 @@ pub(super) enum Kind {
     Key,
     /// A certificate.
     Certificate,
-    /// An authority's certificate. Copies of it may already exist.
+    /// An authority's certificate. Copies of the certificate may already exist.
     Authority,
 }
 

@@ -13,8 +13,8 @@
 //! - It forgets these endpoints only when the caller takes over the cleanup ([`Tracker::commit`]),
 //!   so a failed sync loses nothing.
 //! - It deletes flows to a NodePort only if they were sent to an address of this node.
-//! - It keeps flows of all endpoints that are serving or ready. They may terminate, be ready
-//!   without serving (publishNotReadyAddresses), or be excluded by policy or topology.
+//! - It keeps flows of all endpoints that are serving or ready. Such endpoints may be terminating,
+//!   ready without serving (publishNotReadyAddresses), or excluded by policy or topology.
 //!
 //! The work is proportional to the change. A service that only gained endpoints causes no search.
 //! If a service lost a few endpoints, the search is for flows of these endpoints, not for all flows
@@ -137,7 +137,7 @@ impl Cleanup {
     }
 
     /// Merges newer rules into the rules of a search that is running. The newer rule of a
-    /// destination replaces the older one and inherits its suspects.
+    /// destination replaces the older rule and inherits its suspects.
     pub fn merge(&mut self, newer: Self) {
         for (destination, rule) in newer.rules {
             // A rule without suspects is needed only to replace an older rule.
@@ -200,8 +200,8 @@ impl Cleanup {
         })
     }
 
-    /// Adds a rule. It replaces an older rule for the destination and inherits its suspects, except
-    /// endpoints that the new rule keeps.
+    /// Adds a rule. The new rule replaces an older rule for the destination and inherits the
+    /// suspects of the older rule, except endpoints that the new rule keeps.
     fn add(&mut self, destination: Frontend, mut rule: Rule) {
         let older = self.rules.remove(&destination).map(|rule| rule.suspects);
         match (&mut rule.suspects, older) {

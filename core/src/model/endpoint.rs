@@ -96,8 +96,8 @@ impl Placement {
 /// port lists and placements, because a cluster has few different ones.
 ///
 /// Digests are computed from this value, so equal endpoints must have equal fields. The control
-/// plane therefore sets the conditions and the placement of the endpoint to those of its first
-/// port.
+/// plane therefore sets the conditions and the placement of the endpoint to the conditions and the
+/// placement of its first port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint {
     /// The address.

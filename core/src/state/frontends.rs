@@ -37,7 +37,7 @@ pub struct FrontendOwners {
 #[derive(Debug)]
 enum Candidates {
     One(Candidate),
-    /// Two or more, sorted; the first one is the owner.
+    /// Two or more candidates, sorted. The first candidate is the owner.
     Many(Vec<Candidate>),
 }
 

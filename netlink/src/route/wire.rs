@@ -132,9 +132,9 @@ pub(super) fn event(kind: u16, payload: &[u8]) -> Result<Option<Event>, Malforme
     Ok(match kind {
         libc::RTM_NEWADDR => address(payload)?.map(Event::Address),
         libc::RTM_DELADDR => address(payload)?.map(Event::RemovedAddress),
-        // A bridge sends messages of the same types about its ports, in the family `AF_BRIDGE`. It
-        // sends `RTM_DELLINK` when a link is no longer a port, although the link still exists
-        // (`br_ifinfo_notify` in `net/bridge/br_netlink.c`).
+        // A bridge sends messages of the same types about its ports, in the family `AF_BRIDGE`. A
+        // bridge sends `RTM_DELLINK` when a link is no longer a port, although the link still
+        // exists (`br_ifinfo_notify` in `net/bridge/br_netlink.c`).
         libc::RTM_NEWLINK | libc::RTM_DELLINK if payload.first() == Some(&family_number(libc::AF_UNSPEC)) => {
             let Link { index, name, .. } = link(payload)?;
             Some(if kind == libc::RTM_NEWLINK { Event::Link { index, name } } else { Event::RemovedLink(index) })

@@ -72,8 +72,8 @@ impl Fields<'_> {
     }
 
     fn nat_flags(&self, kind: u16) -> Result<NatFlags, Malformed> {
-        /// `NF_NAT_RANGE_MAP_IPS` and `NF_NAT_RANGE_PROTO_SPECIFIED`. The kernel derives both from
-        /// the registers.
+        /// `NF_NAT_RANGE_MAP_IPS` and `NF_NAT_RANGE_PROTO_SPECIFIED`. The kernel derives both flags
+        /// from the registers.
         const IMPLIED: u32 = 3;
         Ok(NatFlags(self.number_or_zero(kind)? & !IMPLIED))
     }

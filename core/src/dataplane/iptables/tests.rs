@@ -349,8 +349,8 @@ fn in_the_compact_layout_the_chain_of_a_service_contains_its_dnat_rules() {
     let group = hairpin[0].strip_prefix("-s 10.180.0.0/24 -j ").unwrap();
     assert_eq!(rules(script, group), ["-s 10.180.0.2/32 -d 10.180.0.2/32 -j MASQUERADE --random-fully"]);
     assert_eq!(rules(script, "KUBE-POSTROUTING")[0], "-m conntrack --ctstate DNAT -j KUBE-HAIRPIN");
-    // Filter must accept hairpin connections too. They have no mark that KUBE-FORWARD could match,
-    // because nat detects them only after filter.
+    // Filter must accept hairpin connections too. Hairpin connections have no mark that
+    // KUBE-FORWARD could match, because table nat detects them only after table filter.
     assert_eq!(rules(filter, group), ["-s 10.180.0.2/32 -d 10.180.0.2/32 -j ACCEPT"]);
     assert_eq!(rules(filter, "KUBE-HAIRPIN"), hairpin);
     assert_eq!(rules(filter, "KUBE-FORWARD").last(), Some(&"-m conntrack --ctstate DNAT -j KUBE-HAIRPIN"));

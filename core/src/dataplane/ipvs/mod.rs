@@ -32,12 +32,13 @@
 //! # Draining
 //!
 //! A TCP destination that is no longer wanted gets weight 0. Its connections continue, but it gets
-//! no new ones. It is removed when the kernel counts no connections. If it is wanted again before
-//! that, its weight is restored. UDP and SCTP destinations are removed at once, as in kube-proxy.
-//! Destinations of the scheduler `dh` are also removed at once, because `dh` selects destinations
-//! of weight 0. A virtual server exists as long as it has a destination. As long as the server
-//! exists, the kernel also keeps its address and the element that marks it as a server of Headgate.
-//! So after a restart, the agent finds destinations of weight 0 and continues to drain them.
+//! no new connections. The destination is removed when the kernel counts no connections. If the
+//! destination is wanted again before its removal, its weight is restored. UDP and SCTP
+//! destinations are removed at once, as in kube-proxy. Destinations of the scheduler `dh` are also
+//! removed at once, because `dh` selects destinations of weight 0. A virtual server exists as long
+//! as it has a destination. As long as the server exists, the kernel also keeps its address and the
+//! element that marks it as a server of Headgate. So after a restart, the agent finds destinations
+//! of weight 0 and continues to drain them.
 //!
 //! A destination that fails health checks also has weight 0, but it is kept until its endpoint is
 //! removed.

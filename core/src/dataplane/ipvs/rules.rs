@@ -24,8 +24,8 @@ use crate::{
     model::{Family, Protocol},
 };
 
-/// Returns the rules of IPVS mode for one family. They do not drop packets in the conntrack state
-/// INVALID, because IPVS translates addresses with its own connection table.
+/// Returns the rules of IPVS mode for one family. The rules do not drop packets in the conntrack
+/// state INVALID, because IPVS translates addresses with its own connection table.
 #[must_use]
 pub(super) fn ruleset(config: &IpvsConfig) -> Ruleset {
     let config = RenderConfig {
@@ -209,9 +209,9 @@ fn reject_and_drop(chain: &str, family: Family) -> String {
     rules
 }
 
-/// Renders the rules for packets from the node itself. They reject or drop packets to addresses of
-/// services. INPUT handles packets to other addresses of the node, such as NodePorts: if OUTPUT
-/// rejected them, the sending system call would fail with EPERM instead of ECONNREFUSED.
+/// Renders the rules for packets from the node itself. The rules reject or drop packets to
+/// addresses of services. INPUT handles packets to other addresses of the node, such as NodePorts:
+/// if OUTPUT rejected them, the sending system call would fail with EPERM instead of ECONNREFUSED.
 fn out_filter(family: Family) -> String {
     let mut rules = String::new();
     Line::append(&mut rules, OUT_FILTER).not_in_set(Set::DeviceAddresses, family, "dst").jump("RETURN");

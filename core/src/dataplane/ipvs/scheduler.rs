@@ -25,12 +25,12 @@ pub enum Scheduler {
     DestinationHashing,
     /// Selects the destination with the shortest expected delay.
     ShortestExpectedDelay,
-    /// Selects an idle destination, or else the one with the shortest expected delay.
+    /// Selects an idle destination, or else the destination with the shortest expected delay.
     NeverQueue,
     /// Selects by a consistent hash of source address and port (Maglev).
     MaglevHashing,
-    /// Selects the destination with the highest weight: the first one in order of address, see
-    /// [`Scheduler::weight`].
+    /// Selects the destination with the highest weight. This is the first destination in order of
+    /// address, see [`Scheduler::weight`].
     WeightedFailover,
     /// Selects the first destination in order of address whose active connections do not exceed its
     /// weight, see [`Scheduler::weight`].

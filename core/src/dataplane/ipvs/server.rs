@@ -112,7 +112,7 @@ impl Server {
         self.destinations.iter().all(is_found) && found.keys().all(|address| self.destinations.contains_key(address))
     }
 
-    /// Changes the destinations to the wanted ones. Additions and changed weights of wanted
+    /// Changes the destinations to the wanted destinations. Additions and changed weights of wanted
     /// destinations are appended to `before`, removals and weights of 0 for draining to `after`.
     pub(super) fn program(
         &mut self,

@@ -213,8 +213,8 @@ fn the_short_circuit_comes_after_source_ranges_and_before_the_virtual_server() {
         "packets of other clients continue to the virtual server"
     );
     assert!(rig.rules(Nat, "KUBE-NODEPORTS")[0].contains("--dport 30080 -j KUBE-EXT-"));
-    // The rules do not translate packets that no source range admits. They are dropped before they
-    // reach the virtual server.
+    // The rules do not translate packets that no source range admits. These packets are dropped
+    // before they reach the virtual server.
     assert_eq!(rig.rules(Nat, &external.replace("EXT", "FW")).len(), 4);
     assert!(rig.has(Set::LoadBalancerFirewall, "203.0.113.2,tcp:80"));
     assert!(rig.has(Set::LoadBalancerSourceCidr, "203.0.113.2,tcp:80,198.51.100.0/24"));

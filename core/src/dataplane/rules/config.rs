@@ -28,8 +28,8 @@ pub enum NodePortAddresses {
     /// Every address of the node.
     #[default]
     All,
-    /// These addresses, of both families. NodePorts are not served in a family without an address
-    /// in the list. A caller that resolves ranges to addresses must therefore use
+    /// These addresses, which may be of both families. NodePorts are not served in a family without
+    /// an address in the list. A caller that resolves ranges to addresses must therefore use
     /// [`NodePortAddresses::All`] for a family in which the operator configured no range.
     Only(Vec<IpAddr>),
 }
@@ -51,8 +51,8 @@ pub struct RenderConfig {
     /// Rules count packets in [`super::names::INVALID_COUNTER`] and
     /// [`super::names::LOCALHOST_COUNTER`]. Both nfacct counters must exist.
     pub counts_packets: bool,
-    /// Leaves out the rules of SCTP ports, because iptables cannot match SCTP on this machine. One
-    /// such rule would make the kernel reject the rules of other protocols too.
+    /// Leaves out the rules of SCTP ports, because iptables cannot match SCTP on this machine. A
+    /// single rule for SCTP would make the kernel reject the rules of other protocols too.
     pub leaves_out_sctp: bool,
     /// Layout.
     pub layout: Layout,

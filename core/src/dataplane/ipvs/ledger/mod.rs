@@ -5,10 +5,11 @@
 //! [`Ledger::record`] as rejected. After any other failure, the caller must use [`Ledger::full`]
 //! for the next plan.
 //!
-//! Operations are independent: if the kernel rejects one, the agent still carries out the others.
-//! The object of a rejected operation becomes *deferred*. The ledger counts it as programmed and
-//! can return the operation that creates it. Each plan for a service that wants the object contains
-//! this operation again, and the caller may also try it at any time ([`Ledger::retries`]).
+//! Operations are independent: if the kernel rejects an operation, the agent still carries out the
+//! other operations. The object of a rejected operation becomes *deferred*. The ledger counts it as
+//! programmed and can return the operation that creates it. Each plan for a service that wants the
+//! object contains this operation again, and the caller may also try it at any time
+//! ([`Ledger::retries`]).
 
 mod outcome;
 mod verify;
@@ -48,8 +49,8 @@ pub struct Ledger {
     config: IpvsConfig,
     rules: rules::Ledger,
     programmed: HashMap<Arc<ServiceKey>, ServicePlan>,
-    /// Services that want a virtual server, in order; the first one gets it. Nearly always, only
-    /// one service wants it.
+    /// Services that want a virtual server, in order. The first service gets the server. Nearly
+    /// always, only one service wants it.
     candidates: HashMap<ServerKey, Vec<(AddressKind, Arc<ServiceKey>)>>,
     /// The virtual servers in the kernel.
     servers: HashMap<ServerKey, Server>,
@@ -192,10 +193,11 @@ impl Ledger {
         plan
     }
 
-    /// Plans the changes from `existing`, the objects in the kernel, to the wanted objects. It
-    /// ignores what the ledger recorded before, except the times at which destinations started to
-    /// drain. Objects of Headgate that no service wants are removed or drained. Objects of other
-    /// programs are not touched. The plan is empty if the kernel already has the wanted objects.
+    /// Plans the changes from `existing`, the objects in the kernel, to the wanted objects. The
+    /// plan does not depend on what the ledger recorded before, except for the times at which
+    /// destinations started to drain. Objects of Headgate that no service wants are removed or
+    /// drained. Objects of other programs are not touched. The plan is empty if the kernel already
+    /// has the wanted objects.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &Existing, now_ms: u64) -> Plan {
         let (script, planned) = self.rules.full(state, node, &existing.tables);
         let before = std::mem::take(&mut self.servers);
@@ -358,7 +360,7 @@ impl Ledger {
         old.servers.into_keys().collect()
     }
 
-    /// Returns what the owner of a virtual server wants for it.
+    /// Returns the virtual server as its owner wants it.
     fn wanted(&self, key: &ServerKey) -> Option<&Wanted> {
         self.programmed.get(self.owner(key)?)?.servers.get(key).map(|(_, wanted)| wanted)
     }
@@ -373,8 +375,8 @@ impl Ledger {
             return;
         };
         let fresh = Server::new(key, wanted.settings, wanted.mark, wanted.is_on_device);
-        // The new mark and address are added before the old ones are released, so that the kernel
-        // keeps a mark or an address that does not change.
+        // The new mark and address are added before the old mark and address are released, so that
+        // the kernel keeps a mark or an address that does not change.
         self.need_objects_of(&fresh, round);
         let mut server = match self.servers.remove(&key) {
             None => {

@@ -15,8 +15,8 @@ use super::{
 impl Ledger {
     /// True if the kernel has the recorded objects and no other objects of Headgate. `existing`
     /// contains the objects in the kernel. Draining destinations may be missing, and deferred
-    /// objects may be missing or differ. This full pass is meant for slow verification in the
-    /// background.
+    /// objects may be missing or differ. The cost is linear in the number of objects, so callers
+    /// use this check only for verification in the background.
     #[must_use]
     pub fn matches(&self, existing: &Existing) -> bool {
         let has_sets = Set::ALL.into_iter().all(|set| existing.sets.contains_key(&set));

@@ -26,8 +26,8 @@ fn rejected_objects_are_deferred_and_tried_again() {
     step(&mut rig, vec![Change::from(service()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.1.9", "node-b")]);
     assert_eq!(rig.destinations("203.0.113.1", 80), None);
     assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]), "the rest is programmed");
-    // Deferred are one destination on each of three servers, the fourth server, and both of its
-    // destinations.
+    // The deferred objects are one destination on each of three servers, the fourth server, and the
+    // two destinations of the fourth server.
     assert_eq!(rig.ledger.deferred().count(), 3 + 1 + 2);
     assert!(rig.ledger.deferred().all(|(_, of)| **of == service().key));
 

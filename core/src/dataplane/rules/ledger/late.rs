@@ -34,8 +34,8 @@ impl Ledger {
         let (mut declarations, mut body) = (BTreeSet::new(), String::new());
         for key in services {
             let programmed = self.programmed.get(key).map(|programmed| &*programmed.chains).unwrap_or_default();
-            // The kernel also has planned chains that are no longer wanted. They are empty if the
-            // script declares them, and otherwise have the recorded rules.
+            // The kernel also has planned chains that are no longer wanted. Such chains are empty
+            // if the script declares them. Otherwise they have the recorded rules.
             let mut chains: BTreeMap<ChainName, RulesHash> = programmed.iter().copied().collect();
             for (name, hash) in &mut chains {
                 if script.declares_late(*name) {

@@ -385,8 +385,9 @@ impl Ledger {
     }
 
     /// True if `existing`, the rules in the kernel, are the recorded rules: no chain or jump is
-    /// missing, and no chain is superfluous or changed. Empty undeletable chains are allowed. This
-    /// full pass is meant for slow verification in the background.
+    /// missing, and no chain is superfluous or changed. Empty undeletable chains are allowed. The
+    /// cost is linear in the number of rules, so callers use this check only for verification in
+    /// the background.
     #[must_use]
     pub fn matches(&self, existing: &ExistingTables) -> bool {
         let mut wanted: HashMap<(Table, String), RulesHash> = HashMap::new();

@@ -72,9 +72,9 @@ impl Ledger {
         self.quarantine.contains(key)
     }
 
-    /// Quarantines these services and releases all others. The next [`Self::full`] keeps the rules
-    /// that these services had before the unconfirmed scripts, if they are known and still in the
-    /// kernel. The caller must pass released services to [`Self::changed`].
+    /// Quarantines these services and releases all other services. The next [`Self::full`] keeps
+    /// the rules that these services had before the unconfirmed scripts, if they are known and
+    /// still in the kernel. The caller must pass released services to [`Self::changed`].
     pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         self.quarantine.services.retain(|key, _| services.contains(key));
         for key in services {
