@@ -69,8 +69,8 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub tls_client_ca: Option<PathBuf>,
 
-    /// Allow Inspect and reflection with node certificates too. This lets grpcurl work from a node,
-    /// but each node can then list everything
+    /// Allow Inspect and reflection with node certificates too. Then grpcurl works from a node, but
+    /// each node can list everything
     #[arg(long)]
     pub nodes_may_inspect: bool,
 

@@ -70,9 +70,9 @@ pub struct Transaction {
     pub nodes: Vec<NodeChange>,
     /// The new position of each kind that has changed. For Kubernetes it is the resourceVersion.
     pub positions: Vec<(SourceKind, u64)>,
-    /// The new position of each kind whose position moved without a change. In Kubernetes a
-    /// bookmark moves it. These positions are not sent to agents, because an agent with an older
-    /// position has missed nothing.
+    /// The new position of each kind whose position moved without a change, as after a bookmark of
+    /// Kubernetes. These positions are not sent to agents, because an agent with an older position
+    /// has missed nothing.
     pub bookmarks: Vec<(SourceKind, u64)>,
     /// When the oldest change arrived from the source; `None` means now.
     pub received: Option<SystemTime>,

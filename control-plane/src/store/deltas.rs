@@ -289,7 +289,7 @@ mod tests {
             begin.wait();
             let encode = || {
                 encoded.fetch_add(1, Ordering::Relaxed);
-                // This gives the other threads time to arrive.
+                // The sleep gives the other threads time to arrive.
                 thread::sleep(Duration::from_millis(20));
                 Some(delta(1, 9, 10))
             };

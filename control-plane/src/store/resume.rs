@@ -61,7 +61,7 @@ pub enum Wait {
     /// The wait begins now.
     Begins,
     /// The wait continues.
-    GoesOn,
+    Continues,
     /// The wait has just ended. Each wait returns this value once.
     Expires,
     /// The wait ended earlier.
@@ -83,7 +83,7 @@ impl BehindWait {
     /// a cut-off replica cannot tell whether the source was restored, and an unlisted replica has
     /// no state to send.
     pub fn look(&mut self, not_yet: NotYet, store: &Store, bound: Duration, now: Instant) -> Wait {
-        let NotYet::Behind { kind, there, .. } = not_yet else { return Wait::GoesOn };
+        let NotYet::Behind { kind, there, .. } = not_yet else { return Wait::Continues };
         if self.asked.insert(kind) {
             store.want_position(kind, there);
         }
@@ -96,10 +96,10 @@ impl BehindWait {
                     Wait::Expires
                 }
             }
-            Some(_) if is_following => Wait::GoesOn,
+            Some(_) if is_following => Wait::Continues,
             before => {
                 self.until = Some(now + bound);
-                if before.is_none() { Wait::Begins } else { Wait::GoesOn }
+                if before.is_none() { Wait::Begins } else { Wait::Continues }
             }
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! A replica can send to an agent that hangs or reads slowly until the socket is full. That may
 //! take minutes, and each message costs as much time as a message to any other agent. Late agents
-//! are visited last ([`crate::serve::context::Visits`]), so that they do not delay the others.
+//! are visited last ([`crate::serve::context::Visits`]), so that they do not delay other agents.
 
 use std::time::Duration;
 

@@ -94,8 +94,8 @@ impl Record {
             let withdrawn: HashSet<&str> = nack.withdrawn.iter().map(|resource| clip(resource)).collect();
             rejections.retain(|old| !withdrawn.contains(old.resource.as_str()));
         }
-        // A peer can send any number of rejections. Only the last ones are kept, so the others are
-        // skipped to save time.
+        // A peer can send any number of rejections. Only the last rejections are kept, so earlier
+        // rejections are skipped to save time.
         let skipped = nack.rejections.len().saturating_sub(MAX_LISTED);
         for rejection in &nack.rejections[skipped..] {
             let rejection = v1::Rejection {

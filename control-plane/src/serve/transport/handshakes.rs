@@ -103,7 +103,7 @@ struct Queue {
     turn: Semaphore,
 }
 
-/// One connection before or in its handshake. Dropping it frees its place.
+/// One connection before or in its handshake. When this value is dropped, its place becomes free.
 #[derive(Debug)]
 pub(crate) struct Handshake {
     handshakes: Arc<Handshakes>,

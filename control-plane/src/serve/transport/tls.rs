@@ -32,7 +32,7 @@ use tokio_util::sync::CancellationToken;
 use crate::metrics::Metrics;
 
 /// How often the files are read without a notification of the file system. Notifications can be
-/// lost, and there are none for the targets of symbolic links into other folders.
+/// lost, and the targets of symbolic links into other folders cause no notifications.
 const POLL: Duration = Duration::from_secs(30);
 
 /// After a notification, the files are read once there was no further notification for this time.

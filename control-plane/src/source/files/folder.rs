@@ -68,7 +68,7 @@ struct File {
     /// Objects that the file defines, and lost objects: objects that the file no longer defines but
     /// that are still in use.
     keys: BTreeSet<Arc<ObjectKey>>,
-    /// Since when the file has lost objects; `None` if it has none.
+    /// Since when the file has lost objects; `None` if it has no lost objects.
     losing_since: Option<Instant>,
 }
 

@@ -129,8 +129,8 @@ impl Failure {
     }
 
     /// Whether the answer means that the server has no streaming lists. API servers with the
-    /// feature disabled answer 422. Proxies in front of API servers answer 400 or one of the other
-    /// codes.
+    /// feature disabled answer 422. Proxies in front of API servers answer with one of the other
+    /// codes below.
     pub(super) fn refuses_streaming(&self) -> bool {
         self.code.is_some_and(|code| matches!(code.as_u16(), 400 | 405 | 406 | 415 | 422 | 501))
     }

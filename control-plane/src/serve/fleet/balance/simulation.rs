@@ -70,7 +70,7 @@ impl Simulation {
         loads
     }
 
-    /// Returns another ready replica at random, or `from` if there is none.
+    /// Returns another ready replica at random, or `from` if no other replica is ready.
     fn other_replica(&mut self, from: usize) -> usize {
         let others: Vec<_> =
             (0..self.replicas.len()).filter(|other| *other != from && self.replicas[*other].is_ready).collect();

@@ -148,7 +148,7 @@ pub(super) fn put_response_headers(out: &mut Vec<u8>, stream: u32) {
 pub(super) fn put_trailers(out: &mut Vec<u8>, stream: u32, status: &Status) {
     let mut headers = http::HeaderMap::new();
     if let Err(status) = status.add_header(&mut headers) {
-        // Only metadata can be invalid as a header, and these statuses have none.
+        // Only metadata can be invalid as a header, and these statuses have no metadata.
         tracing::error!(%status, "the status of a stream cannot be written");
     }
     let mut block = Vec::new();
