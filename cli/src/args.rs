@@ -184,7 +184,7 @@ impl Selection {
             (Some(service), flag) => match (service.split_once('/'), flag) {
                 (Some((namespace, _)), Some(flag)) if namespace != flag => {
                     return Err(format!(
-                        "{service} names another namespace than --namespace {flag}: give only one of them"
+                        "{service} names another namespace than --namespace {flag}: give the namespace only once"
                     ));
                 }
                 (Some((namespace, name)), _) => (namespace, name),

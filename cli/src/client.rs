@@ -62,7 +62,7 @@ pub async fn connect(server: &str, tls: &TlsArgs) -> Result<InspectClient<Channe
 pub(crate) fn silent(server: &str) -> ConnectError {
     ConnectError::Unreachable {
         server: server.to_owned(),
-        reason: format!("it accepts connections but has not answered within {} s", ANSWER_TIMEOUT.as_secs()),
+        reason: format!("the server accepts connections but has not answered within {} s", ANSWER_TIMEOUT.as_secs()),
         advice: "The replica hangs or is overloaded: look at its log and its load. To ask only the other replicas, remove this replica from --server."
             .to_owned(),
     }
@@ -220,7 +220,7 @@ pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<Conne
     };
     if status.message().starts_with("grpc-status header missing") {
         return unreachable(
-            "it speaks HTTP, but is not a control plane",
+            "the server speaks HTTP, but is not a control plane",
             "Check the port of --server (or HEADGATE_SERVER): a control plane answers at its --listen address, and serves metrics at another address.",
         );
     }
@@ -231,7 +231,7 @@ pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<Conne
     let host = uri.host()?.trim_start_matches('[').trim_end_matches(']');
     if is_plain && headgate_tls::speaks_tls((host, uri.port_u16().unwrap_or(80))) {
         return unreachable(
-            "it speaks TLS, and the URL begins with http://",
+            "the server speaks TLS, but the URL begins with http://",
             "Write https:// in --server (or HEADGATE_SERVER), and give --tls-ca, --tls-cert and --tls-key.",
         );
     }

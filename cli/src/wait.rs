@@ -164,15 +164,15 @@ impl Report<'_> {
             let replica = plain(&progress.replica);
             let problem = match (progress.waiting_for.as_str(), self.wait.gone) {
                 ("source", _) if progress.source_state == "unlisted" => "its source has not been listed",
-                ("source", _) if progress.source_state == "cut_off" => "it is cut off from its source",
+                ("source", _) if progress.source_state == "cut_off" => "the replica is cut off from its source",
                 ("source", _) if progress.source_state == "following" => {
                     "its source is behind the source of another replica"
                 }
                 ("source", _) => "its source has not been listed, or is behind the source of another replica",
-                ("service", false) => "it knows no such service",
-                ("endpoint", false) => "it knows no such endpoint of the service",
-                ("service", true) => "the service is still there",
-                ("endpoint", true) => "the endpoint is still there",
+                ("service", false) => "the replica does not know the service",
+                ("endpoint", false) => "the replica does not know the endpoint",
+                ("service", true) => "the replica still has the service",
+                ("endpoint", true) => "the replica still has the endpoint",
                 _ => continue,
             };
             let _ = write!(text, "\n  replica {replica}: {problem}");

@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_kernel_has_the_controller() {
+    fn the_generic_netlink_controller_is_found() {
         let mut connection = Connection::open(libc::NETLINK_GENERIC).unwrap();
         assert_eq!(Family::find(&mut connection, "nlctrl", 1).unwrap().id, CONTROLLER);
         let error = Family::find(&mut connection, "no-such-family", 1).unwrap_err();

@@ -502,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_would_end_a_rule_are_rejected_and_the_rest_is_used() {
+    fn names_that_would_end_a_rule_are_rejected_and_other_resources_are_used() {
         let service = |name: &str, port_name: &str| v1::Service {
             key: Some(v1::ServiceKey { namespace: "prod".into(), name: name.into() }),
             cluster_ips: vec![bytes::Bytes::from_static(&[10, 96, 0, 1])],

@@ -285,7 +285,7 @@ problems    1
 }
 
 #[test]
-fn events_are_one_line_each() {
+fn each_event_is_one_line() {
     let base = WatchEvent { version: 19, unix_ms: 33_221_250, action: "changed".into(), service: None, endpoint: None };
     let shown = |changed: WatchEvent| event(&changed, PLAIN);
     assert_eq!(

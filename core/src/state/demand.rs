@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_follow_when_services_are_added_changed_and_removed() {
+    fn demand_is_correct_after_services_are_added_changed_and_removed() {
         let mut state = State::default();
         let counts = |state: &State| {
             Family::BOTH.map(|family| {

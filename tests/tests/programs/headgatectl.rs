@@ -291,7 +291,7 @@ async fn a_replica_that_hangs_is_named_after_a_timeout() {
         refusals.await.expect("headgatectl waits without end").into_iter().zip([plain, secured])
     {
         assert_eq!(code, 1, "{error}");
-        assert!(error.contains(&format!("cannot reach {server}: it accepts connections")), "{error}");
+        assert!(error.contains(&format!("cannot reach {server}: the server accepts connections")), "{error}");
         assert!(error.contains("look at its log"), "{error}");
     }
 }

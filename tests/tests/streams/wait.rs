@@ -91,7 +91,7 @@ async fn wait_returns_once_an_endpoint_is_known_or_removed() {
     let mut a = agent(&replica, "a").await;
     let answer = headgatectl(&[&replica], "wait service-1 --endpoint 10.0.1.2 --timeout 300ms").await.unwrap();
     assert_eq!(answer.code, 3);
-    assert!(answer.err.contains("knows no such endpoint of the service"), "{}", answer.err);
+    assert!(answer.err.contains("does not know the endpoint"), "{}", answer.err);
 
     let waiting = headgatectl(&[&replica], "wait service-1 --endpoint 10.0.1.2");
     replica.put([endpoint(1, 2, 8080)]);
@@ -105,7 +105,7 @@ async fn wait_returns_once_an_endpoint_is_known_or_removed() {
     assert_eq!((answer.code, &answer.json()["replicas"][0]["version"]), (0, &3.into()));
 
     let answer = headgatectl(&[&replica], "wait service-1 --gone --timeout 300ms").await.unwrap();
-    assert!(answer.code == 3 && answer.err.contains("the service is still there"), "{}", answer.err);
+    assert!(answer.code == 3 && answer.err.contains("the replica still has the service"), "{}", answer.err);
     replica.put([remove_endpoint(1, 1), remove_service(1)]);
     acknowledge(&mut a, &replica).await;
     assert_eq!(headgatectl(&[&replica], "wait service-1 --gone").await.unwrap().code, 0);

@@ -55,7 +55,7 @@ impl Folder {
 }
 
 #[test]
-fn unchanged_files_keep_the_configuration_and_changed_files_give_a_new_one() {
+fn a_new_configuration_is_built_only_if_the_files_have_changed() {
     let folder = Folder::new();
     let mut reloader = folder.reloader(Side::Server);
     let now = SystemTime::now();
@@ -125,7 +125,7 @@ fn every_error_names_the_option_the_file_and_the_remedy() {
 }
 
 #[test]
-fn an_expired_authority_is_left_out_and_the_others_are_used() {
+fn expired_authorities_are_left_out_and_other_authorities_are_used() {
     let folder = Folder::new();
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

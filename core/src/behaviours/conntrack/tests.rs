@@ -190,7 +190,7 @@ fn tcp_and_sctp_services_are_not_tracked() {
 }
 
 #[test]
-fn a_failed_step_forgets_nothing() {
+fn the_tracker_forgets_nothing_after_a_failed_step() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1)]);
     // Some rules of the failed step may be in the kernel, so flows to endpoint 2 are suspects too.

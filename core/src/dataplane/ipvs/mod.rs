@@ -18,16 +18,17 @@
 //!   some of its bits. So iptables translates these connections before IPVS sees them. Only
 //!   services with external Local policy have such rules.
 //! - *Source ranges* also apply to pods and to the node itself. Table filter checks packets that
-//!   the node receives. Mangle checks packets from the node, because IPVS translates them before
-//!   filter.
+//!   the node receives. Mangle checks packets from the node, because IPVS translates these packets
+//!   before filter.
 //!
 //! # Order
 //!
 //! An object is added before the objects that refer to it and removed after them. The order of a
 //! plan is: add elements, addresses, virtual servers and destinations; change rules; remove objects
 //! in the opposite order. When a port loses its last endpoint, its addresses are added to
-//! [`Set::NoEndpoints`] or [`Set::NoLocalEndpoints`] before its destinations are removed. When it
-//! gets an endpoint again, its addresses are removed from the set after the destination is added.
+//! [`Set::NoEndpoints`] or [`Set::NoLocalEndpoints`] before its destinations are removed. When the
+//! port gets an endpoint again, its addresses are removed from the set after the destination is
+//! added.
 //!
 //! # Draining
 //!

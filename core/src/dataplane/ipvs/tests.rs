@@ -394,7 +394,7 @@ fn objects_of_a_previous_kube_proxy_are_taken_over() {
 }
 
 #[test]
-fn schedulers_that_do_not_skip_weight_0_lose_destinations_at_once() {
+fn destinations_do_not_drain_if_the_scheduler_does_not_skip_weight_0() {
     let mut rig = Rig::new(config());
     let service = Service { scheduler: "dh".into(), ..service() };
     rig.step([Change::from(service.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);

@@ -203,8 +203,8 @@ impl<'a> PortRules<'a> {
     }
 
     /// Ends a rule that selects an endpoint. In the classic layout the rule jumps to the chain of
-    /// the endpoint. In the compact layout it does what that chain does: it records the client if
-    /// the service has session affinity, and translates the destination.
+    /// the endpoint. In the compact layout the rule itself records the client if the service has
+    /// session affinity, and translates the destination.
     fn end_policy_rule(&self, line: Line<'_>, destination: &Destination) {
         let endpoint = || ChainName::of_endpoint(self.view, destination);
         if !self.is_compact {

@@ -50,7 +50,7 @@ fn next_outcome(checks: &mut Checks, has_passed: bool) -> (u64, Vec<Arc<ServiceK
 }
 
 #[test]
-fn two_equal_outcomes_in_a_row_change_the_state_and_one_does_not() {
+fn only_two_equal_outcomes_in_a_row_change_the_state() {
     let mut checks = Checks::new(CheckTiming::default(), 7);
     let (web, other) = (key("web"), key("other"));
     checks.set_service(&web, Some(wanted(1000, [1])), 0);

@@ -50,14 +50,19 @@ fn headgatectl_reports_a_wrong_scheme_or_port_of_its_server() {
     // The error that HTTP/2 reports for this mistake varies, so the test tries each command three
     // times.
     for command in commands.iter().cycle().take(12) {
-        let expected = ["it speaks TLS, and the URL begins with http://", "Write https:// in --server"];
+        let expected = ["the server speaks TLS, but the URL begins with http://", "Write https:// in --server"];
         says(&format!("http://{TLS_PORT}"), command, false, expected);
     }
     for command in commands {
         let expected = ["The server does not speak TLS: check the port", "an http:// URL"];
         says("https://127.0.0.1:7443", command, true, expected);
         says("https://127.0.0.1:7480", command, true, expected);
-        says("http://127.0.0.1:7480", command, false, ["it speaks HTTP, but is not a control plane", "--listen"]);
+        says(
+            "http://127.0.0.1:7480",
+            command,
+            false,
+            ["the server speaks HTTP, but is not a control plane", "--listen"],
+        );
     }
     let mut right = vec!["--server=https://127.0.0.1:7444", "services"];
     right.extend(tls.iter().map(String::as_str));
