@@ -255,7 +255,8 @@ fn active_and_inactive_connections_are_counted() {
             server.read_exact(&mut [0; 5]).unwrap();
             let entry = ipvs.destinations(id).unwrap()[0];
             assert_eq!((entry.active_connections, entry.inactive_connections), (1, 0), "{entry:?}");
-            // A destination of weight 0 keeps its connections. Graceful removal depends on this.
+            // A destination of weight 0 keeps its connections. Graceful removal of endpoints
+            // depends on this behaviour.
             execute_all(&mut ipvs, &[Command::SetDestination(id, destination.weighing(0))]);
             client.write_all(b"again").unwrap();
             server.read_exact(&mut [0; 5]).unwrap();

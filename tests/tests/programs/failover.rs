@@ -104,7 +104,7 @@ async fn agents_of_a_replica_that_is_cut_off_are_shown_as_cut_off() {
     );
     let fleet = status.fleet.unwrap();
     assert_eq!((fleet.up_to_date, fleet.cut_off), (0, 2));
-    assert_eq!(scene.moves(), [0, 0], "an agent moved without another replica");
+    assert_eq!(scene.moves(), [0, 0], "an agent moved although there is no other replica");
     scene.replicas()[0].gate.set(Mode::Open).await;
     scene.change().unwrap();
     scene.until_programmed().await.unwrap();

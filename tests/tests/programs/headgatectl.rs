@@ -169,7 +169,7 @@ async fn tables_have_a_header_and_a_row_for_each_item() {
     assert_eq!(lines.len(), 3, "{services}");
     assert!(lines[0].starts_with("NAMESPACE  NAME  CLUSTER-IP"), "{services}");
     assert!(lines[1].contains("80:30080/TCP") && lines[1].contains("1/2"), "{services}");
-    assert!(!services.contains('\u{1b}'), "colours in a pipe: {services:?}");
+    assert!(!services.contains('\u{1b}'), "the output to a pipe has colours: {services:?}");
     assert_eq!(answer(&server, &["services", "-n", "prod"]).await.lines().count(), 2);
     assert_eq!(answer(&server, &["services", "-n", "empty"]).await, "No services in namespace empty.\n");
 
@@ -219,7 +219,7 @@ async fn watch_writes_a_line_for_each_change_and_reports_its_end() {
 }
 
 #[tokio::test]
-async fn missing_objects_are_named_with_exit_code_1() {
+async fn missing_objects_are_named_and_the_exit_code_is_1() {
     let server = format!("http://{}", fake_server().await);
     for (arguments, expected) in [
         (&["endpoints", "demo/nope"][..], "no service demo/nope"),

@@ -106,7 +106,7 @@ fn slow_agents_cost_no_memory_and_do_not_slow_others() {
     assert!(last <= first + (4 << 20), "memory grows with changes that nobody reads: {highest:?}");
     let received =
         stage.fleet.ask(|worker| worker.summary_of(|client| client.member().fault == Fault::NeverRead)).unwrap();
-    assert_eq!((received.agents, received.received.messages), (slow, 0), "agents that never read received messages");
+    assert_eq!((received.agents, received.received.messages), (slow, 0), "messages arrived at agents that never read");
     // Once these agents read, they receive current values instead of all missed changes.
     stage.fleet.ask(|worker| worker.set_fault(Fault::None, |client| !client.is_healthy())).unwrap();
     let version = stage.source.change().unwrap();

@@ -194,7 +194,7 @@ impl Rig {
         path
     }
 
-    /// The agent's command line with only these arguments.
+    /// The command that runs the agent's program with only these arguments.
     fn agent_command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(program("headgate-node-agent").unwrap());
         let path = format!("{}:{}", self.path("tools").display(), std::env::var("PATH").unwrap());
@@ -313,7 +313,7 @@ impl Rig {
         self.until_rules_of("iptables-nft-save", what, table, are_so)
     }
 
-    /// Like [`Self::until_rules`], with another save program.
+    /// Waits like [`Self::until_rules`], and reads the rules with the given save program.
     pub(super) fn until_rules_of(
         &self,
         program: &str,
@@ -472,8 +472,8 @@ pub(super) fn service(name: &str, number: u8, spec: &str) -> String {
     )
 }
 
-/// An EndpointSlice of the Service `name`. Each endpoint has a node and the last byte of its
-/// address in 10.244.1.0/24.
+/// An EndpointSlice of the Service `name`. `endpoints` contains the node and the last byte of the
+/// address of each endpoint. The addresses are in 10.244.1.0/24.
 pub(super) fn slice(name: &str, endpoints: &[(&str, u8)], metadata: &str) -> String {
     let mut text = format!(
         "apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\nmetadata:\n  namespace: ns\n  name: {name}-1\n  \

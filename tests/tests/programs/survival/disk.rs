@@ -62,7 +62,7 @@ fn forwards_without_disk(bed: &Testbed) -> Result<()> {
 
 fn unwritable_folder(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
-    // The folder's parent is a file.
+    // The parent of the state folder is a file, so the agent cannot create the folder.
     let folder = bed.machines().folder().join("in-the-way");
     fs::write(&folder, "").context("writing a file")?;
     let folder = folder.join("state").display().to_string();

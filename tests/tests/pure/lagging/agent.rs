@@ -50,7 +50,8 @@ pub(crate) struct Agent {
     /// The version of each key's value at the replica when the stream began. After a start from
     /// disk, the agent programs no older value.
     at_begin: Places,
-    /// The agent may hold less than its version says, so it resumes without a version.
+    /// The agent may hold less than its version says, so it resumes by its digests and not by its
+    /// version.
     distrusts_version: bool,
     failover: Failover,
     moves: MoveLimits,
@@ -165,14 +166,21 @@ impl Agent {
                 self.held.apply(step, &mut Dirty::default());
                 let places = source.places(self.held.state());
                 for (key, place) in self.places.iter().filter(|_| !self.may_go_back) {
-                    assert!(places[key] >= *place, "{key} went back from version {place} to {}", places[key]);
+                    assert!(
+                        places[key] >= *place,
+                        "{key} was replaced by an older value: version {place} by version {}",
+                        places[key]
+                    );
                 }
                 self.places = places;
             }
             Effect::Node(own) => {
                 let place = source.node_place(own.node.as_ref());
                 if let Some(before) = self.node_place.filter(|_| !self.may_go_back) {
-                    assert!(place >= before, "the own Node went back from version {before} to {place}");
+                    assert!(
+                        place >= before,
+                        "the own Node was replaced by an older value: version {before} by version {place}"
+                    );
                 }
                 self.held.set_node_position(own.position);
                 (self.node, self.node_position, self.node_place) = (own.node, own.position, Some(place));

@@ -73,7 +73,7 @@ fn explore_with(replicas: usize, program: Program, events: usize, lists: &[Vec<M
     interleave(lists, &mut |moves| {
         *counts.entry("runs").or_default() += 1;
         let run = || {
-            // Random choices are equal in each run.
+            // The random choices are the same in each run.
             fastrand::seed(7);
             let mut world = World::new(History::first(events), replicas, program);
             moves.iter().for_each(|action| world.act(*action));
@@ -97,7 +97,7 @@ fn assert_happened(counts: &Counts, what: &[&str]) {
 }
 
 #[test]
-fn no_key_goes_back_while_the_agent_moves_between_two_delayed_replicas() {
+fn no_key_gets_an_older_value_while_the_agent_moves_between_two_delayed_replicas() {
     use Move::{Connect, Deliver, ReadAll};
     let lists = [
         vec![Deliver(0, SLICE), Deliver(0, SERVICE)],
@@ -111,7 +111,7 @@ fn no_key_goes_back_while_the_agent_moves_between_two_delayed_replicas() {
 }
 
 #[test]
-fn no_key_goes_back_when_streams_break_and_each_kind_is_delayed_separately() {
+fn no_key_gets_an_older_value_when_streams_break_and_each_kind_is_delayed_separately() {
     use Move::{Bookmark, Connect, Deliver, Read, ReadAll};
     let lists = [
         vec![Deliver(0, SLICE), Deliver(0, SERVICE)],
@@ -124,7 +124,7 @@ fn no_key_goes_back_when_streams_break_and_each_kind_is_delayed_separately() {
 }
 
 #[test]
-fn no_key_goes_back_when_a_replica_restarts() {
+fn no_key_gets_an_older_value_when_a_replica_restarts() {
     use Move::{Connect, Deliver, List, Read, ReadAll, Restart};
     let lists = [
         vec![Deliver(0, SLICE)],
@@ -137,7 +137,7 @@ fn no_key_goes_back_when_a_replica_restarts() {
 }
 
 #[test]
-fn the_own_node_does_not_go_back_while_the_agent_moves() {
+fn the_own_node_gets_no_older_value_while_the_agent_moves() {
     use Move::{Connect, Deliver, Read, ReadAll};
     // The first change of the own Node is the third event.
     let lists = [
@@ -151,7 +151,7 @@ fn the_own_node_does_not_go_back_while_the_agent_moves() {
 }
 
 #[test]
-fn no_key_goes_back_when_the_agent_starts_from_disk_in_the_middle_of_a_step() {
+fn no_key_gets_an_older_value_when_the_agent_starts_from_disk_in_the_middle_of_a_step() {
     use Move::{Connect, Deliver, DeliverStep, Read, RestartAgent, Save};
     let lists = [
         vec![DeliverStep(0), Deliver(0, SLICE), DeliverStep(0)],
@@ -177,7 +177,7 @@ fn a_new_program_receives_the_resources_that_the_old_one_rejected() {
 }
 
 #[test]
-fn rejected_resources_come_again_when_the_stream_breaks_before_the_snapshot() {
+fn rejected_resources_are_sent_again_when_the_stream_breaks_before_the_snapshot() {
     use Move::{Connect, Deliver, ReadAll, RestartAgent, Save};
     let lists = [
         vec![Deliver(0, SERVICE), Deliver(0, SERVICE), Deliver(0, SERVICE), Deliver(0, SLICE)],
@@ -198,7 +198,7 @@ fn the_agent_finds_the_only_replica_that_follows_the_source() {
 }
 
 #[test]
-fn replicas_that_lose_the_api_server_or_never_list_withhold_nothing() {
+fn the_agent_lacks_nothing_although_replicas_lose_the_api_server_or_never_list() {
     use Move::{Connect, CutOff, DeliverStep, PassTime, ReadAll, Restart};
     let lists =
         [vec![DeliverStep(0), CutOff(0)], vec![CutOff(1), Restart(1)], vec![ReadAll, Connect(1), PassTime, Connect(0)]];

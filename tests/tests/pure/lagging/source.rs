@@ -182,7 +182,7 @@ impl History {
         let removed = || {
             let is_removal = |event: &Event| matches!(event, Event::Node(NodeChange::Remove(name)) if &**name == NODE);
             let index = self.0.iter().position(|(_, event)| is_removal(event));
-            self.version(index.expect("the source has a Node of the agent from the start"))
+            self.version(index.expect("the source never removes the Node of the agent"))
         };
         node.map_or_else(removed, |node| node.zone.as_deref().unwrap().parse().unwrap())
     }

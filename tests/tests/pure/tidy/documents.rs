@@ -53,7 +53,7 @@ fn every_link_has_a_target() {
             );
             if !anchor.is_empty() {
                 let anchors = anchors(&super::text(&target).unwrap());
-                assert!(anchors.contains(anchor), "{}: {link}: no such heading", path.display());
+                assert!(anchors.contains(anchor), "{}: the target of link {link} has no such heading", path.display());
             }
         }
     }

@@ -29,7 +29,7 @@ pub(super) struct Import {
 #[derive(Debug, Default)]
 pub(super) struct Crate {
     modules: BTreeSet<Module>,
-    /// The names that `use` brings into a module, and the path of each.
+    /// The names that `use` brings into a module, each with its path.
     names: BTreeMap<(Module, String), Vec<String>>,
     imports: Vec<Import>,
 }

@@ -84,7 +84,7 @@ impl Metadata {
         self.normal(self.member(name)).map(|id| self.packages[id].name.as_str()).collect()
     }
 
-    /// Like [`Metadata::direct`], with all indirect dependencies.
+    /// All direct and indirect normal dependencies of a package of the workspace.
     pub(crate) fn transitive(&self, name: &str) -> BTreeSet<&str> {
         let mut found = BTreeSet::new();
         let mut waiting = vec![self.member(name)];

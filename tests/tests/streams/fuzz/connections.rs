@@ -31,8 +31,8 @@ use super::{
 /// The number of cases. It is lower than for messages, since connections take more time.
 const CASES: u64 = 300;
 
-/// If the replica sends no bytes for this time, the test assumes that it waits for the client. A
-/// shorter time only makes the cases reach less of the replica's code.
+/// If the replica sends no bytes for this time, the test assumes that the replica waits for the
+/// client. A shorter time only makes the cases reach less of the replica's code.
 const QUIET: Duration = Duration::from_millis(10);
 
 pub(crate) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";

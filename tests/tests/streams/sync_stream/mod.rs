@@ -80,7 +80,7 @@ async fn a_new_agent_receives_everything_and_then_each_change() {
 }
 
 #[tokio::test]
-async fn messages_of_an_agent_show_in_its_status() {
+async fn messages_of_an_agent_appear_in_its_status() {
     let replica = Replica::start().await;
     replica.put(cluster(3));
     let inspect = channel(replica.running.local_addr).await;

@@ -521,8 +521,8 @@ async fn bookmarks_count_as_contact_with_the_server_and_move_positions() {
     let server = server(Options::default());
     let watching = Watching::synced(&server).await;
     let before = watching.sink.look(|c| c.heard[&SourceKind::Nodes]);
-    // A write to another kind raises the version. The watch of Nodes learns of it only by a
-    // bookmark.
+    // A write to another kind raises the version. The watch of Nodes receives this version only in
+    // a bookmark.
     server.apply(web("10.0.9.9")).unwrap();
     watching.agrees_with(&server).await;
     let version = server.version();
