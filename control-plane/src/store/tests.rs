@@ -128,12 +128,12 @@ fn streams_at_the_same_version_get_the_same_bytes() {
     assert_eq!(snapshots[0][..snapshots[0].len() - 1], snapshots[1][..snapshots[1].len() - 1]);
     store.put([endpoint(1, 1, 9090)]);
     let batches = read();
-    assert_eq!((batches[0].len(), &batches[0]), (1, &batches[1]), "ring");
+    assert_eq!((batches[0].len(), &batches[0]), (1, &batches[1]), "both streams receive the batch of the ring");
     for port in 1..=100 {
         store.put([endpoint(1, 1, port)]);
     }
     let compacted = read();
-    assert_eq!((compacted[0].len(), &compacted[0]), (1, &compacted[1]), "compacted");
+    assert_eq!((compacted[0].len(), &compacted[0]), (1, &compacted[1]), "both streams receive the same compacted step");
 }
 
 #[test]
@@ -149,7 +149,7 @@ fn snapshots_encode_a_bucket_again_only_after_a_change_in_it() {
     let after = snapshot();
     let shared: BTreeSet<_> = before.iter().map(|frame| frame.as_ptr()).collect();
     let fresh = after.iter().filter(|frame| !shared.contains(&frame.as_ptr())).count();
-    assert_eq!(fresh, 2, "the bucket of service 7 and the end marker");
+    assert_eq!(fresh, 2, "only the bucket of service 7 and the end marker are encoded again");
 }
 
 #[test]
@@ -221,7 +221,7 @@ fn resume_by_digests_sends_only_buckets_that_differ() {
     assert_eq!(mode, ResumeMode::Digests);
     let before = reader.resources;
     let frames = reader.read_all(&new, &mut cursor);
-    assert_eq!((frames.len(), reader.resources), (1, before), "nothing differs: an end marker with the version");
+    assert_eq!((frames.len(), reader.resources), (1, before), "no bucket differs, so only the end marker is sent");
 
     new.put([remove_endpoint(9, 1), Change::RemoveService(key(9)), service(10, 81)]);
     let (mode, mut cursor) = reader.resume(&new, 0);
@@ -267,7 +267,11 @@ fn a_stream_in_the_middle_of_a_split_step_receives_the_rest_despite_other_stream
     }
     reader.read_all(&store, &mut cursor);
     reader.assert_holds_all_of(&store);
-    assert_eq!((reader.ends.len(), reader.batches), (1, 2), "one split step, and one step with the later changes");
+    assert_eq!(
+        (reader.ends.len(), reader.batches),
+        (1, 2),
+        "the reader receives the split step and one step with the later changes"
+    );
 }
 
 #[test]
@@ -384,7 +388,7 @@ fn a_reader_at_the_head_receives_references_to_values_that_it_holds() {
     assert_eq!(reader.references, 0);
     store.put([endpoint(1, 3, 80)]);
     reader.read_all(&store, &mut cursor);
-    assert_eq!(reader.references, 2, "the service and its ports; the node is new");
+    assert_eq!(reader.references, 2, "the service and its ports are known, the node is new");
     (0..50).for_each(|round| store.put([endpoint(1, 3 + round % 2 * 4, 80), remove_endpoint(1, 6)]));
     reader.read_all(&store, &mut cursor);
     assert_eq!(
@@ -469,7 +473,7 @@ fn equal_references_of_placements_collide_only_if_both_exist_at_the_same_time() 
     let before = reader.references;
     store.put([endpoint_on(&other, 2)]);
     reader.read_all(&store, &mut cursor);
-    assert_eq!(reader.references, before + 3, "service, ports and placement");
+    assert_eq!(reader.references, before + 3, "service, ports and placement are sent as references");
     // A reader that resumes knows only the values in the present state.
     cursor = reader.resume(&store, store.epoch()).1;
     store.put([endpoint_on(&other, 3)]);
@@ -482,7 +486,7 @@ fn equal_references_of_placements_collide_only_if_both_exist_at_the_same_time() 
     let before = reader.references;
     store.put([endpoint_on(&other, 5)]);
     reader.read_all(&store, &mut cursor);
-    assert_eq!(reader.references, before + 2, "service and ports");
+    assert_eq!(reader.references, before + 2, "only service and ports are sent as references");
     reader.assert_holds_all_of(&store);
 }
 

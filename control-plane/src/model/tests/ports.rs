@@ -48,7 +48,7 @@ fn a_port_that_is_not_ready_gets_no_traffic_even_if_another_port_is_ready() {
     let b = slice("b", "s", json!([endpoint("10.1.0.1", false, false, false)]), port("metrics", 9090));
     for mut bench in in_both_orders([a, b]) {
         assert_eq!(served(&bench), [vec!["10.1.0.1:8080"], vec![]]);
-        assert_eq!(bench.problems(), [""; 0], "the slices list different ports");
+        assert_eq!(bench.problems(), [""; 0], "slices that list different ports do not conflict");
     }
 }
 

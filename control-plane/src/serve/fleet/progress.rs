@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn a_commit_is_measured_by_when_the_kernel_had_it_and_not_by_when_the_ack_came() {
+    fn a_commit_is_measured_until_the_kernel_has_it_and_not_until_the_ack_arrives() {
         let mut rig = Rig::new();
         rig.enter("a");
         rig.enter("b");
@@ -473,7 +473,7 @@ mod tests {
         let mut rig = Rig::new();
         rig.commit();
         ["a", "b"].into_iter().for_each(|node| rig.enter(node));
-        assert_eq!(rig.progress.states(), [(NodeState::Waiting, 2)].into(), "nothing is acknowledged");
+        assert_eq!(rig.progress.states(), [(NodeState::Waiting, 2)].into(), "the agents have acknowledged nothing");
         assert_eq!(rig.progress.programmed(0), (2, 0));
         rig.ack("a", 0);
         rig.ack("b", 0);

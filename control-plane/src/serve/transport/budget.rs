@@ -63,7 +63,7 @@ mod tests {
             reads += 1;
         }
         assert_eq!(reads, BURST / (16 << 10) + 1);
-        assert_eq!(budget.pause(start), Some(Duration::from_micros(62_500)), "the time for 16 KiB");
+        assert_eq!(budget.pause(start), Some(Duration::from_micros(62_500)), "the pause is the time for 16 KiB");
         assert_eq!(budget.pause(start + Duration::from_micros(62_500)), None);
         // Small reads count as `MIN_READ` bytes.
         let later = start + Duration::from_secs(3_600);

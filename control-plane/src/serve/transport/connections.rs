@@ -64,7 +64,7 @@ async fn first_request(
             if error.kind() == io::ErrorKind::TimedOut {
                 streams.context.metrics.count_connection_refused("no_request");
             }
-            tracing::debug!(address = %connection.peer.address, %error, "connection without a request");
+            tracing::debug!(address = %connection.peer.address, %error, "the connection ended without a request");
             return;
         }
     };

@@ -81,7 +81,7 @@ async fn places_of_a_network_are_bounded_and_networks_take_turns() {
     let rig = Rig::new();
     let mut tasks = rig.many_silent(1, 6).await;
     assert_eq!((rig.running(), rig.waiting()), (vec![1, 1], 4));
-    assert!(rig.enter(1).is_none(), "two run and four wait");
+    assert!(rig.enter(1).is_none(), "two handshakes of the network run and four connections wait");
     tasks.extend(rig.many_silent(2, 3).await);
     assert_eq!(rig.running(), [1, 1, 2, 2]);
     tasks.extend(rig.many_silent(3, 1).await);
@@ -106,7 +106,7 @@ async fn if_too_many_connections_wait_the_newest_of_the_longest_queue_is_evicted
     let late = rig.silent(3).await;
     assert_eq!(rig.waiting(), 6);
     let newest = crowd.pop().unwrap();
-    assert_eq!(newest.await.unwrap(), Err(Evicted::QueueFull), "the newest connection of the longest queue");
+    assert_eq!(newest.await.unwrap(), Err(Evicted::QueueFull), "the newest connection of the longest queue is evicted");
     rig.end(crowd.into_iter().chain(others).chain([late])).await;
 }
 

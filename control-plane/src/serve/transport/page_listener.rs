@@ -208,11 +208,15 @@ mod tests {
         let first_of_last = hosts.len() - MAX_CONNECTIONS_OF_NETWORK;
         open.mark_heard(first_of_last as u64, at(1_000));
         entered.push(open.enter(1_000, network(7), at(1_001)));
-        assert_eq!(closed(&entered), [first_of_last + 1], "the network is at its limit");
+        assert_eq!(closed(&entered), [first_of_last + 1], "a network at its limit loses a connection");
         entered.extend((2_000..2_012).map(|number| open.enter(number, network(8), at(number))));
         assert_eq!((open.table().len(), closed(&entered).len()), (MAX_CONNECTIONS, 1));
         entered.push(open.enter(3_000, network(1), at(3_000)));
-        assert_eq!(closed(&entered), [first_of_last + 1, first_of_last + 2], "the network with the most connections");
+        assert_eq!(
+            closed(&entered),
+            [first_of_last + 1, first_of_last + 2],
+            "the network with the most connections loses a connection"
+        );
         assert_eq!(open.table().len(), MAX_CONNECTIONS);
     }
 }

@@ -511,9 +511,9 @@ mod tests {
         assert_eq!(scan(&mut folder, now).events.len(), 0);
         assert_eq!(folder.parsed_files(), 100);
         put(&folder, "7.yaml", &(node("a7") + &node("c7") + &node("b7")));
-        assert_eq!(changed_names(&scan(&mut folder, now)), ["+b7", "+c7"], "b7 has another origin now");
+        assert_eq!(changed_names(&scan(&mut folder, now)), ["+b7", "+c7"], "b7 is now in another document");
         assert_eq!(folder.parsed_files(), 101);
-        assert_eq!(changed_names(&folder.look_at(["7.yaml".into()], now)), [""; 0], "same content");
+        assert_eq!(changed_names(&folder.look_at(["7.yaml".into()], now)), [""; 0], "the content has not changed");
         assert_eq!(folder.parsed_files(), 101);
     }
 

@@ -158,13 +158,17 @@ mod tests {
         let mut notices = Notices::default();
         notices.note(&event(EventKind::Create(CreateKind::File), "a.yaml"), &folder, start);
         notices.note(&event(wrote(), "a.yaml"), &folder, start);
-        assert_eq!(notices.take(start + LONGEST_UNREST), None, "still open");
+        assert_eq!(notices.take(start + LONGEST_UNREST), None, "the file is still open");
         let closed = start + Duration::from_secs(1);
         notices.note(&event(EventKind::Access(AccessKind::Close(AccessMode::Write)), "a.yaml"), &folder, closed);
         assert_eq!(notices.take(closed + QUIET), Some(Look::At(vec!["a.yaml".into()])));
         assert_eq!(notices.take(closed + LATER), None);
         notices.note(&event(wrote(), "a.yaml"), &folder, closed);
-        assert_eq!(notices.take(closed + LONGEST_WRITING), Some(Look::At(vec!["a.yaml".into()])), "never closed");
+        assert_eq!(
+            notices.take(closed + LONGEST_WRITING),
+            Some(Look::At(vec!["a.yaml".into()])),
+            "the file was never closed"
+        );
     }
 
     const LATER: Duration = Duration::from_secs(60);

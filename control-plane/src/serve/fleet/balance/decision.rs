@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replica_that_is_above_its_limit_only_briefly_asks_nobody() {
+    fn a_replica_that_is_above_its_limit_only_briefly_asks_no_agents() {
         let (mut decision, start) = (Decision::default(), Instant::now());
         for round in 0..10 {
             assert_eq!(run(&mut decision, start, round * 10..round * 10 + 9, view(1_000, 2)), 0);
@@ -186,7 +186,10 @@ mod tests {
         let (mut decision, start) = (Decision::default(), Instant::now());
         let here = |asked, returned| view(1_000, 2).map(|view| View { asked, returned, ..view });
         assert!(run(&mut decision, start, 0..11, here(0, 0)) > 0);
-        assert!(run(&mut decision, start, 11..12, here(40, 30)) > 0, "three quarters came back");
+        assert!(
+            run(&mut decision, start, 11..12, here(40, 30)) > 0,
+            "agents are still asked while no more than three quarters come back"
+        );
         assert_eq!(run(&mut decision, start, 12..100, here(40, 31)), 0);
     }
 }

@@ -187,7 +187,7 @@ proptest! {
 }
 
 #[test]
-fn memory_is_bounded() {
+fn the_memory_of_asked_agents_is_bounded() {
     let (mut memory, mut rng, start) = (Memory::default(), Rng::with_seed(1), Instant::now());
     let (mut last, step) = (HashMap::new(), 10);
     for second in (0..2 * MEMORY.as_secs()).step_by(step) {

@@ -155,7 +155,7 @@ fn a_stream_that_ends_in_the_middle_of_a_message_completes_the_message_first() {
 
 proptest! {
     #[test]
-    fn any_bytes_are_answered_within_bounds(
+    fn the_answers_to_any_bytes_are_bounded(
         frames in prop::collection::vec((0_u8..11, any::<u8>(), 0_u32..4, prop::collection::vec(any::<u8>(), 0..24)), 0..40),
         reads in any::<bool>(),
     ) {
