@@ -84,7 +84,7 @@ pub struct Options {
 
     /// URLs of control plane replicas: https://HOST:7443, or http://ADDRESS:PORT together with
     /// --insecure-loopback. Repeat the flag, or separate URLs by commas. The agent uses one replica
-    /// at a time. A host name means all its addresses
+    /// at a time. Each address of a host name counts as one replica
     #[arg(
         long,
         value_name = "URL",

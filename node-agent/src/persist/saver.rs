@@ -171,6 +171,6 @@ fn lock(file: &Mutex<StateFile>) -> MutexGuard<'_, StateFile> {
 enum Failure {
     #[error(transparent)]
     Save(#[from] SaveError),
-    #[error("the worker was stopped: {0}")]
+    #[error("the background task was stopped: {0}")]
     Worker(#[from] JoinError),
 }

@@ -2,7 +2,7 @@
 //!
 //! Each address of the host in a URL counts as one replica. The order is random, so that agents
 //! spread evenly. The replica that was tried last comes after all others. Names are resolved again
-//! after all replicas have been tried, because replicas come and go.
+//! after all replicas have been tried, because replicas start and stop.
 
 use std::{collections::VecDeque, fmt, net::SocketAddr};
 
@@ -15,8 +15,8 @@ use crate::control_planes::ControlPlane;
 pub struct Target {
     /// The configured URL. The replica's certificate must be valid for the host in this URL.
     pub control_plane: ControlPlane,
-    /// The address; `None` if the name could not be resolved. The error of the connection then says
-    /// why.
+    /// The address; `None` if the name could not be resolved. The error of the connection attempt
+    /// then names the reason.
     pub address: Option<SocketAddr>,
 }
 
@@ -29,7 +29,8 @@ impl fmt::Display for Target {
     }
 }
 
-/// The order of replicas. Names are not resolved before the first call of [`Replicas::next`].
+/// The order in which the agent tries replicas. Names are not resolved before the first call of
+/// [`Replicas::next`].
 #[derive(Debug)]
 pub(super) struct Replicas {
     control_planes: Vec<ControlPlane>,
@@ -69,7 +70,7 @@ impl Replicas {
         }
     }
 
-    /// Makes this replica the next one.
+    /// Makes this replica the next one to try.
     pub(super) fn prefer(&mut self, target: Target) {
         self.waiting.push_front(target);
     }
@@ -80,7 +81,7 @@ impl Replicas {
         self.waiting.clear();
     }
 
-    /// Makes the replica that was tried last the next one again.
+    /// Makes the replica that was tried last the next one to try.
     pub(super) fn repeat(&mut self) {
         if let Some(last) = self.last.clone() {
             self.waiting.push_front(last);

@@ -1,4 +1,5 @@
-//! Decides what the agent reports on one stream: status, ACKs, failures and rejections. No I/O.
+//! Decides what the agent reports on one stream: status, ACKs, failures and rejections. The module
+//! does no I/O.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +20,7 @@ pub(super) struct Reporter {
     pub(super) epoch: Option<u64>,
     /// Version and node revision of the last ACK on this stream.
     acked: Option<(u64, u64)>,
-    /// A failure was reported, and no ACK has followed.
+    /// True if a failure was reported and no ACK has followed.
     has_failed: bool,
     /// The services that were reported as rejected by the kernel, by name.
     rejected_by_kernel: BTreeMap<String, v1::Rejection>,
@@ -47,8 +48,8 @@ impl Reporter {
         for v1::Rejection { resource, field, reason } in &nack.rejections {
             warn!(resource, field, reason, "a resource cannot be used; its last good value stays, if there is one");
         }
-        // A resource that the agent can use again may still be rejected by the kernel. It is then
-        // reported with the reason of the kernel.
+        // A resource that the agent can use again may still be rejected by the kernel. In this
+        // case, the agent reports the resource with the reason of the kernel.
         let rejected = &self.rejected_by_kernel;
         let still = nack.withdrawn.extract_if(.., |resource| rejected.contains_key(resource));
         let still: Vec<_> = still.filter_map(|resource| rejected.get(&resource).cloned()).collect();
@@ -59,7 +60,10 @@ impl Reporter {
     fn queue_nack(&mut self, nack: v1::Nack) {
         let dropped = self.outbox.nack(nack);
         if dropped > 0 {
-            warn!(dropped, "too many rejections are waiting to be sent; these are not reported to the replica");
+            warn!(
+                dropped,
+                "too many rejections are waiting to be sent; the dropped rejections are not reported to the replica"
+            );
         }
     }
 

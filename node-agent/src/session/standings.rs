@@ -1,5 +1,5 @@
-//! Asks other replicas for their standing: the state and the positions of their sources (contract,
-//! 15).
+//! Asks other replicas for their standing: the state and the positions of their sources (rule 15 of
+//! the contract in `proto/headgate/v1/discovery.proto`).
 
 use std::{sync::Arc, time::Duration};
 
@@ -13,7 +13,7 @@ use super::{failover::Standing, replicas::Target, tls::AgentTls};
 /// Maximum time for an answer, including the time to connect.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A request of the agent of `node` to these replicas.
+/// A request for the standing, from the agent of `node` to `replicas`.
 pub(super) struct StandingsQuery {
     pub(super) node: Arc<str>,
     pub(super) tls: Option<Arc<AgentTls>>,
@@ -52,7 +52,7 @@ impl StandingsQuery {
 }
 
 /// Asks one replica for its epoch and standing. A replica of an older program version does not know
-/// the request; its epoch is `None` and its standing is empty.
+/// the request; the function then returns `None` for the epoch, and an empty standing.
 async fn ask_one(target: &Target, node: &str, tls: Option<&Arc<AgentTls>>) -> Result<(Option<u64>, Standing), String> {
     let connection = target.control_plane.connect(target.address, tls).await.map_err(|error| error.to_string())?;
     let request = v1::StandingRequest { node_name: node.to_owned() };

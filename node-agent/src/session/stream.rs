@@ -32,7 +32,7 @@ use crate::{
 
 /// Number of heartbeat intervals without a message after which the agent reconnects (contract, 9).
 const MISSED_HEARTBEATS: u32 = 3;
-/// If an older replica does not send the state of its source, a source age above this means
+/// If an older replica does not send the state of its source, a source age above this limit means
 /// `CUT_OFF` (contract, 14).
 const OLD_SOURCE: Duration = Duration::from_secs(180);
 
@@ -47,7 +47,7 @@ pub(super) struct Stream {
     /// When to connect to another replica, and the reason that the replica gave.
     pub(super) drain: Option<(Instant, String)>,
     pub(super) renewal: Option<Renewal>,
-    /// What is wrong with the TLS files. It is reported in `AgentStatus.degraded`.
+    /// The problem with the TLS files, if any. It is reported in `AgentStatus.degraded`.
     pub(super) tls_problem: watch::Receiver<Option<String>>,
 }
 
@@ -193,8 +193,8 @@ impl Stream {
     }
 
     /// Notes the positions that the agent holds, and then asks the other replicas for their
-    /// standing. The order matters: the agent receives changes while it waits for answers. Compared
-    /// with positions taken afterwards, every other replica would seem to be behind.
+    /// standing. The order matters: the agent receives changes while it waits for answers. If the
+    /// agent noted its positions after the answers, every other replica would seem to be behind.
     fn ask_others(&self, context: &Context, replicas: &Replicas) -> BoxFuture<'static, Answered> {
         let SessionConfig { node_name, tls, .. } = &context.config;
         let (node, tls, epoch) = (Arc::clone(node_name), tls.clone(), self.reporter.epoch);
@@ -208,7 +208,8 @@ impl Stream {
         ask.boxed()
     }
 
-    /// The replica to move to, if one that answered is better than this one.
+    /// Returns the replica to move to, if a replica that answered is better than the current
+    /// replica.
     fn better(&self, trouble: Trouble, held: Option<&HeldState>, answers: Standings) -> Option<Target> {
         // The trouble may have ended while the agent waited for answers.
         if !self.failover.still_applies(trouble) {
@@ -243,7 +244,7 @@ fn brings_state(body: &ServerBody) -> bool {
     )
 }
 
-/// What the agent held when it asked the other replicas, and their answers.
+/// The state that the agent held when it asked the other replicas, and their answers.
 type Answered = Result<(Option<HeldState>, Standings), StreamEnd>;
 
 /// A pending request to the other replicas: its reason, and the future with the answers.
@@ -256,7 +257,7 @@ async fn answered(asking: &mut Option<Asking>) -> (Trouble, Answered) {
     }
 }
 
-/// The status to report: the status of the dataplane, and what is wrong with the TLS files. TLS
+/// The status to report: the status of the dataplane, and the problem with the TLS files. TLS
 /// problems are reported while the stream still works.
 pub(super) fn status(progress: &Progress, tls_problem: &watch::Receiver<Option<String>>) -> v1::AgentStatus {
     let mut status = progress.status.clone();

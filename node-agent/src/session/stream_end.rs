@@ -1,4 +1,4 @@
-//! The reasons for which a stream ends.
+//! The reasons why a stream ends.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use super::{connect::ConnectError, failover::Trouble, machine::Violation, replic
 /// `Welcome` before it waits to catch up.
 pub(super) const WELCOME_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The reason for which a stream ended.
+/// The reason why a stream ended.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum StreamEnd {
     #[error(transparent)]
@@ -32,7 +32,7 @@ pub(super) enum StreamEnd {
     Moved { to: Box<Target>, trouble: Trouble },
     #[error("the certificate was renewed, and the old one expires soon")]
     Renewed,
-    #[error("the agent's worker was stopped")]
+    #[error("a background task of the agent was stopped")]
     Worker(#[from] JoinError),
 }
 

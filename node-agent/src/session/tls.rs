@@ -27,8 +27,8 @@ use tracing::{error, info};
 
 use super::metrics::TlsMetrics;
 
-/// Time between two reads of the files. They are also read while no connection is made, so that
-/// errors show before the files are needed.
+/// Time between two reads of the files. The files are also read while the agent opens no
+/// connection, so that errors are logged before the files are needed.
 const POLL: Duration = Duration::from_secs(10);
 
 /// Number of TLS sessions that are remembered for resumption: enough for eight server names.
@@ -50,7 +50,8 @@ struct State {
 }
 
 impl AgentTls {
-    /// Does not read the files yet. An agent with unusable files keeps forwarding and tries again.
+    /// Creates the TLS state of an agent. Does not read the files yet. If they are unusable later,
+    /// forwarding continues and the agent tries again.
     #[must_use]
     pub fn new(files: Files, metrics: TlsMetrics) -> Arc<Self> {
         debug_assert_eq!(files.side, Side::Client);
@@ -102,12 +103,12 @@ impl AgentTls {
         if state.problem.as_ref() == Some(&problem) {
             return;
         }
-        error!("{problem}. An open stream continues, but the agent cannot open a new one with these files");
+        error!("{problem}. An open stream continues, but the agent cannot open a new stream with these files");
         self.metrics.load_failed(problem.clone());
         state.problem = Some(problem);
     }
 
-    /// Reads the files every ten seconds, for ever.
+    /// Reads the files every ten seconds. Never returns.
     pub async fn follow(self: Arc<Self>) {
         loop {
             // `load` has logged and counted an error.

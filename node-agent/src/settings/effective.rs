@@ -20,17 +20,17 @@ const INTERFACE_NAME_MAX: usize = 15;
 /// How the kernel is programmed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ProxyMode {
-    /// With iptables rules. `auto` selects this mode.
+    /// The agent writes iptables rules. `auto` selects this mode.
     #[default]
     Iptables,
-    /// With virtual servers of IPVS.
+    /// The agent uses virtual servers of IPVS.
     Ipvs,
 }
 
 /// Settings of mode ipvs. A timeout of zero keeps the kernel's value.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct IpvsSettings {
-    /// The scheduler of services that do not name their own.
+    /// The scheduler of services that do not choose a scheduler.
     pub scheduler: Scheduler,
     /// Virtual servers with addresses in these ranges belong to other software.
     pub exclude_cidrs: Vec<IpNet>,
@@ -47,13 +47,13 @@ pub struct IpvsSettings {
 /// How rules distinguish local pods from other clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DetectLocal {
-    /// By these ranges of pod addresses: at most one per family.
+    /// Local pods have addresses in these ranges. There is at most one range per family.
     ClusterCidr(Vec<IpNet>),
-    /// By the Node's `podCIDRs`.
+    /// Local pods have addresses in the Node's `podCIDRs`.
     NodeCidr,
-    /// By the bridge that the pods are connected to.
+    /// Local pods are connected to the bridge with this name.
     BridgeInterface(String),
-    /// By a prefix of the names of the pods' interfaces.
+    /// The names of local pods' interfaces begin with this prefix.
     InterfaceNamePrefix(String),
 }
 
@@ -63,15 +63,15 @@ impl Default for DetectLocal {
     }
 }
 
-/// On which of the node's addresses NodePorts answer.
+/// The addresses of the node on which NodePorts answer.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum NodePortSelector {
-    /// On all addresses.
+    /// All addresses.
     #[default]
     All,
-    /// On the node's own addresses, from `bindAddress` or from the Node.
+    /// The node's own addresses, from `bindAddress` or from the Node.
     Primary,
-    /// On addresses in one of these ranges. In a family without a range, on all addresses.
+    /// The addresses in these ranges. For a family without a range, all addresses.
     Cidrs(Vec<IpNet>),
 }
 
@@ -102,7 +102,7 @@ pub struct Settings {
     pub mode: ProxyMode,
     /// `hostnameOverride`.
     pub hostname_override: Option<String>,
-    /// `bindAddress`: the node's address, if the operator names one.
+    /// `bindAddress`: the node's address, if the operator sets it.
     pub bind_address: Option<IpAddr>,
     /// The address that serves `/healthz` and `/livez`.
     pub healthz_bind_address: Option<SocketAddr>,
@@ -226,7 +226,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Notes the given settings that belong to a mode that is not in use.
+    /// Adds a note for each given setting of a mode that is not in use.
     fn note_unused_section(&mut self, prefix: &str) {
         let mode = self.raw.text("mode");
         let mode = if mode.is_empty() { "auto" } else { &mode };
@@ -246,8 +246,9 @@ impl Checker<'_> {
         })
     }
 
-    /// The address of a server; `None` if it is turned off. As in kube-proxy, an address without a
-    /// port gets the port of the deprecated flag `port_flag`, or the default of that flag.
+    /// The address of a server. `None` if the server is turned off. As in kube-proxy, an address
+    /// without a port gets the port of the deprecated flag `port_flag`, or the default of that
+    /// flag.
     fn server(&mut self, id: &str, default: &str, port_flag: &str) -> Option<SocketAddr> {
         let text = self.raw.text(id);
         let port = u16::try_from(self.raw.int(port_flag)).unwrap_or(0);
@@ -283,7 +284,7 @@ impl Checker<'_> {
         let scheduler = if name.is_empty() { Some(Scheduler::default()) } else { Scheduler::parse(&name) };
         if scheduler.is_none() {
             let known: Vec<&str> = Scheduler::ALL.iter().map(|scheduler| scheduler.as_str()).collect();
-            self.problem(SCHEDULER, &format!("{name:?} is no scheduler of IPVS; write one of {}", known.join(", ")));
+            self.problem(SCHEDULER, &format!("{name:?} is not a scheduler of IPVS; write one of {}", known.join(", ")));
         }
         IpvsSettings {
             scheduler: scheduler.unwrap_or_default(),
@@ -301,7 +302,7 @@ impl Checker<'_> {
         parsed.filter_map(|cidr| cidr.map_err(|problem| self.problems.push(problem)).ok()).collect()
     }
 
-    /// Parses CIDRs separated by commas. Two CIDRs of one family are a problem.
+    /// Parses CIDRs separated by commas. Two CIDRs of one family are recorded as a problem.
     fn one_per_family(&mut self, id: &str) -> Vec<IpNet> {
         let text = self.raw.text(id);
         let mut cidrs: Vec<IpNet> = Vec::new();
@@ -395,8 +396,8 @@ impl Checker<'_> {
         }
     }
 
-    /// The feature gates that the agent uses. Each is on unless it is turned off, as in kube-proxy
-    /// 1.36.
+    /// The feature gates that the agent uses. As in kube-proxy 1.36, each gate is on unless the
+    /// operator turns it off.
     fn gates(&mut self) -> [bool; 3] {
         const GATES: [&str; 3] = ["AllowServiceExternalIPs", "ComponentFlagz", "ComponentStatusz"];
         let gates = self.raw.gates("featureGates");

@@ -9,7 +9,8 @@ use super::value::Kind;
 pub enum Meaning {
     /// The setting has this effect.
     Used(&'static str),
-    /// The setting has no effect, for this reason. A warning names a value other than the default.
+    /// The setting has no effect, for this reason. If its value differs from the default, the agent
+    /// logs a warning.
     Ignored(&'static str),
 }
 
@@ -20,7 +21,7 @@ pub struct Field {
     pub path: &'static str,
     /// The name of the flag, without leading dashes; empty if there is no flag.
     pub flag: &'static str,
-    /// Another name of the flag; empty if there is none.
+    /// Another name of the flag; empty if there is no other name.
     pub alias: &'static str,
     /// The kind of values.
     pub kind: Kind,
@@ -59,7 +60,7 @@ const fn ignored(
 const NO_API: &str = "the agent holds no API credentials: it receives its state from --control-plane";
 const WINDOWS: &str = "for Windows only";
 const NFTABLES: &str = "only for mode nftables, which is not implemented yet";
-const LIBRARY: &str = "kube-proxy does not use it either: it belongs to a library";
+const LIBRARY: &str = "kube-proxy does not use this setting either: it belongs to a library";
 const LOGS: &str = "--log (or HEADGATE_LOG) sets what is logged; logs go to standard error as text";
 
 const NATURAL: Kind = Kind::Int(0, i64::MAX);
@@ -72,7 +73,7 @@ pub const FIELDS: &[Field] = &[
         "proxy-mode",
         Kind::Choice(&["", "auto", "iptables", "ipvs", "nftables", "userspace"]),
         "auto",
-        "How the kernel is programmed: `iptables` writes iptables rules, `ipvs` uses virtual servers of IPVS, and `auto` (also when empty) means `iptables`. Other modes are refused. If a node lacks what `ipvs` needs, it runs `iptables`, and reports this in the log, in `headgatectl agents` and in `/status` on the metrics port",
+        "How the kernel is programmed: `iptables` writes iptables rules, `ipvs` uses virtual servers of IPVS, and `auto` (also when empty) means `iptables`. Other modes are rejected. If a node does not support `ipvs`, the agent uses `iptables`, and reports this in the log, in `headgatectl agents` and in `/status` on the metrics port",
     ),
     used(
         "hostnameOverride",
@@ -86,7 +87,7 @@ pub const FIELDS: &[Field] = &[
         "bind-address",
         Kind::Text,
         "0.0.0.0",
-        "The node's address in its family, if it is not `0.0.0.0` or `::`; it takes precedence over the addresses in the Node. Its family also decides the defaults of `healthzBindAddress` and `metricsBindAddress`",
+        "The node's address, unless the value is `0.0.0.0` or `::`. It takes precedence over the Node's addresses of the same family. Its family also decides the defaults of `healthzBindAddress` and `metricsBindAddress`",
     ),
     used(
         "healthzBindAddress",
@@ -107,14 +108,14 @@ pub const FIELDS: &[Field] = &[
         "healthz-port",
         Kind::Int(0, 65_535),
         "10256",
-        "Port of `--healthz-bind-address`, if that flag names none. 0 turns the pages off. kube-proxy calls this flag deprecated",
+        "Port of `--healthz-bind-address`, if that flag contains no port. 0 turns the pages off. kube-proxy calls this flag deprecated",
     ),
     used(
         "",
         "metrics-port",
         Kind::Int(0, 65_535),
         "10249",
-        "Port of `--metrics-bind-address`, if that flag names none. 0 turns the pages off. kube-proxy calls this flag deprecated",
+        "Port of `--metrics-bind-address`, if that flag contains no port. 0 turns the pages off. kube-proxy calls this flag deprecated",
     ),
     used(
         "bindAddressHardFail",
@@ -135,7 +136,7 @@ pub const FIELDS: &[Field] = &[
         "detect-local-mode",
         Kind::Choice(&["", "ClusterCIDR", "NodeCIDR", "BridgeInterface", "InterfaceNamePrefix"]),
         "ClusterCIDR",
-        "How rules distinguish local pods from other clients. `NodeCIDR` uses the Node's `podCIDRs`; when they change, the agent writes the rules again (kube-proxy ends)",
+        "How rules distinguish local pods from other clients. `NodeCIDR` uses the Node's `podCIDRs`; when they change, the agent writes the rules again (kube-proxy ends in this case)",
     ),
     used(
         "detectLocal.bridgeInterface",
@@ -303,7 +304,7 @@ pub const FIELDS: &[Field] = &[
         "oom-score-adj",
         Kind::Int(-1000, 1000),
         "-999",
-        "Written to `/proc/self/oom_score_adj`. If that fails, the agent logs a warning",
+        "The value that the agent writes to `/proc/self/oom_score_adj`. If the write fails, the agent logs a warning",
     ),
     used(
         "featureGates",
@@ -329,22 +330,22 @@ pub const FIELDS: &[Field] = &[
         "config-sync-period",
         Kind::Duration,
         "15m0s",
-        "the agent compares digests with the control plane and never lists again",
+        "the agent lists no resources; it compares digests with the control plane",
     ),
-    ignored("portRange", "proxy-port-range", Kind::Text, "", "kube-proxy does not use it either"),
+    ignored("portRange", "proxy-port-range", Kind::Text, "", "kube-proxy does not use this setting either"),
     ignored(
         "enableProfiling",
         "profiling",
         Kind::Bool,
         "false",
-        "it turns on pages of the Go runtime; to profile the agent, use `perf record --call-graph dwarf -p PID`",
+        "the setting turns on pages of the Go runtime; to profile the agent, use `perf record --call-graph dwarf -p PID`",
     ),
     ignored(
         "showHiddenMetricsForVersion",
         "show-hidden-metrics-for-version",
         Kind::Text,
         "",
-        "there are no hidden metrics",
+        "the agent has no hidden metrics",
     ),
     ignored("logging", "", Kind::Any, "", LOGS),
     ignored("", "boot-id-file", Kind::Text, "/proc/sys/kernel/random/boot_id", LIBRARY),

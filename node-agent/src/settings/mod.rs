@@ -38,14 +38,14 @@ pub enum ConfigError {
         error: String,
     },
     /// The file has more than one YAML document.
-    #[error("{0} holds several YAML documents; keep only the one of kind {KIND}", KIND = raw::KIND)]
+    #[error("{0} holds several YAML documents; keep only the document of kind {KIND}", KIND = raw::KIND)]
     Several(String),
     /// Values are invalid. The error lists all of them.
     #[error("{} cannot be used:{}", .from, list(.problems))]
     Invalid {
         /// The file, or "the command line".
         from: String,
-        /// Each names the setting and the remedy.
+        /// The problems. Each names the setting and the remedy.
         problems: Vec<String>,
     },
 }
@@ -64,7 +64,7 @@ pub struct ConfigFile {
     pub raw: Raw,
     /// Fields that have no effect, each with the reason.
     pub notes: Vec<String>,
-    /// The text of the file. [`watch::edited`] compares the file with it.
+    /// The text of the file. [`watch::edited`] compares the file with this text.
     pub text: String,
 }
 
@@ -90,7 +90,7 @@ pub fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
 /// Parses the text of a configuration file. Errors name the file as `path`.
 ///
 /// # Errors
-/// Like [`read_file`], except that nothing is read.
+/// The same errors as [`read_file`], except errors of reading the file.
 pub fn parse(path: &str, text: String) -> Result<ConfigFile, ConfigError> {
     let tree = yaml::Tree::parse(&text).map_err(|mistake| match mistake {
         yaml::Mistake::Syntax(error) => ConfigError::Syntax { path: path.to_owned(), error },

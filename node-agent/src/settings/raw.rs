@@ -1,4 +1,4 @@
-//! Settings as flags or a file give them, before they are checked together.
+//! The settings that flags or a file contain, before they are checked together.
 
 use std::{collections::BTreeMap, net::IpAddr, time::Duration};
 
@@ -26,7 +26,7 @@ pub enum Origin {
     File,
 }
 
-/// The given settings, by [`Field::id`]. All others have their defaults.
+/// The given settings, by [`Field::id`]. All other settings have their defaults.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Raw {
     /// Where the settings come from.
@@ -37,7 +37,7 @@ pub struct Raw {
 /// Problems and notes about a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Findings {
-    /// Errors, each with the field, the problem and the remedy. With an error, the file cannot be
+    /// Errors, each with the field, the problem and the remedy. A file with an error cannot be
     /// used.
     pub problems: Vec<String>,
     /// Fields that have no effect, each with the reason.
@@ -45,7 +45,8 @@ pub struct Findings {
 }
 
 impl Raw {
-    /// Sets a value. The elements of a list and feature gates are added to earlier ones.
+    /// Sets a value. Elements of a list, and feature gates, are added to the elements that are
+    /// already set.
     pub fn set(&mut self, id: &'static str, value: Value) {
         match (self.values.get_mut(id), value) {
             (Some(Value::List(held)), Value::List(more)) => held.extend(more),
@@ -78,7 +79,7 @@ impl Raw {
         }
     }
 
-    /// The value, or the default if it was not given.
+    /// The value, or the default if the setting was not given.
     #[must_use]
     pub fn value(&self, id: &str) -> Option<Value> {
         let default = || fields::by_id(id).filter(|f| !f.default.is_empty()).and_then(|f| f.kind.parse(f.default).ok());
@@ -226,7 +227,7 @@ impl Raw {
     }
 }
 
-/// The value in the configuration file of a setting that is unset.
+/// The value that a written configuration file contains for an unset setting.
 fn empty(kind: Kind) -> Json {
     match kind {
         Kind::Bool => Json::from(false),

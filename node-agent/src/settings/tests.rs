@@ -106,7 +106,7 @@ fn mode_ipvs_has_its_own_settings_and_periods() {
     let wrong =
         read("mode: ipvs\nipvs: {scheduler: best, excludeCIDRs: [here], minSyncPeriod: 1m}\n").unwrap_err().to_string();
     for part in [
-        "ipvs.scheduler: \"best\" is no scheduler",
+        "ipvs.scheduler: \"best\" is not a scheduler",
         "ipvs.excludeCIDRs: \"here\" is not a CIDR",
         "ipvs.minSyncPeriod: must not be more",
     ] {
@@ -148,7 +148,7 @@ fn other_kinds_and_invalid_yaml_are_refused() {
     let two = format!("kind: ClusterConfiguration\n---\n{HEAD}");
     assert_eq!(
         parse("c", two).unwrap_err().to_string(),
-        "c holds several YAML documents; keep only the one of kind KubeProxyConfiguration"
+        "c holds several YAML documents; keep only the document of kind KubeProxyConfiguration"
     );
 }
 

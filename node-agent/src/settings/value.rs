@@ -30,7 +30,7 @@ pub enum Kind {
     Int(i64, i64),
     /// Text.
     Text,
-    /// One of these texts; upper and lower case differ.
+    /// One of these texts. The comparison is case-sensitive.
     Choice(&'static [&'static str]),
     /// A list of texts; in a flag, separated by commas.
     List,
@@ -108,7 +108,7 @@ impl Kind {
     /// Converts the value of a field in a file.
     ///
     /// # Errors
-    /// Like [`Self::parse`].
+    /// The same errors as [`Self::parse`].
     pub fn from_json(self, json: &Json) -> Result<Value, String> {
         let wrong = || format!("{json} cannot be used; {}", self.expected());
         match (self, json) {
@@ -165,7 +165,7 @@ fn parse_gates(text: &str) -> Option<Json> {
 
 /// Parses a duration like Go's `time.ParseDuration`: `0`, or numbers with units, such as `1h30m`,
 /// `1.5h` or `250ms`. Returns `None` for any other text, and for a negative duration, because no
-/// setting accepts one.
+/// setting accepts a negative duration.
 #[must_use]
 pub fn parse_duration(text: &str) -> Option<Duration> {
     if text == "0" {

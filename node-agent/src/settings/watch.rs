@@ -1,15 +1,16 @@
-//! Notices that the configuration file was edited.
+//! Detects edits of the configuration file.
 
 use std::{path::PathBuf, time::Duration};
 
 use tracing::warn;
 
-/// The interval at which the file is read. A shorter one would not help: a changed ConfigMap takes
-/// up to a minute to reach a node's disk.
+/// The interval at which the file is read. A shorter interval would not help: a changed ConfigMap
+/// takes up to a minute to reach a node's disk.
 const PERIOD: Duration = Duration::from_secs(1);
 
 /// Returns when the content of the file differs from `text`. While the file cannot be read, waits:
-/// somebody may be replacing it, and an agent that ended could not start again without it.
+/// somebody may be replacing the file, and an agent that ends now could not start again without the
+/// file.
 pub async fn edited(path: PathBuf, text: String) {
     let mut is_missing = false;
     loop {

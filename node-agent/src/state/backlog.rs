@@ -1,8 +1,8 @@
-//! The changes that have arrived and are not in the kernel yet: how many, since when, and what
-//! triggered them. Health checks and kube-proxy's metrics use these numbers.
+//! The changes that have arrived and are not in the kernel yet: their number, the time since when
+//! they wait, and their triggers. Health checks and kube-proxy's metrics use these numbers.
 //!
-//! The backlog has its own lock, which is only held briefly. So pages are served even while the
-//! planning of a full sync holds the state's lock.
+//! The backlog has its own lock, which is only held briefly. Therefore the pages are served even
+//! while the planning of a full sync holds the state's lock.
 
 use std::{
     sync::{Mutex, MutexGuard, PoisonError},
@@ -11,12 +11,12 @@ use std::{
 
 use headgate_core::{Change, Family, Node};
 
-/// Maximum number of triggers. More wait only while the kernel cannot be programmed at all; the
-/// oldest are then enough to measure the delay.
+/// Maximum number of stored triggers. More triggers arrive only while the kernel cannot be
+/// programmed at all. The oldest triggers are then enough to measure the delay.
 const MAX_TRIGGERS: usize = 4096;
 
-/// When something in the cluster triggered a change of a service's endpoints. The time is the value
-/// of the annotation `endpoints.kubernetes.io/last-change-trigger-time`.
+/// The time at which something in the cluster triggered a change of a service's endpoints. It is
+/// the value of the annotation `endpoints.kubernetes.io/last-change-trigger-time`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Trigger {
     /// The family of the endpoints.
@@ -35,23 +35,24 @@ pub struct Backlog {
 struct Inner {
     /// Changes that no sync has taken yet.
     waiting: Batch,
-    /// When the oldest of them arrived.
+    /// When the oldest change in `waiting` arrived.
     waiting_since: Option<Instant>,
     /// Changes that a sync has taken and that are not in the kernel yet.
     taken: Batch,
-    /// When the oldest of them arrived, by family, IPv4 first; `None` when the family is in sync.
+    /// When the oldest change in `taken` arrived, by family, IPv4 first. `None` when the family is
+    /// in sync.
     taken_since: [Option<Instant>; 2],
-    /// The last successful sync, by family.
+    /// The time of the last successful sync, by family.
     synced_at: [Option<SystemTime>; 2],
     /// Families that the last attempt did not program, because the node does not have them.
     is_absent: [bool; 2],
-    /// True after this run programmed a complete state, or found the rules of an earlier run
-    /// together with the checked state on disk that they belong to.
+    /// True after this run programmed a complete state. Also true after it found the rules of an
+    /// earlier run, and read the state on disk that belongs to these rules.
     has_programmed: bool,
     queued_at: Option<SystemTime>,
     endpoint_changes_total: u64,
     service_changes_total: u64,
-    /// The Node has a deletionTimestamp or the autoscaler's taint, or is deleted.
+    /// True if the Node has a deletionTimestamp or the autoscaler's taint, or is deleted.
     is_node_going_away: bool,
 }
 
@@ -65,9 +66,9 @@ struct Batch {
 /// The health of one IP family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FamilyHealth {
-    /// No change has waited longer than the limit.
+    /// True if no change has waited longer than the limit.
     pub is_healthy: bool,
-    /// The last sync; `None` before the first.
+    /// The time of the last successful sync. `None` before the first one.
     pub synced_at: Option<SystemTime>,
 }
 
@@ -78,10 +79,11 @@ pub struct Health {
     pub v4: FamilyHealth,
     /// IPv6.
     pub v6: FamilyHealth,
-    /// The node may receive new connections from load balancers: it is not going away.
+    /// True if load balancers may send new connections to the node, because the node is not going
+    /// away.
     pub is_node_eligible: bool,
-    /// The kernel has a complete state. Either this run has programmed it, or it found the rules of
-    /// an earlier run together with the checked state on disk that they belong to.
+    /// True if the kernel has a complete state. Either this run has programmed the state, or it
+    /// found the rules of an earlier run, and read the state on disk that belongs to these rules.
     pub has_programmed: bool,
 }
 
@@ -140,7 +142,7 @@ fn includes(families: &[Family], family: Family) -> bool {
 }
 
 impl Backlog {
-    /// Adds changes that have arrived, with what triggered them.
+    /// Adds changes that have arrived, with their triggers.
     pub(crate) fn queue<'a>(&self, changes: impl IntoIterator<Item = &'a Change>, triggers: &[Trigger]) {
         let mut inner = self.lock();
         for change in changes {
@@ -162,7 +164,7 @@ impl Backlog {
         inner.queued_at = Some(SystemTime::now());
     }
 
-    /// Records that something else than a change of the state must be programmed.
+    /// Records that something other than a change of the state must be programmed.
     pub(crate) fn queue_other(&self) {
         self.lock().waiting_since.get_or_insert_with(Instant::now);
     }
@@ -191,7 +193,8 @@ impl Backlog {
     }
 
     /// Records that a sync of the taken changes failed in the families of `failed`, and succeeded
-    /// in the others of `programmed`. In each list, an empty list means both families.
+    /// in the other families of `programmed`. For both arguments, an empty list means both
+    /// families.
     pub(crate) fn failed(&self, failed: &[Family], programmed: &[Family]) {
         let mut inner = self.lock();
         inner.attempted(programmed);
@@ -262,7 +265,7 @@ mod tests {
 
     // rows: 106
     #[test]
-    fn row_106_only_a_change_that_waits_too_long_makes_unhealthy_each_family_for_itself() {
+    fn row_106_a_family_is_unhealthy_only_while_one_of_its_changes_waits_too_long() {
         let backlog = Backlog::default();
         assert!(backlog.health(Duration::ZERO).is_alive(), "no change has arrived");
         backlog.queue([], &[]);
@@ -290,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_family_that_is_not_programmed_is_never_in_sync_and_never_late() {
+    fn a_family_that_the_node_does_not_have_has_no_sync_time_and_is_always_healthy() {
         let backlog = Backlog::default();
         for _ in 0..2 {
             backlog.queue([], &[]);

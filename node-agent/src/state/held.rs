@@ -13,24 +13,24 @@ use headgate_proto::{digests_to_wire, v1};
 
 use crate::state::{backlog::Trigger, unsaved::Unsaved};
 
-/// One step: everything that takes the held state to another version.
+/// One step: all changes that bring the held state to another version.
 #[derive(Debug, Default)]
 pub struct StateUpdate {
     /// The epoch of the replica that sent the step.
     pub epoch: u64,
     /// The version of the state after the step.
     pub version: u64,
-    /// Positions of the source. The positions of a snapshot replace all others.
+    /// Positions of the source. The positions of a snapshot replace all earlier positions.
     pub positions: Vec<v1::SourcePosition>,
     /// Changed and removed resources.
     pub changes: Vec<Change>,
-    /// What triggered the changes of endpoints.
+    /// The triggers of the changes of endpoints.
     pub triggers: Vec<Trigger>,
     /// Set when the changes contain complete buckets. All other resources that the agent holds in
     /// these buckets are removed.
     pub snapshot: Option<Snapshot>,
     /// True when the agent rejects a resource that the replica has at this version, so the state
-    /// lacks that value.
+    /// lacks the replica's value.
     pub has_rejections: bool,
 }
 
@@ -102,9 +102,9 @@ impl Buckets {
 
 /// The shared state, with its version and positions.
 ///
-/// A rejected resource keeps its last good value here. That value has another hash than the
-/// replica's value, so the digests of the bucket differ, and the next resume by digests sends the
-/// resource again. Therefore rejected resources need no mark.
+/// A rejected resource keeps its last good value in this state. That value has another hash than
+/// the replica's value, so the digests of the bucket differ, and the next resume by digests sends
+/// the resource again. Therefore this state does not mark rejected resources.
 #[derive(Debug, Default)]
 pub struct Held {
     state: State,
@@ -168,7 +168,8 @@ impl Held {
         self.position
     }
 
-    /// Returns what `Hello` tells a replica about the held state; `None` when nothing is held.
+    /// Returns the description of the held state for `Hello`. Returns `None` when the agent holds
+    /// no state.
     #[must_use]
     pub fn resume(&self) -> Option<v1::Resume> {
         let mut sources = self.sources.clone();
@@ -192,7 +193,7 @@ impl Held {
     ///
     /// If a resource is rejected, the epoch is 0, so that the agent resumes by digests after its
     /// restart. The log would not send the rejected resource again, and the agent would no longer
-    /// know that it was rejected.
+    /// know that the resource was rejected.
     #[must_use]
     pub fn point(&self, with_digests: bool) -> Option<v1::Resume> {
         let (epoch, version) = self.position?;
@@ -218,8 +219,8 @@ impl Held {
 
     /// Applies a step, and adds the affected services to `dirty`.
     pub fn apply(&mut self, step: StateUpdate, dirty: &mut Dirty) {
-        // Removals are applied last, so that a new resource exists before the one that it replaces
-        // is removed.
+        // Removals are applied last, so that a new resource exists before the resource that it
+        // replaces is removed.
         let removals = step.snapshot.as_ref().map(|snapshot| self.removals(snapshot, &step.changes));
         for change in in_parts(step.changes).chain(removals.into_iter().flatten()) {
             self.unsaved.note(&change);
@@ -280,8 +281,8 @@ fn positions_to_wire(sources: &BTreeMap<i32, u64>) -> Vec<v1::SourcePosition> {
 /// The number of changes whose memory is freed together.
 const CHANGES_IN_A_PART: usize = 4096;
 
-/// Iterates over changes in order, and frees their memory part by part. So memory never holds both
-/// a whole snapshot and the whole state that is built from it.
+/// Iterates over changes in order, and frees their memory part by part. Therefore memory never
+/// holds both a whole snapshot and the whole state that is built from it.
 fn in_parts(mut changes: Vec<Change>) -> impl Iterator<Item = Change> {
     let mut parts = Vec::new();
     while changes.len() > CHANGES_IN_A_PART {

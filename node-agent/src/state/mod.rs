@@ -3,7 +3,7 @@
 //! There is one copy of the state, protected by a lock. The session holds the lock while it applies
 //! a step. The loop holds it while it plans, but not while it writes to the kernel. Services that
 //! change while the kernel is busy collect in one set of dirty keys, so the next plan handles each
-//! once, with its newest value.
+//! service once, with its newest value.
 
 pub mod backlog;
 pub mod held;
@@ -31,12 +31,12 @@ use crate::{
     },
 };
 
-/// What the operator configured about the node.
+/// The operator's settings about the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct NodePolicy {
     /// An address of the node that takes precedence over the addresses in the Node.
     pub bind_address: Option<IpAddr>,
-    /// Rules leave out externalIPs.
+    /// True if rules leave out externalIPs.
     pub ignores_external_ips: bool,
 }
 
@@ -51,28 +51,30 @@ pub struct AgentState {
 #[derive(Debug)]
 struct Inner {
     held: Held,
-    /// The state is from disk, and no control plane has updated it yet. The rules in the kernel may
-    /// be newer.
+    /// True while the state is from disk and no control plane has updated it. The rules in the
+    /// kernel may be newer than the state.
     is_unconfirmed: bool,
     node_name: String,
     /// The agent's own Node.
     node: Option<Node>,
     /// True when `node` is on disk.
     is_node_saved: bool,
-    /// What the node adds to the state, from `node` and `policy`.
+    /// The facts about this node that rules depend on, computed from `node` and `policy`.
     facts: NodeFacts,
     policy: NodePolicy,
-    /// Until this time, syncs wait for the Node.
+    /// The time until which syncs wait for the Node.
     node_awaited_until: Option<Instant>,
     /// The number of the current stream, from 1.
     stream: u64,
-    /// `OwnNode.revision` of the Node that the current stream sent last; 0 before the first.
+    /// `OwnNode.revision` of the Node that the current stream sent last. 0 if the stream has not
+    /// sent a Node.
     node_revision: u64,
     /// Services to plan again.
     dirty: Dirty,
-    /// The next sync must be a full sync.
+    /// True if the next sync must be a full sync.
     needs_full: bool,
-    /// The addresses of the node's interfaces changed since [`AgentState::wait`] reported it.
+    /// True if the addresses of the node's interfaces changed since [`AgentState::wait`] last
+    /// reported a change.
     interfaces_changed: bool,
     /// Counts the updates that a sync must program.
     generation: u64,
@@ -94,7 +96,8 @@ impl Inner {
         NodeFacts { addresses, ignores_external_ips, failing: self.facts.failing.clone(), ..facts }
     }
 
-    /// The time until which a sync waits for the Node; now when it need not wait.
+    /// The time until which a sync waits for the Node. If the sync need not wait, this is the
+    /// current time.
     fn node_awaited(&self) -> Instant {
         let is_known = self.node.is_some() || self.node_revision != 0;
         self.node_awaited_until.filter(|_| !is_known).unwrap_or_else(Instant::now)
@@ -119,9 +122,9 @@ pub(crate) enum Wake {
     Stop,
     /// The addresses of the node's interfaces changed.
     Interfaces,
-    /// Changes are to be programmed.
+    /// Changes must be programmed.
     Work,
-    /// No changes are to be programmed, and it is time to verify the rules.
+    /// No changes must be programmed, and it is time to verify the rules.
     Verify,
 }
 
@@ -134,15 +137,15 @@ pub(crate) struct Pace {
     pub(crate) after_failure: Option<AfterFailure>,
 }
 
-/// When the next sync may begin after a failed one.
+/// When the next sync may begin after a failed sync.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct AfterFailure {
     /// The generation that the sync failed to program.
     pub(crate) generation: u64,
     /// When to try this generation again.
     pub(crate) retry_at: Instant,
-    /// When to try again if newer changes have arrived. They may remove the cause of the failure,
-    /// so this may be earlier.
+    /// When to try again if newer changes have arrived. Newer changes may remove the cause of the
+    /// failure, so this time may be earlier than `retry_at`.
     pub(crate) retry_changed_at: Instant,
 }
 
@@ -156,16 +159,17 @@ impl Pace {
     }
 }
 
-/// What to plan. It borrows the state, so the lock is held while it exists.
+/// The work to plan. It borrows the state, so the lock of the state is held while this value
+/// exists.
 #[derive(Debug)]
 pub(crate) struct Work<'a> {
     /// The shared state.
     pub(crate) state: &'a State,
-    /// What the node adds to the state.
+    /// The facts about this node that rules depend on.
     pub(crate) facts: &'a NodeFacts,
     /// Services to plan.
     pub(crate) dirty: Dirty,
-    /// All services must be planned: it is the first sync, or the node changed.
+    /// True if all services must be planned, because this is the first sync or the node changed.
     pub(crate) needs_full: bool,
     /// The state that the sync programs.
     pub(crate) target: Target,
@@ -174,7 +178,7 @@ pub(crate) struct Work<'a> {
 }
 
 impl AgentState {
-    /// An empty state for the agent of a node. It is not written to disk.
+    /// An empty state for the agent of a node. This state is not written to disk.
     #[must_use]
     pub fn new(node_name: &str) -> Self {
         Self::with(node_name, Held::default(), None, false)
@@ -213,7 +217,7 @@ impl AgentState {
         Self { backlog, inner: Mutex::new(inner), changed: Condvar::new() }
     }
 
-    /// Sets what the operator configured about the node. The next sync is a full one.
+    /// Sets the operator's settings about the node. The next sync is a full sync.
     pub fn set_policy(&self, policy: NodePolicy) {
         let mut inner = self.lock();
         inner.policy = policy;
@@ -232,7 +236,8 @@ impl AgentState {
         &self.backlog
     }
 
-    /// The last known value of the agent's own Node. `going_away` is set if it has been deleted.
+    /// The last known value of the agent's own Node. `going_away` is true if the Node has been
+    /// deleted.
     #[must_use]
     pub fn node(&self) -> Option<Node> {
         self.lock().node.clone()
@@ -287,12 +292,12 @@ impl AgentState {
     }
 
     /// Stores the agent's own Node, as the stream sent it. If rules depend on a value that changed,
-    /// the next sync is a full one.
+    /// the next sync is a full sync.
     ///
-    /// If `own.node` is `None`, the source has no Node of this name. The rules then keep the values
-    /// of the last Node, like kube-proxy's, because the machine still runs. The last Node is marked
-    /// as going away, also on disk, so that load balancers send no new connections. The next Node
-    /// replaces it.
+    /// If `own.node` is `None`, the source has no Node of this name. As in kube-proxy, the rules
+    /// then keep the values of the last Node, because the machine still runs. The last Node is
+    /// marked as going away, also on disk, so that load balancers send no new connections. The next
+    /// Node that arrives replaces the last Node.
     pub fn set_node(&self, own: &OwnNode) {
         let OwnNode { revision, node, position } = own;
         let mut inner = self.lock();
@@ -323,7 +328,7 @@ impl AgentState {
     }
 
     /// Allows syncs to program a state from disk. Call this when the state is as new as the control
-    /// plane's was at the start of the stream, or when the kernel cannot have newer rules.
+    /// plane's state was at the start of the stream, or when the kernel cannot have newer rules.
     pub fn confirm(&self) {
         let mut inner = self.lock();
         if std::mem::take(&mut inner.is_unconfirmed) {

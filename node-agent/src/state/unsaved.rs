@@ -43,7 +43,8 @@ pub(crate) fn to_wire(changes: impl Iterator<Item = Change>) -> Vec<v1::Changes>
     messages
 }
 
-/// What is not on disk yet. Contains keys but no values: a write uses the values of that time.
+/// The resources that are not on disk yet. Contains keys but no values: a write uses the values
+/// that the resources have at the time of the write.
 #[derive(Debug, Default)]
 pub enum Unsaved {
     /// The state is not written to disk at all.
@@ -81,7 +82,7 @@ impl Unsaved {
 }
 
 impl Keys {
-    /// The keys of all ServiceCIDRs of a state. There are few.
+    /// The keys of all ServiceCIDRs of a state. A cluster has only few ServiceCIDRs.
     pub(crate) fn of_service_cidrs(state: &State) -> Self {
         let mut keys = Self::default();
         state.service_cidrs().for_each(|service_cidr| keys.note(&Change::ServiceCidr(service_cidr.clone())));
@@ -105,7 +106,7 @@ impl Keys {
     }
 
     /// Returns the values that the resources with these keys have in a state, or removals for
-    /// resources that it does not contain. Changes of one service are adjacent.
+    /// resources that the state does not contain. Changes of one service are adjacent.
     pub(crate) fn changes<'a>(&'a self, state: &'a State) -> impl Iterator<Item = Change> + 'a {
         let of_services = self.services.iter().flat_map(move |(key, keys)| {
             let entry = state.entry(key);

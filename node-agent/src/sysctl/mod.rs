@@ -17,14 +17,14 @@ use tracing::{info, warn};
 
 use crate::settings::Conntrack;
 
-/// The maximum for the number of connections that follows from the number of cores. The operator's
+/// The maximum number of connections that is computed from the number of cores. The operator's
 /// minimum may be larger.
 const MAX_BY_CORES: u64 = 1 << 20;
 
 const PARAMETERS: &str = "proc/sys/net/netfilter";
 const HASH_SIZE: &str = "sys/module/nf_conntrack/parameters/hashsize";
 
-/// A parameter that could not be set. The agent does not start then, like kube-proxy.
+/// A parameter that could not be set. Like kube-proxy, the agent does not start in this case.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot set {} to {value}: {error}; {remedy}", .path.display())]
 pub struct SysctlError {
@@ -38,7 +38,7 @@ pub struct SysctlError {
     pub remedy: &'static str,
 }
 
-/// Writes parameters below a folder, and collects warnings about read-only ones.
+/// Writes parameters below a folder, and collects warnings about read-only parameters.
 #[derive(Debug)]
 pub struct Sysctls {
     root: PathBuf,
@@ -165,10 +165,10 @@ fn is_read_only(path: &Path, error: &io::Error) -> bool {
         || (error.kind() == io::ErrorKind::PermissionDenied && has_no_write_bit())
 }
 
-/// How many connections to track; `None` keeps the present value.
+/// The number of connections to track. `None` keeps the present value.
 ///
-/// The maximum applies to the number that follows from the number of CPUs, but not to the
-/// operator's minimum. kube-proxy 1.36 applies it to both.
+/// The maximum [`MAX_BY_CORES`] limits the number that is computed from the number of CPUs, but not
+/// the operator's minimum. kube-proxy 1.36 limits both.
 fn conntrack_max(config: &Conntrack, cores: u64) -> Option<u64> {
     let by_cores = config.max_per_core.saturating_mul(cores).min(MAX_BY_CORES);
     (config.max_per_core > 0).then(|| by_cores.max(config.min))
@@ -224,7 +224,7 @@ mod tests {
 
     // rows: 88
     #[test]
-    fn row_88_parameters_are_set_and_those_not_asked_for_stay() {
+    fn row_88_configured_parameters_are_set_and_other_parameters_keep_their_values() {
         let root = machine(&ALL);
         let close_wait = Duration::from_millis(1);
         let config = Conntrack { max_per_core: 1, min: 8192, udp_timeout: Duration::from_secs(7), ..defaults() };

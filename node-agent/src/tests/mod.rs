@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod moves;
-#[expect(unreachable_pub, reason = "the file belongs to the crate of tests, where others use it")]
+#[expect(unreachable_pub, reason = "the file belongs to the crate of tests, where other modules use it")]
 #[path = "../../../tests/src/testbed/port.rs"]
 mod port;
 mod replica;
@@ -281,7 +281,7 @@ async fn a_stream_without_heartbeats_is_ended() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_draining_replica_is_left_for_another() {
+async fn an_agent_moves_from_a_draining_replica_to_another() {
     let (mut one, mut two) = (ScriptedReplica::start().await, ScriptedReplica::start().await);
     let agent = Agent::of(&[&one, &two]);
     let drain = || {

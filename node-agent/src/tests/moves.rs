@@ -1,4 +1,4 @@
-//! Tests of when an agent moves from its replica to another, and when it stays.
+//! Tests the cases in which an agent moves to another replica, and the cases in which it stays.
 
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ async fn two() -> (ScriptedReplica, super::Connection, ScriptedReplica, Agent) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agent_leaves_a_replica_that_is_cut_off_for_one_that_follows() {
+async fn an_agent_moves_from_a_cut_off_replica_to_a_replica_that_follows() {
     let (_first, mut connection, mut second, agent) = two().await;
     second.set_standing(8, SourceState::Following, services_at(9));
     connection.send(heartbeat(SourceState::CutOff)).await;
@@ -95,7 +95,7 @@ async fn an_agent_with_a_state_stays_when_no_other_replica_follows() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agent_without_a_state_moves_from_an_unlisted_replica_even_to_one_that_is_cut_off() {
+async fn an_agent_without_a_state_moves_from_an_unlisted_replica_even_to_a_cut_off_replica() {
     let (mut one, mut two) = (ScriptedReplica::start().await, ScriptedReplica::start().await);
     for replica in [&one, &two] {
         replica.set_standing(8, SourceState::CutOff, services_at(1));

@@ -122,8 +122,8 @@ impl ScriptedReplica {
         *self.standing.lock().unwrap() = Some(standing);
     }
 
-    /// While `delays` is true, requests for the standing wait. Then they get the answer that was
-    /// set when they arrived.
+    /// While `delays` is true, requests for the standing wait. After the wait, a request gets the
+    /// answer that was set when it arrived.
     pub(super) fn delay_answers(&self, delays: bool) {
         self.delays_answers.send_replace(delays);
     }
@@ -144,7 +144,8 @@ impl ScriptedReplica {
 
 impl Connection {
     pub(super) async fn send(&mut self, message: v1::ServerMessage) {
-        // A test notices a disconnected agent by its missing answers.
+        // Ignore the error of a disconnected agent: the test then fails because the agent's answers
+        // are missing.
         let _ = timeout(GUARD, self.outgoing.send(Ok(message))).await.unwrap();
     }
 
