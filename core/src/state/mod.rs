@@ -109,8 +109,8 @@ impl State {
         self.entries.get_key_value(key).map(|(key, _)| key)
     }
 
-    /// Returns all entries in no particular order, including entries without a Service. Do not use
-    /// this full pass on the hot path.
+    /// Returns all entries in no particular order, including entries without a Service. Do not call
+    /// this on the hot path: the caller visits every entry.
     pub fn entries(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &ServiceEntry)> {
         self.entries.iter()
     }

@@ -137,7 +137,7 @@ pub struct Referable {
 }
 
 impl Referable {
-    /// Collects the values in a full pass over the state, for the start of a stream.
+    /// Collects the values, for the start of a stream. The cost is linear in the size of the state.
     #[must_use]
     pub fn of(state: &State) -> Self {
         let mut found = Self::default();

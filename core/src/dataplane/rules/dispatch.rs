@@ -136,7 +136,8 @@ impl Dispatch {
         }
     }
 
-    /// Returns all dispatch chains and groups with their rules. This is a full pass.
+    /// Returns all dispatch chains and groups with their rules. The cost is linear in the number of
+    /// rules.
     pub fn rules(&self) -> impl Iterator<Item = (Table, String, String)> {
         let tops = self.chains().map(|chain| (chain.table(), chain.name().to_owned(), self.top_rules(chain)));
         let groups = self.groups.iter().flat_map(|(chain, groups)| {

@@ -369,7 +369,8 @@ impl Ledger {
         self.undeletable.insert((table, name.to_owned()))
     }
 
-    /// Returns the names of all programmed chains of a table. This is a full pass.
+    /// Returns the names of all programmed chains of a table. The cost is linear in the number of
+    /// chains.
     fn wanted_chains(&self, table: Table) -> BTreeSet<String> {
         let fixed = self.fixed_chains(self.dispatch.is_compact()).filter(|chain| chain.table == table);
         let mut wanted: BTreeSet<String> = fixed.map(|chain| chain.name.to_owned()).collect();
