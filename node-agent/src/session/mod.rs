@@ -1,9 +1,9 @@
 //! The agent's side of the delta stream.
 //!
-//! Three modules decide and do no I/O: [`machine`] decides what a message means. [`failover`]
-//! decides when to leave a replica. `reporter` decides what to report to the replica. [`client`]
-//! connects and reconnects, `stream` reads and writes one stream, and [`tls`] loads certificates
-//! and keys.
+//! Three modules make decisions and do no I/O. [`machine`] decides what a message means.
+//! [`failover`] decides when to leave a replica. `reporter` decides what to report to the replica.
+//! [`client`] connects and reconnects, `stream` reads and writes one stream, and [`tls`] loads
+//! certificates and keys.
 
 pub mod client;
 pub mod connect;

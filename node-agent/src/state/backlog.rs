@@ -1,5 +1,5 @@
-//! The changes that have arrived and are not in the kernel yet: their number, the time since when
-//! they wait, and their triggers. Health checks and kube-proxy's metrics use these numbers.
+//! The changes that have arrived and are not in the kernel yet: their number, the time of their
+//! arrival, and their triggers. Health checks and kube-proxy's metrics use these numbers.
 //!
 //! The backlog has its own lock, which is only held briefly. Therefore the pages are served even
 //! while the planning of a full sync holds the state's lock.
