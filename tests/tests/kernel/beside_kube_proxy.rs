@@ -107,7 +107,7 @@ fn random_service(number: usize, rng: &mut fastrand::Rng) -> Service {
     service.has_node_ports = service_type != ServiceType::LoadBalancer || rng.u8(..4) > 0;
     service.source_ranges = source_ranges;
     if service_type == ServiceType::LoadBalancer && service.external_local {
-        // Without a fixed number, the API server may choose one that a later Service asks for.
+        // Without a fixed number, the API server may choose a number that a later Service asks for.
         service.patch =
             Some(|service| json!({ "spec": { "healthCheckNodePort": 32_000 + u16::from(service.number) } }));
     }
@@ -226,8 +226,9 @@ fn compare(machines: &Machines, service: &Service, image: &Service, question: Qu
     let (mut ours, mut theirs) = (BTreeSet::new(), BTreeSet::new());
     let mut round = 0;
     loop {
-        // In the first rounds, the rules may not be complete, so each round starts afresh. Later
-        // rounds collect outcomes, because more requests show more of a random choice.
+        // In the first rounds, the rules may not be complete, so each round discards the earlier
+        // outcomes. Later rounds collect the outcomes, because more requests reach more of the
+        // servers.
         if round < 3 {
             ours.clear();
             theirs.clear();

@@ -1,5 +1,5 @@
-//! Real connections show that each scheduler does what its name says. The tests use the kernel's
-//! IPVS inside User-Mode Linux.
+//! Real connections show that each scheduler chooses endpoints as its name says. The tests use the
+//! kernel's IPVS inside User-Mode Linux.
 //!
 //! Clients, virtual servers and endpoints are addresses of one dummy device. An endpoint sends its
 //! number to each client and holds the connection until the client closes it.

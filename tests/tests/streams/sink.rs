@@ -26,9 +26,9 @@ pub(crate) struct Collected {
     pub(crate) went_back: u64,
     /// The current problems.
     pub(crate) problems: Vec<Problem>,
-    /// Errors by kind and reason.
+    /// The number of errors by kind and reason.
     pub(crate) errors: BTreeMap<(SourceKind, &'static str), u64>,
-    /// The calls of `heard` by kind.
+    /// The number of calls of `heard` for each kind.
     pub(crate) heard: BTreeMap<SourceKind, u64>,
     /// The reason why the source is cut off. `None` if the source is not cut off.
     pub(crate) cut_off: Option<String>,

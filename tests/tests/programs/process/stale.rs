@@ -23,7 +23,7 @@ fn slice(address: &str) -> Value {
     endpoint_slice("shop", "web-1", "web").endpoint(address, "node-a").port("", "TCP", 8080).build()
 }
 
-/// The seconds since the replica last heard from its source about a kind, from its health page.
+/// The seconds since the last message of the source about a kind, from the replica's health page.
 fn heard_ago(rig: &Rig, kind: &str) -> Result<u64, String> {
     let (_, page) = rig.replica_page("/healthz")?;
     let line = page.lines().find_map(|line| {

@@ -24,7 +24,7 @@ pub(crate) enum Move {
     Deliver(usize, SourceKind),
     /// A replica receives the next event of each kind, in one step.
     DeliverStep(usize),
-    /// A replica receives a bookmark, which tells it that no event of the kind was missed.
+    /// A replica receives a bookmark, which says that the replica missed no event of the kind.
     Bookmark(usize, SourceKind),
     /// A replica restarts, and has listed nothing yet.
     Restart(usize),

@@ -121,7 +121,7 @@ fn a_reversed_import_is_found() {
     let good = Crate::read(sample(&[lib, high, inner, low]).path());
     assert_eq!((faults(&good, layers), good.cycles(usize::MAX)), (vec![], vec![]));
 
-    // The import is inside a macro, and goes through a re-export at the crate's root.
+    // The import is inside a macro, and names a re-export at the crate's root.
     let reversed = ("low.rs", "pub struct Low;\nfn x() { println!(\"{:?}\", crate::Top) }\n");
     let bad = Crate::read(sample(&[lib, high, inner, reversed]).path());
     let found = faults(&bad, layers);

@@ -56,7 +56,7 @@ fn expressions() -> Vec<Vec<E>> {
     let hash = |length, modulus, offset| {
         let (first, next) = (Register::R2, Register::R2.after(4));
         let mut all = vec![address(12, first), address(16, next), port(next.after(4))];
-        // The hash also reads the rest of the last word.
+        // The hash reads whole words, so set the bytes after the port too.
         all.push(E::Immediate { to: next.after(8), value: Value(vec![3; 12]) });
         all.push(E::Hash { from: first, length, modulus, seed: Some(0x1234_5678), offset, to: R1 });
         all
