@@ -1,4 +1,4 @@
-//! Configurations that follow changes of their files.
+//! TLS configurations that are built again when their files change.
 
 use std::{fmt, sync::Arc, time::SystemTime};
 

@@ -4,8 +4,8 @@
 //! A service with `externalTrafficPolicy: Local` and type `LoadBalancer` has such a port. The node
 //! answers with the number of addresses that have a ready port on this node. Terminating endpoints
 //! do not count, even while they get traffic, so that the load balancer switches to other nodes
-//! before the endpoints are gone. Each family has its own count, because the load balancer asks at
-//! an address of the node in that family.
+//! before the endpoints stop. Each family has its own count, because the load balancer asks at an
+//! address of the node in that family.
 
 use crate::{
     model::{Family, PortState, ServiceKey},

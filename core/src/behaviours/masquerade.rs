@@ -16,11 +16,11 @@ use crate::model::Family;
 /// How the node recognizes traffic from local pods.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LocalDetector {
-    /// By source address. Used for the detection modes ClusterCIDR and NodeCIDR.
+    /// Recognizes local pods by source address, for the detection modes ClusterCIDR and NodeCIDR.
     Cidr(IpNet),
-    /// By the name of the bridge to which pods are connected.
+    /// Recognizes local pods by the name of the bridge to which they are connected.
     BridgeInterface(String),
-    /// By a common prefix of the names of pod interfaces.
+    /// Recognizes local pods by a common prefix of the names of their interfaces.
     InterfaceNamePrefix(String),
 }
 

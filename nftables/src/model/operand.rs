@@ -137,7 +137,7 @@ pub enum LookupResult {
 /// How numbers are generated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Generator {
-    /// Each number is one more than the last, over all packets of the rule.
+    /// The generator counts upwards, with one number for each packet that reaches the rule.
     Incremental,
     /// Random numbers.
     Random,

@@ -93,8 +93,9 @@ impl Scheduler {
         self == Self::MaglevHashing
     }
 
-    /// True if the scheduler must select another destination when the hash selects one that accepts
-    /// no connections, for example while it drains (flags `sh-fallback`, `mh-fallback`).
+    /// True if the scheduler must select another destination when the hash selects a destination
+    /// that accepts no connections, for example because it drains (flags `sh-fallback`,
+    /// `mh-fallback`).
     #[must_use]
     pub fn falls_back(self) -> bool {
         matches!(self, Self::SourceHashing | Self::MaglevHashing)

@@ -34,8 +34,8 @@ pub const FORWARD: &str = "KUBE-FORWARD";
 /// kube-proxy adds this rule to the kubelet's chain KUBE-FIREWALL. Headgate uses a separate chain,
 /// so that a cleanup can remove it without removing rules of the kubelet.
 pub const LOCALNET_GUARD: &str = "KUBE-LOCALNET-GUARD";
-/// `KUBE-PROXY-CANARY`, in all tables: an empty chain. If it is missing, somebody has flushed the
-/// tables.
+/// `KUBE-PROXY-CANARY`, in all tables: an empty chain. If it is missing, another program has
+/// flushed the tables.
 pub const CANARY: &str = "KUBE-PROXY-CANARY";
 
 /// The nfacct counter of packets that KUBE-FORWARD drops as INVALID. kube-proxy uses this name too.

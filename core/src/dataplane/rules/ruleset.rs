@@ -84,7 +84,8 @@ pub struct FixedChain {
     pub rules: String,
 }
 
-/// The canaries: one empty chain in each table. If one is missing, somebody has flushed the tables.
+/// The canaries: one empty chain in each table. If a canary is missing, another program has flushed
+/// the tables.
 pub(in crate::dataplane) fn canaries() -> [FixedChain; 3] {
     Table::ALL.map(|table| FixedChain { table, name: CANARY, rules: String::new() })
 }
