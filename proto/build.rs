@@ -5,6 +5,22 @@ use std::{env, fs, path::PathBuf};
 
 use prost::Message as _;
 
+/// The answers of Inspect, and the messages in them. `headgatectl` writes them as JSON.
+const SHOWN_AS_JSON: [&str; 12] = [
+    "AgentInfo",
+    "EndpointInfo",
+    "FleetInfo",
+    "GetStatusResponse",
+    "Laggard",
+    "Problem",
+    "ServiceInfo",
+    "ServicePortInfo",
+    "SourceAge",
+    "SourcePosition",
+    "WaitProgress",
+    "WatchEvent",
+];
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let root = PathBuf::from(env::var("CARGO_MANIFEST_DIR")?);
     let files = ["headgate/v1/discovery.proto", "headgate/v1/inspect.proto"].map(|file| root.join(file));
@@ -14,6 +30,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let descriptors = protox::compile(&files, [&root])?;
     let out = PathBuf::from(env::var("OUT_DIR")?);
     fs::write(out.join("headgate.v1.binpb"), descriptors.encode_to_vec())?;
-    tonic_prost_build::configure().bytes(".").compile_fds(descriptors)?;
+    let mut build = tonic_prost_build::configure().bytes(".");
+    for message in SHOWN_AS_JSON {
+        build = build.message_attribute(format!(".headgate.v1.{message}"), "#[derive(serde::Serialize)]");
+    }
+    build
+        .field_attribute(".headgate.v1.SourcePosition.kind", "#[serde(serialize_with = \"crate::kind_name\")]")
+        .compile_fds(descriptors)?;
     Ok(())
 }

@@ -5,13 +5,11 @@
 use std::io::Write;
 
 use headgate_proto::v1::{AgentInfo, FleetInfo, GetStatusRequest, ListAgentsRequest};
-use serde_json::Value;
 use tokio::task::JoinSet;
 
 use crate::answer::{Failure, collect, now_unix_ms, of_status, write_json};
 use crate::args::{AgentsArgs, Args, Output, TlsArgs};
 use crate::client::{self, ConnectError};
-use crate::json;
 use crate::render::{self, Style};
 
 pub(crate) async fn run(args: &Args, wanted: &AgentsArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
@@ -99,7 +97,7 @@ impl Found {
         });
         agents.sort_by(|a, b| badness(b).cmp(&badness(a)).then_with(|| a.node.cmp(&b.node)));
         if args.output == Output::Json {
-            return write_json(out, &Value::Array(agents.iter().map(json::agent).collect()));
+            return write_json(out, agents);
         }
         if all == 0 {
             let place = match (self.asked.len(), self.failures.len()) {

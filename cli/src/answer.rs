@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use serde_json::Value;
+use serde::Serialize;
 use tonic::{Code, Status, Streaming};
 
 use crate::certs::CertsError;
@@ -89,10 +89,12 @@ pub(crate) async fn collect<T>(
     Ok(items)
 }
 
-/// Writes indented JSON and a line feed.
-pub(crate) fn write_json(out: &mut dyn Write, value: &Value) -> Result<(), Failure> {
-    serde_json::to_writer_pretty(&mut *out, value).map_err(io::Error::from)?;
-    Ok(writeln!(out)?)
+/// Writes an answer as indented JSON and a line feed. Field names and units are the same as in
+/// `headgate.v1.Inspect`, in alphabetical order. Every field is always present, so that programs can
+/// rely on it.
+pub(crate) fn write_json(out: &mut dyn Write, answer: &impl Serialize) -> Result<(), Failure> {
+    let value = serde_json::to_value(answer).map_err(io::Error::from)?;
+    Ok(writeln!(out, "{value:#}")?)
 }
 
 /// Converts a gRPC status to a failure that names the server.
@@ -115,4 +117,49 @@ pub(crate) fn of_status(server: &str, status: &Status) -> Failure {
 pub(crate) fn now_unix_ms() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use headgate_proto::v1;
+
+    use super::*;
+
+    /// The field names of a message in the compiled protocol.
+    fn fields_of(message: &str) -> BTreeSet<String> {
+        use prost::Message as _;
+        let set = prost_types::FileDescriptorSet::decode(headgate_proto::FILE_DESCRIPTOR_SET).unwrap();
+        let found = set.file.iter().flat_map(|file| &file.message_type).find(|found| found.name() == message);
+        found.unwrap().field.iter().map(|field| field.name().to_owned()).collect()
+    }
+
+    fn keys(answer: &impl Serialize) -> BTreeSet<String> {
+        serde_json::to_value(answer).unwrap().as_object().unwrap().keys().cloned().collect()
+    }
+
+    #[test]
+    fn every_field_of_the_protocol_is_present_under_its_name() {
+        assert_eq!(keys(&v1::ServiceInfo::default()), fields_of("ServiceInfo"));
+        assert_eq!(keys(&v1::ServicePortInfo::default()), fields_of("ServicePortInfo"));
+        assert_eq!(keys(&v1::EndpointInfo::default()), fields_of("EndpointInfo"));
+        assert_eq!(keys(&v1::AgentInfo::default()), fields_of("AgentInfo"));
+        assert_eq!(keys(&v1::GetStatusResponse::default()), fields_of("GetStatusResponse"));
+        assert_eq!(keys(&v1::Problem::default()), fields_of("Problem"));
+        assert_eq!(keys(&v1::FleetInfo::default()), fields_of("FleetInfo"));
+        assert_eq!(keys(&v1::SourceAge::default()), fields_of("SourceAge"));
+        assert_eq!(keys(&v1::SourcePosition::default()), fields_of("SourcePosition"));
+        assert_eq!(keys(&v1::WaitProgress::default()), fields_of("WaitProgress"));
+        assert_eq!(keys(&v1::Laggard::default()), fields_of("Laggard"));
+        assert_eq!(keys(&v1::WatchEvent::default()), fields_of("WatchEvent"));
+    }
+
+    #[test]
+    fn kinds_of_positions_are_written_by_name() {
+        let mut position = v1::SourcePosition { position: 7, ..Default::default() };
+        position.set_kind(v1::source_position::Kind::EndpointSlices);
+        let value = serde_json::to_value(position).unwrap();
+        assert_eq!(value, serde_json::json!({ "kind": "ENDPOINT_SLICES", "position": 7 }));
+    }
 }

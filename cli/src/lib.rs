@@ -2,15 +2,13 @@
 //! people and programs.
 //!
 //! [`args`] defines the commands, [`client`] connects to replicas, [`render`] formats answers as
-//! tables, and [`json`] as JSON with the field names of `headgate.v1.Inspect`. [`run`] runs the
-//! commands. [`certs`] creates certificates without contacting a server.
+//! tables. [`run`] runs the commands. [`certs`] creates certificates without contacting a server.
 
 mod agents;
 mod answer;
 pub mod args;
 pub mod certs;
 pub mod client;
-pub mod json;
 pub mod render;
 mod run;
 pub mod units;

@@ -4,7 +4,7 @@ use std::io::{self, Write};
 
 use headgate_proto::v1::inspect_client::InspectClient;
 use headgate_proto::v1::{GetStatusRequest, ListEndpointsRequest, ListServicesRequest, WatchRequest};
-use serde_json::Value;
+use serde::Serialize;
 use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
@@ -12,7 +12,6 @@ use crate::answer::{Failure, collect, of_status, write_json};
 use crate::args::{Args, Command, Output, Selected, Selection};
 use crate::certs::{self, CertsArgs};
 use crate::client;
-use crate::json;
 use crate::render::{self, Style};
 use crate::{agents, wait};
 
@@ -87,7 +86,7 @@ impl<'a> Session<'a> {
         } else {
             format!("No services in namespace {}.", selected.namespace)
         };
-        self.list(&services, json::service, render::services, &empty)
+        self.list(&services, render::services, &empty)
     }
 
     async fn endpoints(&mut self, selected: Selected) -> Result<(), Failure> {
@@ -104,14 +103,15 @@ impl<'a> Session<'a> {
         } else {
             format!("Service {}/{} has no endpoints.", selected.namespace, selected.name)
         };
-        self.list(&endpoints, json::endpoint, render::endpoints, &empty)
+        self.list(&endpoints, render::endpoints, &empty)
     }
 
     async fn status(&mut self) -> Result<(), Failure> {
         let answer = self.client.get_status(GetStatusRequest {}).await;
-        let status = answer.map_err(|status| self.refused(&status))?.into_inner();
+        let mut status = answer.map_err(|status| self.refused(&status))?.into_inner();
+        status.fleet.get_or_insert_default();
         match self.output {
-            Output::Json => self.write_json(&json::status(&status)),
+            Output::Json => write_json(self.out, &status),
             Output::Table | Output::Wide => Ok(self.out.write_all(render::status(&status, self.style).as_bytes())?),
         }
     }
@@ -122,7 +122,7 @@ impl<'a> Session<'a> {
         let mut events = answer.map_err(|status| self.refused(&status))?.into_inner();
         while let Some(event) = events.message().await.map_err(|status| self.refused(&status))? {
             match self.output {
-                Output::Json => serde_json::to_writer(&mut *self.out, &json::event(&event)).map_err(io::Error::from)?,
+                Output::Json => write!(self.out, "{}", serde_json::to_value(event).map_err(io::Error::from)?)?,
                 Output::Table | Output::Wide => self.out.write_all(render::event(&event, self.style).as_bytes())?,
             }
             self.out.write_all(b"\n")?;
@@ -136,22 +136,17 @@ impl<'a> Session<'a> {
         collect(self.server, answer).await
     }
 
-    fn list<T>(
+    fn list<T: Serialize>(
         &mut self,
         items: &[T],
-        to_json: impl Fn(&T) -> Value,
         to_table: impl Fn(&[T], Style) -> String,
         empty: &str,
     ) -> Result<(), Failure> {
         match self.output {
-            Output::Json => self.write_json(&Value::Array(items.iter().map(to_json).collect())),
+            Output::Json => write_json(self.out, &items),
             Output::Table | Output::Wide if items.is_empty() => Ok(writeln!(self.out, "{empty}")?),
             Output::Table | Output::Wide => Ok(self.out.write_all(to_table(items, self.style).as_bytes())?),
         }
-    }
-
-    fn write_json(&mut self, value: &Value) -> Result<(), Failure> {
-        write_json(self.out, value)
     }
 
     fn refused(&self, status: &Status) -> Failure {

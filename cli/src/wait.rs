@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use headgate_proto::v1::inspect_client::InspectClient;
 use headgate_proto::v1::{GetStatusRequest, SourcePosition, WaitProgress, WaitRequest};
-use serde_json::{Value, json};
+use serde_json::json;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tonic::transport::Channel;
@@ -16,7 +16,6 @@ use tonic::transport::Channel;
 use crate::answer::{Failure, of_status, write_json};
 use crate::args::{Args, Output, Selected, WaitArgs};
 use crate::client;
-use crate::json;
 use crate::render::{plain, thousands};
 use crate::units;
 
@@ -125,8 +124,7 @@ struct Report<'a> {
 impl Report<'_> {
     fn write(&self, output: Output, out: &mut dyn Write) -> Result<(), Failure> {
         if output == Output::Json {
-            let replicas: Vec<Value> = self.replicas.iter().map(|progress| json::progress(progress)).collect();
-            write_json(out, &json!({ "done": self.is_done, "took_ms": self.took_ms, "replicas": replicas }))?;
+            write_json(out, &json!({ "done": self.is_done, "took_ms": self.took_ms, "replicas": self.replicas }))?;
         }
         if !self.is_done {
             return Err(Failure::TimedOut(self.missing()));

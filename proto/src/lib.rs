@@ -53,6 +53,11 @@ impl v1::SourceState {
     }
 }
 
+/// Serializes the kind of a position by its name in the protocol.
+fn kind_name<S: serde::Serializer>(kind: &i32, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(v1::source_position::Kind::try_from(*kind).unwrap_or_default().as_str_name())
+}
+
 impl v1::Batch {
     /// The version that the receiver must have before it applies the batch. `None` if the batch
     /// violates the contract because it follows no version.

@@ -7,31 +7,24 @@ use serde::{
     de::{IgnoredAny, MapAccess, Visitor},
 };
 
-/// `metadata`.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Metadata {
-    /// Name.
-    #[serde(default, deserialize_with = "nullable")]
-    pub name: String,
-    /// Namespace; empty if the object gives no namespace.
-    #[serde(default, deserialize_with = "nullable")]
-    pub namespace: String,
-    /// resourceVersion; empty in files.
-    #[serde(default, deserialize_with = "nullable")]
-    pub resource_version: String,
-    /// Time of creation (RFC 3339), or empty.
-    #[serde(default, deserialize_with = "nullable")]
-    pub creation_timestamp: String,
-    /// Time of deletion (RFC 3339); empty unless the object is being deleted.
-    #[serde(default, deserialize_with = "nullable")]
-    pub deletion_timestamp: String,
-    /// The labels that are read.
-    #[serde(default, deserialize_with = "nullable")]
-    pub labels: Labels,
-    /// The annotations that are read.
-    #[serde(default, deserialize_with = "nullable")]
-    pub annotations: Annotations,
+api_types! {
+    /// `metadata`.
+    pub struct Metadata {
+        /// Name.
+        pub name: String,
+        /// Namespace; empty if the object gives no namespace.
+        pub namespace: String,
+        /// resourceVersion; empty in files.
+        pub resource_version: String,
+        /// Time of creation (RFC 3339), or empty.
+        pub creation_timestamp: String,
+        /// Time of deletion (RFC 3339); empty unless the object is being deleted.
+        pub deletion_timestamp: String,
+        /// The labels that are read.
+        pub labels: Labels,
+        /// The annotations that are read.
+        pub annotations: Annotations,
+    }
 }
 
 impl Metadata {
@@ -121,29 +114,8 @@ impl<'de, T: Picked> Visitor<'de> for PickedVisitor<T> {
 }
 
 /// A key, borrowed from the text where possible.
-struct Text<'de>(Cow<'de, str>);
-
-impl<'de> Deserialize<'de> for Text<'de> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct TextVisitor;
-        impl<'de> Visitor<'de> for TextVisitor {
-            type Value = Text<'de>;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a string")
-            }
-            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Self::Value, E> {
-                Ok(Text(Cow::Borrowed(text)))
-            }
-            fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
-                Ok(Text(Cow::Owned(text.to_owned())))
-            }
-            fn visit_string<E>(self, text: String) -> Result<Self::Value, E> {
-                Ok(Text(Cow::Owned(text)))
-            }
-        }
-        deserializer.deserialize_str(TextVisitor)
-    }
-}
+#[derive(Deserialize)]
+struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
 
 impl<'de> Deserialize<'de> for Labels {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {

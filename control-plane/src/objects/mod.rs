@@ -6,6 +6,20 @@
 //! report one invalid field of an object and use the other fields. A list that is `null` is empty,
 //! because Go writes empty lists as `null`.
 
+/// Defines types of the API. A field that is missing or `null` has the default value of its type.
+macro_rules! api_types {
+    ($($(#[$about:meta])* pub struct $name:ident { $($(#[$of_field:meta])* pub $field:ident: $type:ty,)+ })+) => {$(
+        $(#[$about])*
+        #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, serde::Deserialize)]
+        #[serde(rename_all = "camelCase")]
+        pub struct $name {$(
+            $(#[$of_field])*
+            #[serde(default, deserialize_with = "crate::objects::metadata::nullable")]
+            pub $field: $type,
+        )+}
+    )+};
+}
+
 mod kinds;
 mod metadata;
 
@@ -13,7 +27,6 @@ use std::fmt;
 
 use serde::{Deserialize, Deserializer};
 
-use self::metadata::nullable;
 pub use self::{
     kinds::{
         ClientIpConfig, EndpointSlice, HintName, Ingress, LoadBalancerStatus, Node, NodeAddress, NodeSpec, NodeStatus,
@@ -164,33 +177,25 @@ impl Object {
     }
 }
 
-/// `apiVersion`, `kind` and the names: enough to identify an object whose other fields cannot be
-/// decoded.
-#[derive(Debug, Clone, Default, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Header {
-    /// `apiVersion`, such as `discovery.k8s.io/v1`.
-    #[serde(default, deserialize_with = "nullable")]
-    pub api_version: String,
-    /// `kind`, such as `EndpointSlice`.
-    #[serde(default, deserialize_with = "nullable")]
-    pub kind: String,
-    /// The names in `metadata`.
-    #[serde(default, deserialize_with = "nullable")]
-    pub metadata: Names,
-}
+api_types! {
+    /// `apiVersion`, `kind` and the names: enough to identify an object whose other fields cannot be
+    /// decoded.
+    pub struct Header {
+        /// `apiVersion`, such as `discovery.k8s.io/v1`.
+        pub api_version: String,
+        /// `kind`, such as `EndpointSlice`.
+        pub kind: String,
+        /// The names in `metadata`.
+        pub metadata: Names,
+    }
 
-/// The names in `metadata`.
-#[derive(Debug, Clone, Default, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Names {
-    /// `metadata.name`.
-    #[serde(default, deserialize_with = "nullable")]
-    pub name: String,
-    /// `metadata.namespace`.
-    #[serde(default, deserialize_with = "nullable")]
-    pub namespace: String,
-    /// `metadata.resourceVersion`.
-    #[serde(default, deserialize_with = "nullable")]
-    pub resource_version: String,
+    /// The names in `metadata`.
+    pub struct Names {
+        /// `metadata.name`.
+        pub name: String,
+        /// `metadata.namespace`.
+        pub namespace: String,
+        /// `metadata.resourceVersion`.
+        pub resource_version: String,
+    }
 }
