@@ -18,6 +18,7 @@ use headgate_core::{Endpoint, EndpointPort, Protocol, ServiceKey};
 
 use super::{
     intern::Interner,
+    object_set::{Outcome, Reading},
     size,
     slices::{Facts, Slice},
 };
@@ -111,14 +112,17 @@ pub(super) struct Endpoints {
 }
 
 impl Endpoints {
-    /// Whether a good version of a slice is in use.
-    pub(super) fn has_good(&self, key: &ObjectKey) -> bool {
-        self.slices.get(key).is_some_and(|(_, is_good)| *is_good)
-    }
-
-    /// Whether any version of a slice is in use.
-    pub(super) fn contains(&self, key: &ObjectKey) -> bool {
-        self.slices.contains_key(key)
+    /// Takes in a version of a slice. `times_changes` says whether the trigger time of the slice
+    /// belongs to this change. The trigger time of a listed slice may belong to an earlier change.
+    pub(super) fn put(
+        &mut self,
+        key: &ObjectKey,
+        reading: Reading<Slice>,
+        times_changes: bool,
+        interner: &mut Interner,
+    ) -> Outcome {
+        let has_good = self.slices.get(key).is_some_and(|(_, is_good)| *is_good);
+        reading.take_in(has_good, |slice, is_good| self.set(key, slice, is_good, times_changes, interner))
     }
 
     /// Slices in use.
@@ -132,13 +136,13 @@ impl Endpoints {
     }
 
     /// How many addresses have been merged so far, as a measure of the work.
+    #[cfg(test)]
     pub(super) fn visits(&self) -> u64 {
         self.visits
     }
 
-    /// Adds, changes or removes a slice. `times_changes` says whether the trigger time of the slice
-    /// belongs to this change. The trigger time of a listed slice may belong to an earlier change.
-    pub(super) fn set(
+    /// Adds, changes or removes a slice.
+    fn set(
         &mut self,
         key: &ObjectKey,
         slice: Option<Slice>,

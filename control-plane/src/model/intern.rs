@@ -20,6 +20,11 @@ impl Interner {
         (!text.is_empty()).then(|| self.strings.get(text, || text.into()))
     }
 
+    /// The shared copy of a name, which may be empty.
+    pub(super) fn name(&mut self, text: &str) -> Arc<str> {
+        self.string(text).unwrap_or_default()
+    }
+
     /// The shared copy of a port list, sorted and without duplicates.
     pub(super) fn ports(&mut self, mut ports: Vec<EndpointPort>) -> Arc<[EndpointPort]> {
         ports.sort_unstable();

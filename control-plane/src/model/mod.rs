@@ -31,7 +31,7 @@ use headgate_core::{Change, Node, Service, ServiceCidr, ServiceKey};
 use self::{
     endpoints::{EndpointChange, Endpoints},
     intern::Interner,
-    object_set::{ObjectSet, Reading, Verdict},
+    object_set::{ObjectSet, Outcome, Reading},
     problems::{Findings, Problems, Subject},
 };
 use crate::{
@@ -161,12 +161,6 @@ impl Model {
         (changes, nodes)
     }
 
-    /// How many endpoint addresses have been merged so far, as a measure of the work.
-    #[must_use]
-    pub fn merged_addresses(&self) -> u64 {
-        self.endpoints.visits()
-    }
-
     /// The objects of a kind that are in use or have problems.
     fn keys(&self, kind: ObjectKind) -> Vec<ObjectKey> {
         let mut keys: Vec<ObjectKey> = match kind {
@@ -195,86 +189,38 @@ impl Model {
     }
 
     fn put_object(&mut self, key: &ObjectKey, object: &Object, origin: &str, times_changes: bool) -> usize {
-        match object {
-            Object::Service(object) => self.put_service(key, services::read(object), origin),
+        let outcome = match object {
+            Object::Service(object) => self.services.put(service_key(key), services::read(object)),
             Object::EndpointSlice(object) => {
                 let reading = slices::read(object, &mut self.interner);
-                self.put_slice(key, reading, origin, times_changes)
+                self.endpoints.put(key, reading, times_changes, &mut self.interner)
             }
             Object::Node(object) => {
                 let reading = nodes::read(object, &mut self.interner);
-                self.put_node(key, reading, origin)
+                self.nodes.put(self.interner.name(&key.name), reading)
             }
-            Object::ServiceCidr(object) => self.put_service_cidr(key, cidrs::read(object), origin),
-        }
+            Object::ServiceCidr(object) => self.service_cidrs.put(key.name.clone(), cidrs::read(object)),
+        };
+        self.report(key, outcome, origin)
     }
 
     /// Removes an object if there are no findings. Otherwise treats it as an invalid object without
     /// a usable value.
     fn put_nothing(&mut self, key: &ObjectKey, findings: Findings, origin: &str) -> usize {
-        match key.kind {
-            ObjectKind::Service => self.put_service(key, Reading { value: None, findings }, origin),
-            ObjectKind::EndpointSlice => self.put_slice(key, Reading { value: None, findings }, origin, false),
-            ObjectKind::Node => self.put_node(key, Reading { value: None, findings }, origin),
-            ObjectKind::ServiceCidr => self.put_service_cidr(key, Reading { value: None, findings }, origin),
-        }
+        let outcome = match key.kind {
+            ObjectKind::Service => self.services.put(service_key(key), Reading { value: None, findings }),
+            ObjectKind::EndpointSlice => {
+                self.endpoints.put(key, Reading { value: None, findings }, false, &mut self.interner)
+            }
+            ObjectKind::Node => self.nodes.put(self.interner.name(&key.name), Reading { value: None, findings }),
+            ObjectKind::ServiceCidr => self.service_cidrs.put(key.name.clone(), Reading { value: None, findings }),
+        };
+        self.report(key, outcome, origin)
     }
 
-    fn put_service(&mut self, key: &ObjectKey, reading: Reading<Service>, origin: &str) -> usize {
-        let held = ServiceKey::new(&key.namespace, &key.name);
-        let verdict = Verdict::of(&reading.findings, self.services.has_good(&held));
-        if verdict != Verdict::Kept {
-            self.services.set(held.clone(), reading.value, verdict == Verdict::Taken);
-        }
-        let is_served = self.services.contains(&held);
-        self.report(key, reading.findings, verdict, is_served, origin)
-    }
-
-    fn put_slice(
-        &mut self,
-        key: &ObjectKey,
-        reading: Reading<slices::Slice>,
-        origin: &str,
-        times_changes: bool,
-    ) -> usize {
-        let verdict = Verdict::of(&reading.findings, self.endpoints.has_good(key));
-        if verdict != Verdict::Kept {
-            let is_good = verdict == Verdict::Taken;
-            self.endpoints.set(key, reading.value, is_good, times_changes, &mut self.interner);
-        }
-        let is_served = self.endpoints.contains(key);
-        self.report(key, reading.findings, verdict, is_served, origin) + self.report_conflicts()
-    }
-
-    fn put_node(&mut self, key: &ObjectKey, reading: Reading<Node>, origin: &str) -> usize {
-        let held: Arc<str> = self.interner.string(&key.name).unwrap_or_default();
-        let verdict = Verdict::of(&reading.findings, self.nodes.has_good(&held));
-        if verdict != Verdict::Kept {
-            self.nodes.set(held.clone(), reading.value, verdict == Verdict::Taken);
-        }
-        let is_served = self.nodes.contains(&held);
-        self.report(key, reading.findings, verdict, is_served, origin)
-    }
-
-    fn put_service_cidr(&mut self, key: &ObjectKey, reading: Reading<ServiceCidr>, origin: &str) -> usize {
-        let verdict = Verdict::of(&reading.findings, self.service_cidrs.has_good(&key.name));
-        if verdict != Verdict::Kept {
-            self.service_cidrs.set(key.name.clone(), reading.value, verdict == Verdict::Taken);
-        }
-        let is_served = self.service_cidrs.contains(&key.name);
-        self.report(key, reading.findings, verdict, is_served, origin)
-    }
-
-    fn report(
-        &mut self,
-        key: &ObjectKey,
-        findings: Findings,
-        verdict: Verdict,
-        is_served: bool,
-        origin: &str,
-    ) -> usize {
-        let problems = findings.into_problems(key, origin, verdict.consequence(is_served));
-        self.problems.set(Subject::Object(key.clone()), problems)
+    fn report(&mut self, key: &ObjectKey, Outcome { findings, consequence }: Outcome, origin: &str) -> usize {
+        let problems = findings.into_problems(key, origin, consequence);
+        self.problems.set(Subject::Object(key.clone()), problems) + self.report_conflicts()
     }
 
     fn report_conflicts(&mut self) -> usize {
@@ -295,6 +241,10 @@ impl Model {
         }
         new_problems
     }
+}
+
+fn service_key(key: &ObjectKey) -> ServiceKey {
+    ServiceKey::new(&key.namespace, &key.name)
 }
 
 fn untriggered(change: Change) -> TriggeredChange {

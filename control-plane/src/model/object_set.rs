@@ -32,37 +32,32 @@ impl<T> Reading<T> {
     pub(super) fn nothing() -> Self {
         Self { value: None, findings: Findings::default() }
     }
+
+    /// Applies the rule for invalid objects. Passes the value to `set`, with whether it is good,
+    /// unless `has_good` says that a good version is in use, which then stays.
+    pub(super) fn take_in(self, has_good: bool, set: impl FnOnce(Option<T>, bool)) -> Outcome {
+        let Self { value, findings } = self;
+        let (is_good, is_served) = (findings.is_fit(), value.is_some());
+        let is_kept = !is_good && has_good;
+        if !is_kept {
+            set(value, is_good);
+        }
+        let consequence = match (is_kept, is_served) {
+            (true, _) => "its last good version stays in use",
+            (false, true) => "the rest of it is in use",
+            (false, false) => "it is not in use",
+        };
+        Outcome { findings, consequence }
+    }
 }
 
-/// How the new version of an object is used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Verdict {
-    /// The new version is used, except invalid entries.
-    Taken,
-    /// The last good version stays in use.
-    Kept,
-    /// There is no good version: the valid parts are used, or nothing.
-    Partial,
-}
-
-impl Verdict {
-    /// Decides by the findings, and by whether a good version is in use.
-    pub(super) fn of(findings: &Findings, has_good: bool) -> Self {
-        match (findings.is_fit(), has_good) {
-            (true, _) => Self::Taken,
-            (false, true) => Self::Kept,
-            (false, false) => Self::Partial,
-        }
-    }
-
-    /// The end of a problem's message.
-    pub(super) fn consequence(self, is_served: bool) -> &'static str {
-        match (self, is_served) {
-            (Self::Kept, _) => "its last good version stays in use",
-            (_, true) => "the rest of it is in use",
-            (_, false) => "it is not in use",
-        }
-    }
+/// The result of [`Reading::take_in`].
+#[derive(Debug)]
+pub(super) struct Outcome {
+    /// The findings about the object.
+    pub(super) findings: Findings,
+    /// The end of the messages of problems that concern the object as a whole.
+    pub(super) consequence: &'static str,
 }
 
 /// The values in use, and the values before the pending changes.
@@ -81,14 +76,10 @@ impl<K, V> Default for ObjectSet<K, V> {
 }
 
 impl<K: Hash + Eq + Clone + Ord, V: PartialEq + Clone> ObjectSet<K, V> {
-    /// Whether a good version of the object is in use.
-    pub(super) fn has_good(&self, key: &K) -> bool {
-        self.held.get(key).is_some_and(|(_, is_good)| *is_good)
-    }
-
-    /// Whether any version of the object is in use.
-    pub(super) fn contains(&self, key: &K) -> bool {
-        self.held.contains_key(key)
+    /// Takes in a version of an object.
+    pub(super) fn put(&mut self, key: K, reading: Reading<V>) -> Outcome {
+        let has_good = self.held.get(&key).is_some_and(|(_, is_good)| *is_good);
+        reading.take_in(has_good, |value, is_good| self.set(key, value, is_good))
     }
 
     /// The keys of the objects in use.
@@ -97,7 +88,7 @@ impl<K: Hash + Eq + Clone + Ord, V: PartialEq + Clone> ObjectSet<K, V> {
     }
 
     /// Sets or removes a value.
-    pub(super) fn set(&mut self, key: K, value: Option<V>, is_good: bool) {
+    fn set(&mut self, key: K, value: Option<V>, is_good: bool) {
         let old = match value {
             Some(value) => {
                 if let Some((held, was_good)) = self.held.get_mut(&key)

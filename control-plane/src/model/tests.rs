@@ -485,12 +485,12 @@ fn only_the_changed_addresses_of_a_slice_are_merged() {
         bench.apply(&slice(&format!("a{number}"), "s", json!(many(number * 100, number * 100 + 100)), http(1)));
     }
     bench.flush();
-    let before = bench.model.merged_addresses();
+    let before = bench.model.endpoints.visits();
     let mut endpoints = many(0, 100);
     endpoints[7] = ready("10.9.9.9");
     bench.apply(&slice("a0", "s", json!(endpoints), http(1)));
     assert_eq!(bench.flush().len(), 2);
-    assert_eq!(bench.model.merged_addresses() - before, 2);
+    assert_eq!(bench.model.endpoints.visits() - before, 2);
 }
 
 #[test]

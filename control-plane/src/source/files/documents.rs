@@ -118,24 +118,9 @@ struct Document<'a> {
 
 impl Document<'_> {
     fn read(&self, parsed: &mut Parsed) {
-        let header: Header = match self.decode(PhantomData) {
-            Ok(header) => header,
-            Err(fault) => return parsed.fault(String::new(), &self.origin, fault),
-        };
-        if is_list(&header.kind) {
-            return self.read_list(&header.kind, parsed);
-        }
-        match identify(&header) {
-            Ok(None) => {
-                let (api_version, kind) = (header.api_version, header.kind);
-                tracing::debug!(origin = self.origin, api_version, kind, "objects of this kind are not read: ignored");
-            }
-            Ok(Some(key)) => {
-                let decoded = self.decode(OfKind(key.kind));
-                parsed.define(decoded.map_or_else(|fault| undecodable(key, fault), apply), self.number);
-            }
-            Err((Some(key), fault)) => parsed.define(undecodable(key, fault), self.number),
-            Err((None, fault)) => parsed.fault(header.kind, &self.origin, fault),
+        match self.decode(PhantomData::<Header>) {
+            Ok(header) if is_list(&header.kind) => self.read_list(&header.kind, parsed),
+            header => self.read_object(None, header, |kind| self.decode(OfKind(kind)), parsed),
         }
     }
 
@@ -157,44 +142,49 @@ impl Document<'_> {
                 fields.entry("apiVersion").or_insert_with(|| api_version.into());
                 fields.entry("kind").or_insert_with(|| kind.into());
             }
-            self.read_item(index, &item, parsed);
+            let header = Header::deserialize(&item).map_err(|error| {
+                let message = format!("{error}: write an object with apiVersion, kind and metadata");
+                Fault { field: String::new(), message }
+            });
+            let decode = |kind| {
+                let mut track = Track::new();
+                let object = Object::deserialize(kind, serde_path_to_error::Deserializer::new(&item, &mut track));
+                object.map_err(|error| Fault {
+                    field: track.path().to_string(),
+                    message: format!("{error}: correct the field"),
+                })
+            };
+            self.read_object(Some(index), header, decode, parsed);
         }
     }
 
-    fn read_item(&self, index: usize, item: &Value, parsed: &mut Parsed) {
-        let at = |fault: Fault| {
-            let dot = if fault.field.is_empty() { "" } else { "." };
-            Fault { field: format!("items[{index}]{dot}{}", fault.field), message: fault.message }
-        };
-        let header = match Header::deserialize(item) {
-            Ok(header) => header,
-            Err(error) => {
-                let message = format!("{error}: write an object with apiVersion, kind and metadata");
-                return parsed.fault(String::new(), &self.origin, at(Fault { field: String::new(), message }));
+    /// Reads an object: the whole document, or the item of a list with this index.
+    fn read_object(
+        &self,
+        index: Option<usize>,
+        header: Result<Header, Fault>,
+        decode: impl FnOnce(ObjectKind) -> Result<Object, Fault>,
+        parsed: &mut Parsed,
+    ) {
+        let at = |Fault { field, message }| match index {
+            None => Fault { field, message },
+            Some(index) => {
+                let dot = if field.is_empty() { "" } else { "." };
+                Fault { field: format!("items[{index}]{dot}{field}"), message }
             }
+        };
+        let header = match header {
+            Ok(header) => header,
+            Err(fault) => return parsed.fault(String::new(), &self.origin, at(fault)),
         };
         match identify(&header) {
             Ok(None) => {
-                let (api_version, kind) = (header.api_version, header.kind);
-                tracing::debug!(
-                    origin = self.origin,
-                    index,
-                    api_version,
-                    kind,
-                    "objects of this kind are not read: ignored"
-                );
+                let (api_version, kind, origin) = (header.api_version, header.kind, &self.origin);
+                tracing::debug!(origin, index, api_version, kind, "objects of this kind are not read: ignored");
             }
             Ok(Some(key)) => {
-                let mut track = serde_path_to_error::Track::new();
-                let tracked = serde_path_to_error::Deserializer::new(item, &mut track);
-                let event = match Object::deserialize(key.kind, tracked) {
-                    Ok(object) => apply(object),
-                    Err(error) => {
-                        let message = format!("{error}: correct the field");
-                        undecodable(key, at(Fault { field: track.path().to_string(), message }))
-                    }
-                };
-                parsed.define(event, self.number);
+                let decoded = decode(key.kind).map_err(at);
+                parsed.define(decoded.map_or_else(|fault| undecodable(key, fault), apply), self.number);
             }
             Err((Some(key), fault)) => parsed.define(undecodable(key, at(fault)), self.number),
             Err((None, fault)) => parsed.fault(header.kind, &self.origin, at(fault)),
