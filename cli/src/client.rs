@@ -1,10 +1,12 @@
 //! Connections to replicas, and advice for connections that fail.
 
+use std::error::Error;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use headgate_proto::errors;
 use headgate_proto::v1::inspect_client::InspectClient;
 use tonic::Code;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
@@ -256,34 +258,18 @@ pub(crate) fn broken(server: &str, status: &tonic::Status) -> Option<ConnectErro
 
 /// Whether a request failed because no answer began in time.
 pub(crate) fn is_silence(status: &tonic::Status) -> bool {
-    causes(status).any(<dyn std::error::Error>::is::<tonic::TimeoutExpired>)
+    causes(status).any(<dyn Error>::is::<tonic::TimeoutExpired>)
 }
 
-fn causes<'a>(
-    error: &'a (dyn std::error::Error + 'static),
-) -> impl Iterator<Item = &'a (dyn std::error::Error + 'static)> {
-    let mut next = Some(error);
-    std::iter::from_fn(move || {
-        let current = next?;
-        next = current.source();
-        Some(current)
-    })
+/// An error and its causes.
+fn causes<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dyn Error + 'static)> {
+    std::iter::successors(Some(error), |cause| (*cause).source())
 }
 
-/// Joins the messages of an error and its sources, without repetitions.
-pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut texts: Vec<String> = Vec::new();
-    for error in causes(error) {
-        let text = error.to_string();
-        if !texts.iter().any(|earlier| earlier.contains(&text)) {
-            texts.push(text);
-        }
-    }
-    // The outermost error is "transport error", which adds no information to its sources.
-    if texts.len() > 1 && texts[0] == "transport error" {
-        texts.remove(0);
-    }
-    texts.join(": ")
+/// Joins the messages of an error and its causes, without repetitions. The outermost error is often
+/// "transport error", which adds no information to its causes.
+pub fn chain(error: &(dyn Error + 'static)) -> String {
+    errors::chain(error).trim_start_matches("transport error: ").to_owned()
 }
 
 #[cfg(test)]

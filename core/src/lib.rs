@@ -20,7 +20,7 @@ mod node_facts;
 mod state;
 
 pub use behaviours::{conntrack, endpoint_choice, health_check_port, masquerade, source_ranges, topology, view};
-pub use conventions::{dns_name, exposition, node_state, plaintext};
+pub use conventions::{dns_name, errors, exposition, node_state, plaintext};
 pub use dataplane::{iptables, ipvs};
 pub use model::{
     Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, Node, Placement, PortState, Protocol,

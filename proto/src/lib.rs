@@ -12,9 +12,8 @@ mod known;
 pub use decode::{Decoder, digests_from_wire, node_from_wire};
 pub use encode::{ChangesBuilder, References, digests_to_wire, node_to_wire};
 use headgate_core::node_state::SourceState;
-/// The check of DNS names, and the addresses where the protocol may be used without TLS, for
-/// programs that do not use the core crate.
-pub use headgate_core::{dns_name::check_subdomain, plaintext};
+/// Rules that all programs share, for programs that do not use the core crate.
+pub use headgate_core::{dns_name::check_subdomain, errors, plaintext};
 pub use known::UnknownReference;
 
 /// Generated from `proto/headgate/v1`.

@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
-use headgate_core::Protocol;
+use headgate_core::{Protocol, dns_name::check_subdomain};
 use ipnet::IpNet;
 use k8s_openapi::jiff::Timestamp;
 
@@ -125,7 +125,7 @@ pub(super) fn protocol(text: &str) -> Result<Protocol, String> {
 /// # Errors
 /// A sentence that ends in the remedy.
 pub(super) fn label(text: &str) -> Result<(), String> {
-    if text.len() <= 63 && is_label(text) {
+    if text.len() <= 63 && !text.contains('.') && check_subdomain(text).is_ok() {
         return Ok(());
     }
     Err(format!(
@@ -139,7 +139,7 @@ pub(super) fn label(text: &str) -> Result<(), String> {
 /// # Errors
 /// A sentence that ends in the remedy.
 pub(super) fn subdomain(text: &str) -> Result<(), String> {
-    if text.len() <= 253 && text.split('.').all(is_label) {
+    if check_subdomain(text).is_ok() {
         return Ok(());
     }
     Err(format!("{} is not a valid name: use at most 253 lower-case letters, digits, '-' and '.'", shown(text)))
@@ -155,11 +155,6 @@ pub(super) fn zone(text: &str) -> Result<(), String> {
         return Ok(());
     }
     Err(format!("{} is not a valid zone: use at most 63 letters, digits, '-', '_' and '.'", shown(text)))
-}
-
-fn is_label(text: &str) -> bool {
-    let is_allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
-    !text.is_empty() && text.bytes().all(is_allowed) && !text.starts_with('-') && !text.ends_with('-')
 }
 
 /// Quotes a text for a message, escapes its control characters, and shortens it.

@@ -7,27 +7,13 @@ use std::{fmt, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
 use tokio_util::sync::CancellationToken;
 
-use crate::{
-    model::Event,
-    objects::ObjectKind,
-    transaction::{Problem, Sink},
+use crate::transaction::{Problem, Sink};
+
+// For `crate::fuzz`.
+pub(crate) use self::{
+    files::manifest_events,
+    kubernetes::{list_events, watch_events},
 };
-
-/// The objects that a manifest defines, for [`crate::fuzz`].
-pub(crate) fn manifest_events(name: &str, bytes: &[u8]) -> Vec<Event> {
-    files::events(name, bytes)
-}
-
-/// The events in the lines of a watch, up to the first line that cannot be decoded, for
-/// [`crate::fuzz`].
-pub(crate) fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
-    kubernetes::watch_events(kind, bytes)
-}
-
-/// The objects on a page of a list, for [`crate::fuzz`]; empty if the page cannot be decoded.
-pub(crate) fn list_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
-    kubernetes::list_events(kind, bytes)
-}
 
 /// Which source to read.
 #[derive(Debug, Clone, PartialEq, Eq)]

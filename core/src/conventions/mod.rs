@@ -1,6 +1,7 @@
 //! Rules and formats that the control plane, the agent and `headgatectl` share.
 
 pub mod dns_name;
+pub mod errors;
 pub mod exposition;
 pub mod node_state;
 pub mod plaintext;

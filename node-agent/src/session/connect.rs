@@ -7,6 +7,7 @@ use std::{
 };
 
 use futures::future::BoxFuture;
+use headgate_core::errors::chain;
 use headgate_tls::{FileError, Refusal};
 use hyper_util::{client::legacy::connect::HttpConnector, rt::TokioIo};
 use rustls::ClientConfig;
@@ -167,13 +168,6 @@ pub enum ConnectError {
     /// The TCP connection or the TLS handshake took too long.
     #[error("cannot connect: no answer in {} s", 2 * CONNECT_TIMEOUT.as_secs())]
     TimedOut,
-}
-
-/// The text of an error followed by its causes, which tonic's errors do not include in their text.
-/// A cause whose text is already included is left out.
-pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let causes = std::iter::successors(error.source(), |cause| cause.source()).map(ToString::to_string);
-    causes.fold(error.to_string(), |text, cause| if text.contains(&cause) { text } else { format!("{text}: {cause}") })
 }
 
 #[cfg(test)]

@@ -147,6 +147,16 @@ impl Counts {
     fn oldest_member(&self) -> Option<u64> {
         self.members.first_key_value().map(|(version, _)| *version)
     }
+
+    fn note_rejections(&mut self, node: &Arc<str>, record: &Record) {
+        if !record.rejections.is_empty() {
+            if !self.rejecting.get(node).is_some_and(|known| Arc::ptr_eq(known, &record.rejections)) {
+                self.rejecting.insert(Arc::clone(node), Arc::clone(&record.rejections));
+            }
+        } else if !self.rejecting.is_empty() {
+            self.rejecting.remove(node);
+        }
+    }
 }
 
 impl Progress {
@@ -287,18 +297,6 @@ impl Progress {
         let Everywhere { p50, p99, max, commits } = self.everywhere();
         if commits > 0 {
             self.metrics.set_recently_everywhere([("0.5", p50), ("0.99", p99), ("1", max)]);
-        }
-    }
-}
-
-impl Counts {
-    fn note_rejections(&mut self, node: &Arc<str>, record: &Record) {
-        if !record.rejections.is_empty() {
-            if !self.rejecting.get(node).is_some_and(|known| Arc::ptr_eq(known, &record.rejections)) {
-                self.rejecting.insert(Arc::clone(node), Arc::clone(&record.rejections));
-            }
-        } else if !self.rejecting.is_empty() {
-            self.rejecting.remove(node);
         }
     }
 }

@@ -187,7 +187,6 @@ impl Waiter {
         if source != SourceState::Following {
             // No agent of this replica counts as programmed. A replica without agents waits for
             // nothing: all agents follow other replicas.
-            progress.programmed = 0;
             progress.waiting_for = if agents == 0 { "" } else { "source" }.into();
             if timed_out {
                 progress.laggards = self.agents_without_source(source);
@@ -245,14 +244,8 @@ impl Waiter {
                 let record = agent.record();
                 (record.programmed_version, record.reported(settled))
             };
-            let state = NodeState::of(source, reported);
-            v1::Laggard {
-                node: agent.node.to_string(),
-                programmed_version,
-                sent_version: agent.sent_version(),
-                lag_ms: agent.lag_ms(store, programmed_version),
-                reason: agent.reason(store, source, state),
-            }
+            let reason = agent.reason(store, source, NodeState::of(source, reported));
+            self.laggard(&agent, programmed_version, reason)
         };
         agents.map(laggard).collect()
     }
@@ -278,16 +271,20 @@ impl Waiter {
                 let v1::Rejection { resource, field, reason } = rejection;
                 format!("rejected {resource}, {field}: {reason}")
             });
-            laggards.push(v1::Laggard {
-                node: agent.node.to_string(),
-                programmed_version,
-                sent_version: agent.sent_version(),
-                lag_ms: agent.lag_ms(&self.fleet.context.store, programmed_version),
-                reason: rejected.unwrap_or(error),
-            });
+            laggards.push(self.laggard(&agent, programmed_version, rejected.unwrap_or(error)));
         }
         laggards.sort_by(|a, b| a.programmed_version.cmp(&b.programmed_version).then_with(|| a.node.cmp(&b.node)));
         laggards.truncate(MAX_NAMED);
         laggards
+    }
+
+    fn laggard(&self, agent: &Agent, programmed_version: u64, reason: String) -> v1::Laggard {
+        v1::Laggard {
+            node: agent.node.to_string(),
+            programmed_version,
+            sent_version: agent.sent_version(),
+            lag_ms: agent.lag_ms(&self.fleet.context.store, programmed_version),
+            reason,
+        }
     }
 }

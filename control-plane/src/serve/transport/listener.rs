@@ -13,6 +13,7 @@ use tokio_rustls::{TlsAcceptor, server::TlsStream};
 use tokio_util::{either::Either, sync::CancellationToken};
 
 use super::{
+    ACCEPT_RETRY,
     handshakes::{Evicted, Handshakes},
     tls::{Security, ServerTls},
 };
@@ -24,10 +25,6 @@ use crate::{
 
 /// The longest time that a handshake may take.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// The pause after an accept that failed, for example because there are too many open files.
-/// Without the pause, the next accept would usually fail too.
-const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// How often silent handshakes are evicted while connections wait.
 const EVICTION_INTERVAL: Duration = Duration::from_millis(100);

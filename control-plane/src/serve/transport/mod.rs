@@ -26,5 +26,9 @@ pub(crate) use self::{page_listener::BoundedListener, server::serve};
 /// server that sends nothing.
 const KEEPALIVE: Duration = Duration::from_secs(20);
 
+/// The pause after an accept that failed, for example because there are too many open files.
+/// Without the pause, the next accept would usually fail too.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+
 /// How long a connection may take to write the rest of its bytes after its stream has ended.
 const LINGER: Duration = Duration::from_secs(1);

@@ -15,7 +15,6 @@ use std::{
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, ready},
-    time::Duration,
 };
 
 use axum::serve::Listener;
@@ -26,6 +25,7 @@ use tokio::{
 };
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
+use super::ACCEPT_RETRY;
 use crate::serve::context::Network;
 
 /// The maximum number of open connections: enough for probes and for some programs that collect
@@ -34,10 +34,6 @@ const MAX_CONNECTIONS: usize = 64;
 
 /// The maximum number of open connections of one network.
 const MAX_CONNECTIONS_OF_NETWORK: usize = 16;
-
-/// The pause after an accept that failed. Without the pause, the next accept would usually fail
-/// too.
-const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// A TCP listener that limits the number of open connections.
 pub(crate) struct BoundedListener {
@@ -112,15 +108,8 @@ impl Listener for BoundedListener {
                     let number = self.next_number;
                     self.next_number += 1;
                     let closed = self.open.enter(number, Network::of(address.ip()), Instant::now());
-                    return (
-                        Connection {
-                            stream,
-                            number,
-                            closed: Box::pin(closed.cancelled_owned()),
-                            open: Arc::clone(&self.open),
-                        },
-                        address,
-                    );
+                    let closed = Box::pin(closed.cancelled_owned());
+                    return (Connection { stream, number, closed, open: Arc::clone(&self.open) }, address);
                 }
                 Err(error) => {
                     tracing::debug!(%error, "a connection to the HTTP pages cannot be accepted");
@@ -184,6 +173,8 @@ impl AsyncWrite for Connection {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn network(host: u8) -> Network {

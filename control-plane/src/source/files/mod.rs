@@ -211,6 +211,6 @@ fn unix_ms() -> u64 {
 }
 
 /// The objects that a file defines.
-pub(super) fn events(name: &str, bytes: &[u8]) -> Vec<Event> {
+pub(crate) fn manifest_events(name: &str, bytes: &[u8]) -> Vec<Event> {
     documents::parse(name, bytes).definitions.into_iter().map(|definition| definition.event).collect()
 }

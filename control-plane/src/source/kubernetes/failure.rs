@@ -1,7 +1,8 @@
 //! Why a list or a watch failed, what to do about it, and how long to wait.
 
-use std::{error::Error, fmt::Write as _, time::Duration};
+use std::{error::Error, time::Duration};
 
+use headgate_core::errors::chain;
 use http::StatusCode;
 use kube::core::Status;
 
@@ -56,7 +57,7 @@ impl Failure {
     }
 
     /// The connection broke.
-    pub(super) fn dropped(error: &dyn Error) -> Self {
+    pub(super) fn dropped(error: &(dyn Error + 'static)) -> Self {
         Self::new("connection_lost", format!("the connection broke: {}", chain(error)))
     }
 
@@ -144,20 +145,6 @@ fn resource(kind: ObjectKind) -> &'static str {
         ObjectKind::Node => "nodes",
         ObjectKind::ServiceCidr => "servicecidrs.networking.k8s.io",
     }
-}
-
-/// An error with its causes.
-fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let said = error.to_string();
-        if !text.contains(&said) {
-            let _ = write!(text, ": {said}");
-        }
-        cause = error.source();
-    }
-    text
 }
 
 /// Pauses between retries: random times between 0 and a bound that doubles with each failure. The

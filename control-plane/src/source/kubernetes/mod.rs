@@ -216,7 +216,7 @@ impl Applier {
 }
 
 /// The events in the lines of a watch, up to the first line that cannot be decoded.
-pub(super) fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
+pub(crate) fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
     let lines = bytes.split(|byte| *byte == b'\n').map_while(|text| wire::line(kind, text).ok());
     let event = |line| match line {
         wire::Line::Event { event, .. } => Some(event),
@@ -226,6 +226,6 @@ pub(super) fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
 }
 
 /// The objects on a page of a list; empty if the page cannot be decoded.
-pub(super) fn list_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
+pub(crate) fn list_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
     wire::page(kind, bytes).map(|page| page.events).unwrap_or_default()
 }

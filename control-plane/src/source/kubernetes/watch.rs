@@ -108,6 +108,17 @@ pub(super) struct KindUpdate {
     pub(super) received: SystemTime,
 }
 
+/// Whether lists are read as streams.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum StreamingLists {
+    /// The next list is read as a stream.
+    Used,
+    /// The last streaming list failed, or is being read. The next list is read by pages.
+    Broken,
+    /// The server has no streaming lists.
+    Refused,
+}
+
 /// The watch of one kind.
 pub(super) struct Watch {
     kind: ObjectKind,
@@ -117,13 +128,10 @@ pub(super) struct Watch {
     updates: mpsc::Sender<KindUpdate>,
     version: Option<String>,
     back_off: BackOff,
-    /// The server has no streaming lists.
-    is_streaming_refused: bool,
+    streaming_lists: StreamingLists,
     /// True after the server has refused the field selector. The model ignores the objects that the
     /// selector would have excluded.
     is_field_selector_refused: bool,
-    /// A streaming list failed, so the next list is read by pages.
-    is_streaming_broken: bool,
     is_listed: bool,
     is_absence_logged: bool,
     silence_limit: Duration,
@@ -154,9 +162,8 @@ impl Watch {
             updates,
             version: None,
             back_off: BackOff::default(),
-            is_streaming_refused: false,
+            streaming_lists: StreamingLists::Used,
             is_field_selector_refused: false,
-            is_streaming_broken: false,
             is_listed: false,
             is_absence_logged: false,
         }
@@ -181,10 +188,9 @@ impl Watch {
     /// Runs one list or one watch. A streaming list continues as a watch.
     async fn turn(&mut self) -> Result<(), Failure> {
         let Some(version) = self.version.clone() else {
-            return if self.is_streaming_refused || self.is_streaming_broken {
-                self.list_by_pages().await
-            } else {
-                self.list_by_watch().await
+            return match self.streaming_lists {
+                StreamingLists::Used => self.list_by_watch().await,
+                StreamingLists::Broken | StreamingLists::Refused => self.list_by_pages().await,
             };
         };
         self.check_not_behind(&version).await?;
@@ -222,7 +228,7 @@ impl Watch {
         let (kind, reason) = (self.kind.name(), failure.reason);
         if failure.code == Some(StatusCode::BAD_REQUEST) && self.selectors().1.is_some() {
             self.is_field_selector_refused = true;
-            self.is_streaming_broken = false;
+            self.try_streaming_lists();
             tracing::info!(
                 kind,
                 "the server refuses the field selector, as Kubernetes before 1.31 does; the watch continues without it: {}",
@@ -230,9 +236,9 @@ impl Watch {
             );
             return Duration::ZERO;
         }
-        let is_streaming_list = self.version.is_none() && self.is_streaming_broken;
+        let is_streaming_list = self.version.is_none() && self.streaming_lists == StreamingLists::Broken;
         if is_streaming_list && failure.refuses_streaming() {
-            self.is_streaming_refused = true;
+            self.streaming_lists = StreamingLists::Refused;
             tracing::info!(kind, "the server has no streaming lists; lists are read by pages: {}", failure.message);
             return Duration::ZERO;
         }
@@ -278,10 +284,10 @@ impl Watch {
     /// streaming lists fail, because etcd reports no progress or the watch cache is not filled. So
     /// a list by pages follows any failure.
     async fn list_by_watch(&mut self) -> Result<(), Failure> {
-        self.is_streaming_broken = true;
+        self.streaming_lists = StreamingLists::Broken;
         let mut lines = self.open_watch("", true, time_limit()).await?;
         let (listed, version) = self.collect(&mut lines).await?;
-        self.is_streaming_broken = false;
+        self.streaming_lists = StreamingLists::Used;
         self.finish_list(listed, version).await;
         self.follow(lines).await
     }
@@ -306,8 +312,15 @@ impl Watch {
         }
     }
 
+    /// Makes further lists streams again, unless the server refuses such lists.
+    fn try_streaming_lists(&mut self) {
+        if self.streaming_lists == StreamingLists::Broken {
+            self.streaming_lists = StreamingLists::Used;
+        }
+    }
+
     async fn list_by_pages(&mut self) -> Result<(), Failure> {
-        self.is_streaming_broken = false;
+        self.try_streaming_lists();
         let mut listed = Vec::new();
         let mut continue_token = None;
         loop {
