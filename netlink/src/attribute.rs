@@ -17,54 +17,43 @@ pub(super) fn align(length: usize) -> usize {
     length.next_multiple_of(4)
 }
 
-/// Iterator over attributes and their types. It ends at the first truncated attribute.
-#[derive(Debug, Clone)]
-pub struct Attributes<'a>(&'a [u8]);
-
-/// Iterates over the attributes after a fixed header, or inside a nested attribute. Truncated
-/// attributes end the iteration without an error.
-#[must_use]
-pub fn attributes(bytes: &[u8]) -> Attributes<'_> {
-    Attributes(bytes)
+/// Iterates over the attributes after a fixed header, or inside a nested attribute, with their
+/// types. A truncated attribute ends the iteration without an error.
+pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    std::iter::from_fn(move || split(&mut bytes))
 }
 
-impl<'a> Iterator for Attributes<'a> {
-    type Item = (u16, &'a [u8]);
-
-    fn next(&mut self) -> Option<Self::Item> {
-        let length = usize::from(u16::from_ne_bytes(self.0.get(..2)?.try_into().ok()?));
-        let kind = u16::from_ne_bytes(self.0.get(2..4)?.try_into().ok()?) & TYPE_MASK;
-        let value = self.0.get(HEADER_BYTES..length)?;
-        self.0 = self.0.get(align(length)..).unwrap_or_default();
-        Some((kind, value))
-    }
+/// Like [`attributes`], but a truncated attribute yields an error and ends the iteration.
+pub fn checked_attributes(bytes: &[u8]) -> impl Iterator<Item = Result<(u16, &[u8]), Malformed>> {
+    checked(bytes, split, Malformed("a truncated attribute"))
 }
 
-/// Iterator over attributes and their types. A truncated attribute yields an error and ends the
-/// iteration.
-#[derive(Debug, Clone)]
-pub struct CheckedAttributes<'a>(Attributes<'a>);
-
-/// Like [`attributes`], but a truncated attribute is an error.
-#[must_use]
-pub fn checked_attributes(bytes: &[u8]) -> CheckedAttributes<'_> {
-    CheckedAttributes(attributes(bytes))
-}
-
-impl<'a> Iterator for CheckedAttributes<'a> {
-    type Item = Result<(u16, &'a [u8]), Malformed>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        let rest = &mut self.0;
-        if rest.0.is_empty() {
+/// Iterates over the parts that `split` takes from the front of `bytes`. If `split` returns `None`
+/// before the end, this yields the error `truncated` and ends.
+pub(super) fn checked<'a, T>(
+    mut bytes: &'a [u8],
+    split: impl Fn(&mut &'a [u8]) -> Option<T>,
+    truncated: Malformed,
+) -> impl Iterator<Item = Result<T, Malformed>> {
+    std::iter::from_fn(move || {
+        if bytes.is_empty() {
             return None;
         }
-        let found = rest.next().ok_or(Malformed("a truncated attribute"));
-        if found.is_err() {
-            rest.0 = &[];
+        let part = split(&mut bytes).ok_or(truncated);
+        if part.is_err() {
+            bytes = &[];
         }
-        Some(found)
-    }
+        Some(part)
+    })
+}
+
+fn split<'a>(bytes: &mut &'a [u8]) -> Option<(u16, &'a [u8])> {
+    let all: &'a [u8] = bytes;
+    let length = usize::from(u16::from_ne_bytes(all.get(..2)?.try_into().ok()?));
+    let kind = u16::from_ne_bytes(all.get(2..4)?.try_into().ok()?) & TYPE_MASK;
+    let value = all.get(HEADER_BYTES..length)?;
+    *bytes = all.get(align(length)..).unwrap_or_default();
+    Some((kind, value))
 }
 
 fn array<const N: usize>(value: &[u8]) -> Result<[u8; N], Malformed> {

@@ -23,8 +23,8 @@ pub mod route;
 mod socket;
 
 pub use attribute::{
-    Attributes, CheckedAttributes, NET_BYTE_ORDER, attributes, checked_attributes, read_be16, read_be32, read_i32,
-    read_ip, read_text, read_u8, read_u16, read_u32, read_u64,
+    NET_BYTE_ORDER, attributes, checked_attributes, read_be16, read_be32, read_i32, read_ip, read_text, read_u8,
+    read_u16, read_u32, read_u64,
 };
 pub use connection::{BATCH_BYTES, BATCH_REQUESTS, Connection, Dumped};
 pub use error::{Malformed, NetlinkError, Refusal};

@@ -210,17 +210,8 @@ impl Message<'_> {
 }
 
 /// Splits received bytes into messages. A truncated message yields an error and ends the iteration.
-pub(super) fn messages(mut bytes: &[u8]) -> impl Iterator<Item = Result<Message<'_>, Malformed>> {
-    std::iter::from_fn(move || {
-        if bytes.is_empty() {
-            return None;
-        }
-        let message = split_message(&mut bytes).ok_or(Malformed("a truncated message"));
-        if message.is_err() {
-            bytes = &[];
-        }
-        Some(message)
-    })
+pub(super) fn messages(bytes: &[u8]) -> impl Iterator<Item = Result<Message<'_>, Malformed>> {
+    attribute::checked(bytes, split_message, Malformed("a truncated message"))
 }
 
 fn split_message<'a>(bytes: &mut &'a [u8]) -> Option<Message<'a>> {
