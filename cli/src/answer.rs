@@ -90,8 +90,7 @@ pub(crate) async fn collect<T>(
 }
 
 /// Writes an answer as indented JSON and a line feed. Field names and units are the same as in
-/// `headgate.v1.Inspect`, in alphabetical order. Every field is always present, so that programs can
-/// rely on it.
+/// `headgate.v1.Inspect`. Every field is always present, so that programs can rely on it.
 pub(crate) fn write_json(out: &mut dyn Write, answer: &impl Serialize) -> Result<(), Failure> {
     let value = serde_json::to_value(answer).map_err(io::Error::from)?;
     Ok(writeln!(out, "{value:#}")?)

@@ -178,8 +178,8 @@ impl Object {
 }
 
 api_types! {
-    /// `apiVersion`, `kind` and the names: enough to identify an object whose other fields cannot be
-    /// decoded.
+    /// `apiVersion`, `kind` and the names: enough to identify an object whose other fields cannot
+    /// be decoded.
     pub struct Header {
         /// `apiVersion`, such as `discovery.k8s.io/v1`.
         pub api_version: String,

@@ -108,7 +108,7 @@ fn errors_name_the_problem_and_the_remedy() {
     assert!(refused(&out, &["--node=a", "--days=3650"], 1).contains("the certificates must be valid for 3650 days"));
     let key = fs::read(out.join("ca.key")).unwrap();
     fs::remove_file(out.join("ca.key")).unwrap();
-    assert!(refused(&out, &["--node=a"], 1).contains("ca.key: missing, while ca.crt is there"));
+    assert!(refused(&out, &["--node=a"], 1).contains("ca.key: missing, but ca.crt exists"));
     fs::copy(out.join("readers/ops.key"), out.join("ca.key")).unwrap();
     assert!(refused(&out, &["--node=a"], 1).contains("is not the key of"));
     fs::write(out.join("ca.key"), key).unwrap();
