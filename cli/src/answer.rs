@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_of_the_protocol_is_present_under_its_name() {
+    fn json_contains_every_field_of_the_protocol_under_its_name() {
         assert_eq!(keys(&v1::ServiceInfo::default()), fields_of("ServiceInfo"));
         assert_eq!(keys(&v1::ServicePortInfo::default()), fields_of("ServicePortInfo"));
         assert_eq!(keys(&v1::EndpointInfo::default()), fields_of("EndpointInfo"));
