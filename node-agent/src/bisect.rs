@@ -53,7 +53,7 @@ impl<K: Clone, F> Search<K, F> {
     }
 
     /// Tries some items, and searches them if they fail. Returns true if they fail. `reason` says
-    /// why the larger batch failed; it is reported when no attempts are left.
+    /// why the larger batch failed. If no attempts are left, the search reports `reason`.
     fn test<E>(&mut self, items: &[K], reason: &str) -> Result<bool, E>
     where
         F: FnMut(&[K]) -> Result<Option<String>, E>,

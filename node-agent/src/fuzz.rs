@@ -50,7 +50,7 @@ pub fn server_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize 
 /// Reads a state file. Returns true when the file holds a valid state.
 ///
 /// # Panics
-/// As [`server_stream`].
+/// The digests of the resulting state are wrong.
 #[must_use]
 pub fn state_file(bytes: &[u8]) -> bool {
     let state = persist::state_in(bytes, "node-a");
@@ -63,7 +63,7 @@ pub fn state_file(bytes: &[u8]) -> bool {
 /// true when the file holds a valid state.
 ///
 /// # Panics
-/// As [`server_stream`].
+/// The digests of the resulting state are wrong.
 #[must_use]
 pub fn state_records(records: &[(u8, &[u8])]) -> bool {
     persist::file_of(records).is_ok_and(|file| state_file(&file))

@@ -151,8 +151,8 @@ impl NodeSettings {
             }
             NodePortSelector::Cidrs(cidrs) => {
                 let of_family = cidrs.iter().filter(|cidr| Family::of(cidr.addr()) == family);
-                // As in kube-proxy, the ranges of one family do not restrict the other, and a range
-                // of all addresses restricts nothing.
+                // As in kube-proxy, the ranges of one family do not restrict the other family, and
+                // a range of all addresses restricts no family.
                 if of_family.clone().next().is_none() || of_family.clone().any(|cidr| cidr.prefix_len() == 0) {
                     return NodePortAddresses::All;
                 }

@@ -120,7 +120,7 @@ pub trait KernelHandle: Send {
 /// The handle of dataplanes that run a program for each call.
 impl KernelHandle for () {}
 
-/// Work that becomes due by time, such as draining, or writing again what the kernel rejected.
+/// Work that becomes due by time, such as draining, or another attempt to write rejected objects.
 pub trait Maintain<K> {
     /// The time at which to call [`Self::maintain`]. `None` while no work is pending.
     fn due_at(&self) -> Option<Instant>;
@@ -146,9 +146,9 @@ pub trait FindFaults<K> {
     /// services among `suspects`; `None` means among all services that are not quarantined. Returns
     /// nothing when the kernel accepts each service by itself.
     ///
-    /// A dataplane that knows the faulty services from the kernel's answer returns them. Otherwise
-    /// it bisects: it tries rules in chains that receive no packets. A full sync repairs everything
-    /// that the search leaves behind.
+    /// If the dataplane knows the faulty services from the kernel's answer, it returns these
+    /// services. Otherwise it bisects: it tries the rules in chains that receive no packets. A full
+    /// sync repairs everything that the search leaves behind.
     ///
     /// # Errors
     /// The search did not finish, for example because another process holds a lock. Try it again.

@@ -33,10 +33,10 @@ pub trait NodeDataplane: Send {
     /// The problems that the operator has to fix, as sentences that include the remedy.
     fn degraded(&self, demand: &Demand) -> Vec<String>;
 
-    /// See [`Dataplane::NEEDS_INTERFACES`].
+    /// True when the rules depend on the addresses of the node's interfaces.
     fn needs_interfaces(&self) -> bool;
 
-    /// See [`Dataplane::configure`].
+    /// Like [`Dataplane::configure`], for both families.
     fn configure(&mut self, inputs: &NodeInputs) -> bool;
 
     /// Programs the whole state, whatever the kernel holds. The caller calls this function for the
@@ -74,10 +74,10 @@ pub trait NodeDataplane: Send {
     /// Quarantines these services and no others; see [`super::FindFaults::set_quarantined`].
     fn set_quarantined(&mut self, faults: &[Fault]);
 
-    /// The deferred parts of services in both families; see [`Maintain::deferred`].
+    /// Like [`Maintain::deferred`], for both families.
     fn deferred(&mut self) -> Option<Vec<Fault>>;
 
-    /// When to call [`Self::maintain`]; see [`Maintain::due_at`].
+    /// The time at which to call [`Self::maintain`]. `None` while no work is pending.
     fn maintain_at(&mut self) -> Option<Instant>;
 
     /// Does the work that is due, such as the removal of drained destinations.
@@ -186,7 +186,8 @@ impl<D: Dataplane> DualStack<D> {
         self.families.iter().map(|family| family.dataplane.family()).collect()
     }
 
-    /// Calls `work` for each family, also after an error of the other family, and joins the errors.
+    /// Calls `work` for each family, even after an error of an earlier family, and joins the
+    /// errors.
     fn each(
         &mut self,
         mut work: impl FnMut(&mut OneFamily<D>, &mut D::Kernel) -> Result<(), DataplaneError>,

@@ -21,7 +21,7 @@ use super::in_format;
 use crate::metric_registry::Labels;
 
 const PING: &str = "ping";
-/// The labels of the only check.
+/// The labels of `ping`, the only check.
 const CHECK: Labels<2> = [("name", PING), ("type", "healthz")];
 const TEXT: [(HeaderName, &str); 2] =
     [(header::CONTENT_TYPE, "text/plain; charset=utf-8"), (header::X_CONTENT_TYPE_OPTIONS, "nosniff")];

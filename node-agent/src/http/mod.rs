@@ -90,7 +90,7 @@ fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + u
 }
 
 /// Serves `/status`: the connection to the control plane, the received and programmed versions, and
-/// what is wrong.
+/// the current problems.
 async fn status(State(pages): State<Pages>) -> impl IntoResponse {
     let progress = pages.progress.borrow().clone();
     let programmed = progress.programmed.map(|programmed| programmed.target.version);

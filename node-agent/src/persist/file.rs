@@ -94,8 +94,8 @@ impl StateFile {
         self.folder.join(FILE)
     }
 
-    /// Reads the file. Returns `None` if it does not exist. If the file is intact and this agent
-    /// gets the lock, later changes are appended to the file.
+    /// Reads the file. Returns `None` if the file does not exist. If the file is intact and this
+    /// agent gets the lock, later changes are appended to the file.
     pub(super) fn load(&mut self) -> Result<Option<Loaded>, LoadError> {
         // Take the lock before reading, because another agent could append to the file. If the lock
         // cannot be taken, the next write reports the reason.

@@ -31,7 +31,7 @@ pub(super) enum LoadError {
     Content(String),
 }
 
-/// The state in a file, and what is needed to append to the file.
+/// The state in a file, and the values that are needed to append to the file.
 #[derive(Debug)]
 pub(super) struct Loaded {
     pub(super) restored: Restored,

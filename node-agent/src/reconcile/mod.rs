@@ -1,5 +1,5 @@
-//! The loop that programs the state into the kernel. It has a separate thread, because calls to
-//! the kernel block.
+//! The loop that programs the state into the kernel. The loop has a separate thread, because calls
+//! to the kernel block.
 //!
 //! Nothing is written before the first complete snapshot, or a checked state from disk. A version
 //! is reported as programmed when everything up to it is in the kernel. After a failed step, the
@@ -324,9 +324,10 @@ impl Reconciler {
         self.progress.send_if_modified(|progress| self.set_rejections(progress));
     }
 
-    /// Sets the services that the kernel rejects, and returns true if they are new. While changes
-    /// wait to be programmed, it sets nothing: the step that programs them does, so that a service
-    /// is reported as accepted only once its rules are in the kernel.
+    /// Writes the services that the kernel rejects into `progress`. Returns true if the list
+    /// changed. While changes wait to be programmed, writes nothing. The step that programs the
+    /// changes then writes the list, so that a service is reported as accepted only when its rules
+    /// are in the kernel.
     fn set_rejections(&self, progress: &mut Progress) -> bool {
         self.metrics.services_rejected.set(i64::try_from(self.quarantine.len()).unwrap_or(i64::MAX));
         let now = self.quarantine.rejections();
@@ -446,8 +447,8 @@ impl Reconciler {
     }
 
     /// True when the next precautionary full sync is due. A verification looks only for a few rules
-    /// whose absence shows that tables were flushed; a full sync compares all rules. Since it reads
-    /// all rules from the kernel, it is never due in large clusters.
+    /// whose absence shows that tables were flushed; a full sync compares all rules. A full sync
+    /// reads all rules from the kernel, so it is never due in large clusters.
     fn is_full_sync_due(&self) -> bool {
         Instant::now() >= self.full_sync_at
             && self.shared.with_state(State::endpoint_count) <= RenderConfig::CLASSIC_MAX_ENDPOINTS

@@ -56,7 +56,7 @@ impl ControlPlane {
     /// files at each call, so that renewed certificates are used without a restart.
     ///
     /// # Errors
-    /// No server answers, one side does not accept the certificate of the other, or the TLS files
+    /// No server answers, one side does not accept the other side's certificate, or the TLS files
     /// cannot be used. The caller should retry.
     pub async fn connect(
         &self,
@@ -145,7 +145,7 @@ pub enum ConnectError {
     /// The TLS files cannot be used.
     #[error(transparent)]
     Files(#[from] FileError),
-    /// One side does not accept the certificate of the other.
+    /// One side does not accept the other side's certificate.
     #[error("{}", .0.sentence)]
     Refused(Refusal),
     /// An https URL without TLS files. The check of the options normally reports this mistake

@@ -245,8 +245,8 @@ impl Machine {
         matches!(self.phase, Phase::Following { .. })
     }
 
-    /// True if the caller has to call [`Machine::refer_to`] before the next message, after it has
-    /// applied all effects so far.
+    /// True if the caller must apply all effects so far, and then call [`Machine::refer_to`],
+    /// before it processes the next message.
     #[must_use]
     pub fn needs_referable(&self) -> bool {
         self.needs_referable

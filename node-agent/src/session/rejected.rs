@@ -46,8 +46,8 @@ impl Rejected {
         self.has_forgotten
     }
 
-    /// True if a rejection is in force for a resource that a resume by log does not send again. The
-    /// agent's own Node does not count, because every stream sends it.
+    /// True if a rejection is in force for a resource that a resume by log does not send again.
+    /// Rejections of the agent's own Node are ignored, because every stream sends the Node.
     pub(super) fn has_resources(&self) -> bool {
         self.has_forgotten || self.kept.keys().any(|resource| !is_node(resource))
     }

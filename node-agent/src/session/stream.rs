@@ -193,8 +193,9 @@ impl Stream {
     }
 
     /// Notes the positions that the agent holds, and then asks the other replicas for their
-    /// standing. The order matters: the agent receives changes while it waits for answers. If the
-    /// agent noted its positions after the answers, every other replica would seem to be behind.
+    /// standing. The order is important, because the agent receives changes while it waits for
+    /// answers. If the agent noted its positions after the answers, every other replica would seem
+    /// to be behind.
     fn ask_others(&self, context: &Context, replicas: &Replicas) -> BoxFuture<'static, Answered> {
         let SessionConfig { node_name, tls, .. } = &context.config;
         let (node, tls, epoch) = (Arc::clone(node_name), tls.clone(), self.reporter.epoch);
@@ -273,8 +274,8 @@ async fn apply(state: &Arc<AgentState>, step: StateUpdate) -> Result<(), StreamE
     }
 }
 
-/// Calls `work` on a thread that may block: `work` waits for the state's lock, which the planning
-/// of a full sync may hold for a while.
+/// Calls `work` on a thread that may block, because `work` waits for the state's lock. The planning
+/// of a full sync may hold this lock for a while.
 pub(super) fn blocking<T: Send + 'static>(
     state: &Arc<AgentState>,
     work: impl FnOnce(&AgentState) -> T + Send + 'static,

@@ -120,7 +120,7 @@ impl AgentTls {
     /// Makes the TLS handshake on a connection to `host`, a DNS name or an IP address.
     ///
     /// # Errors
-    /// One side does not accept the certificate of the other, or the connection breaks. `refused`
+    /// One side does not accept the other side's certificate, or the connection breaks. `refused`
     /// then holds the reason, if TLS reports one.
     pub(crate) async fn handshake(
         &self,

@@ -15,8 +15,8 @@ use headgate_core::{Change, Family, Node};
 /// programmed at all. The oldest triggers are then enough to measure the delay.
 const MAX_TRIGGERS: usize = 4096;
 
-/// The time at which something in the cluster triggered a change of a service's endpoints. It is
-/// the value of the annotation `endpoints.kubernetes.io/last-change-trigger-time`.
+/// The time at which something in the cluster triggered a change of a service's endpoints. The time
+/// is the value of the annotation `endpoints.kubernetes.io/last-change-trigger-time`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Trigger {
     /// The family of the endpoints.

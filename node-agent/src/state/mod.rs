@@ -1,9 +1,9 @@
 //! The state that the session changes and the reconcile loop programs.
 //!
 //! There is one copy of the state, protected by a lock. The session holds the lock while it applies
-//! a step. The loop holds it while it plans, but not while it writes to the kernel. Services that
-//! change while the kernel is busy collect in one set of dirty keys, so the next plan handles each
-//! service once, with its newest value.
+//! a step. The loop holds the lock while it plans, but not while it writes to the kernel. Services
+//! that change while the kernel is busy collect in one set of dirty keys, so the next plan handles
+//! each service once, with its newest value.
 
 pub mod backlog;
 pub mod held;
@@ -448,8 +448,8 @@ impl AgentState {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // A panic while planning ends the agent (see `run`). It does not damage the state, because
-        // planning only reads it.
+        // A panic while planning ends the agent (see `run`). A panic does not damage the state,
+        // because planning only reads the state.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -22,7 +22,7 @@ use super::{
 };
 use crate::settings::IpvsSettings;
 
-/// The kernel cannot create devices of the kind dummy.
+/// The error message for a kernel that cannot create dummy devices.
 pub(super) const NO_DUMMY_DEVICES: &str = "this kernel has no dummy devices: load the module dummy (modprobe dummy)";
 
 /// Connections to IPVS, IP sets and rtnetlink. Each connection is opened when it is first needed,

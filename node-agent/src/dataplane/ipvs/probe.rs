@@ -61,7 +61,7 @@ fn set_types(families: &[Family]) -> Vec<(ipset_netlink::SetType, ipset_netlink:
     types
 }
 
-/// The sentence for a scheduler that the kernel does not have.
+/// The error message for a scheduler that the kernel does not have.
 pub(super) fn no_scheduler(scheduler: Scheduler) -> String {
     format!("this kernel has no scheduler {scheduler}: load the module ip_vs_{scheduler} (modprobe ip_vs_{scheduler})")
 }

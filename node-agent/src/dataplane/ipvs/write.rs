@@ -31,7 +31,7 @@ pub(super) struct RejectedOp {
 /// The outcome of the executed steps.
 #[derive(Debug, Default)]
 pub(super) struct Outcome {
-    /// The steps that the kernel rejected. It executed all others.
+    /// The steps that the kernel rejected. The kernel executed all other steps.
     pub(super) rejected: Vec<RejectedOp>,
     /// The virtual servers that do not exist although a step needed them.
     pub(super) absent: BTreeSet<ServerKey>,

@@ -220,7 +220,7 @@ impl Passes {
             let (mut swept, started) = (Swept::default(), Instant::now());
             let done = sweep(cleanup, family, &addresses, &mut swept);
             self.record(family, swept, started.elapsed(), done.is_err());
-            // A failure in one family does not prevent the pass over the other.
+            // A failure in one family does not prevent the pass over the other family.
             result = result.and(done);
         }
         result

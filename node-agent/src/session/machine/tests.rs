@@ -409,7 +409,7 @@ fn a_batch_may_refer_to_rejected_resources() {
     assert_eq!(agent.nacks[0].rejections.len(), 2);
     let other = endpoint("bad", 9, 7777);
     agent.receive(referring(&replica, version + 2, &other)).unwrap();
-    // After a snapshot, the agent collects again what it holds.
+    // This snapshot removes all resources. References to the rejected resources still resolve.
     agent.receive(end(version + 2, vec![], 0)).unwrap();
     agent.receive(referring(&replica, version + 3, &other)).unwrap();
 }
