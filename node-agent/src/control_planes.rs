@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_about_unusable_urls_say_why() {
+    fn errors_about_unusable_urls_name_the_reason() {
         let error = |url: &str| ControlPlane::parse(url, true).unwrap_err().to_string();
         assert!(error("https://a").contains("no port"));
         assert!(error("https://a:1/x").contains("has a path"));
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn plaintext_is_for_loopback_and_test_ranges() {
+    fn plaintext_is_allowed_only_for_loopback_and_test_ranges() {
         for host in ["127.0.0.1", "127.9.9.9", "[::1]", "192.0.2.1", "198.19.255.1", "[2001:db8::5]"] {
             assert!(ControlPlane::parse(&format!("http://{host}:7443"), true).is_ok(), "{host}");
             assert!(ControlPlane::parse(&format!("http://{host}:7443"), false).is_err(), "{host}");

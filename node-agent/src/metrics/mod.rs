@@ -120,7 +120,7 @@ mod tests {
         let metrics = Metrics::default();
         metrics.session.stream_error("version_gap");
         metrics.session.resumed(ResumeMode::Digests);
-        metrics.session.heard(Duration::from_secs(5));
+        metrics.session.set_source_age(Duration::from_secs(5));
         let report = Report { services_planned: 3, objects_written: 4, warnings: Vec::new() };
         metrics.sync.succeeded(SyncKind::Partial, Duration::from_millis(3), &report, &[], &[]);
         metrics.sync.failed(SyncKind::Full, &[]);

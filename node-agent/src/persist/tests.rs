@@ -490,7 +490,7 @@ proptest! {
 }
 
 #[test]
-fn the_stated_length_of_a_record_allocates_no_memory() {
+fn no_memory_is_allocated_for_the_stated_length_of_a_record() {
     let mut bytes = b"HEADGATE\x02\0\0\0".to_vec();
     bytes.extend([1, 0, 0, 0x40, 0]);
     let reason = load::read_from(bytes.as_slice(), "node-1").unwrap_err().to_string();

@@ -567,7 +567,7 @@ fn an_unchanged_service_in_quarantine_is_tried_again() {
 }
 
 #[test]
-fn a_removed_service_leaves_the_quarantine() {
+fn a_removed_service_is_removed_from_the_quarantine() {
     let run = Loop::start(timing());
     run.control.reject(&["prod/web"]);
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);

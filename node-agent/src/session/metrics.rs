@@ -44,7 +44,7 @@ pub struct SessionMetrics {
 #[derive(Debug, Default)]
 struct Source {
     /// When the last heartbeat arrived, and the age of the source that it reported.
-    heard: Option<(Instant, Duration)>,
+    last_heartbeat: Option<(Instant, Duration)>,
     state: Option<SourceState>,
 }
 
@@ -84,12 +84,12 @@ impl SessionMetrics {
     }
 
     /// Records the source age of a heartbeat.
-    pub fn heard(&self, source_age: Duration) {
-        self.source().heard = Some((Instant::now(), source_age));
+    pub fn set_source_age(&self, source_age: Duration) {
+        self.source().last_heartbeat = Some((Instant::now(), source_age));
     }
 
     /// Records the state of the source. `None` means that the replica does not report it.
-    pub fn source_said(&self, state: Option<SourceState>) {
+    pub fn set_source_state(&self, state: Option<SourceState>) {
         self.source().state = state;
     }
 
@@ -103,7 +103,7 @@ impl SessionMetrics {
     /// time since that heartbeat. `None` before the first heartbeat.
     #[must_use]
     pub fn source_age(&self) -> Option<Duration> {
-        self.source().heard.map(|(at, age)| age.saturating_add(at.elapsed()))
+        self.source().last_heartbeat.map(|(at, age)| age.saturating_add(at.elapsed()))
     }
 
     /// Updates the gauges that depend on the time. Call it before the registry is read.

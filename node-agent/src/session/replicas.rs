@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn each_replica_is_tried_once_a_round_and_never_twice_in_a_row() {
+    async fn each_replica_is_tried_once_per_round_and_never_twice_in_succession() {
         let mut replicas = replicas(&["http://127.0.0.1:1", "http://127.0.0.2:1", "http://127.0.0.3:1"]);
         let mut previous = String::new();
         for _ in 0..50 {

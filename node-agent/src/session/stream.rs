@@ -160,9 +160,9 @@ impl Stream {
                 self.reporter.reject(nack);
             }
             Effect::Heartbeat { source_age, head_version, source, snapshots_sent } => {
-                context.metrics.heard(source_age);
+                context.metrics.set_source_age(source_age);
                 context.metrics.head_version.set(head_version);
-                context.metrics.source_said(source);
+                context.metrics.set_source_state(source);
                 let is_old = source_age > OLD_SOURCE;
                 self.failover.on_source(source.or(is_old.then_some(SourceState::CutOff)), Instant::now());
                 self.failover.on_snapshots_sent(snapshots_sent, Instant::now());
@@ -177,7 +177,7 @@ impl Stream {
 
     fn on_welcome(&mut self, context: &Context, welcomed: Welcomed, replica: &Target) {
         let Welcomed { replica: name, epoch, mode, heartbeat_interval, source } = welcomed;
-        context.metrics.source_said(source);
+        context.metrics.set_source_state(source);
         self.failover.on_source(source, Instant::now());
         info!(%replica, name, ?mode, "connected");
         context.metrics.connected.set(1);

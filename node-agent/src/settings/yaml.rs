@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_document_may_have_markers_but_there_must_be_only_one() {
+    fn a_text_may_have_document_markers_but_only_one_document() {
         let expected = Tree::parse("a: 1").unwrap();
         for text in ["---\na: 1\n", "# words\n---\na: 1\n...\n", "\u{feff}a: 1\r\n"] {
             assert_eq!(Tree::parse(text), Ok(expected.clone()), "{text:?}");

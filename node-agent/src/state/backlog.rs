@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_serves_after_a_complete_state_is_programmed_or_found_in_place() {
+    fn a_node_is_serving_after_a_complete_state_is_programmed_or_found_in_place() {
         let backlog = Backlog::default();
         let health = |backlog: &Backlog| backlog.health(LONG);
         assert!(health(&backlog).is_alive() && !health(&backlog).is_serving());
@@ -327,7 +327,7 @@ mod tests {
 
     // rows: 107
     #[test]
-    fn row_107_a_node_that_goes_away_or_is_gone_is_not_eligible() {
+    fn row_107_a_node_that_is_going_away_is_not_eligible() {
         let backlog = Backlog::default();
         let is_eligible = || backlog.health(LONG).is_node_eligible;
         assert!(is_eligible(), "the source has no Nodes");

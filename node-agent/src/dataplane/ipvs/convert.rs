@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn elements_survive_conversion_in_both_directions() {
+    fn elements_are_equal_after_conversion_to_the_kernels_form_and_back() {
         let (v4, v6): (IpAddr, IpAddr) = ("10.96.0.1".parse().unwrap(), "fd00::1".parse().unwrap());
         for made in [
             Element::Port(30_000),

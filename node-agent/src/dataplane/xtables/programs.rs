@@ -344,7 +344,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rejected_rules_are_distinguished_from_errors_that_may_go_away() {
+    fn rejected_rules_are_distinguished_from_temporary_errors() {
         let kind = |said: &str| classify(DataplaneError::new(ErrorKind::Retry, said)).kind;
         for said in [
             "iptables-nft-restore (exit status: 4): line 3: RULE_APPEND failed (Invalid argument): rule in chain A",

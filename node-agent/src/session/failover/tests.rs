@@ -106,7 +106,7 @@ fn an_agent_asks_after_a_bounded_wait_unless_the_trouble_ends() {
 }
 
 #[test]
-fn a_stream_stalls_only_when_neither_it_nor_the_replica_makes_progress() {
+fn a_stream_is_stalled_only_if_the_replica_completes_no_snapshot_for_any_agent() {
     let now = Instant::now();
     let mut failover = Failover::new(&MoveLimits::default(), now);
     failover.on_source(FOLLOWING, now);

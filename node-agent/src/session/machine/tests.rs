@@ -75,7 +75,7 @@ fn replica(epoch: u64) -> Replica {
 }
 
 #[test]
-fn a_full_snapshot_and_later_batches_give_the_replicas_state() {
+fn after_a_full_snapshot_and_later_batches_the_agent_holds_the_replicas_state() {
     let mut replica = replica(7);
     let mut agent = Agent::following(&replica);
     agent.assert_holds(&replica);
