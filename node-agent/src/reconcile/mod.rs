@@ -37,13 +37,13 @@ use crate::{
 
 /// Shortest pause between a failed attempt and an attempt that includes newer changes.
 const CHANGE_PAUSE: Duration = Duration::from_millis(200);
-/// The same pause lasts at least this many times as long as the failed attempt. A kernel that
-/// rejects every attempt is therefore busy for at most a fifth of the time, however often the state
-/// changes.
+/// [`CHANGE_PAUSE`] is extended to at least this many times the duration of the failed attempt. A
+/// kernel that rejects every attempt is therefore busy for at most a fifth of the time, however
+/// often the state changes.
 const CHANGE_PAUSE_FACTOR: u32 = 4;
 /// Number of consecutive failed verifications after which the loop makes a full sync. While
-/// verifications fail, the loop cannot notice that another program removed rules. A full sync reads
-/// the kernel by other means.
+/// verifications fail, the loop cannot notice that another program removed rules. A full sync does
+/// not need the verification, because it reads all rules.
 const FAILED_VERIFICATIONS_BEFORE_FULL_SYNC: u32 = 2;
 
 /// Periods and pauses of the loop.
@@ -53,7 +53,7 @@ pub struct Timing {
     pub min_sync_period: Duration,
     /// Time between two verifications.
     pub sync_period: Duration,
-    /// Time between two precautionary full syncs. They are made in small clusters only.
+    /// Time between two precautionary full syncs. The loop makes such syncs only in small clusters.
     pub full_sync_period: Duration,
     /// Pauses after failures.
     pub backoff: Backoff,
@@ -97,7 +97,7 @@ pub struct Reconciler {
     node_settings: NodeSettings,
     interfaces: Interfaces,
     inputs: watch::Sender<NodeInputs>,
-    /// The node was known when `inputs` were resolved.
+    /// True if the Node was known when `inputs` were resolved.
     is_node_known: bool,
     /// The generation of the state that the last sync programmed. `None` requests another sync.
     done: Option<u64>,
@@ -109,7 +109,7 @@ pub struct Reconciler {
     full_sync_at: Instant,
 }
 
-/// A step that is planned and not yet applied.
+/// A step that has been planned but not applied.
 struct Attempt {
     target: Target,
     generation: u64,
@@ -247,7 +247,7 @@ impl Reconciler {
             }
             Err(error) if error.kind == ErrorKind::PlanAgain => {
                 info!("{error}");
-                // The work stays unfinished. The next step repeats and reports it, so that
+                // The work stays unfinished. The next step repeats the work and reports it, so that
                 // observers miss no change.
                 self.plan_again(error.services);
             }
@@ -403,14 +403,16 @@ impl Reconciler {
     /// Decides what to do with a state from disk before a control plane has answered.
     ///
     /// Rules that an earlier run left in the kernel are at least as new as the state on disk,
-    /// because the state is saved after the kernel is programmed. They stay until a control plane
-    /// has answered. If rules are missing, as after a reboot, the state from disk is programmed at
-    /// once.
+    /// because the state is saved after the kernel is programmed. The rules stay until a control
+    /// plane has answered. If rules are missing, as after a reboot, the state from disk is
+    /// programmed at once.
     fn check_rules_of_earlier_run(&mut self) {
         self.verify_at = Instant::now() + self.timing.sync_period;
         match self.dataplane.has_rules() {
             Ok(true) => {
-                info!("the rules of the last run are in place, and stay as they are until a control plane answers");
+                info!(
+                    "the rules of the last run are in place, and the agent does not change them until a control plane answers"
+                );
                 self.shared.backlog().found_in_place();
                 let Self { shared, observers, .. } = self;
                 shared.with_facts(|state, node| {
@@ -488,7 +490,7 @@ impl Reconciler {
                 self.plan_again(error.services);
             }
             Err(error) => {
-                warn!(%error, "maintenance of the rules failed; programming everything anew");
+                warn!(%error, "maintenance of the rules failed; making a full sync");
                 self.unfinished.needs_full = true;
                 self.done = None;
             }
@@ -504,7 +506,7 @@ impl Reconciler {
         let needs_full = match verified {
             Ok(true) => self.is_full_sync_due(),
             Ok(false) => {
-                warn!("another program removed or changed Headgate's rules; programming everything anew");
+                warn!("another program removed or changed Headgate's rules; making a full sync");
                 self.metrics.repairs.inc();
                 true
             }

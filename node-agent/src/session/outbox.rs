@@ -19,7 +19,7 @@ const MAX_WAITING_NACKS: usize = 64;
 const NACK_BYTES: usize = MAX_AGENT_MESSAGE_BYTES / 2;
 
 /// Shortest time between two ACKs in milliseconds. Each agent draws a new random time after each
-/// ACK (contract, 7).
+/// ACK (`discovery.proto`, rule 7).
 ///
 /// Most of the messages that a replica reads are ACKs: up to one per agent and change. After a
 /// quiet time, all agents acknowledge the next change at the same time. With a fixed interval,

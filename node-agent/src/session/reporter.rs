@@ -114,7 +114,7 @@ impl Reporter {
         let node_revision = if target.stream == self.stream { target.node_revision } else { 0 };
         let reached = (target.version, node_revision);
         // A failure revokes the ACK of an acknowledged version. After the recovery, the replica
-        // waits for another ACK of that version (contract, 7).
+        // waits for another ACK of that version (`discovery.proto`, rule 7).
         let has_recovered = self.has_failed && !is_failing;
         if self.acked == Some(reached) && !has_recovered {
             return;

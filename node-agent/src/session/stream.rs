@@ -30,10 +30,11 @@ use crate::{
     state::{AgentState, held::StateUpdate},
 };
 
-/// Number of heartbeat intervals without a message after which the agent reconnects (contract, 9).
+/// Number of heartbeat intervals without a message after which the agent reconnects
+/// (`discovery.proto`, rule 9).
 const MISSED_HEARTBEATS: u32 = 3;
 /// If an older replica does not send the state of its source, a source age above this limit means
-/// `CUT_OFF` (contract, 14).
+/// `CUT_OFF` (`discovery.proto`, rule 14).
 const OLD_SOURCE: Duration = Duration::from_secs(180);
 
 /// An open stream.
@@ -186,7 +187,7 @@ impl Stream {
         self.silent_after = heartbeat_interval.saturating_mul(MISSED_HEARTBEATS);
         if mode == ResumeMode::Log {
             // After a resume by log, the replica needs a report even if no change follows
-            // (contract, 7).
+            // (`discovery.proto`, rule 7).
             let seen = context.progress.borrow().clone();
             self.report(&seen, &context.machine);
         }
