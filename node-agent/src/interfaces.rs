@@ -31,8 +31,8 @@ use crate::{
     metric_registry::{AGENT, MetricRegistry},
 };
 
-/// The addresses of the node's interfaces, sorted and without duplicates. None until they have been
-/// listed. The following addresses are not among them:
+/// The addresses of the node's interfaces, sorted and without duplicates. `None` before the thread
+/// has listed the addresses for the first time. The list omits:
 ///
 /// - addresses of the devices of mode ipvs, which are addresses of Services;
 /// - link-local addresses of IPv6, which mean nothing without their interface.
@@ -43,8 +43,8 @@ pub type Interfaces = watch::Receiver<Option<Arc<[IpAddr]>>>;
 /// Notifications about addresses of Services arrive too, because the kernel cannot restrict a
 /// subscription to some links. In mode ipvs, a first sync causes tens of thousands of notifications
 /// within seconds, and the thread reads them as they arrive. If the buffer overflows nevertheless,
-/// the thread lists all addresses, which takes tens of milliseconds. A larger buffer would not be
-/// worth its memory. The kernel uses the memory only while notifications wait in the buffer.
+/// the thread lists all addresses, which takes tens of milliseconds. The kernel uses the memory of
+/// the buffer only while notifications wait in it.
 pub const RECEIVE_BUFFER_BYTES: u32 = 4 << 20;
 
 /// The devices of mode ipvs.
