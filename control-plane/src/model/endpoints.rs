@@ -112,17 +112,17 @@ pub(super) struct Endpoints {
 }
 
 impl Endpoints {
-    /// Takes in a version of a slice. `times_changes` says whether the trigger time of the slice
+    /// Applies a version of a slice. `trigger_is_new` says whether the trigger time of the slice
     /// belongs to this change. The trigger time of a listed slice may belong to an earlier change.
     pub(super) fn put(
         &mut self,
         key: &ObjectKey,
         reading: Reading<Slice>,
-        times_changes: bool,
+        trigger_is_new: bool,
         interner: &mut Interner,
     ) -> Outcome {
         let has_good = self.slices.get(key).is_some_and(|(_, is_good)| *is_good);
-        reading.take_in(has_good, |slice, is_good| self.set(key, slice, is_good, times_changes, interner))
+        reading.take_in(has_good, |slice, is_good| self.set(key, slice, is_good, trigger_is_new, interner))
     }
 
     /// Slices in use.
@@ -147,7 +147,7 @@ impl Endpoints {
         key: &ObjectKey,
         slice: Option<Slice>,
         is_good: bool,
-        times_changes: bool,
+        trigger_is_new: bool,
         interner: &mut Interner,
     ) {
         let shared =
@@ -158,7 +158,7 @@ impl Endpoints {
             (Some(old), Some(new)) if old.trigger_unix_ms == new.trigger_unix_ms => 0,
             (_, Some(new)) => new.trigger_unix_ms,
         };
-        let trigger_unix_ms = if times_changes { trigger_unix_ms } else { 0 };
+        let trigger_unix_ms = if trigger_is_new { trigger_unix_ms } else { 0 };
         let touched = touched(old, slice.as_ref());
         let old_service = old.map(|old| old.service.clone());
         let new_service = slice.as_ref().map(|new| new.service.clone());

@@ -175,10 +175,10 @@ impl Model {
         keys
     }
 
-    fn take_in(&mut self, event: Event, origin: &str, times_changes: bool) -> usize {
+    fn take_in(&mut self, event: Event, origin: &str, trigger_is_new: bool) -> usize {
         let key = event.key();
         match event {
-            Event::Apply(object) => self.put_object(&key, &object, origin, times_changes),
+            Event::Apply(object) => self.put_object(&key, &object, origin, trigger_is_new),
             Event::Undecodable { field, message, .. } => {
                 let mut findings = Findings::default();
                 findings.object(field, message);
@@ -188,12 +188,12 @@ impl Model {
         }
     }
 
-    fn put_object(&mut self, key: &ObjectKey, object: &Object, origin: &str, times_changes: bool) -> usize {
+    fn put_object(&mut self, key: &ObjectKey, object: &Object, origin: &str, trigger_is_new: bool) -> usize {
         let outcome = match object {
             Object::Service(object) => self.services.put(service_key(key), services::read(object)),
             Object::EndpointSlice(object) => {
                 let reading = slices::read(object, &mut self.interner);
-                self.endpoints.put(key, reading, times_changes, &mut self.interner)
+                self.endpoints.put(key, reading, trigger_is_new, &mut self.interner)
             }
             Object::Node(object) => {
                 let reading = nodes::read(object, &mut self.interner);

@@ -33,8 +33,9 @@ impl<T> Reading<T> {
         Self { value: None, findings: Findings::default() }
     }
 
-    /// Applies the rule for invalid objects. Passes the value to `set`, with whether it is good,
-    /// unless `has_good` says that a good version is in use, which then stays.
+    /// Applies the rule for invalid objects. Calls `set` with the value, and with whether the value
+    /// is good. `set` is not called if the object is invalid and `has_good` says that a good
+    /// version is in use: the good version then stays in use.
     pub(super) fn take_in(self, has_good: bool, set: impl FnOnce(Option<T>, bool)) -> Outcome {
         let Self { value, findings } = self;
         let (is_good, is_served) = (findings.is_fit(), value.is_some());
@@ -76,7 +77,7 @@ impl<K, V> Default for ObjectSet<K, V> {
 }
 
 impl<K: Hash + Eq + Clone + Ord, V: PartialEq + Clone> ObjectSet<K, V> {
-    /// Takes in a version of an object.
+    /// Applies a version of an object.
     pub(super) fn put(&mut self, key: K, reading: Reading<V>) -> Outcome {
         let has_good = self.held.get(&key).is_some_and(|(_, is_good)| *is_good);
         reading.take_in(has_good, |value, is_good| self.set(key, value, is_good))

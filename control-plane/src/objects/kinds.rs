@@ -84,7 +84,7 @@ api_types! {
         pub session_affinity_config: SessionAffinityConfig,
         /// CIDRs of the clients that may use the load balancer.
         pub load_balancer_source_ranges: Vec<String>,
-        /// Port, 0 for none.
+        /// Health-check node port; 0 if there is none.
         pub health_check_node_port: i64,
     }
 
@@ -96,7 +96,7 @@ api_types! {
         pub protocol: String,
         /// Port; 0 if there is none.
         pub port: i64,
-        /// Node port, 0 for none.
+        /// Node port; 0 if there is none.
         pub node_port: i64,
     }
 
@@ -135,11 +135,11 @@ api_types! {
 
     /// One port of an EndpointSlice.
     pub struct SlicePort {
-        /// `None` drops the port.
+        /// Name. A port whose name is `None` is ignored.
         pub name: Option<String>,
-        /// Empty means TCP.
+        /// Protocol; empty means TCP.
         pub protocol: String,
-        /// `None` or 0 drops the port.
+        /// Number. A port whose number is `None` or 0 is ignored.
         pub port: Option<i64>,
     }
 

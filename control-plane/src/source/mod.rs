@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::transaction::{Problem, Sink};
 
-// For `crate::fuzz`.
+// `crate::fuzz` calls these functions.
 pub(crate) use self::{
     files::manifest_events,
     kubernetes::{list_events, watch_events},

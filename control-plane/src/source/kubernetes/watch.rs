@@ -113,7 +113,8 @@ pub(super) struct KindUpdate {
 enum StreamingLists {
     /// The next list is read as a stream.
     Used,
-    /// The last streaming list failed, or is being read. The next list is read by pages.
+    /// A streaming list has begun and has not succeeded. If it fails, the next list is read by
+    /// pages.
     Broken,
     /// The server has no streaming lists.
     Refused,
@@ -312,7 +313,7 @@ impl Watch {
         }
     }
 
-    /// Makes further lists streams again, unless the server refuses such lists.
+    /// Lets the next list be a streaming list again, unless the server refuses streaming lists.
     fn try_streaming_lists(&mut self) {
         if self.streaming_lists == StreamingLists::Broken {
             self.streaming_lists = StreamingLists::Used;
