@@ -173,7 +173,7 @@ async fn wait_counts_all_replicas_and_waits_for_one_that_is_behind() {
     one.put_at(Some(20), [endpoint(1, 1, 8080)]);
     acknowledge(&mut a, &one).await;
     let answer = headgatectl(&[&one, &two], "wait service-1 --timeout 500ms").await.unwrap();
-    assert!(answer.code == 3 && answer.err.contains("is behind another replica's"), "{}", answer.err);
+    assert!(answer.code == 3 && answer.err.contains("is behind the source of another replica"), "{}", answer.err);
 
     let waiting = headgatectl(&[&one, &two], "wait service-1");
     two.put_at(Some(20), [endpoint(1, 1, 8080)]);
