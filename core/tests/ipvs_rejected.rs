@@ -138,9 +138,9 @@ impl Rig {
                 Object::Destination(key, address) => wanted.servers[&key].1.contains_key(&address),
             };
             // Draining servers may still need elements and addresses.
-            let is_mark = matches!(object, Object::Element(..) | Object::Address(_));
-            assert!(is_wanted || is_mark, "no service wants {object:?}");
-            assert!(self.state.entry(service).is_some() || is_mark, "{service} does not exist");
+            let may_outlive_service = matches!(object, Object::Element(..) | Object::Address(_));
+            assert!(is_wanted || may_outlive_service, "no service wants {object:?}");
+            assert!(self.state.entry(service).is_some() || may_outlive_service, "{service} does not exist");
         }
     }
 

@@ -79,9 +79,10 @@ pub struct Cursor {
     version: u64,
     resources: u64,
     snapshots: u64,
-    /// Until the cursor has reached this version, messages contain no references. After a snapshot,
-    /// or a resume after an interrupted snapshot, parts of the agent's state may be newer than the
-    /// agent's version. A value of that version may then be missing in the agent's state.
+    /// Until the cursor has reached this version, messages contain no references. A reference
+    /// stands for a value of the store at the cursor's version. After a snapshot, or a resume after
+    /// an interrupted snapshot, parts of the agent's state may be newer than the cursor's version,
+    /// so the agent may not have the value.
     spelt_out_to: u64,
 }
 
@@ -264,21 +265,23 @@ impl Store {
             return cursor.take_part(&delta, 0);
         }
         let inner = self.read();
-        // The head is ahead of the cursor, so at least one bucket has changed. An empty list in the
-        // end marker would mean all buckets, so in that case all buckets would have to be sent.
+        // The list is never empty: the head is ahead of the cursor, so at least one bucket has
+        // changed. If the list were empty, the walk would send all buckets, because the agent would
+        // take an empty list in the end marker for all buckets.
         let buckets = Some(inner.buckets.changed_since(cursor.version)).filter(|buckets| !buckets.is_empty());
         cursor.phase = Phase::Snapshot(Walk::new(inner.version, buckets));
         drop(inner);
         self.next_frame(cursor)
     }
 
-    /// The compacted step from `start`, shared by all streams at `start`. A kept step is reused if
-    /// it ends at most [`FOLLOW_VERSIONS`] before `head`. If `spelt_out_to` is after `start`, the
+    /// Returns the compacted step from `start`: the current values of everything that has changed
+    /// since `start`. All streams at `start` share the step. A cached step is reused if it ends at
+    /// most [`FOLLOW_VERSIONS`] versions before `head`. If `spelt_out_to` is after `start`, the
     /// step contains no references and ends at `spelt_out_to` or later, because the receiver may
     /// hold values of `spelt_out_to` and must not return to older values.
     ///
-    /// `None` if the step is so large that buckets are cheaper, or if there is no room for its
-    /// parts.
+    /// Returns `None` if the step is so large that buckets are cheaper, or if the memory for split
+    /// steps has no room for the step.
     fn compacted(&self, start: u64, spelt_out_to: u64, head: u64) -> Option<Arc<Delta>> {
         let is_spelt_out = start < spelt_out_to;
         let from = head.saturating_sub(FOLLOW_VERSIONS).max(spelt_out_to.min(head));

@@ -172,9 +172,9 @@ impl DeltaCache {
         Self(Mutex::new(Kept { by_start, by_age, newest: 0, bytes: 0, max_bytes }))
     }
 
-    /// The step from `start`: the kept step if it is `usable`, otherwise a new step. `encode` must
-    /// return a usable step. If `encode` returns `None`, all callers that wait for this step get
-    /// `None`.
+    /// Returns the step from `start`: the cached step if `usable` accepts it, otherwise a new step.
+    /// `encode` must return a step that `usable` accepts. If `encode` returns `None`, all callers
+    /// that wait for this step get `None`.
     pub(super) fn get(
         &self,
         start: Start,
@@ -225,7 +225,7 @@ impl Kept {
         }
     }
 
-    /// Keeps a step that was just encoded. Beyond the bound, the oldest steps that no stream holds
+    /// Caches a step that was just encoded. Beyond the bound, the oldest steps that no stream holds
     /// are dropped. Dropping a step that a stream holds would free no memory, and the step might
     /// have to be encoded again.
     fn encoded(&mut self, start: Start, slot: &Slot) {

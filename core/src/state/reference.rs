@@ -21,8 +21,8 @@ pub struct Referrer {
     epoch: u64,
 }
 
-/// A port of an endpoint with the numbers of the protocol. This program may not know the meaning of
-/// a number that a newer program sent: see [`Referrer::numbered_ports`].
+/// A port of an endpoint, with the numbers that the gRPC message contains. This program may not
+/// know the meaning of a number that a newer program sent: see [`Referrer::numbered_ports`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NumberedPort {
     /// Name of the port, as in [`EndpointPort`].

@@ -1,7 +1,7 @@
-//! A ruleset of kube-proxy's shape for the workload: one list of all Services, one chain for each
-//! Service and one chain for each endpoint. Endpoint rules have no comments, because kube-proxy
-//! writes none above 1,000 endpoints. A partial sync rewrites the lists and the chains of the
-//! changed Service.
+//! A ruleset of kube-proxy's shape for the workload: the chain `KUBE-SERVICES` with a rule for each
+//! Service, one chain for each Service, and one chain for each endpoint. Endpoint rules have no
+//! comments, because kube-proxy writes no comments above 1,000 endpoints. A partial sync rewrites
+//! the chains that all Services share, and the chains of the changed Service.
 
 use std::fmt::Write as _;
 
@@ -25,7 +25,7 @@ pub fn partial(services: u32, endpoints: u32, changed: u32) -> String {
     script(services, &[changed], endpoints)
 }
 
-/// The jumps to the lists, which kube-proxy inserts with separate commands.
+/// The jumps from the built-in chains, which kube-proxy inserts with separate commands.
 pub const JUMPS: &str = "*nat\n-I PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n\
     -I OUTPUT -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n\
     -I POSTROUTING -m comment --comment \"kubernetes postrouting rules\" -j KUBE-POSTROUTING\nCOMMIT\n";

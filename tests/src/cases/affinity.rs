@@ -14,7 +14,7 @@ use crate::testbed::{Backend, Family, Outcome, Request, Testbed, Transport, clie
 
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
-/// The number of requests that checks affinity. Without affinity, one of four servers would answer
+/// The number of requests of one affinity check. Without affinity, one of four servers would answer
 /// all eight requests with a probability of 1 in 16,000. The scenarios make this check about a
 /// hundred times.
 const REQUESTS: usize = 8;
@@ -68,7 +68,7 @@ pub fn a_client_stays_with_its_server(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// A client loses its server after the affinity time-out without a new connection, and not earlier.
+/// A client loses its server if it opens no connection for the affinity time-out, and not earlier.
 pub fn affinity_ends_after_its_timeout(bed: &Testbed) -> Result<()> {
     let service = bed.service("sticky-briefly")?;
     let timeout_seconds = service.affinity_timeout_seconds.context("sticky-briefly has no affinity time-out")?;
@@ -203,7 +203,7 @@ pub fn affinity_can_be_turned_on_and_off(bed: &Testbed) -> Result<()> {
     spread("after affinity")
 }
 
-/// The endpoints of `local` in [`with_local_policies`]: two on node-a, one on node-b.
+/// The endpoints of the Service `local` in [`with_local_policies`]: two on node-a, one on node-b.
 const SPREAD: [&str; 3] = ["a1", "a2", "b1"];
 
 /// Affinity together with the policy Local: a client stays with one of the endpoints that the

@@ -182,7 +182,7 @@ pub fn zone_changes(bed: &Testbed) -> Result<()> {
         ];
         eventually(|| run(bed, &near)).with_context(|| format!("node-a in {zone:?}"))?;
         run(bed, &[ask("b3", "zoned", ClusterIp).answered(FIRST, Kept)])
-            .context("a node whose zone does not change")?;
+            .context("checking a node whose zone does not change")?;
     }
     Ok(())
 }

@@ -124,7 +124,7 @@ fn read_all(streams: Vec<TcpStream>, rounds: u32, rate: u32, start: Instant) -> 
                         let before = *had / MESSAGE_BYTES;
                         *had += length;
                         for round in before..*had / MESSAGE_BYTES {
-                            let round = u32::try_from(round).context("more than was written")?;
+                            let round = u32::try_from(round).context("more messages arrived than were written")?;
                             let taken = now.saturating_duration_since(begins(start, round, rate));
                             latency.record(u64::try_from(taken.as_micros()).unwrap_or(u64::MAX));
                             missing -= 1;

@@ -6,9 +6,9 @@
 //! how long ago the kernel had each version that the ACK covers (contract, 7), so a delayed ACK
 //! does not distort the measurement.
 //!
-//! A *member* is an agent with a stream that has acknowledged the version that was the head when it
-//! connected. So an agent that joins does not count for earlier commits. When an agent leaves,
-//! commits that waited only for this agent are not measured.
+//! An agent with a stream becomes a *member* when its kernel has the version that was the newest
+//! version when the agent connected. So an agent that joins does not count for earlier commits.
+//! When an agent leaves, commits that waited only for this agent are not measured.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -311,7 +311,8 @@ impl Counted {
         (self.is_failing, self.has_state, self.version)
     }
 
-    /// Makes the agent a member if it has reached the version that was the head when it connected.
+    /// Makes the agent a member if its kernel has the version that was the newest version when the
+    /// agent connected.
     fn join(&mut self) {
         self.joins_at = self.joins_at.filter(|head| self.version < *head);
     }
@@ -454,8 +455,8 @@ mod tests {
         rig.commit();
         rig.commit();
         let after = Instant::now() + Duration::from_secs(3_600);
-        // `b` reports that its kernel had both commits before they were made. So the age of the
-        // second commit is zero, and the age of the first follows from the report of `a`.
+        // Both agents report a time before the second commit, so the age of the second commit is
+        // zero. For the first commit, `a` reports a later time than `b`, so this time counts.
         rig.ack_with_times("a", &[(1, after), (2, before)]);
         std::thread::sleep(Duration::from_millis(5));
         rig.ack_with_times("b", &[(2, before)]);

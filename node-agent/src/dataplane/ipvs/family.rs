@@ -138,8 +138,8 @@ impl Dataplane for IpvsFamily {
         result
     }
 
-    /// Detects flushed rules, sets or virtual servers, and a device that somebody removed or set
-    /// up. Checks only one address and one virtual server.
+    /// Detects flushed rules, sets or virtual servers, and a device that somebody removed or
+    /// brought up. Checks only one address and one virtual server.
     fn check(&mut self, kernel: &mut Kernel) -> Result<Option<String>, DataplaneError> {
         let sign = self.rules.check(self.ledger.rules().jumps())?;
         let sign = sign.map_or_else(|| self.check_device_and_sets(kernel), |sign| Ok(Some(sign)))?;
@@ -281,8 +281,8 @@ impl IpvsFamily {
         Err(DataplaneError::plan_again(message, services))
     }
 
-    /// Returns a virtual server that somebody else removed: a step did not find the server,
-    /// although the kernel did not reject it earlier.
+    /// Returns a virtual server that somebody else removed: a step did not find the server, and the
+    /// kernel has not rejected the server.
     fn removed_server(&self, Outcome { rejected, absent }: &Outcome) -> Option<ServerKey> {
         let not_created: BTreeSet<ServerKey> = rejected
             .iter()
@@ -326,7 +326,7 @@ impl IpvsFamily {
     fn check_device_and_sets(&self, kernel: &mut Kernel) -> Result<Option<String>, DataplaneError> {
         match kernel.link()? {
             None => return Ok(Some(format!("somebody else has removed device {DEVICE}"))),
-            Some(link) if link.is_up() => return Ok(Some(format!("somebody else has set device {DEVICE} up"))),
+            Some(link) if link.is_up() => return Ok(Some(format!("somebody else has brought device {DEVICE} up"))),
             Some(_) => {}
         }
         let name = Set::ClusterIp.name(self.family());

@@ -148,7 +148,7 @@ impl Kernel {
         let new = self.make_device(DEVICE)?.index;
         self.add_addresses(new, addresses)?;
         self.routing()?.remove_link(temporary).map_err(of_routing)?;
-        info!(device = DEVICE, addresses = addresses.len(), "replaced the device, because somebody had set it up");
+        info!(device = DEVICE, addresses = addresses.len(), "replaced the device, because somebody had brought it up");
         Ok(new)
     }
 
@@ -163,7 +163,7 @@ impl Kernel {
     /// The index of our device, if nobody else has changed it.
     ///
     /// # Errors
-    /// Somebody has removed the device or set it up. Only a full sync helps.
+    /// Somebody has removed the device or brought it up. Only a full sync helps.
     pub(super) fn device_in_use(&mut self) -> Result<u32, DataplaneError> {
         let message = match self.link()? {
             Some(link) if !link.is_up() => return Ok(link.index),

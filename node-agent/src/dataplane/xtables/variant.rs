@@ -11,9 +11,10 @@ use super::{
 /// Chains that the kubelet creates to show which variant the node's software uses (KEP-3178).
 const KUBELET_CHAINS: [&str; 2] = [":KUBE-IPTABLES-HINT", ":KUBE-KUBELET-CANARY"];
 
-/// Returns the variant to use. For `Auto`, returns the installed variant with the kubelet's chains.
-/// If this does not decide, returns the variant with more rules. If both have the same number of
-/// rules, returns nft.
+/// Returns the variant to use. For `Auto`, returns the only installed variant. If both variants are
+/// installed, returns the variant with the kubelet's chains, and nft if both have these chains. If
+/// neither variant has the chains, returns the variant with more rules, and nft if both have the
+/// same number of rules.
 ///
 /// # Errors
 /// [`ErrorKind::Unavailable`] when the programs of the variant are not installed.

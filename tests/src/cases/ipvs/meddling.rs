@@ -44,7 +44,7 @@ pub fn a_change_restores_objects_that_were_removed(bed: &Testbed) -> Result<()> 
         ("virtual servers were flushed, and endpoints change", &flush_servers, &change_and_undo),
         ("virtual servers were flushed, and settings change", &flush_servers, &affinity),
         ("the device was removed", &|| node.ip_batch("link del kube-ipvs0\n"), &change_and_undo),
-        ("the device was set up", &|| node.ip_batch("link set kube-ipvs0 up\n"), &change_and_undo),
+        ("the device was brought up", &|| node.ip_batch("link set kube-ipvs0 up\n"), &change_and_undo),
         ("a set was destroyed", &|| tool(node, "ipset", &["destroy", "KUBE-NODE-PORT-SERVERS"]).map(drop), &node_port),
     ];
     let before = without_marker(kernel(bed, "node-a")?);

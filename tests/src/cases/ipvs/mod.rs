@@ -189,9 +189,11 @@ pub fn flushed_state_is_restored(bed: &Testbed) -> Result<()> {
         ("sets were flushed", &|| tool(node, "ipset", &["flush"]).map(drop)),
         ("addresses were flushed", &|| node.ip_batch("addr flush dev kube-ipvs0\n")),
         ("the device was removed", &|| node.ip_batch("link del kube-ipvs0\n")),
-        ("the device was set up", &|| node.ip_batch("link set kube-ipvs0 up\n")),
+        ("the device was brought up", &|| node.ip_batch("link set kube-ipvs0 up\n")),
         // When the device goes down again, the kernel removes the routes of its addresses.
-        ("the device was up", &|| node.ip_batch("link set kube-ipvs0 up\nlink set kube-ipvs0 down\n")),
+        ("the device was brought up and down again", &|| {
+            node.ip_batch("link set kube-ipvs0 up\nlink set kube-ipvs0 down\n")
+        }),
         ("rules were flushed", &|| flush(&["-t", "nat", "-F"]).and_then(|()| flush(&["-F", "KUBE-IPVS-FILTER"]))),
     ];
     for (what, step) in steps {

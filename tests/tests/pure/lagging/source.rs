@@ -56,8 +56,8 @@ fn node(name: &str, version: u64) -> Node {
 pub(crate) const NEED_NEW_PROGRAM: [&str; 2] = ["shop/web-2", "shop/web-4"];
 const UNUSABLE: [u64; 2] = [17, 22];
 
-/// Gives Services that the old program cannot use a protocol number that this program does not
-/// know.
+/// Sets the protocol of each Service that the old program cannot use to a number that this program
+/// does not know.
 pub(crate) fn as_seen_by_the_old_program(changes: &mut v1::Changes) {
     for service in &mut changes.services {
         let is_new = |version: &u64| service.ports[0].node_port == 30_000 + u32::try_from(*version).unwrap();
@@ -104,8 +104,8 @@ impl History {
         services.chain(endpoints).map(Event::Change).chain(nodes).collect()
     }
 
-    /// Changes, removals and additions of each kind. A removed key never returns, so its absence
-    /// has one version.
+    /// Changes, removals and additions of each kind. No removed key is added again, and no added
+    /// key is removed. So each key is absent only before its addition or only after its removal.
     pub(crate) fn whole() -> Self {
         use SourceKind::{EndpointSlices, Nodes, Services};
         let mut events = Vec::new();

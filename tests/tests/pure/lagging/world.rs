@@ -12,9 +12,10 @@ use super::{
     source::{BASE, History, KINDS, Places},
 };
 
-/// The seconds between the agent's checks of whether to move, while time passes. The sum is longer
-/// than any wait of an agent for a replica that is behind, and longer than any stay of an agent
-/// before it moves again.
+/// While time passes, the agent checks after each of these intervals, in seconds, whether another
+/// replica is better. The sum is longer than the time for which an agent waits for a replica that
+/// is behind, and longer than the time for which an agent stays at a replica before it may connect
+/// to another replica.
 const CHECKS: [u64; 7] = [5, 10, 20, 40, 80, 160, 320];
 
 /// A move of the model.

@@ -1,4 +1,5 @@
-//! Authorities and certificates. Each invalid certificate has one fault.
+//! Certificate authorities, and the certificates that they issue. Callers can change the parameters
+//! of a certificate before it is signed, for example to issue an expired certificate.
 
 use std::{fs, path::Path, time::SystemTime};
 

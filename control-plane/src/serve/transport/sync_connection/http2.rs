@@ -54,7 +54,7 @@ struct Stream {
     messages: Messages,
     /// Frames to write before further messages, such as answers to pings.
     answers: Vec<u8>,
-    /// The rest of a message that has not been written.
+    /// The part of the current message that has not been written yet.
     unsent: Bytes,
     /// The bytes that the server may send before the client enlarges the connection's window.
     connection_room: i64,
@@ -150,7 +150,7 @@ impl Http2 {
         }
     }
 
-    /// Enforces time limits, and sends a ping when it is time.
+    /// Enforces time limits. Sends a ping if the client has sent and read nothing for `KEEPALIVE`.
     pub(super) fn keep_time(&mut self, now: Instant) {
         self.stream.keep_time(now);
     }
