@@ -68,7 +68,7 @@ pub(crate) struct Expiry {
 }
 
 impl Expiry {
-    /// The error for the peer once the certificate has expired; `None` before.
+    /// Returns the error for the peer if the certificate has expired, or else `None`.
     pub(crate) fn due(self) -> Option<Denied> {
         (self.at <= Instant::now()).then_some(Denied::Expired(self.not_after))
     }

@@ -2,9 +2,6 @@
 //!
 //! Objects come from [`source`]. [`model`] turns them into a [`transaction`], [`store`] keeps the
 //! state, and [`serve`] streams it to the agents.
-//!
-//! In comments, "contract, 14" means section 14 of the contract at the head of
-//! `proto/headgate/v1/discovery.proto`.
 
 #[doc(hidden)]
 pub mod fuzz;

@@ -124,7 +124,7 @@ impl Default for Metrics {
             source_ages: add.add("source_age_seconds", "Time since the replica last heard from the source, by kind of object"),
             source_errors: add
                 .add("source_errors", "Refused objects, dropped watches and other errors of the source, by kind and reason"),
-            problems: add.add("source_problems", "Objects, or parts of objects, that are not served as written"),
+            problems: add.add("source_problems", "Objects, or parts of objects, that are rejected or have no effect"),
             synced: add.add("source_synced", "1 after every kind has been listed, 0 before"),
             source_states: add.add("source_state", "1 for the current state of the source, 0 for the other states: unlisted (not every kind has been listed), following, or cut_off (every kind was listed, and changes no longer arrive)"),
             resources: add.add("resources", "Resources in the store, by kind"),

@@ -78,7 +78,7 @@ pub struct Transaction {
     pub received: Option<SystemTime>,
 }
 
-/// Something in the source that is not served as written.
+/// An object, or a part of an object, that is rejected or has no effect.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
     /// The object, such as `Service prod/web`.

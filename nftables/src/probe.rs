@@ -26,7 +26,7 @@ pub enum Feature {
     Reject,
     /// `ct` (module `nft_ct`).
     Conntrack,
-    /// Connection addresses by explicit family in tables of any family (Linux 4.17).
+    /// `ct` keys for IPv4 addresses and for IPv6 addresses, in tables of any family (Linux 4.17).
     ConntrackAddresses,
     /// `dynset`.
     DynamicSet,
@@ -119,8 +119,8 @@ pub fn refusals(kernel: &mut impl Kernel, transaction: &Transaction) -> Result<V
             Ok(faults.into_iter().filter(|fault| fault.message != Some(last)).collect())
         }
         Err(error) => Err(error),
-        // A table with this name existed. The transaction deleted that table together with the
-        // objects of the trial.
+        // A table with this name existed, so its deletion succeeded, and the kernel executed the
+        // whole transaction.
         Ok(()) => Ok(Vec::new()),
     }
 }

@@ -37,8 +37,8 @@ impl Fault {
 type Checked<T> = Result<T, Fault>;
 
 /// Converts messages to changes. Equal strings, port lists and placements share memory, even if
-/// they come from different messages. The decoder remembers the targets of references (contract,
-/// 13).
+/// they come from different messages. The decoder remembers the targets of references
+/// (discovery.proto, section 13).
 #[derive(Debug, Default)]
 pub struct Decoder {
     strings: Pool<str>,

@@ -15,8 +15,8 @@ use crate::v1;
 /// references precede complete values.
 const IS_REFERENCE: u32 = 1 << 31;
 
-/// The parts of an endpoint's change that can be sent as references (contract, 13). Parts with
-/// `None` are sent in full.
+/// The parts of an endpoint's change that can be sent as references (discovery.proto, section 13).
+/// Parts with `None` are sent in full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct References {
     /// A reference to the service's key.
@@ -175,8 +175,8 @@ impl ChangesBuilder {
         &mut self.changes.endpoints[last]
     }
 
-    /// Returns the index of a trigger time. If all trigger times are unknown, there is no table,
-    /// and index 0 is out of range.
+    /// Returns the index of a trigger time in `triggers_unix_ms`. While all trigger times are
+    /// unknown, `triggers_unix_ms` is empty, and index 0 is out of range.
     fn trigger(&mut self, unix_ms: u64) -> u32 {
         if unix_ms == 0 && self.changes.endpoints.is_empty() {
             return 0;

@@ -1,4 +1,4 @@
-//! The targets of references on the receiver's side (contract, 13).
+//! The targets of references on the receiver's side (discovery.proto, section 13).
 
 use std::{
     collections::{HashMap, HashSet, hash_map::Entry},

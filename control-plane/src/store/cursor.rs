@@ -49,7 +49,7 @@ impl Resume {
     }
 }
 
-/// How a stream begins (contract, 3).
+/// How a stream begins (discovery.proto, section 3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ResumeMode {
     /// The stream begins with the changes since the agent's version.
@@ -199,7 +199,7 @@ impl Walk {
         server_frame(v1::server_message::Body::SnapshotEnd(v1::SnapshotEnd {
             version: self.version,
             // Buckets may be newer than `version`, and the positions must cover the newest bucket
-            // (contract, 6).
+            // (discovery.proto, section 6).
             positions: positions_to_wire(inner.shared_positions()),
             buckets,
             resource_count: self.resources,

@@ -1,4 +1,5 @@
-//! The state of the source, and the time since it last confirmed each kind (contract, 9 and 14).
+//! The state of the source, and the time since it last confirmed each kind (discovery.proto,
+//! sections 9 and 14).
 
 use std::{
     collections::BTreeMap,

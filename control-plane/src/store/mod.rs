@@ -202,14 +202,14 @@ impl Store {
         self.freshness.watch_state()
     }
 
-    /// The state of the source (contract, 14).
+    /// The state of the source (discovery.proto, section 14).
     #[must_use]
     pub fn source_state(&self) -> SourceState {
         self.freshness.state()
     }
 
-    /// The state of the source, for agents of other replicas (contract, 15): CUT_OFF as soon as a
-    /// request to the source has failed or is late.
+    /// The state of the source, for agents of other replicas (discovery.proto, section 15): CUT_OFF
+    /// as soon as a request to the source has failed or is late.
     #[must_use]
     pub fn source_state_for_others(&self) -> SourceState {
         self.freshness.state_for_others()

@@ -1,6 +1,6 @@
-//! The values that changes may refer to (contract, 13): service keys, placements and port lists in
-//! the state. Each value has a reference, and the version since which the state has contained the
-//! value without a break.
+//! The values that changes may refer to (discovery.proto, section 13): service keys, placements and
+//! port lists in the state. Each value has a reference, and the version since which the state has
+//! contained the value without a break.
 
 use std::{
     borrow::Borrow,

@@ -1,6 +1,6 @@
-//! How an agent continues from the state that it holds, and when it must wait first (contract, 3
-//! and 6). This module uses no clock and no connection; the stream's session passes the current
-//! time.
+//! How an agent continues from the state that it holds, and when it must wait first
+//! (discovery.proto, sections 3 and 6). This module uses no clock and no connection; the stream's
+//! session passes the current time.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

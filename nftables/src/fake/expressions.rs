@@ -27,7 +27,8 @@ impl Registers {
         Ok(())
     }
 
-    /// Since Linux 6.15 the kernel rejects reads of registers that no expression has written.
+    /// Since Linux 6.12, and in later stable releases of some older kernels, the kernel rejects
+    /// reads of registers that no expression has written (`nft_parse_register_load`).
     fn load(&self, from: Register, length: u32) -> Applied {
         require(length > 0, libc::EINVAL)?;
         let mut words = from.index()..from.after(length).index();
@@ -40,7 +41,7 @@ impl Registers {
     }
 }
 
-/// Checks a rule and replaces references to anonymous sets by their names.
+/// Checks a rule, and replaces references to anonymous sets by the names of the sets.
 pub(super) fn check_rule(table: &FakeTable, rule: &mut Rule) -> Applied {
     let mut registers = Registers(HashSet::new());
     for expression in &mut rule.expressions {
@@ -139,7 +140,7 @@ fn check(table: &FakeTable, registers: &mut Registers, expression: &mut Expressi
     }
 }
 
-/// Binds the rule to a set. A reference to an anonymous set is replaced by its name.
+/// Binds the rule to a set. Replaces a reference to an anonymous set by the name of the set.
 fn bind<'a>(table: &'a FakeTable, name: &mut SetName) -> Result<&'a FakeSet, Rejection> {
     let Some(found) = table.set_of(name) else { return reject(libc::ENOENT) };
     require(!(found.set.flags.anonymous && table.uses_of_set(found) > 0), libc::EBUSY)?;

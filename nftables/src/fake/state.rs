@@ -83,7 +83,7 @@ pub(super) fn set_name(expression: &Expression) -> Option<&SetName> {
     }
 }
 
-/// The chain that an expression itself jumps to.
+/// The chain to which a verdict expression jumps. `None` for all other expressions.
 pub(super) fn jump(expression: &Expression) -> Option<&str> {
     match expression {
         Expression::Verdict(verdict) => verdict.chain(),

@@ -253,7 +253,7 @@ impl Machine {
     }
 
     /// Sets the resources to which later batches may refer: the contents of the agent's state
-    /// (contract, 13).
+    /// (discovery.proto, section 13).
     pub fn refer_to(&mut self, referable: Referable) {
         if let Phase::Following { epoch } = self.phase {
             self.needs_referable = false;
@@ -262,7 +262,7 @@ impl Machine {
     }
 
     /// Processes the next message and returns its effects, in order. Ignores messages of an unknown
-    /// kind (contract, 12).
+    /// kind (discovery.proto, section 12).
     ///
     /// # Errors
     /// The message breaks the contract. The caller must drop the stream.
@@ -400,8 +400,8 @@ impl Machine {
             return Err(Violation::Backwards { sent: end.version, held });
         }
         // An empty list means all buckets. But after a comparison of digests that found no
-        // difference, it means no bucket (contract, 4). The agent must not remove all resources in
-        // this case.
+        // difference, it means no bucket (discovery.proto, section 4). The agent must not remove
+        // all resources in this case.
         let buckets = if end.buckets.is_empty() && !(by_digests && end.resource_count == 0) {
             Buckets::All
         } else {

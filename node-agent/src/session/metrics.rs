@@ -132,8 +132,7 @@ impl TlsMetrics {
         add.counter("tls_handshakes", "kind (full, resumed)", help, self.handshakes.clone());
         let help = "Changes of the TLS files, by whether the agent could load them";
         add.counter("tls_reloads", "result (success, failure)", help, self.reloads.clone());
-        let help =
-            "When the agent's certificate, and the first of the authorities, expires, in seconds since the Unix epoch";
+        let help = "Expiry time in seconds since 1970, by file: the agent's certificate (cert), and the first authority in the CA file to expire (ca)";
         add.gauge_in(Unit::Seconds, "tls_certificate_not_after", "file (cert, ca)", help, self.not_after.clone());
     }
 

@@ -173,8 +173,8 @@ impl Session {
         }
     }
 
-    /// Executes the orders, each after the events of earlier writes, and then sends all other
-    /// events.
+    /// Executes the orders that the test has given to this watch. Before each order, sends the
+    /// events of the writes that preceded the order. After the last order, sends all other events.
     fn advance(&mut self) {
         for (version, order) in self.ticket.take_orders() {
             self.send_up_to(version);

@@ -138,7 +138,7 @@ pub const SECTIONS: &[Section] = &[
             ),
             row(
                 10,
-                "Of two entries for one address and port, a terminating entry never replaces another one; otherwise the slice that is later in name order decides",
+                "If several slices list one address and port, the slice whose name comes last counts, but a terminating entry never replaces another entry",
             ),
             row(
                 11,
@@ -167,7 +167,7 @@ pub const SECTIONS: &[Section] = &[
             row(24, "Endpoints that are published before they are ready are used, also while they terminate"),
             row(
                 25,
-                "Hints by zone are followed if every ready endpoint has one and at least one names the node's zone",
+                "Hints by zone are followed if every ready endpoint has a hint and at least one hint names the node's zone",
             ),
             row(26, "If the node has no zone, or no hint names its zone, all endpoints are used"),
             row(27, "Hints by node take precedence over hints by zone"),

@@ -15,14 +15,14 @@ use super::report::Figure;
 use crate::failover::{Mode, Outcome, Scenario, run as play};
 
 /// Longest time until all agents have programmed everything, at the start, and after a replica lost
-/// its API server.
+/// the connection to its API server.
 const FAILOVER_LIMIT_SECONDS: f64 = 40.0;
 
 /// Runs the bench twice: the connection to the API server is refused, or drops all packets.
 ///
 /// # Errors
 /// Agents do not move to the healthy replica in time, move more often than necessary, or move while
-/// no replica has its API server.
+/// no replica is connected to its API server.
 pub fn run(agents: Option<usize>, services: Option<u32>) -> Result<Vec<Figure>> {
     let agents = agents.unwrap_or(100);
     let mut figures = Vec::new();

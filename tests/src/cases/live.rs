@@ -19,8 +19,8 @@ use Via::{ClusterIp, LoadBalancerIp, NodePort};
 const WAYS: [(&str, Via); 3] = [("a3", ClusterIp), ("b3", ClusterIp), ("outside-1", NodePort("node-a"))];
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Runs `work` while clients open new connections to `targets`, each client one after the other.
-/// Returns the answers.
+/// Runs `work` while clients open new connections to `targets`. Each client opens its connections
+/// one after the other. Returns the answers.
 ///
 /// # Errors
 /// `work` fails, a request is not answered, or a client sent fewer than ten requests on average.

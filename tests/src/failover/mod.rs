@@ -48,13 +48,15 @@ const CUT_OFF: usize = 2;
 pub struct Scenario {
     /// The number of agents at the beginning.
     pub agents: usize,
-    /// The number of agents without state that start while no replica has its API server.
+    /// The number of agents without state that start while no replica is connected to its API
+    /// server.
     pub newcomers: usize,
     /// The number of Services. Each Service has two endpoints.
     pub services: u32,
-    /// The time from the start of the agents until one replica loses its API server.
+    /// The time from the start of the agents until one replica loses the connection to its API
+    /// server.
     pub cut_after: Duration,
-    /// How the replica loses its API server.
+    /// How the connection between the replica and its API server is cut.
     pub cut: Mode,
     /// The length of each period in which moves are counted although no agent should move.
     pub calm: Duration,
@@ -65,7 +67,8 @@ pub struct Scenario {
 pub struct Outcome {
     /// The time from the start of the agents until all had programmed everything.
     pub start_seconds: f64,
-    /// The number of agents at the replica that lost its API server, at the time of the loss.
+    /// The number of agents at the replica whose connection to its API server is cut, at the time
+    /// of the cut.
     pub agents_at_cut: usize,
     /// The time from the cut until all agents had programmed a change made after the cut. At
     /// that time all agents were at the healthy replica.
@@ -74,10 +77,10 @@ pub struct Outcome {
     pub most_moves: u64,
     /// The number of moves in the calm period after the failover.
     pub moves_in_calm: u64,
-    /// The number of moves of agents with state while no replica had its API server.
+    /// The number of moves of agents with state while no replica was connected to its API server.
     pub moves_while_all_cut_off: u64,
     /// The time from the start of the agents without state until all had programmed the state of a
-    /// replica. No replica had its API server in this time.
+    /// replica. No replica was connected to its API server in this time.
     pub newcomers_seconds: f64,
     /// The time from the return of the API server until all agents had programmed a change made
     /// after the return.
@@ -292,7 +295,7 @@ pub async fn run(scenario: Scenario) -> Result<Outcome> {
     scene.replicas[CUT_OFF].gate.set(cut).await;
     let cut_at = Instant::now();
     scene.change()?;
-    scene.until_programmed().await.context("after one replica lost its API server")?;
+    scene.until_programmed().await.context("after the connection of one replica to its API server was cut")?;
     let failover_seconds = cut_at.elapsed().as_secs_f64();
     let places = scene.places().await?;
     ensure!(places == [agents, 0, 0], "not all agents are at the healthy replica: {places:?}");
@@ -308,7 +311,7 @@ pub async fn run(scenario: Scenario) -> Result<Outcome> {
     let joined = Instant::now();
     scene.add_agents(newcomers, &all)?;
     let newcomers_programmed = || scene.agents[agents..].iter().all(|agent| agent.programmed().is_some());
-    until("the agents without state have received a state while no replica has its API server", newcomers_programmed)
+    until("agents without state have programmed a state while no replica reaches its API server", newcomers_programmed)
         .await?;
     let newcomers_seconds = joined.elapsed().as_secs_f64();
     sleep(calm).await;

@@ -22,7 +22,7 @@ use super::{
     tracker::{Effect, Mode, Point, Received, Violation},
 };
 
-/// The largest number of earlier versions in an ACK (contract, `Ack.earlier`).
+/// The largest number of earlier versions in an ACK (`Ack.earlier` in discovery.proto).
 const MAX_EARLIER: usize = 64;
 
 /// Why a connection ended.

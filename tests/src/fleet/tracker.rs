@@ -1,5 +1,5 @@
-//! Tracks an agent's version without its resources, and checks all messages against the contract
-//! (docs/protocol.md).
+//! Tracks an agent's version without its resources, and checks all messages against the contract at
+//! the head of `proto/headgate/v1/discovery.proto`.
 
 use super::wire::{Fields, Malformed, Value, each_number};
 
@@ -17,7 +17,7 @@ pub enum Violation {
     /// The first message is not `Welcome`, a later message is `Welcome`, or `Welcome` is invalid.
     #[error("{0}")]
     Welcome(String),
-    /// A batch does not follow the agent's version (contract, 5).
+    /// A batch does not follow the agent's version (discovery.proto, section 5).
     #[error("a batch follows version {previous}, and the agent is at {held}")]
     Gap {
         /// `Batch.follows_version`.
@@ -25,10 +25,10 @@ pub enum Violation {
         /// The agent's version.
         held: u64,
     },
-    /// A message arrives in a wrong order (contract, 2 and 5).
+    /// A message arrives in a wrong order (discovery.proto, sections 2 and 5).
     #[error("{0}")]
     Order(&'static str),
-    /// The number of resources in a snapshot is wrong (contract, 4).
+    /// The number of resources in a snapshot is wrong (discovery.proto, section 4).
     #[error("the snapshot's end counts {counted} resources, but {staged} were received")]
     Count {
         /// `SnapshotEnd.resource_count`.
@@ -36,7 +36,7 @@ pub enum Violation {
         /// The number of received resources.
         staged: u64,
     },
-    /// A message has older state than the agent (contract, 6).
+    /// A message has older state than the agent (discovery.proto, section 6).
     #[error("older state: position {sent} of source kind {kind} after {held}")]
     Older {
         /// The number of the kind.
@@ -46,7 +46,7 @@ pub enum Violation {
         /// The sent position.
         sent: u64,
     },
-    /// The server was silent for three heartbeat intervals (contract, 9).
+    /// The server was silent for three heartbeat intervals (discovery.proto, section 9).
     #[error("nothing received for three heartbeat intervals")]
     Silent,
     /// The decoder or state machine of the real agent reports an error.
@@ -244,7 +244,7 @@ impl Tracker {
                 5 => self.on_node(body)?,
                 6 => self.on_heartbeat(body)?,
                 7 => self.on_drain(body)?,
-                // Agents ignore unknown messages (contract, 12).
+                // Agents ignore unknown messages (discovery.proto, section 12).
                 _ => Effect::None,
             };
         }

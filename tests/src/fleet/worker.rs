@@ -260,8 +260,8 @@ impl Worker {
     }
 
     /// Checks all agents for silence of the server. A real agent reconnects after silence
-    /// (contract, 9). In the fleet, silence is a violation, because the replica must send
-    /// heartbeats.
+    /// (discovery.proto, section 9). In the fleet, silence is a violation, because the replica must
+    /// send heartbeats.
     fn sweep(&mut self, now: Instant) {
         self.due.push(Reverse((now + SWEEP_INTERVAL, Due::Sweep)));
         for index in 0..self.clients.len() {

@@ -1,12 +1,12 @@
 //! Compares kube-proxy on one node with Headgate's agent on another node of one real API server.
 //!
 //! The two nodes mirror each other. Each random Service has a mirror image, in which node-b and its
-//! pods take the places of node-a and its pods. A client of node-a asks for a Service, and the
-//! mirrored client of node-b asks for the mirror image. Both clients must see the same outcome. The
-//! clients are pods, the node itself, and machines outside.
+//! pods take the places of node-a and its pods. A client of node-a sends requests to a Service, and
+//! the mirrored client of node-b sends the same requests to the mirror image. Both clients must see
+//! the same outcome. The clients are pods, the node itself, and machines outside.
 //!
 //! The tests need `kube-proxy` beside `etcd` and `kube-apiserver` in the folder that
-//! `KUBEBUILDER_ASSETS` names. Without it, they print a message and pass.
+//! `KUBEBUILDER_ASSETS` names. If `kube-proxy` is missing, the tests print a message and pass.
 
 use std::{
     collections::BTreeSet,
@@ -37,8 +37,8 @@ use serde_json::{Value, json};
 /// The number of random Services. Each of them also has a mirror image.
 const PAIRS: usize = 24;
 
-/// Requests per question and round. Endpoints are chosen at random, so `compare` asks again while
-/// the sets of servers differ.
+/// The number of requests that [`Question::ask`] sends at once. Endpoints are chosen at random, so
+/// [`compare`] asks again while the sets of servers differ.
 const ASKED_AT_ONCE: usize = 12;
 
 /// A difference counts only if it lasts this long. Both programs need much less time to write their
@@ -123,7 +123,8 @@ fn mirrored(service: &Service) -> Service {
     Service { name: format!("{}-mirrored", service.name), endpoints: endpoints.collect(), ..service.clone() }
 }
 
-/// One kind of request for a Service, in terms of node-a.
+/// One kind of request to a Service through node-a. [`Question::mirrored`] returns the mirror image
+/// of the request, through node-b.
 #[derive(Debug, Clone, Copy)]
 struct Question {
     from: &'static str,
@@ -135,9 +136,9 @@ struct Question {
 fn questions(service: &Service, rng: &mut fastrand::Rng) -> Vec<Question> {
     let mut questions = Vec::new();
     for from in CLIENTS {
-        // The node does not masquerade packets of a pod on another node, so the answer of an
-        // endpoint on another node than node-a cannot return to this pod. With affinity, chance
-        // decides whether the client gets such an endpoint.
+        // With policy Local, node-a does not masquerade requests of c2, a pod on another node. If
+        // the endpoint is not on node-a, the answer does not pass through node-a, and c2 does not
+        // recognise it. With affinity, c2 keeps one random endpoint, so chance decides the outcome.
         if from == "c2" && service.affinity_timeout_seconds.is_some() {
             continue;
         }
@@ -200,7 +201,7 @@ enum Seen {
 }
 
 /// The part of the outcomes that both nodes must share. With affinity, each client has one random
-/// server, so the server does not count.
+/// server, so answers of different servers are equal.
 fn comparable(seen: &BTreeSet<Seen>, has_affinity: bool) -> BTreeSet<Seen> {
     let of_any_server = |seen: &Seen| match seen {
         Seen::Answered { .. } if has_affinity => Seen::Answered { server: String::new(), port: 0, sees_client: true },

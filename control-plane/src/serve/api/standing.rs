@@ -1,5 +1,5 @@
 //! `Discovery.Standing`: the state of this replica, for agents of other replicas that look for a
-//! better replica (contract, 15).
+//! better replica (discovery.proto, section 15).
 //!
 //! An answer is cheap: it reads a few numbers. A request names a node, and the client must be
 //! allowed to open a stream for this node. Each request counts against the node's limit of new

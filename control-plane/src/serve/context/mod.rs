@@ -65,7 +65,7 @@ impl Context {
     }
 
     /// Returns why this replica is not ready, or `None` if it is ready. All probes use this answer
-    /// (contract, 14).
+    /// (discovery.proto, section 14).
     pub(crate) fn unready_reason(&self) -> Option<String> {
         if self.lifecycle() != Lifecycle::Serving {
             return Some("draining".into());

@@ -89,7 +89,7 @@ impl Fleet {
     ///
     /// ACKs of an earlier stream do not count for the new stream, even if it resumes by the log:
     /// the node may have rebooted in between, and then its kernel holds no rules. An agent reports
-    /// at once what is programmed (contract, 7).
+    /// at once what is programmed (discovery.proto, section 7).
     pub(crate) fn enter(&self, agent: &Arc<Agent>) {
         let old = self.registry().present.insert(Arc::clone(&agent.node), Arc::clone(agent));
         if let Some(old) = &old {

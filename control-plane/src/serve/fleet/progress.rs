@@ -3,8 +3,8 @@
 //!
 //! A commit is *programmed everywhere* when the last member has programmed it. The replica measures
 //! the time from the arrival of the commit's event from the source until that moment. An ACK says
-//! how long ago the kernel had each version that the ACK covers (contract, 7), so a delayed ACK
-//! does not distort the measurement.
+//! how long ago the kernel had each version that the ACK covers (discovery.proto, section 7), so a
+//! delayed ACK does not distort the measurement.
 //!
 //! An agent with a stream becomes a *member* when its kernel has the version that was the newest
 //! version when the agent connected. So an agent that joins does not count for earlier commits.

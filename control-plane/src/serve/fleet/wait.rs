@@ -41,8 +41,8 @@ pub(crate) struct Waiter {
     positions: BTreeMap<SourceKind, u64>,
     deadline: Instant,
     expiry: Option<Expiry>,
-    /// The version to wait for, and the nodes that had a stream when this version was found; `None`
-    /// before.
+    /// The version to wait for, and the nodes that had a stream when this version was found. `None`
+    /// until this version is found.
     target: Option<(u64, Vec<Arc<str>>)>,
     last: Option<v1::WaitProgress>,
     programmed: watch::Receiver<()>,
@@ -108,8 +108,8 @@ impl Waiter {
                 self.is_over = true;
                 return Some(Err(Status::unavailable("this replica stops")));
             }
-            // The versions are marked as seen before the count, so that a change during the count
-            // wakes the waiter.
+            // The four receivers are marked as seen before the agents are counted, so that a change
+            // during the count wakes the waiter.
             self.programmed.borrow_and_update();
             self.head.borrow_and_update();
             self.moves.borrow_and_update();
@@ -147,8 +147,9 @@ impl Waiter {
         }
     }
 
-    /// Finds the version to wait for and sets `target`. Returns what is missing until the version
-    /// is known, as `WaitProgress.waiting_for`; empty if nothing is missing.
+    /// Sets `target` if the version to wait for is known. Returns the value of
+    /// `WaitProgress.waiting_for`: "source", "service" or "endpoint" while the waiter waits for a
+    /// state of the source, or else an empty string.
     fn find_target(&mut self) -> &'static str {
         // A replica that does not follow its source does not have the present state.
         if self.fleet.context.store.source_state() != SourceState::Following {
@@ -250,8 +251,8 @@ impl Waiter {
         agents.map(laggard).collect()
     }
 
-    /// Returns the agents that have not programmed the version or reject its resource, the furthest
-    /// behind first.
+    /// Returns the agents that have not programmed the version, and the agents that reject the
+    /// Service or the endpoint of this wait. The agent with the lowest programmed version is first.
     fn laggards(
         &self,
         version: u64,

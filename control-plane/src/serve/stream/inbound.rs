@@ -37,7 +37,8 @@ pub(crate) fn closed_by_agent() -> End {
 pub(crate) fn take(message: v1::AgentMessage, agent: &Agent, context: &Context) -> Result<(), End> {
     let Context { metrics, warnings, .. } = context;
     let Some(body) = message.body else {
-        // A type of message that only a newer agent knows (contract, 12), or an empty message.
+        // A type of message that only a newer agent knows (discovery.proto, section 12), or an
+        // empty message.
         metrics.count_ignored("unknown_message");
         return Ok(());
     };

@@ -1,4 +1,4 @@
-//! Decides whether the source is cut off, for all kinds together (contract, 14).
+//! Decides whether the source is cut off, for all kinds together (discovery.proto, section 14).
 //!
 //! A quiet cluster has only about one bookmark a minute, so bookmarks alone detect an outage too
 //! late. The watches therefore report the outcome of each request. After some seconds without any

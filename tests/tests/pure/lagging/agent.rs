@@ -179,7 +179,7 @@ impl Agent {
                 if let Some(before) = self.node_place.filter(|_| !self.may_go_back) {
                     assert!(
                         place >= before,
-                        "the own Node was replaced by an older value: version {before} by version {place}"
+                        "an older value replaced the agent's own Node: version {place} after version {before}"
                     );
                 }
                 self.held.set_node_position(own.position);

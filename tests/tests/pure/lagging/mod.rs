@@ -139,7 +139,7 @@ fn no_key_gets_an_older_value_when_a_replica_restarts() {
 #[test]
 fn the_own_node_gets_no_older_value_while_the_agent_moves() {
     use Move::{Connect, Deliver, Read, ReadAll};
-    // The first change of the own Node is the third event.
+    // The third event is the first change of the agent's own Node.
     let lists = [
         vec![Deliver(0, SERVICE), Deliver(0, NODES)],
         vec![Deliver(1, NODES), Deliver(1, SLICE)],

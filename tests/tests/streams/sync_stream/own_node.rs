@@ -1,4 +1,4 @@
-//! Tests of the own Node: each agent receives its own Node, and never an older version of it.
+//! Tests of `OwnNode`: each agent receives its own Node, and never an older version of this Node.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Tests with references (contract, section 13) that collide.
+//! Tests with references (discovery.proto, section 13) that collide.
 
 use std::collections::HashMap;
 
