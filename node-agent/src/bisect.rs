@@ -1,7 +1,7 @@
 //! Finds the few faulty items of a batch by trying halves.
 
-/// One faulty item and why it fails. Holds several items if the attempts ran out before the search
-/// could find the faulty ones among them.
+/// A faulty item, and the reason of its failure. Holds several items if the attempts ran out before
+/// the search could find the faulty ones among them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Fault<K> {
     pub(crate) items: Vec<K>,
@@ -48,7 +48,8 @@ impl<K: Clone, F> Search<K, F> {
         if self.test(first, &reason)? || second.len() == 1 {
             return self.test(second, &reason).map(drop);
         }
-        // The first half works, so the fault is in the second half: no need to try it as a whole.
+        // The first half works, so the fault is in the second half. Split the second half without
+        // trying it as a whole.
         self.divide(second, reason)
     }
 

@@ -70,7 +70,7 @@ impl ControlPlane {
         (host, self.uri.port_u16().unwrap_or_default())
     }
 
-    /// True when the URL's host is this IP address.
+    /// True when the URL's host is the IP address of `address`.
     pub(crate) fn names(&self, address: SocketAddr) -> bool {
         self.host_and_port().0.parse() == Ok(address.ip())
     }

@@ -16,8 +16,7 @@ use crate::{
 /// iptables, and [`NodeDataplane::degraded`] says what is missing. Changes no rules.
 ///
 /// # Errors
-/// This machine cannot run iptables either, or the options contradict each other. The message says
-/// what to change.
+/// This machine cannot run iptables either. The message names the missing program.
 pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
     let leftovers = leftovers(settings);
     let iptables = || iptables::IptablesDataplane::new(iptables_config(options, settings));

@@ -1,5 +1,5 @@
-//! Entry points for fuzzers: each passes bytes to the code that the agent uses for input from a
-//! replica, the disk or an operator.
+//! Entry points for fuzzers. Each function passes bytes to the code that the agent uses for input
+//! from a replica, the disk or an operator.
 //!
 //! A function must return for every input, and its memory is bounded by the size of the input. The
 //! result says whether the input was valid, so that a test can check that its inputs pass the first
@@ -69,7 +69,8 @@ pub fn state_records(records: &[(u8, &[u8])]) -> bool {
     persist::file_of(records).is_ok_and(|file| state_file(&file))
 }
 
-/// Reads a `KubeProxyConfiguration`. Returns true when the agent would start with it.
+/// Reads a `KubeProxyConfiguration`. Returns true when the agent would start with this
+/// configuration.
 #[must_use]
 pub fn configuration(text: &str) -> bool {
     settings::parse("config.yaml", text.to_owned()).is_ok()

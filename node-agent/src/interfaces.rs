@@ -1,9 +1,9 @@
 //! Follows the addresses of the node's interfaces over rtnetlink (`linux/rtnetlink.h`).
 //!
 //! A thread subscribes to changes of links and addresses and lists the addresses. From then on, it
-//! applies each change. It lists the addresses again when the kernel drops notifications because
-//! they arrive faster than the thread reads them, and after an error. The thread publishes the
-//! addresses over a watch channel.
+//! applies each change. After an error, it lists the addresses again. It also does so if
+//! notifications arrive faster than the thread reads them, because the kernel then drops
+//! notifications. The thread publishes the addresses over a watch channel.
 
 use std::{
     collections::BTreeSet,
@@ -87,13 +87,13 @@ pub fn follow(metrics: InterfaceMetrics, receive_buffer_bytes: u32) -> io::Resul
     let (published, receiver) = watch::channel(None);
     let follower = Follower { metrics, receive_buffer_bytes, published };
     let subscribed = follower.subscribe();
-    // With a runtime of its own, a long list delays no task of the agent.
+    // The thread has its own runtime, so that a long list does not delay the agent's other tasks.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     thread::Builder::new().name("interfaces".into()).spawn(move || runtime.block_on(follower.run(subscribed)))?;
     Ok(receiver)
 }
 
-/// A subscription, and the addresses that were listed after it began.
+/// A subscription, and the addresses that were listed after the subscription began.
 type Subscribed = Result<(Listener, Addresses), NetlinkError>;
 
 struct Follower {
@@ -104,8 +104,8 @@ struct Follower {
 
 impl Follower {
     /// Subscribes to changes, lists the addresses, and publishes them. A change may arrive as a
-    /// notification although the list contains it already. It is then applied twice, which has no
-    /// effect.
+    /// notification although the list contains it already. The thread applies such a change twice,
+    /// which has no effect.
     fn subscribe(&self) -> Subscribed {
         let listener = Listener::open(libc::NETLINK_ROUTE, &route::GROUPS, self.receive_buffer_bytes)?;
         let addresses = Addresses::list()?;
@@ -121,7 +121,8 @@ impl Follower {
         }
     }
 
-    /// Follows the changes, and subscribes again whenever that is necessary.
+    /// Follows the changes. Subscribes again after an error, and when the addresses have to be
+    /// listed again.
     async fn follow(&self, mut subscribed: Subscribed) {
         let mut backoff = Backoff::default();
         loop {
@@ -176,8 +177,8 @@ impl Follower {
 #[allow(unsafe_code)]
 fn readiness(listener: &Listener) -> io::Result<AsyncFd<OwnedFd>> {
     let descriptor = listener.as_fd().try_clone_to_owned()?;
-    // SAFETY: the descriptor is open, and its owner neither closes nor replaces it before it is
-    // dropped together with the registration.
+    // SAFETY: the descriptor is open. Its owner neither closes nor replaces the descriptor before
+    // the owner and the registration are dropped together.
     Ok(unsafe { AsyncFd::register_with_interest(descriptor, Interest::READABLE) }?)
 }
 
@@ -187,9 +188,9 @@ struct Addresses {
     held: BTreeSet<LinkAddress>,
     /// The indexes of the devices of mode ipvs. `held` does not contain their addresses.
     ipvs_devices: BTreeSet<u32>,
-    /// An address was added or removed since the addresses were published.
+    /// True if an address was added or removed after the addresses were last published.
     is_changed: bool,
-    /// The addresses have to be listed again.
+    /// True if the addresses have to be listed again.
     needs_list: bool,
 }
 
@@ -242,8 +243,9 @@ impl Addresses {
             Event::RemovedAddress(address) => self.is_changed |= self.held.remove(&address),
             Event::Link { index, name } if IPVS_DEVICES.contains(&name.as_str()) => {
                 if self.ipvs_devices.insert(index) {
-                    // A link was renamed to this name, or the device was created after the
-                    // addresses were listed. `held` may contain addresses of the device.
+                    // A link was renamed to the name of a device of mode ipvs, or the device was
+                    // created after the addresses were listed. `held` may contain addresses of the
+                    // device.
                     self.held.retain(|held| held.link != index);
                     self.is_changed = true;
                 }

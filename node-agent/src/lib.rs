@@ -4,8 +4,8 @@
 //! [`dataplane`], and publishes its [`progress`], which the session acknowledges to the control
 //! plane. When the agent stops or loses its control plane, the rules stay in the kernel.
 //!
-//! This list shows the layers from the lowest to the highest. A module imports only lower layers,
-//! or modules above it in its own layer.
+//! This list shows the layers from the lowest to the highest. A module imports only modules of
+//! lower layers, and modules that its own layer lists before it.
 //!
 //! 1. Foundation
 //!    - [`backoff`]: pauses between attempts.
@@ -23,7 +23,8 @@
 //! 3. [`dataplane`]: programs the kernel.
 //! 4. [`observers`]: the work after each sync. Observers delete stale UDP flows, serve health-check
 //!    node ports, and check endpoints.
-//! 5. [`reconcile`]: the loop that programs the state, and its quarantine.
+//! 5. [`reconcile`]: the loop that programs the state, and quarantines Services whose rules the
+//!    kernel rejects.
 //! 6. Around the loop
 //!    - [`persist`]: the state on disk.
 //!    - [`session`]: the stream from the control plane.

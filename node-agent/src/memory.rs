@@ -1,8 +1,8 @@
 //! Returns unused memory to the system.
 
 /// Returns the memory that a full sync needed for its script and for the listing of the kernel.
-/// Otherwise the C library keeps this memory for the next full sync, which may be days away. The
-/// call takes a few milliseconds, so it is too slow for every change.
+/// Without this call, the C library keeps this memory for the next full sync, which may be days
+/// away. The call takes a few milliseconds, so it is too slow for every change.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[allow(unsafe_code)]
 pub(crate) fn give_back() {

@@ -63,8 +63,8 @@ pub trait Dataplane: Send {
     /// Plans the changes for the changed services. The cost depends only on these services.
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Self::Plan;
 
-    /// Writes a plan to the kernel. `source` is `Some` in a full sync: to save memory, a large plan
-    /// reads parts of the state only while they are written.
+    /// Writes a plan to the kernel. `source` is `Some` in a full sync. To save memory, a large plan
+    /// does not hold all rules: it reads parts of the state from `source` when it writes them.
     ///
     /// # Errors
     /// [`super::ErrorKind`] says what the caller must do. The plan cannot be applied again.
@@ -112,8 +112,8 @@ pub trait Dataplane: Send {
 /// A handle to the kernel.
 pub trait KernelHandle: Send {
     /// The caller calls `reset` after a failed call. The handle opens a new netlink socket, because
-    /// answers to old requests may still arrive on the old socket. A handle that serves traffic
-    /// keeps its sockets.
+    /// answers to old requests may still arrive on the old socket. A handle whose sockets serve
+    /// traffic keeps these sockets.
     fn reset(&mut self) {}
 }
 
@@ -160,8 +160,9 @@ pub trait FindFaults<K> {
     ) -> Result<Vec<Fault>, DataplaneError>;
 
     /// Quarantines these services and no others. Plans leave out the quarantined services. Their
-    /// last good rules stay, if the dataplane knows these rules. After the caller adds a service,
-    /// it makes a full sync. After the caller releases a service, it plans this service as changed.
+    /// last good rules stay, if the dataplane knows these rules. After the caller quarantines
+    /// another service, it makes a full sync. After the caller releases a service from quarantine,
+    /// it plans this service as changed.
     fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>);
 }
 

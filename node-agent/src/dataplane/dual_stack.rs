@@ -24,8 +24,8 @@ const DEEP_CHECK_PAUSE_FACTOR: u32 = 100;
 const MAX_NAMES: usize = 3;
 
 /// The dataplane of a node, as the reconcile loop calls it. [`DualStack`] is the only
-/// implementation; the trait hides the type of its dataplane. After an error in one family, the
-/// other family is still programmed.
+/// implementation; the trait hides its type parameter. After an error in one family, the other
+/// family is still programmed.
 pub trait NodeDataplane: Send {
     /// The name, such as "iptables-legacy". The part before the first `-` is the proxy mode.
     fn name(&self) -> &str;
@@ -116,7 +116,7 @@ pub struct DualStack<D: Dataplane> {
     own: Vec<Leftover>,
     leftovers: Leftovers,
     is_without_ipv6: bool,
-    /// Why this dataplane runs in place of the configured one.
+    /// Why this dataplane runs in place of the configured dataplane.
     in_place_of: Option<String>,
 }
 
@@ -167,7 +167,8 @@ impl<D: Dataplane> DualStack<D> {
         }
     }
 
-    /// Makes the first full sync remove `all` leftovers, except the dataplane's own.
+    /// Makes the first full sync remove the leftovers in `all`, except those that this dataplane
+    /// itself leaves.
     #[must_use]
     pub fn with_leftovers(self, mut all: Vec<Leftover>) -> Self {
         all.retain(|leftover| self.own.iter().all(|own| own.name != leftover.name));

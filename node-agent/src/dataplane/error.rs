@@ -7,14 +7,13 @@ use headgate_core::{Family, ServiceKey};
 /// How the caller reacts to a [`DataplaneError`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorKind {
-    /// Plan and write the same services again later, for example because another process holds a
-    /// lock.
+    /// Plan and write the same services again later. For example, another process holds a lock.
     Retry,
     /// The kernel differs from the dataplane's records. Only a full sync helps.
     NeedsFullSync,
     /// The dataplane has written everything that the kernel accepts. Plan
     /// [`DataplaneError::services`] as changed, because their new plan differs from the rejected
-    /// one.
+    /// plan.
     PlanAgain,
     /// The kernel, or the program that writes the rules, rejects the rules of some service. The
     /// same plan would fail again.
@@ -42,7 +41,7 @@ pub struct DataplaneError {
 }
 
 impl DataplaneError {
-    /// An error of this kind for both families.
+    /// An error of this kind that affects both families.
     pub fn new(kind: ErrorKind, message: impl fmt::Display) -> Self {
         Self { kind, message: message.to_string(), families: Vec::new(), services: BTreeSet::new() }
     }
@@ -68,7 +67,7 @@ impl DataplaneError {
 
     /// Joins the errors of two results. The joined error has the more serious kind: the least
     /// serious is [`ErrorKind::PlanAgain`], and the next is [`ErrorKind::Retry`]. If both errors
-    /// are more serious than these kinds, the joined error has the kind of `one`.
+    /// are more serious than these two kinds, the joined error has the kind of `one`.
     ///
     /// # Errors
     /// At least one of the two results is an error.

@@ -1,4 +1,5 @@
-//! Removes what an earlier run may have left in the kernel, perhaps with another dataplane.
+//! Removes rules and objects that an earlier run may have left in the kernel. The earlier run may
+//! have used another dataplane.
 //!
 //! A dataplane removes leftovers of other dataplanes once its own rules are in place. If it cannot
 //! remove a leftover, it tries again later. For example, a set cannot be removed while somebody
@@ -27,7 +28,7 @@ impl Leftover {
         Self { name, remove: Box::new(remove) }
     }
 
-    /// Removes the leftover. Succeeds if it does not exist.
+    /// Removes the leftover. Succeeds if the leftover does not exist.
     ///
     /// # Errors
     /// Something could not be removed; the message names it. [`ErrorKind::Unavailable`] means that

@@ -19,7 +19,8 @@ pub(in crate::dataplane) const PAUSES_OF_MODULES: Backoff =
     Backoff::new(Duration::from_secs(5), Duration::from_secs(300), Jitter::None);
 
 /// The rejected objects. Each has a reason and the time of the next attempt. Pauses double from the
-/// first to the longest. Objects that were rejected at the same time are due at the same time.
+/// first to the longest. Objects that the kernel first rejected at the same time are due at the
+/// same time.
 #[derive(Debug)]
 pub(in crate::dataplane) struct Retries<K> {
     pauses: Backoff,
@@ -35,7 +36,7 @@ struct Entry {
 }
 
 impl<K: Ord + Copy> Retries<K> {
-    /// Starts without rejected objects.
+    /// Creates an empty collection whose pauses follow `pauses`.
     pub(in crate::dataplane) fn new(pauses: Backoff) -> Self {
         Self { pauses, entries: BTreeMap::new(), due: BTreeSet::new() }
     }
@@ -61,7 +62,7 @@ impl<K: Ord + Copy> Retries<K> {
         self.due.retain(|(_, what)| is_kept(what));
     }
 
-    /// Why the kernel rejected `what`. `None` if the kernel has not rejected it.
+    /// Why the kernel rejected `what`. `None` if `what` is not a rejected object.
     pub(in crate::dataplane) fn reason(&self, what: &K) -> Option<&str> {
         self.entries.get(what).map(|entry| entry.reason.as_str())
     }
@@ -76,7 +77,7 @@ impl<K: Ord + Copy> Retries<K> {
         self.due.iter().take_while(|(at, _)| *at <= now).map(|(_, what)| *what).collect()
     }
 
-    /// When the next attempt is due.
+    /// When the next attempt is due. `None` if no object is rejected.
     pub(in crate::dataplane) fn next_due(&self) -> Option<Instant> {
         self.due.first().map(|(at, _)| *at)
     }

@@ -1,4 +1,4 @@
-//! `/healthz` and `/livez`, with the answers of kube-proxy.
+//! The pages `/healthz` and `/livez`, with the same answers as kube-proxy.
 
 use std::{
     sync::Arc,
@@ -22,7 +22,7 @@ use crate::{
 /// The data that the pages show.
 #[derive(Debug, Clone)]
 pub struct HealthPages {
-    /// The changes that wait, and whether the node is eligible for traffic.
+    /// The changes that wait to be programmed, and whether the node is eligible for traffic.
     pub backlog: Arc<Backlog>,
     /// Metrics that count the answers.
     pub metrics: Arc<Metrics>,
@@ -98,8 +98,8 @@ fn answer(code: StatusCode, page: Page) -> impl IntoResponse {
 }
 
 /// Builds the body. `healthy` in the body covers only the families, whereas `is_ok`, the result of
-/// the whole check, may also cover the node. If `is_ok` is true, `lastUpdated` is the current time,
-/// as in kube-proxy.
+/// the whole check, may also cover the node's eligibility for traffic. If `is_ok` is true,
+/// `lastUpdated` is the current time, as in kube-proxy.
 fn page(health: Health, is_ok: bool, node_eligible: Option<bool>) -> Page {
     let now = SystemTime::now();
     let family = |family: FamilyHealth| {

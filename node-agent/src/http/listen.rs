@@ -48,7 +48,8 @@ pub struct Server {
     listener: Option<TcpListener>,
 }
 
-/// The address cannot be bound, and `--bind-address-hard-fail` makes this an error.
+/// The error that ends the agent when an address cannot be bound and `--bind-address-hard-fail` is
+/// set.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "cannot serve {what} on {address}: {error}; free the address, pass another {setting}, or leave out --bind-address-hard-fail"

@@ -67,7 +67,8 @@ impl KubeProxyMetrics {
         self.livez.get_or_create(&[("code", code)]).inc();
     }
 
-    /// Reads the packet counters from the kernel. Call it before the registry is read.
+    /// Reads the packet counters from the kernel. Call this function before the registry is
+    /// encoded.
     pub(super) fn read_packet_counters(&self) {
         match packet_counters::read() {
             Ok(counts) => {
@@ -78,7 +79,7 @@ impl KubeProxyMetrics {
         }
     }
 
-    /// Copies the counts of the backlog. Call it before the registry is read.
+    /// Copies the counts of the backlog. Call this function before the registry is encoded.
     pub(super) fn take_counts(&self, counts: &Counts) {
         self.endpoint_changes_pending.set(signed(counts.endpoint_changes_pending));
         self.service_changes_pending.set(signed(counts.service_changes_pending));

@@ -54,8 +54,8 @@ impl ProcessMetrics {
         metrics
     }
 
-    /// Reads the values from the operating system. Call it before the registry is read. A value
-    /// that cannot be read keeps its last value.
+    /// Reads the values from the operating system. Call this function before the registry is
+    /// encoded. A value that cannot be read keeps its last value.
     pub(super) fn refresh(&self) {
         match getrusage(UsageWho::RUSAGE_SELF) {
             Ok(usage) => {

@@ -108,7 +108,7 @@ impl<T: PartialEq + Clone + Send> Observer for Follower<T> {
         self.mailbox.put(changes);
     }
 
-    /// Sends the values of the state from disk at once, so that tasks also run on a node that
+    /// Sends the values of the state from disk at once, so that the tasks also work on a node that
     /// restarts while no control plane can be reached.
     fn restored(&mut self, state: &State, node: &NodeFacts) {
         self.plan(state, node, Scope::All);

@@ -18,7 +18,7 @@ pub enum Call {
     Full(Digests, NodeFacts),
     /// A plan for these services was written, from a state with these digests.
     Apply(Vec<String>, Digests),
-    /// The faulty services were searched among these services; `None` means among all.
+    /// A search for faulty services examined these services; `None` means all services.
     FindFaults(Option<Vec<String>>),
     /// The table was checked.
     Check,
@@ -92,8 +92,8 @@ impl Control {
         self.0.1.notify_all();
     }
 
-    /// Waits until `enough` returns true for the finished calls. Returns false if that takes longer
-    /// than `guard`.
+    /// Waits until `enough` returns true for the finished calls. Returns false if the wait takes
+    /// longer than `guard`.
     #[must_use]
     pub fn wait_for(&self, guard: Duration, enough: impl Fn(&[Call]) -> bool) -> bool {
         let waited = self.0.1.wait_timeout_while(self.script(), guard, |script| !enough(&script.calls));

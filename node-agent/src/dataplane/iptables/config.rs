@@ -13,12 +13,14 @@ pub struct Config {
     pub layout: Layout,
     /// Which connections are masqueraded, and with which mark.
     pub masquerade: MasqueradeConfig,
-    /// NodePorts answer on 127.0.0.0/8 (IPv4 only).
+    /// True if NodePorts answer on 127.0.0.0/8 (IPv4 only).
     pub localhost_node_ports: bool,
-    /// The kernel parameter `nf_conntrack_tcp_be_liberal` is set. Conntrack then marks no packet
-    /// INVALID for being outside of the TCP window, so no rule has to drop INVALID packets.
+    /// True if the kernel parameter `nf_conntrack_tcp_be_liberal` is set. With this parameter,
+    /// conntrack does not mark packets outside of the TCP window as INVALID, so no rule has to drop
+    /// INVALID packets.
     pub conntrack_tcp_be_liberal: bool,
-    /// Count packets like kube-proxy, if the kernel and the programs support it.
+    /// True if rules count packets like kube-proxy, provided that the kernel and the programs
+    /// support packet counters.
     pub count_packets: bool,
     /// Families to program, if the node supports them.
     pub families: Vec<Family>,

@@ -23,7 +23,7 @@ impl IptablesFamily {
     /// so, switches counting off and returns true; the caller then makes the full sync again.
     ///
     /// # Errors
-    /// The trial of such rules failed for another reason.
+    /// The trial of rules that count packets failed for another reason than a rejection.
     pub(super) fn counters_are_rejected(&mut self, error: &DataplaneError) -> Result<bool, DataplaneError> {
         if self.has_counted || !self.ledger.config().counts_packets || error.kind != ErrorKind::Rejected {
             return Ok(false);

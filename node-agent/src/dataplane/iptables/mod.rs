@@ -25,7 +25,8 @@ use super::{
 };
 use crate::node_inputs::NodeInputs;
 
-/// Sets the kernel parameter that NodePorts on 127.0.0.0/8 need, if the node will have such rules.
+/// Sets the kernel parameter that NodePorts on 127.0.0.0/8 need, if the node will have rules for
+/// these NodePorts.
 pub(crate) fn prepare(localhost_node_ports: bool, inputs: &NodeInputs) -> Result<(), DataplaneError> {
     let mut config = RenderConfig { localhost_node_ports, ..RenderConfig::new(Family::V4) };
     config.node_port_addresses = inputs.node_ports(Family::V4).clone();
@@ -34,7 +35,7 @@ pub(crate) fn prepare(localhost_node_ports: bool, inputs: &NodeInputs) -> Result
 }
 
 /// A warning about the kernel parameter `route_localnet`, if it is set. A cleanup does not reset
-/// it, because other software may have set it.
+/// the parameter, because other software may have set it.
 #[must_use]
 pub fn left_settings() -> Option<&'static str> {
     sysctl::is_localnet_routed().then_some(
@@ -51,7 +52,8 @@ pub type IptablesDataplane = DualStack<IptablesFamily>;
 pub struct IptablesFamily {
     rules: Rules,
     ledger: Ledger,
-    /// True after rules that count packets were accepted once.
+    /// True after a full sync succeeded, or after the kernel accepted a trial of rules that count
+    /// packets.
     has_counted: bool,
 }
 

@@ -35,7 +35,7 @@ pub(crate) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), DataplaneError> 
         let removed = kernel.routing().and_then(|routing| routing.remove_link(device).map_err(of_routing));
         result = DataplaneError::join(result, removed);
     }
-    // An agent that was killed while it used the temporary device leaves this device.
+    // An agent that was killed while it used the temporary device leaves this device behind.
     let probe = kernel.routing().and_then(|routing| routing.link(PROBE_DEVICE).map_err(of_routing));
     let removed = probe.and_then(|link| match link {
         Some(link) => kernel.routing().and_then(|routing| routing.remove_link(link.index).map_err(of_routing)),

@@ -62,7 +62,8 @@ impl Kernel {
         if let Some(sentences) = &self.prepared {
             return Ok(sentences.clone());
         }
-        // Opening the connection loads the IPVS module. The parameters exist only after that.
+        // Opening the connection loads the IPVS module. The parameters exist only while the module
+        // is loaded.
         let ipvs = self.ipvs()?;
         let seconds = |timeout: Duration| u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX);
         let timeouts = Timeouts {
@@ -138,7 +139,7 @@ impl Kernel {
     /// the kernel would change the labels of its IPv4 addresses, and tools display the label as the
     /// name of the device.
     fn replace_device(&mut self, old: u32, addresses: &[Prefix]) -> Result<u32, DataplaneError> {
-        // An agent that was killed during a replacement leaves this device.
+        // An agent that was killed during a replacement leaves the temporary device behind.
         if let Some(left) = self.routing()?.link(PROBE_DEVICE).map_err(of_routing)? {
             self.routing()?.remove_link(left.index).map_err(of_routing)?;
         }
@@ -186,8 +187,9 @@ impl Kernel {
     }
 }
 
-/// True if `address`, which is an IPv4 address on our device, lacks its local route. The kernel
-/// then does not treat it as the node's own, so a socket cannot be bound to it.
+/// True if `address`, which is an IPv4 address on our device, lacks its local route. Without this
+/// route, the kernel does not treat the address as the node's own, so a socket cannot be bound to
+/// the address.
 pub(super) fn is_without_route(address: IpAddr) -> bool {
     let is_refused =
         || UdpSocket::bind((address, 0)).is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable);

@@ -3,7 +3,7 @@
 //!
 //! A change writes only the objects that differ. The dataplane reads all objects from the kernel
 //! only for a full sync or a comparison in the background. If the kernel rejects a single object,
-//! all others are still written.
+//! all other objects are still written.
 
 mod cleanup;
 mod config;
@@ -41,13 +41,14 @@ use super::{
 /// The dataplane that programs the kernel's IPVS.
 pub type IpvsDataplane = DualStack<IpvsFamily>;
 
-/// Sets all kernel parameters of the dataplane, required and optional. After that, the agent can
-/// run without the privilege to write them.
+/// Sets all kernel parameters of the dataplane, required and optional. After this call, the agent
+/// can run without the privilege to write kernel parameters.
 ///
 /// # Errors
 /// A parameter cannot be set. [`ErrorKind::Unavailable`] when the kernel has no IPVS.
 pub(crate) fn prepare(strict_arp: bool) -> Result<(), DataplaneError> {
-    // Opening the connection loads the IPVS module. The parameters exist only after that.
+    // Opening the connection loads the IPVS module. The parameters exist only while the module is
+    // loaded.
     Ipvs::open().map_err(of_ipvs)?;
     let sentences = Sysctls::default().set(strict_arp).map_err(|error| DataplaneError::new(ErrorKind::Fatal, error))?;
     if sentences.is_empty() { Ok(()) } else { Err(DataplaneError::new(ErrorKind::Fatal, sentences.join("; "))) }

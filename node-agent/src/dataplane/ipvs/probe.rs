@@ -1,5 +1,5 @@
-//! Tries every kernel feature that the dataplane needs, before it programs anything. The trial
-//! makes the kernel load the modules, if it can.
+//! Tries every kernel feature that the dataplane needs, before the dataplane programs anything. The
+//! trial makes the kernel load the modules, if it can.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -66,7 +66,8 @@ pub(super) fn no_scheduler(scheduler: Scheduler) -> String {
     format!("this kernel has no scheduler {scheduler}: load the module ip_vs_{scheduler} (modprobe ip_vs_{scheduler})")
 }
 
-/// Creates a virtual server with the scheduler, and removes it again.
+/// Creates a virtual server with the scheduler, and removes the server again. Succeeds without this
+/// trial if all of [`PROBE_PORTS`] are in use.
 ///
 /// # Errors
 /// [`ErrorKind::Unavailable`] when the kernel does not have the scheduler. The message says how to
@@ -83,8 +84,8 @@ pub(super) fn require_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result
                 return Ok(());
             }
             Some(refused) if refused.refusal.code == libc::EEXIST => {
-                // An agent that was killed between these two commands leaves the server without
-                // destinations.
+                // An agent that was killed between adding and removing this server leaves a server
+                // without destinations.
                 let id = convert::service_id(key);
                 if ipvs.destinations(id).map_err(of_ipvs)?.is_empty() {
                     ipvs.execute([&Command::RemoveService(id)]).map_err(of_ipvs)?;
@@ -101,7 +102,7 @@ pub(super) fn require_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result
     Ok(())
 }
 
-/// Creates a temporary device and removes it again. Does nothing if our device exists.
+/// Creates a temporary device and removes this device again. Does nothing if our device exists.
 fn require_dummy_devices() -> Result<(), DataplaneError> {
     let mut routing = headgate_netlink::route::Routing::open().map_err(of_routing)?;
     let existing = routing.link(headgate_core::ipvs::DEVICE).map_err(of_routing)?;

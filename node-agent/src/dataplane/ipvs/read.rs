@@ -17,8 +17,9 @@ use super::{
     kernel::{Kernel, of_ipvs, of_routing, of_sets},
 };
 
-/// Reads all objects of one family. The cost grows with the number of objects. If a set has other
-/// properties than our sets, this function creates the set again, with its elements.
+/// Reads all objects of one family. The cost grows with the number of objects. If a set has our
+/// name but other properties, this function creates the set again, with its elements. If the set
+/// has another type, this function destroys the set instead.
 pub(super) fn existing(
     kernel: &mut Kernel,
     device: u32,
@@ -37,9 +38,9 @@ pub(super) fn existing(
 /// addresses, and the first makes the kernel route the whole network to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NetworkAddresses {
-    /// Remove them.
+    /// Remove these addresses.
     Remove,
-    /// Keep them.
+    /// Keep these addresses.
     Keep,
 }
 
@@ -75,9 +76,9 @@ fn is_link_local(address: IpAddr) -> bool {
 /// elements. kube-proxy creates sets with the same names and other properties.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MismatchedSets {
-    /// Create them again with their elements.
+    /// Create these sets again with their elements, and destroy sets of another type.
     Recreate,
-    /// Accept them.
+    /// Accept these sets.
     Accept,
 }
 
@@ -112,7 +113,7 @@ pub(super) fn read_sets(
                 return Err(DataplaneError::new(ErrorKind::Fatal, message));
             }
         }
-        // Delete the elements that this dataplane never adds.
+        // Keep the known elements. The other elements are deleted if sets are recreated.
         let mut elements = BTreeSet::new();
         let mut foreign = Vec::new();
         for entry in &found.entries {
@@ -144,7 +145,7 @@ pub(super) fn destroy_if_there(sets: &mut IpSets, name: &str) -> Result<(), Data
 /// set always see all elements.
 fn replace(sets: &mut IpSets, wanted: &Specification, mut changes: Vec<Change>) -> Result<(), DataplaneError> {
     let draft = Specification { name: DRAFT.to_owned(), ..wanted.clone() };
-    // An agent that was killed during a replacement leaves a draft.
+    // An agent that was killed during a replacement leaves a draft behind.
     destroy_if_there(sets, DRAFT)?;
     sets.create(&draft).map_err(of_sets)?;
     for change in &mut changes {
@@ -160,7 +161,7 @@ fn replace(sets: &mut IpSets, wanted: &Specification, mut changes: Vec<Change>) 
     sets.destroy(&draft.name).map_err(of_sets)
 }
 
-/// Reads all virtual servers that are identified by address, with their destinations.
+/// Reads the virtual servers of one family that are identified by address, with their destinations.
 pub(super) fn read_servers(ipvs: &mut Ipvs, family: Family, existing: &mut Existing) -> Result<(), DataplaneError> {
     for found in ipvs.services().map_err(of_ipvs)? {
         let id = found.service.id;

@@ -1,4 +1,4 @@
-//! Sets the kernel parameters that IPVS needs. The values are the same as kube-proxy's.
+//! Sets the kernel parameters that IPVS needs. kube-proxy sets the same values.
 
 use std::{
     fs, io,
@@ -8,8 +8,8 @@ use std::{
 use headgate_core::ipvs::DEVICE;
 use tracing::info;
 
-/// The required parameter. Without it, conntrack does not track IPVS connections, so they cannot be
-/// masqueraded.
+/// The required parameter. Without it, conntrack does not track IPVS connections, so these
+/// connections cannot be masqueraded.
 const CONNTRACK: Parameter = Parameter { path: "net/ipv4/vs/conntrack", value: "1", without: "" };
 
 /// A kernel parameter.
@@ -19,7 +19,7 @@ struct Parameter {
     path: &'static str,
     /// The value to set.
     value: &'static str,
-    /// The consequence if the parameter cannot be set. It is a part of the warning.
+    /// The consequence if the parameter cannot be set, as a part of the warning.
     without: &'static str,
 }
 
@@ -107,7 +107,7 @@ impl Sysctls {
         fs::read_to_string(self.root.join("kernel/osrelease")).unwrap_or_default()
     }
 
-    /// Sets a parameter, unless it already has this value. `path` is relative to `root`.
+    /// Sets a parameter, unless the parameter already has this value. `path` is relative to `root`.
     fn write(&self, path: &str, value: &str) -> Result<(), String> {
         let path = self.root.join(path);
         write(&path, value).map_err(|error| format!("cannot write {value} to {}: {error}", path.display()))
@@ -123,9 +123,9 @@ fn write(path: &Path, value: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// True for Linux 4.1 to 5.8: if conntrack is on, a connection from a client port that was used
-/// within the last two minutes waits for one second. Newer kernels fix this, and older kernels do
-/// not have the parameter `conn_reuse_mode`.
+/// True for Linux 4.1 to 5.8. In these versions, if conntrack is on, a connection from a client
+/// port that was used within the last two minutes waits for one second. Newer kernels fix this, and
+/// older kernels do not have the parameter `conn_reuse_mode`.
 fn reuses_connections_badly(release: &str) -> bool {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
     let (Some(Ok(major)), Some(Ok(minor))) = (numbers.next(), numbers.next()) else { return false };

@@ -24,7 +24,8 @@ pub(super) struct RejectedOp {
     pub(super) op: Op,
     /// The reason, including the object.
     pub(super) reason: String,
-    /// The scheduler that the kernel lacks, if that is the reason.
+    /// The scheduler that the kernel lacks. `None` if the kernel rejected the step for another
+    /// reason.
     pub(super) missing_scheduler: Option<Scheduler>,
 }
 
@@ -64,8 +65,8 @@ fn part(op: &Op) -> Part {
 /// somebody else has already made the change.
 ///
 /// # Errors
-/// The kernel cannot be reached or lacks a set type; or a set or the device does not exist, so that
-/// only a full sync helps. After an error, it is unknown which steps were executed.
+/// The kernel cannot be reached or lacks a set type. If a set or the device does not exist, only a
+/// full sync helps. After an error, it is unknown which steps were executed.
 pub(super) fn run(
     kernel: &mut Kernel,
     device: u32,
@@ -231,7 +232,7 @@ fn absent_server(op: &Op, code: i32) -> Option<ServerKey> {
 enum Reaction {
     /// Do nothing: the kernel already is in the wanted state.
     Done,
-    /// Send this command instead. It brings the kernel to the wanted state.
+    /// Send this command, which brings the kernel to the wanted state.
     Replace(Command),
     /// Report the step as rejected.
     Reject,

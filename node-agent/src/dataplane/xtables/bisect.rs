@@ -15,7 +15,7 @@ use crate::bisect;
 const MAX_ATTEMPTS: u32 = 256;
 
 /// Bisects `suspects`, or all services that are not quarantined, by trying their rules.
-/// [`Ledger::trial`] writes them to chains that receive no packets.
+/// [`Ledger::trial`] writes these rules to chains that receive no packets.
 pub(in crate::dataplane) fn find_faults(
     programs: &Programs,
     ledger: &Ledger,

@@ -54,7 +54,8 @@ impl Rules {
         Statistics { rules, no_local: tally.no_local, counts_packets }
     }
 
-    /// Checks that the jumps to our chains exist. Returns a sentence if one is missing.
+    /// Checks that the canary chain and the jumps to our chains exist. Returns a sentence that
+    /// names the first missing jump or chain, if any.
     pub(super) fn check(&self, jumps: &[Jump]) -> Result<Option<String>, DataplaneError> {
         let missing = self.programs.missing(jumps)?;
         Ok(missing.map(|missing| format!("somebody else has removed {missing}")))
@@ -91,7 +92,8 @@ pub(crate) fn rules_of(variant: Variant) -> Leftover {
     })
 }
 
-/// The packet counters that rules increment. The kernel keeps them while a rule uses them.
+/// The packet counters that rules increment. The kernel keeps a counter while a rule uses this
+/// counter.
 pub(crate) fn packet_counters() -> Leftover {
     Leftover::new("packet counters", || {
         packet_counters::remove().map_err(|error| {

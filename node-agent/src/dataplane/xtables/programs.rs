@@ -26,8 +26,8 @@ const EXIT_PARAMETER_PROBLEM: i32 = 2;
 /// Exit status of an iptables program that did not get the lock (xtables.h, RESOURCE_PROBLEM).
 const EXIT_RESOURCE_PROBLEM: i32 = 4;
 
-/// Writes the chains of the services to the text. A script calls this function for services whose
-/// chains were not rendered when the script was planned.
+/// Renders the chains of the services into the string. [`Programs::restore_with`] calls this
+/// function for services whose chains were not rendered when the script was planned.
 pub(in crate::dataplane) type Render<'a> = dyn FnMut(&[Arc<ServiceKey>], &mut String) + 'a;
 
 /// Which variant of iptables writes the rules.
@@ -122,9 +122,9 @@ impl Programs {
         read.map_err(|error| DataplaneError::new(ErrorKind::Retry, format!("{program}: cannot read rules: {error}")))
     }
 
-    /// False for a legacy table that does not exist yet: a program that reads it would create it.
-    /// Programs run in the network namespace of the thread that starts them, so this function reads
-    /// `/proc/thread-self/net` and not `/proc/net`.
+    /// False for a legacy table that does not exist yet: a program that reads the table would
+    /// create it. Programs run in the network namespace of the thread that starts them, so this
+    /// function reads `/proc/thread-self/net` and not `/proc/net`.
     fn may_have(&self, table: Table) -> bool {
         let names = match self.family {
             Family::V4 => "/proc/thread-self/net/ip_tables_names",
@@ -271,7 +271,7 @@ fn start_error(program: &str, error: &io::Error) -> DataplaneError {
 }
 
 /// Messages of iptables programs when the rules are not the cause of a failed write: the system was
-/// busy, or this process lacks a privilege. The exit status does not tell the cause: the nft
+/// busy, or this process lacks a privilege. The exit status does not show the cause: the nft
 /// variant exits with 4 for everything that the kernel rejects.
 const OTHER_CAUSES: [&str; 7] = [
     "xtables lock",
@@ -313,7 +313,8 @@ fn offending_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize]
 }
 
 /// Returns a line of a script, counted from 0. Calls `render` again for the parts that were
-/// rendered while the script was written. Returns `None` if a part now has another number of lines.
+/// rendered while the script was written. Returns `None` if such a part now has a different number
+/// of lines.
 fn nth_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize], mut index: usize) -> Option<String> {
     let mut late_lines = late_lines.iter();
     for piece in script.pieces() {

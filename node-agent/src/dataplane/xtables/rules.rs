@@ -36,8 +36,8 @@ impl Programs {
         self.restore_leaving_by(script, &mut |script| self.restore(script))
     }
 
-    /// Like [`Self::restore_leaving`], but `restore` runs the script, either completely or without
-    /// its deletions.
+    /// Like [`Self::restore_leaving`], but calls `restore` to run the script. If the script fails,
+    /// calls `restore` again with the script without its deletions.
     pub(in crate::dataplane) fn restore_leaving_by(
         &self,
         script: &Script,

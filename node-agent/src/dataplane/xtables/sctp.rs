@@ -78,7 +78,8 @@ impl Rules {
     }
 
     /// The degradation to report if Services have SCTP ports and SCTP cannot be matched.
-    /// `until_then` is the part of the sentence that says what does not work.
+    /// `until_then` is the part of the sentence that says what does not work until the module is
+    /// loaded.
     pub(in crate::dataplane) fn missing_sctp(&self, demand: &Demand, until_then: &str) -> Option<Degradation> {
         let is_asked_for = demand.of(self.programs.family()).with_sctp > 0;
         let remedy = "load the module xt_sctp (modprobe xt_sctp)";

@@ -2,9 +2,9 @@
 //! place.
 //!
 //! [`headgate_core::conntrack`] decides which flows are stale. This module lists flows over netlink
-//! with filters that the kernel evaluates, and deletes the stale ones. This work runs in a separate
-//! thread, so that a large table does not delay programming. A failed pass is repeated until it
-//! succeeds. Each repetition includes the changes that arrived in the meantime.
+//! with filters that the kernel evaluates, and deletes the stale flows. This work runs in a
+//! separate thread, so that a large table does not delay programming. A failed pass is repeated
+//! until it succeeds. Each repetition includes the changes that arrived in the meantime.
 
 mod sweep;
 pub mod wire;
@@ -110,8 +110,8 @@ impl Observer for ConntrackCleaner {
     }
 }
 
-/// The thread, and the work that waits for it. Dropping the worker stops the thread after the
-/// current pass.
+/// The thread that deletes stale flows, and the work that waits for this thread. Dropping the
+/// worker stops the thread after the current pass.
 #[derive(Debug)]
 struct Worker {
     inbox: Arc<Inbox>,
@@ -126,8 +126,8 @@ struct Inbox {
 
 #[derive(Debug, Default)]
 struct InboxState {
-    // Rules that the thread has not received yet. After a failed pass, the thread merges these
-    // rules into the rules of the failed pass before the next attempt.
+    // Cleanup rules that the thread has not received yet. After a failed pass, the thread merges
+    // these rules into the cleanup rules of the failed pass before the next attempt.
     newer: Cleanup,
     stop: bool,
 }
@@ -165,8 +165,8 @@ impl Inbox {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Moves new rules into `pending`, and waits until `pending` is not empty and `not_before` has
-    /// passed. Returns false when the thread must stop.
+    /// Moves new cleanup rules into `pending`, and waits until `pending` is not empty and
+    /// `not_before` has passed. Returns false when the thread must stop.
     fn wait(&self, pending: &mut Cleanup, not_before: Option<Instant>) -> bool {
         let mut state = self.lock();
         loop {
@@ -204,7 +204,7 @@ fn work(inbox: &Inbox, mut pass: impl FnMut(&Cleanup) -> Result<(), SweepError>)
     }
 }
 
-/// Makes passes over the kernel's table, and records them in metrics and log.
+/// Makes passes over the connection tracking table, and records each pass in metrics and log.
 struct Passes {
     metrics: ConntrackMetrics,
     node_ports: NodePorts,

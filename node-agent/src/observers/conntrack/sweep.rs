@@ -1,4 +1,5 @@
-//! One pass over the kernel's table: lists entries by filters and deletes the stale ones.
+//! One pass over the connection tracking table: lists entries with filters and deletes the stale
+//! entries.
 
 use std::{
     collections::HashSet,
@@ -15,9 +16,9 @@ use headgate_netlink::{BATCH_REQUESTS, Connection, Dumped, NetlinkError, Refusal
 use super::wire::{self, Entry};
 use crate::observers::NodePorts;
 
-/// Maximum number of filters per family. If a pass needs more, it lists all UDP entries of the
-/// family once: in a table of a million entries, one filtered list takes a quarter to a third of
-/// the time of a complete list (bench `conntrack`).
+/// Maximum number of filters per family. If a pass needs more filters, it lists all UDP entries of
+/// the family once instead: in a table of a million entries, one filtered list takes a quarter to a
+/// third of the time of a complete list (bench `conntrack`).
 const FILTER_LIMIT: usize = 3;
 /// Maximum number of attempts to get one list that the kernel does not interrupt. After the last
 /// attempt, the pass continues with the entries that it has read.
@@ -40,7 +41,8 @@ pub enum SweepError {
         /// The error of the last entry that stays.
         last: Refusal,
     },
-    /// The addresses of the node's interfaces are not known yet. Rules for NodePorts need them.
+    /// The addresses of the node's interfaces are not known yet. Cleanup rules for NodePorts need
+    /// these addresses.
     #[error("the addresses of the node's interfaces are not known yet")]
     Addresses,
 }
@@ -69,7 +71,7 @@ impl NodeAddresses {
     /// `interfaces` are the addresses of the node's interfaces, or `None` while they are not known.
     ///
     /// # Errors
-    /// [`SweepError::Addresses`] if all addresses are needed but not known.
+    /// [`SweepError::Addresses`] if the addresses of the interfaces are needed but not known yet.
     pub fn of(cleanup: &Cleanup, node_ports: &NodePorts, interfaces: Option<&[IpAddr]>) -> Result<Self, SweepError> {
         if !cleanup.needs_node_addresses() {
             return Ok(Self::default());
@@ -91,7 +93,8 @@ impl NodeAddresses {
     }
 
     fn contains(&self, address: IpAddr) -> bool {
-        // All of 127.0.0.0/8 is local, although the interface lists only 127.0.0.1.
+        // All of 127.0.0.0/8 is local, although the loopback interface has only the address
+        // 127.0.0.1.
         let is_loopback = address.is_ipv4() && address.is_loopback();
         self.own.contains(&address) || (is_loopback && self.own.contains(&LOCALHOST))
     }
@@ -128,7 +131,8 @@ pub fn sweep(
     deletions.finish()
 }
 
-/// Deletes stale entries while it lists, so that memory stays bounded for any number of entries.
+/// Deletes stale entries while it reads the list, so that memory stays bounded for any number of
+/// entries.
 fn list_and_delete(
     cleanup: &Cleanup,
     list: &Request,
@@ -187,7 +191,8 @@ impl Deletions {
         let kept = &mut self.kept;
         let result = self.connection.execute(requests, |_, refusal| {
             swept.deleted = swept.deleted.saturating_sub(1);
-            // ENOENT: the entry expired meanwhile, or was already deleted through another list.
+            // ENOENT: the entry expired meanwhile, or was already deleted because another list
+            // contained it.
             if refusal.code != libc::ENOENT {
                 let count = kept.as_ref().map_or(0, |(count, _)| *count) + 1;
                 *kept = Some((count, refusal));

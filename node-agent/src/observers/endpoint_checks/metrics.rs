@@ -11,7 +11,7 @@ pub enum CheckResult {
     Passed,
     /// The endpoint refused the connection, or did not answer in time.
     Failed,
-    /// This machine could not make the check, for example for lack of file descriptors.
+    /// This machine could not make the check. For example, no file descriptors were free.
     NotMade,
 }
 

@@ -2,7 +2,8 @@
 //!
 //! [`headgate_core::endpoint_health`] decides when each endpoint is checked, and what a result
 //! means. The checker writes failing endpoints into the node's facts. The reconcile loop then
-//! programs the services whose endpoints began to fail or recovered, with any dataplane.
+//! programs the services whose endpoints began to fail or recovered. Endpoint checks work with
+//! every dataplane.
 
 pub mod metrics;
 mod targets;

@@ -52,7 +52,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// Pause after a connection could not be accepted, for example because file descriptors ran out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// The answer for one service in one family.
+/// The answer at one socket. The number of local endpoints is of one service in one family.
 #[derive(Debug)]
 pub(super) struct Page {
     key: Arc<ServiceKey>,

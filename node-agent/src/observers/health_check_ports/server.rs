@@ -21,7 +21,7 @@ use crate::{
     observers::{Changes, Mailbox, NodePorts},
 };
 
-/// Time between two attempts to open a socket that failed, and between two checks for changed
+/// Time between two attempts to open a socket. Also the time between two checks for changed
 /// addresses of the node.
 const RETRY_PERIOD: Duration = Duration::from_secs(5);
 
@@ -89,7 +89,7 @@ impl Server {
 
     /// Opens and closes the sockets of these services and of services with failed sockets. If the
     /// node's addresses changed, updates the sockets of all services. Closes the unwanted sockets
-    /// before it opens new ones, so that one service can get a port that another service had.
+    /// before it opens new sockets, so that a service can get a port that another service had.
     async fn update_sockets(&mut self, mut keys: BTreeSet<Arc<ServiceKey>>) {
         let addresses = Family::BOTH.map(|family| self.node_ports.of(family));
         if addresses != self.addresses {
