@@ -264,8 +264,8 @@ fn leaf(
     folder.add(&format!("{file}.crt"), Kind::Certificate, &certificate.pem())
 }
 
-/// A common name has at most 64 characters (RFC 5280, ub-common-name). The identity is in the
-/// subject alternative names.
+/// Returns the start of `name` as a common name, which has at most 64 characters (RFC 5280,
+/// ub-common-name). The subject alternative names contain the complete identity.
 fn common_name_of(name: &str) -> &str {
     &name[..name.floor_char_boundary(64)]
 }

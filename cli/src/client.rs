@@ -15,7 +15,7 @@ use crate::args::TlsArgs;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The timeout of a handshake, and of the first part of each answer. If many agents connect at
-/// once, a handshake has to wait.
+/// once, the replica delays handshakes.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The interval of keepalives, which detect a replica that fails silently, for example during
 /// `watch`.

@@ -225,8 +225,8 @@ fn hints(endpoint: &EndpointInfo) -> String {
     zones.chain(endpoint.hint_nodes.iter().map(|node| format!("node {node}"))).collect::<Vec<_>>().join(", ")
 }
 
-/// An agent with a shorter lag counts as up to date. Used only for replicas that report no agent
-/// states.
+/// Milliseconds of lag below which an agent counts as up to date. This limit applies only to
+/// replicas that report no agent states.
 pub const SETTLED_MS: u64 = 1000;
 
 /// Formats agents, one per row, in the given order. Lines below explain why a node lags or is

@@ -59,9 +59,9 @@ impl SetType {
         Self::ALL.into_iter().find(|set_type| set_type.name() == name)
     }
 
-    /// The newest revision that this crate needs: it has comments, counters and forced additions
-    /// (Linux 3.18). Newer revisions add only options that this crate does not offer, and older
-    /// `ipset` programs cannot list sets of newer revisions.
+    /// The newest revision that this crate needs: it supports comments, counters and forced
+    /// additions (Linux 3.18). Newer revisions add only options that this crate does not offer, and
+    /// older `ipset` programs cannot list sets of newer revisions.
     pub(crate) fn wanted_revision(self) -> u8 {
         match self {
             Self::HashIp => 4,
@@ -174,8 +174,8 @@ impl fmt::Display for Element {
 pub struct Entry {
     /// The fields that the set matches.
     pub element: Element,
-    /// The entry is an exception: addresses in it do not match, although a larger network in the
-    /// set contains them. Only types with networks support this.
+    /// The entry is an exception: addresses in the network of this entry do not match, although a
+    /// larger network in the set contains them. Only types with networks support exceptions.
     pub nomatch: bool,
 }
 
@@ -203,7 +203,7 @@ pub struct Header {
     /// creates have none of these options.
     pub changes_entries: bool,
     /// The number of rules and other sets that use this set. The kernel destroys a set only if this
-    /// is 0.
+    /// number is 0.
     pub references: u32,
     /// The number of entries, if the kernel reports it (Linux 4.9).
     pub elements: Option<u32>,

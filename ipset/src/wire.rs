@@ -141,7 +141,7 @@ pub(crate) fn get_type(protocol: u8, set_type: SetType, family: Family) -> Reque
         .attribute(top::FAMILY, &[family_number(set_type, family)])
 }
 
-/// The request to create a set. The kernel rejects it if a set has this name.
+/// The request to create a set. The kernel rejects the request if a set has this name.
 pub(crate) fn create(protocol: u8, revision: u8, of: &Specification) -> Request {
     about(commands::CREATE, FLAG_CREATE | FLAG_EXCLUSIVE, protocol, &of.name)
         .text(top::TYPENAME, of.set_type.name())

@@ -29,7 +29,7 @@ pub fn checked_attributes(bytes: &[u8]) -> impl Iterator<Item = Result<(u16, &[u
 }
 
 /// Iterates over the parts that `split` takes from the front of `bytes`. If `split` returns `None`
-/// before the end, this yields the error `truncated` and ends.
+/// before the end, the iterator yields the error `truncated` and ends.
 pub(super) fn checked<'a, T>(
     mut bytes: &'a [u8],
     split: impl Fn(&mut &'a [u8]) -> Option<T>,

@@ -5,8 +5,8 @@
 //! are in the machine's byte order. The caller encodes the payloads.
 //!
 //! - [`Connection`] sends [`Request`]s: [`Connection::dump`] for lists, [`Connection::ask`] for a
-//!   single answer, and [`Connection::execute`] for batches of changes. The latter reports the
-//!   index of each rejected request.
+//!   single answer, and [`Connection::execute`] for batches of changes. [`Connection::execute`]
+//!   reports the index of each rejected request.
 //! - [`generic`] looks up generic netlink families and encodes their requests.
 //! - [`netfilter`] encodes requests to netfilter subsystems and executes transactions.
 //! - [`Listener`] receives the notifications of multicast groups.

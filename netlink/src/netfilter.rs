@@ -23,15 +23,16 @@ const BATCH_END: u16 = 17;
 /// `NFNL_BATCH_GENID`.
 const BATCH_GENERATION: u16 = 1;
 
-/// The message that opens or closes a transaction. It holds the subsystem in network byte order.
+/// The message that opens or closes a transaction. The message holds the subsystem in network byte
+/// order.
 fn batch_limit(kind: u16, subsystem: libc::c_int) -> Request {
     let [high, low] = u16::try_from(subsystem).unwrap_or_default().to_be_bytes();
     Request::new(kind, 0, &[0, 0, high, low])
 }
 
-/// Executes requests of one subsystem as one transaction in one send. The kernel executes all of
-/// them or none. With a `generation`, the kernel rejects the transaction with `ERESTART` unless
-/// `generation` is the current generation.
+/// Executes requests of one subsystem as one transaction in one send. The kernel executes either
+/// all requests or none. With a `generation`, the kernel rejects the transaction with `ERESTART`
+/// unless `generation` is the current generation.
 ///
 /// `refused` receives each rejection with the index of the request, or without an index if the
 /// kernel rejects the transaction as a whole. If there is any rejection, the kernel changed

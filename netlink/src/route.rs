@@ -1,8 +1,8 @@
 //! Links and addresses (`linux/rtnetlink.h`, `if_link.h`, `if_addr.h`). A service proxy uses them
 //! to make Service addresses local to the node.
 //!
-//! The cost of an address grows with the number of addresses on the node, above all for removals in
-//! IPv6.
+//! The more addresses the node has, the longer it takes to add or remove an address. Removals of
+//! IPv6 addresses are the slowest.
 
 mod wire;
 
@@ -53,7 +53,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// Whether the link is set up (`IFF_UP`).
+    /// Whether the link is up (`IFF_UP`).
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.flags & libc::IFF_UP.cast_unsigned() != 0

@@ -8,7 +8,8 @@ use std::{
 
 use libc::c_int;
 
-/// The kernel answers within `send`, so this timeout ends only waits that are caused by an error.
+/// The kernel queues its answers before `send` returns, so a read reaches this timeout only after
+/// an error.
 const RECEIVE_TIMEOUT_SECONDS: libc::time_t = 30;
 
 /// The initial size of the send buffer, and the size of the receive buffer of a connection, in
@@ -37,8 +38,8 @@ impl Socket {
         // Kernels before 4.12 have no extended acknowledgements, and kernels before 4.20 no strict
         // checks.
         socket.set_option_if_known(libc::SOL_NETLINK, libc::NETLINK_EXT_ACK, 1)?;
-        // With this option, the kernel checks the headers of list requests and filters by their
-        // fields.
+        // With `NETLINK_GET_STRICT_CHK`, the kernel checks the headers of list requests and filters
+        // the list by the fields of these headers.
         if protocol == libc::NETLINK_ROUTE {
             socket.set_option_if_known(libc::SOL_NETLINK, libc::NETLINK_GET_STRICT_CHK, 1)?;
         }
@@ -104,7 +105,8 @@ impl Socket {
         Ok(address.nl_pid)
     }
 
-    /// Assigns the port. Without this call, the kernel assigns the port at the first send.
+    /// Assigns a port to the socket. Without this call, the kernel assigns the port at the first
+    /// send.
     pub(super) fn bind(&self) -> io::Result<()> {
         // SAFETY: the structure consists of plain numbers, for which zero is valid.
         let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };

@@ -131,7 +131,8 @@ impl Cleanup {
     }
 
     /// Merges newer rules into queued rules on which no search has started. Unlike [`Self::merge`],
-    /// it keeps rules without suspects, because they may correct rules of a search that is running.
+    /// it keeps rules without suspects, because such a rule may later replace a rule of a search
+    /// that is running.
     pub fn merge_queued(&mut self, newer: Self) {
         newer.rules.into_iter().for_each(|(destination, rule)| self.add(destination, rule));
     }
@@ -149,8 +150,8 @@ impl Cleanup {
     }
 
     /// Returns filters that together select every stale flow. For each filter the kernel walks its
-    /// whole table, which takes a considerable part of the time for returning all entries. If a
-    /// family needs more than `limit` filters, one filter for the whole family replaces them.
+    /// whole table, so a few filters can take as long as returning all entries. If a family needs
+    /// more than `limit` filters, one filter for the whole family replaces them.
     #[must_use]
     pub fn filters(&self, limit: usize) -> Vec<Filter> {
         Family::BOTH.into_iter().flat_map(|family| self.family_filters(family, limit)).collect()
@@ -254,10 +255,10 @@ pub struct CleanupPlan {
 #[derive(Debug, Default)]
 pub struct Tracker {
     used: HashMap<Arc<ServiceKey>, Owned>,
-    /// The last committed plan was for all services. The full sync may have programmed a newer
-    /// state than [`Self::plan_all`] saw. The next plan contains the services that changed in the
-    /// meantime. The tracker does not know all former endpoints of these services, so all their
-    /// flows are suspects.
+    /// True if the last committed plan was from [`Self::plan_all`]. The full sync may have
+    /// programmed a newer state than that plan saw. The next plan contains the services that
+    /// changed in the meantime. The tracker does not know all former endpoints of these services,
+    /// so all their flows are suspects.
     is_after_all: bool,
 }
 
@@ -285,7 +286,7 @@ impl Tracker {
     }
 
     /// Records that the rules of a plan are in the kernel. Returns the cleanup of the plan. The
-    /// caller must retry the cleanup until it succeeds, because the tracker forgets the cleanup.
+    /// tracker does not keep the cleanup, so the caller must retry the cleanup until it succeeds.
     pub fn commit(&mut self, plan: CleanupPlan) -> Cleanup {
         for (key, owned) in plan.owned {
             if owned.is_empty() {

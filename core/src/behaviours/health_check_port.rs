@@ -1,11 +1,11 @@
 //! The health-check node port. An external load balancer uses it to ask whether this node has local
 //! endpoints of a service.
 //!
-//! A service with `externalTrafficPolicy: Local` and type `LoadBalancer` has such a port. The node
-//! answers with the number of addresses that have a ready port on this node. Terminating endpoints
-//! do not count, even while they get traffic, so that the load balancer switches to other nodes
-//! before the endpoints stop. Each family has its own count, because the load balancer asks at an
-//! address of the node in that family.
+//! A service with `externalTrafficPolicy: Local` and type `LoadBalancer` has a health-check node
+//! port. The node answers requests to this port with the number of addresses that have a ready port
+//! on this node. Terminating endpoints do not count, even while they get traffic, so that the load
+//! balancer switches to other nodes before the endpoints stop. Each family has its own count,
+//! because the load balancer asks at an address of the node in that family.
 
 use crate::{
     model::{Family, PortState, ServiceKey},

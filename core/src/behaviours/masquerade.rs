@@ -50,8 +50,8 @@ impl MasqueradeConfig {
         1u32.checked_shl(u32::from(self.bit)).unwrap_or(1 << 14)
     }
 
-    /// True if traffic to ClusterIPs is masqueraded: all of it, or traffic that a detector does not
-    /// recognize as traffic from local pods.
+    /// True if the node masquerades all traffic to ClusterIPs, or the part of this traffic that a
+    /// detector does not recognize as traffic from local pods.
     #[must_use]
     pub fn covers_cluster_ips(&self, family: Family) -> bool {
         self.all || self.detector(family).is_some()

@@ -3,8 +3,9 @@
 
 use std::{fmt, time::Duration};
 
-/// The age from which a change counts when a replica decides whether a node is up to date. In a
-/// busy cluster, some newer changes are always on their way to the node.
+/// When a replica decides whether a node is up to date, it ignores changes that it has known for
+/// less than this duration. In a busy cluster, some newer changes are always on their way to the
+/// node.
 pub const SETTLED: Duration = Duration::from_secs(1);
 
 /// The state of the source of a control plane replica.
@@ -73,7 +74,9 @@ impl NodeState {
     pub const ALL: [Self; 5] = [Self::UpToDate, Self::Behind, Self::Failing, Self::Waiting, Self::CutOff];
 
     /// Returns the state of a node from the state of its replica's source and from what the node
-    /// has reported to that replica.
+    /// has reported to that replica. The first state that applies is returned, in this order:
+    /// waiting because the source is unlisted, failing, waiting because the node has acknowledged
+    /// nothing, cut off, up to date or behind.
     #[must_use]
     pub fn of(source: SourceState, reported: Reported) -> Self {
         let Reported { has_state, is_failing, is_settled } = reported;

@@ -1,5 +1,5 @@
-//! The ipsets of the IPVS dataplane. Because iptables rules match sets, their number does not
-//! depend on the number of services. Names and types are the same as in kube-proxy, unless the
+//! The ipsets of the IPVS dataplane. iptables rules match these sets, so the number of rules does
+//! not depend on the number of services. Names and types are the same as in kube-proxy, unless the
 //! comment of a set says otherwise.
 
 use std::{fmt, net::IpAddr};

@@ -2,8 +2,8 @@
 //!
 //! Several services may need the same element, such as an address of a device or an entry of a set.
 //! The element is in the kernel while at least one service needs it. A [`Touched`] collects the
-//! elements of one step. If one service releases an element and another service adds it in the same
-//! step, the kernel keeps it without an update.
+//! elements of one step. If one service releases an element and another service adds the element in
+//! the same step, the kernel keeps the element without an update.
 
 use std::{
     collections::{BTreeMap, HashMap, hash_map::Entry},
@@ -40,8 +40,8 @@ impl<T: Ord> Extend<T> for Touched<T> {
 }
 
 impl<T: Copy + Ord + Hash> RefCounts<T> {
-    /// Adds a user of an element. `is_lacking` means that the kernel lacks the element although it
-    /// has users. Returns true if this is the first user.
+    /// Adds a user of an element. `is_lacking` means that the element has users but the kernel
+    /// lacks it. Returns true if the new user is the first.
     pub(super) fn add(&mut self, element: T, is_lacking: bool, touched: &mut Touched<T>) -> bool {
         let count = self.users.entry(element).or_default();
         touched.0.entry(element).or_insert(*count > 0 && !is_lacking);
@@ -49,7 +49,7 @@ impl<T: Copy + Ord + Hash> RefCounts<T> {
         *count == 1
     }
 
-    /// Removes a user of an element. Returns true if it was the last user.
+    /// Removes a user of an element. Returns true if the removed user was the last.
     pub(super) fn remove(&mut self, element: T, is_lacking: bool, touched: &mut Touched<T>) -> bool {
         let Entry::Occupied(mut count) = self.users.entry(element) else { return false };
         touched.0.entry(element).or_insert(!is_lacking);

@@ -31,7 +31,7 @@ fn address(family: Family, value: &[u8]) -> Result<IpAddr, Malformed> {
     }
 }
 
-/// The nested attribute of a message that holds all other attributes.
+/// Returns the nested attribute of type `kind`, which holds all other attributes of a message.
 fn nested<'a>(payload: &'a [u8], kind: u16, missing: &'static str) -> Result<&'a [u8], Malformed> {
     for attribute in checked_attributes(generic::split(payload)?.1) {
         let (found, value) = attribute?;
@@ -57,7 +57,7 @@ pub(crate) fn service(payload: &[u8]) -> Result<ServiceEntry, Malformed> {
             svc::FWMARK => mark = Some(read_u32(value)?),
             svc::SCHED_NAME => scheduler = Some(read_text(value)?.to_owned()),
             svc::PE_NAME => engine = Some(read_text(value)?.to_owned()),
-            // The second half is the mask of valid flags. It covers all flags.
+            // The second half of the value is the mask of valid flags, which covers all flags.
             svc::FLAGS => flags = read_u32(value.get(..4).ok_or(Malformed("truncated flags"))?)?,
             svc::TIMEOUT => timeout_seconds = read_u32(value)?,
             svc::NETMASK => netmask = Some(value),

@@ -143,9 +143,9 @@ pub(super) fn event(kind: u16, payload: &[u8]) -> Result<Option<Event>, Malforme
     })
 }
 
-/// A `struct ifa_cacheinfo` with a preferred lifetime of 0 and an unlimited valid lifetime. IPv6
-/// has no host scope. The address is deprecated from the beginning, so the kernel avoids it as a
-/// source address (RFC 6724, rule 3).
+/// A `struct ifa_cacheinfo` with a preferred lifetime of 0 and an unlimited valid lifetime. These
+/// lifetimes make an IPv6 address deprecated from the beginning, so that the kernel avoids it as a
+/// source address (RFC 6724, rule 3). IPv6 has no host scope, which has this effect in IPv4.
 fn deprecated_lifetimes() -> [u8; 16] {
     let mut lifetimes = [0; 16];
     lifetimes[4..8].copy_from_slice(&u32::MAX.to_ne_bytes());

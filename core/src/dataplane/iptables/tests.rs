@@ -428,8 +428,8 @@ fn dispatch_groups_are_resized_when_the_cluster_grows() {
         }
     }
     let longest = lengths.iter().filter(|(chain, _)| chain.starts_with("KUBE-SVC-G-")).map(|(_, n)| *n).max().unwrap();
-    // A packet passes at least about 2·√4000 = 126 rules. Groups that were sized for a quarter of
-    // the services are at most four times too long.
+    // With the best group size, a packet passes at most about 2·√4000 = 126 rules. Groups that were
+    // sized for a quarter of the services are at most four times too long.
     assert!(longest + lengths["KUBE-SERVICES"] < 4 * 126, "{longest} + {}", lengths["KUBE-SERVICES"]);
 }
 

@@ -46,8 +46,8 @@ impl Existing {
         self.mark_preferring(key, config, |_| false)
     }
 
-    /// Like [`Self::mark`], but prefers an element that no service needs: such an element exists
-    /// only to mark the server.
+    /// Like [`Self::mark`], but if several elements mark the server, prefers an element that no
+    /// service needs. Such an element exists only to mark the server.
     #[must_use]
     pub fn mark_preferring(
         &self,

@@ -9,14 +9,15 @@
 //! # Differences from kube-proxy's IPVS mode
 //!
 //! - *Local policies.* If a node has no endpoint for a Local policy, kube-proxy uses endpoints on
-//!   other nodes. In Headgate a virtual server has only the endpoints of its address's policy. If
-//!   the policy has no endpoints, the address and port of the server are in [`Set::NoEndpoints`]
-//!   (packets are rejected) or [`Set::NoLocalEndpoints`] (packets are dropped).
+//!   other nodes. In Headgate a virtual server has only the endpoints for the policy of its
+//!   address. If the policy has no endpoints, the address and port of the server are in
+//!   [`Set::NoEndpoints`] (packets are rejected) or [`Set::NoLocalEndpoints`] (packets are
+//!   dropped).
 //! - *Short circuit.* With external Local policy, pods on the node and the node itself may use all
-//!   endpoints. A virtual server cannot distinguish them from other clients. IPVS could select a
-//!   virtual server by firewall mark, but it compares the complete mark, and other programs use
-//!   some of its bits. So iptables translates these connections before IPVS sees them. Only
-//!   services with external Local policy have such rules.
+//!   endpoints. A virtual server cannot distinguish these clients from other clients. IPVS could
+//!   select a virtual server by firewall mark, but IPVS compares the complete mark, and other
+//!   programs use some bits of the mark. So iptables translates the connections of these clients
+//!   before IPVS sees them. Only services with external Local policy have such rules.
 //! - *Source ranges* also apply to pods and to the node itself. Table filter checks packets that
 //!   the node receives. Mangle checks packets from the node, because IPVS translates these packets
 //!   before filter.
@@ -48,8 +49,8 @@
 //!
 //! A virtual server belongs to Headgate if its address is on Headgate's device or if its address
 //! and port are in one of Headgate's sets. Headgate never changes other virtual servers or virtual
-//! servers that `excludeCIDRs` names. kube-proxy uses equal names for device and sets, so Headgate
-//! takes over its servers.
+//! servers that `excludeCIDRs` names. kube-proxy uses the same names for its device and its sets,
+//! so Headgate takes over the virtual servers of kube-proxy.
 
 pub mod config;
 mod deferred;
@@ -78,6 +79,6 @@ pub use scheduler::Scheduler;
 
 /// The dummy device that has the addresses of services.
 pub const DEVICE: &str = "kube-ipvs0";
-/// The dummy device that shows whether the kernel has such devices. It also has the addresses of
-/// [`DEVICE`] while that device is replaced.
+/// The dummy device that the agent creates to test whether the kernel supports dummy devices. While
+/// the agent replaces [`DEVICE`], this device also has the addresses of [`DEVICE`].
 pub const PROBE_DEVICE: &str = "kube-ipvs-probe";

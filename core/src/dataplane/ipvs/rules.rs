@@ -105,11 +105,11 @@ fn service_rules(config: &RenderConfig) -> Vec<String> {
             .in_set(Set::ClusterIp, family, flags)
             .jump(MARK_MASQ);
     };
-    // In this mode, addresses of services are addresses of the node. Packets to them must not reach
-    // the rules for NodePorts, and they must not reach foreign rules that translate packets to the
-    // node, such as host ports of a CNI plugin or published ports of Docker. If another device
-    // has the address of a service, Headgate's device does not have it. Such an address is in a
-    // set together with its ports.
+    // In this mode, addresses of services are addresses of the node. Packets to these addresses
+    // must not reach the rules for NodePorts. They must also not reach foreign rules that translate
+    // packets to the node, such as host ports of a CNI plugin or published ports of Docker. If
+    // another device has the address of a service, Headgate's device does not have it, but a set
+    // contains the address with its ports.
     let accept = |set, flags: &str| rule(&|line| line.in_set(set, family, flags).jump("ACCEPT"));
     let masquerade = &config.masquerade;
     vec![

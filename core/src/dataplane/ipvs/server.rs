@@ -30,10 +30,11 @@ pub struct Wanted {
 /// The state of a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Destination {
-    /// The destination is wanted and has this weight. The weight is 0 if it fails health checks.
+    /// The destination is wanted and has this weight. The weight is 0 if the destination fails
+    /// health checks.
     Active(u32),
-    /// The destination is no longer wanted and keeps only its connections, since this time in
-    /// milliseconds.
+    /// The destination is no longer wanted and gets no new connections. Draining started at this
+    /// time in milliseconds.
     Draining(u64),
 }
 
@@ -43,8 +44,8 @@ pub(super) struct Server {
     key: ServerKey,
     pub(super) settings: Settings,
     destinations: BTreeMap<SocketAddr, Destination>,
-    /// The fields of [`Wanted`] from the service that wants the server, or that was the last to
-    /// want it.
+    /// `mark` and `is_on_device` are the fields of [`Wanted`]. Their values come from the service
+    /// that wants the server or, if no service wants it, from the last service that wanted it.
     pub(super) mark: (Set, Element),
     pub(super) is_on_device: bool,
 }

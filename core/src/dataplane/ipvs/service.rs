@@ -177,11 +177,12 @@ impl Port<'_> {
             addresses.sort_unstable();
             addresses.dedup();
             let failing = self.failing.among(self.service, view.protocol, addresses.iter().copied());
-            // If the scheduler does not skip destinations of weight 0, failing ones are left out.
+            // If the scheduler does not skip destinations of weight 0, failing destinations are
+            // left out.
             addresses.retain(|address| scheduler.skips_weight_zero() || !failing.contains(address));
             let count = addresses.len();
-            // A failing destination keeps its position, so that the weights of others do not
-            // change.
+            // A failing destination keeps its position, so that the weights of other destinations
+            // do not change.
             let weigh = |(position, address): (usize, SocketAddr)| {
                 (address, if failing.contains(&address) { 0 } else { scheduler.weight(position, count) })
             };
@@ -208,7 +209,7 @@ impl Port<'_> {
     }
 
     /// Adds the elements that match hairpin connections, in which an endpoint is its own client.
-    /// Only the node of the endpoint needs them.
+    /// Only the node of the endpoint needs these elements.
     fn loop_back(&self, plan: &mut ServicePlan) {
         let view = self.view;
         for endpoint in view.reachable_endpoints().iter().filter(|endpoint| endpoint.may_be_local) {

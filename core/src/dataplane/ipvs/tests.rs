@@ -400,8 +400,8 @@ fn destinations_do_not_drain_if_the_scheduler_does_not_skip_weight_0() {
     rig.step([Change::from(service.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
     rig.step([Change::RemoveEndpoint(service.key.clone(), ip("10.244.2.1"))]);
     assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
-    // The last destination keeps its connections, because new connections have no destination
-    // anyway.
+    // The last destination drains even with `dh`, because new connections have no other
+    // destination.
     rig.step([Change::RemoveEndpoint(service.key, ip("10.244.1.1"))]);
     assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 0)]));
 }

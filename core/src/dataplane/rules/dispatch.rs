@@ -2,10 +2,10 @@
 //! dispatch chain are its dispatch lines.
 //!
 //! In the classic layout a dispatch chain is one list. In the compact layout its lines are divided
-//! into groups. Each group is a separate chain, and one rule of the dispatch chain jumps to it.
-//! That rule matches an address prefix if the lines match addresses, and a port range if they match
-//! NodePorts. The prefix length depends on the present addresses; it keeps both the number and the
-//! length of groups small.
+//! into groups. Each group is a separate chain, and one rule of the dispatch chain jumps to the
+//! group. The jump matches an address prefix if the lines of the group match addresses, and a port
+//! range if they match NodePorts. The prefix length is chosen from the addresses of the cluster, so
+//! that both the number and the length of groups are small.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -293,8 +293,8 @@ fn with_chain(name: impl Display, lines: &Lines) -> String {
 }
 
 /// Returns the prefix length with the lowest cost. The cost is the maximum number of rules that a
-/// packet passes: the number of groups plus the length of the longest group. The length that is in
-/// use is kept while its cost is less than twice the lowest cost.
+/// packet passes: the number of groups plus the length of the longest group. The length `in_use` is
+/// kept while its cost is less than twice the lowest cost.
 fn choose_prefix_length(family: Family, addresses: &[IpAddr], in_use: Option<u8>) -> u8 {
     let host = family.host_prefix_length();
     let cost = |length: u8| {

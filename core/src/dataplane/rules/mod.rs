@@ -35,8 +35,8 @@ use std::fmt;
 /// The tables that Headgate writes to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Table {
-    /// The canary, an empty chain: if it is missing, another program has flushed the tables. With
-    /// IPVS, also the source ranges of load balancer IPs.
+    /// The canary, an empty chain: if the canary is missing, another program has flushed the
+    /// tables. In IPVS mode, also the rules for the source ranges of load balancer IPs.
     Mangle,
     /// DNAT and masquerading of service traffic.
     Nat,

@@ -34,7 +34,7 @@ pub const FORWARD: &str = "KUBE-FORWARD";
 /// kube-proxy adds this rule to the kubelet's chain KUBE-FIREWALL. Headgate uses a separate chain,
 /// so that a cleanup can remove it without removing rules of the kubelet.
 pub const LOCALNET_GUARD: &str = "KUBE-LOCALNET-GUARD";
-/// `KUBE-PROXY-CANARY`, in all tables: an empty chain. If it is missing, another program has
+/// `KUBE-PROXY-CANARY`, in all tables: an empty chain. If the chain is missing, another program has
 /// flushed the tables.
 pub const CANARY: &str = "KUBE-PROXY-CANARY";
 
@@ -45,7 +45,7 @@ pub const LOCALHOST_COUNTER: &str = "localhost_nps_accepted_pkts";
 
 /// `KUBE-LOAD-BALANCER`, in nat: masquerades traffic to load balancer IPs with Cluster policy.
 pub const LOAD_BALANCER: &str = "KUBE-LOAD-BALANCER";
-/// `KUBE-NODE-PORT`: in nat it masquerades traffic to NodePorts with Cluster policy, in filter it
+/// `KUBE-NODE-PORT`: in nat it masquerades traffic to NodePorts with Cluster policy. In filter it
 /// accepts packets to health-check node ports.
 pub const NODE_PORT: &str = "KUBE-NODE-PORT";
 /// `KUBE-SOURCE-RANGES-FIREWALL`, in filter and mangle: drops packets that no source range admits.
@@ -54,7 +54,7 @@ pub const SOURCE_RANGES: &str = "KUBE-SOURCE-RANGES-FIREWALL";
 /// server.
 pub const IN_FILTER: &str = "KUBE-IPVS-FILTER";
 /// `KUBE-IPVS-OUT-FILTER`: handles traffic from the node itself. In filter it rejects and drops
-/// packets, in mangle it checks source ranges.
+/// packets. In mangle it checks source ranges.
 pub const OUT_FILTER: &str = "KUBE-IPVS-OUT-FILTER";
 
 /// Returns the names, without hashed names, of all chains that a dataplane of Headgate may have
@@ -183,10 +183,11 @@ impl ChainKind {
     ///
     /// The prefixes of groups that jump to chains of services extend the prefixes of these chains,
     /// for example `KUBE-SVC-G-` extends `KUBE-SVC-`. When kube-proxy replaces Headgate on a node,
-    /// it removes all chains with such names that it does not know. If the groups remained, the
-    /// kernel would not delete the chains to which they jump, and every sync of kube-proxy would
-    /// fail. Hairpin groups have a different prefix. kube-proxy does not remove KUBE-HAIRPIN, which
-    /// jumps to these groups, so it must not try to remove the groups either.
+    /// kube-proxy removes each chain that it does not know and whose name has a prefix that
+    /// kube-proxy uses. If the groups remained, the kernel would not delete the chains to which
+    /// they jump, and every sync of kube-proxy would fail. Hairpin groups have a different prefix.
+    /// kube-proxy does not remove KUBE-HAIRPIN, which jumps to these groups, so kube-proxy must not
+    /// try to remove the hairpin groups either.
     #[must_use]
     pub fn prefix(self) -> &'static str {
         match self {

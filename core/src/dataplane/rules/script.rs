@@ -35,9 +35,9 @@ pub enum Writing {
     /// built-in chains.
     ///
     /// `iptables-restore` holds one step at a time, so its memory is bounded too. For
-    /// `iptables-nft-restore` steps also save time: it keeps the chain names of a step in a sorted
-    /// list and searches this list from the start for each rule and each target, so the time for a
-    /// step grows with the square of the number of names.
+    /// `iptables-nft-restore`, steps also save time. It keeps the chain names of a step in a sorted
+    /// list and searches this list from the start for each rule and each target. The time for a
+    /// step therefore grows with the square of the number of names.
     ///
     /// This mode is allowed only if no rule in the kernel jumps to chains of Headgate. Otherwise
     /// packets would pass unfinished rules.
@@ -68,8 +68,8 @@ pub struct Script {
     writing: Writing,
     /// The services whose chains are rendered late, in order.
     late: Vec<Arc<ServiceKey>>,
-    /// The chains that are declared together with their late rules, and not at the head of the part
-    /// for nat.
+    /// The chains that are declared together with their late rules. The head of the part for nat
+    /// does not declare them.
     late_chains: BTreeSet<String>,
     /// With [`Writing::LateInSteps`], the chains in nat that do not belong to a service. The rules
     /// of a chain may continue in the next step, which does not declare the chain again.
@@ -78,10 +78,10 @@ pub struct Script {
 
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 struct Part {
-    /// Declarations of chains. They are written first, because a rule may jump to any chain, and in
-    /// descending order. `iptables-nft` inserts each chain into a sorted list by searching from the
-    /// start. In ascending order the time of `iptables-nft` would grow with the square of the
-    /// number of chains: 10,000 chains would take 9 s instead of 3.7 s.
+    /// Declarations of chains. They are written first, because a rule may jump to any chain. They
+    /// are written in descending order, because `iptables-nft` inserts each chain into a sorted
+    /// list by searching from the start. In ascending order its time would grow with the square of
+    /// the number of chains: 10,000 chains would take 9 s instead of 3.7 s.
     declarations: BTreeSet<String>,
     body: String,
     /// Deletions of chains. They are written last, when no rule jumps to these chains any more.
@@ -215,9 +215,9 @@ impl Script {
         self.filter_first = true;
     }
 
-    /// Returns the script without deletions of chains, and the chains that it would have deleted.
-    /// Callers use it after the kernel has rejected a deletion, which makes the whole part for that
-    /// table fail.
+    /// Returns the script without deletions of chains, and the chains that the script would have
+    /// deleted. Callers use this function after the kernel has rejected a deletion, which makes the
+    /// whole part for that table fail.
     #[must_use]
     pub fn split_deletions(mut self) -> (Self, Vec<(Table, String)>) {
         let mut deletions = Vec::new();

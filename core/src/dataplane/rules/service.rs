@@ -234,15 +234,16 @@ impl<'a> PortRules<'a> {
             .jump(MARK_MASQ);
     }
 
-    /// Renders the chain for external destinations, without its last rule, which jumps to the chain
-    /// of the policy. With Local policy, traffic from pods of this node and from the node itself
-    /// may use all endpoints, because no load balancer has chosen this node for this traffic.
+    /// Renders the chain for external destinations without its last rule. The last rule jumps to
+    /// the chain of the policy. With Local policy, traffic from pods of this node and from the node
+    /// itself may use all endpoints, because no load balancer has chosen this node for this
+    /// traffic.
     pub(in crate::dataplane) fn external_chain(&self) -> Chain {
         let (chain, name) = (self.external, &self.name);
         let mut rules = String::new();
         let reaches_cluster = !self.view.cluster_endpoints.is_empty();
         // Only NodePorts have destinations in 127.0.0.0/8. The rule is in this chain, because in
-        // KUBE-NODEPORTS it would also take time for connections to other ports.
+        // KUBE-NODEPORTS it would also slow down connections to the NodePorts of other services.
         if self.config.counts_packets && self.config.localhost_node_ports && self.view.node_port != 0 {
             Line::append(&mut rules, chain).add("-d 127.0.0.0/8").counted_by(LOCALHOST_COUNTER).end();
         }

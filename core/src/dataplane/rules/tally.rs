@@ -15,7 +15,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Counts the rules of one service. The cost is linear in their size.
+    /// Counts the rules of one service. The cost is linear in the size of the rules.
     pub(super) fn of(rules: &ServiceRules) -> Self {
         let mut tally = Self { no_local: rules.no_local, ..Self::default() };
         for chain in &rules.chains {

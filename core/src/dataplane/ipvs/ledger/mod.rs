@@ -325,7 +325,7 @@ impl Ledger {
     }
 
     /// Adds the plan of a service, with its elements and addresses. [`Self::program_server`]
-    /// programs its servers.
+    /// programs the virtual servers of the service.
     fn add_service(&mut self, key: &Arc<ServiceKey>, plan: ServicePlan, round: &mut Round) {
         if plan == ServicePlan::default() {
             return;

@@ -9,8 +9,8 @@ use std::{
 use super::super::{Ledger, RulesHash, Script, names::ChainName, script};
 use crate::{model::ServiceKey, node_facts::NodeFacts, state::State};
 
-/// A service whose written chains differ from the planned ones, because the state changed while the
-/// script was written.
+/// A service whose written chains differ from the planned chains, because the state changed while
+/// the script was written.
 #[derive(Debug)]
 pub struct LateChange {
     key: Arc<ServiceKey>,
@@ -19,8 +19,8 @@ pub struct LateChange {
 
 impl Ledger {
     /// Renders the chains of these services, which `script` does not contain, and appends them to
-    /// `text`. The state may have changed since the script was planned. The rules are rendered from
-    /// the present state. Services whose chains differ from the plan are added to `changed`. The
+    /// `text`. The rules are rendered from the present state, which may have changed since the
+    /// script was planned. Services whose chains differ from the plan are added to `changed`. The
     /// next step plans these changes again.
     pub fn write_late(
         &self,

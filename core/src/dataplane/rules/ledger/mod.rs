@@ -272,9 +272,9 @@ impl Ledger {
         rules
     }
 
-    /// Writes the chains of a service that differ from the programmed ones to `script`, and updates
-    /// its dispatch lines. Adds its chains that are no longer wanted to `stale`. Returns what was
-    /// programmed before.
+    /// Writes the chains of a service that differ from its programmed chains to `script`, and
+    /// updates the dispatch lines of the service. Adds its chains that are no longer wanted to
+    /// `stale`. Returns what was programmed before.
     fn program(
         &mut self,
         key: &Arc<ServiceKey>,
@@ -317,8 +317,8 @@ impl Ledger {
     }
 
     /// Inserts missing jumps at the head of the built-in chains, and deletes jumps to chains of
-    /// Headgate that are not wanted. Existing jumps keep their position. If their order is wrong,
-    /// all jumps of that chain are deleted and inserted again.
+    /// Headgate that are not wanted. Existing jumps keep their position. If the jumps of a built-in
+    /// chain are in the wrong order, all jumps of that chain are deleted and inserted again.
     fn write_jumps(&self, table: Table, existing: &Existing, script: &mut Script) {
         let wanted: Vec<_> = self.jumps_of(table).collect();
         let unwanted = existing.jumps_to_ours(table);
@@ -338,9 +338,9 @@ impl Ledger {
         }
     }
 
-    /// Deletes the chains that are not wanted. Chains in `undeletable` are only emptied while
-    /// foreign rules jump to them, because the kernel would reject the deletion and the agent would
-    /// have to try again in smaller scripts.
+    /// Deletes the chains that are not wanted. A chain in `undeletable` is only emptied while
+    /// foreign rules jump to it. The kernel would reject its deletion, and the agent would have to
+    /// try again in smaller scripts.
     fn delete_stale(
         &mut self,
         table: Table,

@@ -18,8 +18,8 @@ use crate::{
     state::State,
 };
 
-/// The programmed rules of a service before the unconfirmed scripts. `lines` contains its dispatch
-/// lines if the dispatch chains now have other lines.
+/// The rules of a service that were programmed before the unconfirmed scripts. `lines` contains the
+/// old dispatch lines of the service if the dispatch chains now have other lines.
 #[derive(Debug, Clone)]
 pub(super) struct Before {
     pub(super) programmed: Programmed,
@@ -36,12 +36,13 @@ struct LastGood {
 /// The quarantined services, and the rules that confirmed scripts programmed.
 #[derive(Debug, Default)]
 pub(super) struct Quarantine {
-    /// The rules of services before scripts changed them, since the last confirmation.
+    /// For each service that scripts changed since the last confirmation, its rules before the
+    /// first of these changes.
     before: HashMap<Arc<ServiceKey>, Before>,
-    /// A full script was made since the last confirmation. The older rules of services that are not
-    /// in `before` are unknown.
+    /// True if a full script was made since the last confirmation. The older rules of services that
+    /// are not in `before` are then unknown.
     is_after_full: bool,
-    /// The quarantined services with their last good rules, if these are known.
+    /// The quarantined services with their last good rules, or `None` if these rules are unknown.
     services: HashMap<Arc<ServiceKey>, Option<LastGood>>,
 }
 
@@ -73,8 +74,9 @@ impl Ledger {
     }
 
     /// Quarantines these services and releases all other services. The next [`Self::full`] keeps
-    /// the rules that these services had before the unconfirmed scripts, if they are known and
-    /// still in the kernel. The caller must pass released services to [`Self::changed`].
+    /// the rules that the quarantined services had before the unconfirmed scripts, if these rules
+    /// are known and still in the kernel. The caller must pass released services to
+    /// [`Self::changed`].
     pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         self.quarantine.services.retain(|key, _| services.contains(key));
         for key in services {
@@ -127,12 +129,12 @@ impl Ledger {
         self.programmed.insert(Arc::clone(key), programmed);
     }
 
-    /// Returns a script that tests whether the kernel accepts the rules of some services. It writes
-    /// their wanted chains, and it writes their dispatch lines into the canary chains, to which no
-    /// rule jumps. If the kernel rejects the script, no chain of a service has changed. If the
-    /// kernel accepts it, the chains are in place, but the kernel does not forward traffic of
-    /// services that are new or had no endpoints. The caller must run [`Self::end_of_trials`]
-    /// afterwards.
+    /// Returns a script that tests whether the kernel accepts the rules of some services. The
+    /// script writes the wanted chains of these services. It writes their dispatch lines into the
+    /// canary chains, to which no rule jumps. If the kernel rejects the script, no chain of a
+    /// service has changed. If the kernel accepts the script, the chains are in place, but the
+    /// kernel does not forward traffic of services that are new or had no endpoints. The caller
+    /// must run [`Self::end_of_trials`] afterwards.
     #[must_use]
     pub fn trial(&self, state: &State, node: &NodeFacts, services: &[Arc<ServiceKey>]) -> Script {
         let mut script = Script::default();
