@@ -1,6 +1,6 @@
-//! What the reconcile loop has programmed or failed to program. The session reports it to the
-//! control plane, the HTTP pages for health and status show it, and [`crate::persist`] writes
-//! programmed states to disk.
+//! What the reconcile loop has programmed or failed to program. The session reports this progress
+//! to the control plane, the page `/status` shows it, and [`crate::persist`] writes programmed
+//! states to disk.
 
 use std::{sync::Arc, time::Duration};
 
@@ -46,7 +46,7 @@ pub struct Programmed {
     /// The epoch and version of the state.
     pub target: Target,
     /// Number of updates that the agent had received, over all streams, when the sync planned. All
-    /// of them are in the kernel.
+    /// these updates are in the kernel.
     pub generation: u64,
     /// Time from the start of the sync until the kernel accepted the rules.
     pub took: Duration,
@@ -59,7 +59,7 @@ pub struct Programmed {
 /// A sync that failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// The state that the sync was to program.
+    /// The state that the sync tried to program.
     pub target: Target,
     /// The error message of the backend.
     pub error: String,

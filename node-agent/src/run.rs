@@ -45,7 +45,7 @@ const NODE_TIMEOUT: Duration = Duration::from_secs(30);
 /// reason.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
-    /// The options contradict each other.
+    /// The options or settings cannot be used.
     #[error(transparent)]
     Options(#[from] OptionsError),
     /// This machine cannot run the dataplane.
@@ -189,7 +189,7 @@ async fn run_configured(
 
     let (reconcile_thread, reconcile_ended) = start_reconcile_thread(reconciler)?;
     // The guards `_stops` and `stop_reconciler` stop all parts of the agent when this function
-    // returns, also after an error.
+    // returns, even if it returns an error.
     let running = shutdown.child_token();
     let _stops = running.clone().drop_guard();
     if let Some(interfaces) = interfaces {

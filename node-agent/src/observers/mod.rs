@@ -31,7 +31,7 @@ pub enum Scope<'a> {
 /// Work that follows each change of the rules. The reconcile loop calls observers on its thread.
 pub trait Observer: Send {
     /// Is called when a step is planned. The caller holds the lock of the state, so this method
-    /// must only compute. If the previous step failed, `scope` includes its services.
+    /// must only compute. If the previous step failed, `scope` includes the services of that step.
     fn plan(&mut self, state: &State, node: &NodeFacts, scope: Scope<'_>);
 
     /// Is called when the rules of the step that was planned last are in the kernel.

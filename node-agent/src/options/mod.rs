@@ -33,11 +33,11 @@ pub enum OptionsError {
     #[error("--node-name: {0}; pass the Kubernetes name of this node")]
     NodeName(String),
     /// The URL of a control plane is invalid. The variant holds text instead of an
-    /// [`AddressError`], because a source would repeat the text in the output.
+    /// [`AddressError`], because the output would repeat the text of an error source.
     #[error("--control-plane: {0}")]
     ControlPlane(String),
-    /// No URL is given. clap reports a missing URL itself, except when an argument such as
-    /// `--cleanup=false` is given, because `--cleanup` needs no URL.
+    /// No URL is given. clap reports a missing URL itself, unless the arguments contain `--cleanup`
+    /// or another flag that needs no URL, even as `--cleanup=false`.
     #[error("--control-plane: pass at least one URL, such as https://192.0.2.10:7443")]
     NoControlPlane,
     /// A flag that names a TLS file is missing.
@@ -253,7 +253,7 @@ impl Options {
         Some(self.state_dir.as_path()).filter(|folder| !folder.as_os_str().is_empty())
     }
 
-    /// The control planes, and the TLS files if one of them has an https URL.
+    /// The control planes, and the TLS files if any control plane has an https URL.
     ///
     /// # Errors
     /// There is no URL, a URL is invalid or not allowed without TLS, or a TLS file is not named.
@@ -300,8 +300,8 @@ fn flags(command: &clap::Command, matches: &ArgMatches) -> Flags {
     named.map(|(argument, flag)| (flag.to_owned(), value(argument, flag))).collect()
 }
 
-/// Parses the interval of health checks. The annotation of a Service has the same bounds. They
-/// protect nodes from too many checks.
+/// Parses the interval of health checks. The annotation of a Service has the same bounds. The
+/// bounds protect nodes from too many checks.
 fn check_interval(text: &str) -> Result<Duration, String> {
     duration_up_to_1h(text, Duration::from_millis(500))
 }

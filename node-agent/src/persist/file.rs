@@ -21,8 +21,8 @@ use crate::state::{
     unsaved::{CHANGES_BYTES, UnsavedChanges},
 };
 
-/// The file is replaced when the appended part is larger than the whole state before it, and larger
-/// than this size.
+/// The file is replaced when the appended part is at least as large as the whole state at the
+/// beginning of the file, and at least as large as this size.
 const MIN_APPENDED_BYTES: u64 = 256 << 10;
 
 /// Why the state could not be written. The saver tries again.
@@ -41,10 +41,11 @@ pub(super) enum SaveError {
 pub(super) struct StateFile {
     folder: PathBuf,
     node_name: Arc<str>,
-    /// The open lock file while this agent may write. The lock excludes other agents with the same
-    /// folder.
+    /// The lock file, which is open while this agent may write. The lock excludes other agents with
+    /// the same folder.
     lock: Option<File>,
-    /// The file, if changes can be appended to it. `None` means that the next write replaces it.
+    /// The file, if changes can be appended to it. `None` means that the next write replaces the
+    /// file.
     log: Option<Log>,
 }
 
@@ -195,7 +196,7 @@ impl StateFile {
         let path = self.folder.join(LOCK);
         let fail = |error| self.io_error(&path, error);
         DirBuilder::new().recursive(true).mode(0o700).create(&self.folder).map_err(fail)?;
-        // If the path is a named pipe, opening it would block until a reader opens it.
+        // If the path is a named pipe, opening it would block until a reader opens the pipe.
         if fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
             return Err(fail(io::Error::other("it is not an ordinary file")));
         }
@@ -241,7 +242,7 @@ fn write_unsaved(writer: &mut Writer<impl Write>, unsaved: &UnsavedChanges) -> i
 }
 
 /// Writes services with their current values. If a service was removed in the meantime, the unsaved
-/// changes contain its removal. They are written afterwards.
+/// changes contain its removal. The unsaved changes are written afterwards.
 fn write_services(writer: &mut Writer<impl Write>, shared: &AgentState, keys: &[Arc<ServiceKey>]) -> io::Result<()> {
     let mut builder = ChangesBuilder::default();
     for key in keys {

@@ -17,8 +17,8 @@ use sha2::{Digest as _, Sha256};
 
 /// First bytes of the file.
 pub(super) const MAGIC: [u8; 8] = *b"HEADGATE";
-/// The version of the format. The number grows with each incompatible change. It does not change
-/// with compatible changes of the protobuf messages in the payloads.
+/// The version of the format. The number grows with each incompatible change. Compatible changes of
+/// the protobuf messages in the payloads do not change the number.
 pub(super) const FORMAT_VERSION: u32 = 2;
 /// Maximum length of a payload. Writers begin a new record at a fraction of this length.
 pub(super) const MAX_PAYLOAD_BYTES: usize = 4 << 20;
@@ -167,7 +167,8 @@ impl<R: Read> Reader<R> {
         &self.chain
     }
 
-    /// Reads the next record; `None` at the end of the file. Do not call it again after an error.
+    /// Reads the next record; `None` at the end of the file. Do not call this function again after
+    /// an error.
     pub(super) fn next(&mut self) -> Result<Option<(Kind, &[u8])>, FormatError> {
         let mut head_bytes = [0; 5];
         match read_some(&mut self.input, &mut head_bytes)? {

@@ -37,9 +37,9 @@ pub(super) struct Loaded {
     pub(super) restored: Restored,
     /// The checksum at the last intact point.
     pub(super) chain: Chain,
-    /// The end of the first point: the size of the file without appends.
+    /// The offset of the end of the first point: the size of the file without appends.
     pub(super) base_bytes: u64,
-    /// The end of the last intact point.
+    /// The offset of the end of the last intact point.
     pub(super) valid_bytes: u64,
     /// Why the rest of the file is not used. `None` if the whole file is used.
     pub(super) left_out: Option<LoadError>,
@@ -176,7 +176,7 @@ fn changes(decoder: &mut Decoder, payload: &[u8]) -> Result<Vec<Change>, LoadErr
     let decoded = decoder.changes(decode(payload)?);
     let (changes, rejections) = decoded.map_err(|error| LoadError::Content(error.to_string()))?;
     // Every resource in the file was usable when it was written. If this version of the program
-    // cannot use a resource, it must not silently leave it out.
+    // cannot use a resource, the program must not silently leave out the resource.
     rejections.into_iter().next().map_or(Ok(changes), |rejection| Err(unusable(&rejection)))
 }
 

@@ -1,11 +1,12 @@
 //! The last good state on disk. A node that starts while no control plane answers forwards with
 //! this state.
 //!
-//! The file is a log. It begins with the whole state. Changes are appended to it, at most once per
-//! interval. When the appended part has grown as large as the whole state, a new file is written.
-//! The cost of a change is therefore about twice its size, and does not depend on the size of the
-//! cluster. A state becomes durable only when the kernel has it: the saver collects the changes
-//! under the state's lock, and writes them after the reconcile loop has programmed them.
+//! The file is a log. The file begins with the whole state. Changes are appended to the file, at
+//! most once per interval. When the appended part has grown as large as the whole state, a new file
+//! is written. The cost of a change is therefore about twice its size, and does not depend on the
+//! size of the cluster. A state becomes durable only when the kernel has it: the saver collects the
+//! changes under the state's lock, and writes these changes after the reconcile loop has programmed
+//! them.
 //!
 //! Problems of the file never affect forwarding. If the file cannot be used, the agent starts
 //! without a state. If the file cannot be written, the agent logs a warning and counts the error.
@@ -70,7 +71,7 @@ pub fn remove(folder: &Path) -> io::Result<()> {
     })
 }
 
-/// Returns the state that the bytes of a file encode, or `None` if they are not usable. For
+/// Returns the state that the bytes of a file encode, or `None` if the bytes are not usable. For
 /// [`crate::fuzz`].
 pub(crate) fn state_in(bytes: &[u8], node_name: &str) -> Option<headgate_core::State> {
     let loaded = load::read_from(bytes, node_name).ok()?;

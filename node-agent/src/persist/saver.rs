@@ -26,12 +26,12 @@ use crate::{
 /// The longest pause after a failed write.
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 
-/// Keeps the file up to date with the state that the kernel has. Call [`Self::run`], and
-/// [`Self::save_last`] after it returns.
+/// Keeps the file up to date with the state that the kernel has. Call [`Self::run`]. After `run`
+/// returns, call [`Self::save_last`].
 #[derive(Debug)]
 pub(crate) struct Saver {
     file: Arc<Mutex<StateFile>>,
-    /// A state that is encoded. It may not be in the kernel yet.
+    /// An encoded state. The kernel may not have this state yet.
     prepared: Option<Prepared>,
     /// The generation of the state on disk. `None` if no state is on disk, or if its generation is
     /// unknown.

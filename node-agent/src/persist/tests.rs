@@ -1,5 +1,5 @@
-//! Tests that a written file gives the same state again, and that a damaged file gives a complete
-//! earlier state or an error, and never a panic.
+//! Tests that reading a written file gives the same state again. Reading a damaged file must give a
+//! complete earlier state or an error, and must never panic.
 #![allow(clippy::unwrap_used)]
 
 use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, sync::Arc, time::Duration};
@@ -212,7 +212,7 @@ fn only_the_owner_may_read_the_file_and_the_folder() {
     let agent = Agent::with_state();
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode(&agent.file.path()), 0o600);
-    // A folder that the agent creates is closed to group and others too.
+    // A folder that the agent creates gives no access to group and others either.
     let inner = agent.folder.path().join("made/here");
     drop(StateFile::new(&inner, "node-1".into()).load().unwrap());
     assert_eq!(mode(&inner), 0o700);

@@ -77,7 +77,7 @@ fn programming_histogram() -> Histogram {
     Histogram::new(buckets)
 }
 
-/// The time of this call counts as the start of the process.
+/// The time of the call of `default` counts as the start of the process.
 impl Default for SyncMetrics {
     fn default() -> Self {
         Self {
@@ -186,8 +186,8 @@ impl SyncMetrics {
         let now = SystemTime::now();
         for trigger in triggers {
             let at = UNIX_EPOCH + Duration::from_millis(trigger.unix_ms);
-            // Ignore changes from before the start of the process, which did not wait for this
-            // process.
+            // Ignore triggers from before the start of the process, because their changes did not
+            // wait for this process.
             if at >= self.started {
                 let waited = now.duration_since(at).unwrap_or_default();
                 let label = family_label(trigger.family);
@@ -220,7 +220,7 @@ impl SyncMetrics {
         }
     }
 
-    /// Records a sync that failed in these families. An empty list means both.
+    /// Records a sync that failed in these families. An empty list means both families.
     pub(crate) fn failed(&self, kind: SyncKind, families: &[IpFamily]) {
         self.applies_failed.get_or_create(&kind.label()).inc();
         for family in IpFamily::BOTH.into_iter().filter(|family| families.is_empty() || families.contains(family)) {

@@ -1,10 +1,10 @@
 //! The loop that programs the state into the kernel. The loop has a separate thread, because calls
 //! to the kernel block.
 //!
-//! Nothing is written before the first complete snapshot, or a checked state from disk. A version
-//! is reported as programmed when everything up to it is in the kernel. After a failed step, the
-//! loop pauses. Then the loop compares the whole state with the kernel and programs the
-//! differences.
+//! The loop writes nothing before it has a complete snapshot from a replica, or a state from disk.
+//! A version is reported as programmed when everything up to this version is in the kernel. After a
+//! failed step, the loop pauses. After the pause, the loop compares the whole state with the kernel
+//! and programs the differences.
 
 pub mod metrics;
 mod quarantine;
@@ -83,7 +83,7 @@ struct Unfinished {
     to_retry: BTreeSet<Arc<ServiceKey>>,
 }
 
-/// The loop. Build it, and call [`Self::run`] in a separate thread.
+/// The loop. Create it with [`Self::new`], and call [`Self::run`] in a separate thread.
 pub struct Reconciler {
     dataplane: Box<dyn NodeDataplane>,
     observers: Vec<Box<dyn Observer>>,
@@ -289,8 +289,8 @@ impl Reconciler {
         self.metrics.service_rejections.inc_by(self.quarantine.add(faults) as u64);
         let all = self.quarantine.all();
         self.dataplane.set_quarantined(&all);
-        // The step did not contain services that were in quarantine already, so they cannot be the
-        // reason for its failure.
+        // The step did not contain services that were in quarantine already, so these services
+        // cannot be the reason for its failure.
         all.len() > before
     }
 
@@ -325,9 +325,9 @@ impl Reconciler {
     }
 
     /// Writes the services that the kernel rejects into `progress`. Returns true if the list
-    /// changed. While changes wait to be programmed, writes nothing. The step that programs the
-    /// changes then writes the list, so that a service is reported as accepted only when its rules
-    /// are in the kernel.
+    /// changed. Writes nothing while changes wait to be programmed: the step that programs these
+    /// changes writes the list. A service is therefore reported as accepted only when its rules are
+    /// in the kernel.
     fn set_rejections(&self, progress: &mut Progress) -> bool {
         self.metrics.services_rejected.set(i64::try_from(self.quarantine.len()).unwrap_or(i64::MAX));
         let now = self.quarantine.rejections();
@@ -375,9 +375,9 @@ impl Reconciler {
 
     fn failed(&mut self, target: Target, generation: u64, kind: SyncKind, took: Duration, error: &DataplaneError) {
         self.done = None;
-        // The dataplane's record of the kernel already includes the plan, although it failed. If
-        // the services were planned again, the result would be an empty plan. Only a full sync
-        // reads the kernel. It writes only the differences.
+        // The dataplane's record of the kernel already includes the plan, although the plan failed.
+        // If the services were planned again, the result would be an empty plan. A full sync reads
+        // the kernel, so it finds and writes the differences.
         self.unfinished.needs_full = true;
         let now = Instant::now();
         let (pause, retry_changed_at) = match error.kind {
@@ -431,8 +431,8 @@ impl Reconciler {
         self.shared.confirm();
     }
 
-    /// Publishes the name of the dataplane and the problems that the operator has to fix, if they
-    /// changed.
+    /// Publishes the name of the dataplane and the problems that the operator has to fix, if the
+    /// name or the problems changed.
     fn publish_status(&self) {
         let demand = self.shared.with_state(|state| *state.demand());
         let mut now = status(self.dataplane.as_ref(), &demand);
@@ -476,8 +476,8 @@ impl Reconciler {
         self.inputs.send_replace(inputs);
     }
 
-    /// The time of the dataplane's next maintenance. `None` while a full sync is pending, because
-    /// the full sync does the same work.
+    /// The time of the dataplane's next maintenance. `None` if no maintenance is pending. Also
+    /// `None` while a full sync is pending, because the full sync does the same work.
     fn maintain_at(&mut self) -> Option<Instant> {
         self.dataplane.maintain_at().filter(|_| !self.unfinished.needs_full)
     }
@@ -524,7 +524,7 @@ impl Reconciler {
     }
 }
 
-/// The families that the dataplane programs. An empty list means both.
+/// The families that the dataplane programs. An empty list means both families.
 fn families(statistics: &[FamilyStatistics]) -> Vec<Family> {
     statistics.iter().map(|statistics| statistics.family).collect()
 }

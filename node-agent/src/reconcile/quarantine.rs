@@ -76,8 +76,8 @@ impl Quarantine {
         self.services.len() - before
     }
 
-    /// Like [`Self::add`], for services that were tried again in all families. Drops their earlier
-    /// reasons.
+    /// Like [`Self::add`], for services that were tried again in all families. Drops the earlier
+    /// reasons of these services.
     pub(crate) fn renew(&mut self, faults: Vec<Fault>) {
         for Fault { service, .. } in &faults {
             self.services.get_mut(service).into_iter().for_each(|entry| entry.reasons.clear());
@@ -97,7 +97,7 @@ impl Quarantine {
         self.services.retain(|service, _| !services.contains(service));
     }
 
-    /// Returns which of the given services are in quarantine.
+    /// Returns those of the given services that are in quarantine.
     pub(crate) fn among(&self, services: &BTreeSet<Arc<ServiceKey>>) -> BTreeSet<Arc<ServiceKey>> {
         if self.services.is_empty() {
             return BTreeSet::new();
@@ -111,7 +111,7 @@ impl Quarantine {
         self.services.iter().filter(|(_, entry)| entry.retry_at <= now).map(|(key, _)| Arc::clone(key)).collect()
     }
 
-    /// When the next pause is over.
+    /// When the next pause is over. `None` if no service is in quarantine.
     pub(crate) fn next_due(&self) -> Option<Instant> {
         self.services.values().map(|entry| entry.retry_at).min()
     }

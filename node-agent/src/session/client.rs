@@ -89,8 +89,9 @@ impl Session {
             let is_planned = is_moved || matches!(end, StreamEnd::Drained(_) | StreamEnd::Renewed);
             let pause = if is_moved { Duration::ZERO } else { backoff.next_pause() };
             // A drained stream has already waited for a random time. The agent connects again
-            // without a further pause, unless several replicas drain it one after the other. A move
-            // also has no pause, because `MoveLimits` limits the number of moves.
+            // without a further pause, unless several replicas drain their streams with this agent
+            // one after the other. A move also has no pause, because `MoveLimits` limits the number
+            // of moves.
             let pause = if is_planned && is_first { Duration::ZERO } else { pause };
             if is_planned {
                 info!(%replica, reason = %end, "connecting again");
@@ -126,7 +127,7 @@ impl Session {
         {
             return mistake.into();
         }
-        // If TLS ended the connection, its reason is more precise than `end`.
+        // If TLS ended the connection, the reason that TLS gives is more precise than `end`.
         connection.refusal().map_or(end, |refusal| ConnectError::Refused(refusal).into())
     }
 

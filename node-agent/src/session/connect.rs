@@ -29,8 +29,8 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(20);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl ControlPlane {
-    /// Call this after a stream failed to open. Returns the mistake in the URL, or `None` if the
-    /// failure has another reason. May connect to the server to find out.
+    /// Call this function after a stream failed to open. Returns the mistake in the URL, or `None`
+    /// if the failure has another reason. May connect to the server to find the mistake.
     pub(super) async fn mistake(&self, status: &Status) -> Option<ConnectError> {
         if status.message().starts_with("grpc-status header missing") {
             return Some(ConnectError::NoControlPlane);
@@ -132,7 +132,7 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Why TLS ended the connection, if it did.
+    /// Why TLS ended the connection. `None` if TLS did not end the connection.
     #[must_use]
     pub fn refusal(&self) -> Option<Refusal> {
         self.refused.get().cloned()

@@ -1,4 +1,4 @@
-//! Decides when an agent leaves its replica for another, by rule 15 of the contract in
+//! Decides when an agent leaves its replica for another replica, by rule 15 of the contract in
 //! `proto/headgate/v1/discovery.proto`. The module does no I/O. The caller passes the current time.
 
 use std::{collections::BTreeMap, time::Duration};
@@ -14,17 +14,19 @@ use crate::backoff::{Backoff, Jitter, jitter};
 pub type Positions = BTreeMap<i32, u64>;
 
 /// Shortest and longest time that an agent waits for a replica that has not listed its source. Each
-/// agent draws a random time in between, so that the agents of a replica do not move together.
+/// agent draws a random time between these two times, so that the agents of a replica do not move
+/// together.
 const UNLISTED_PATIENCE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(4)];
 /// Shortest and longest time that an agent waits for a replica that is cut off from its source.
 const CUT_OFF_PATIENCE: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(6)];
-/// Time without progress after which a stream without a complete state counts as stalled. It is
-/// shorter than the 30 seconds (by default) after which a replica that is behind the agent sends
-/// its older state. The agent can therefore first move to a replica that is not behind.
+/// Time without progress after which a stream without a complete state counts as stalled. By
+/// default, a replica that is behind the agent sends its older state after 30 seconds. This
+/// constant is shorter, so that the agent can first move to a replica that is not behind.
 const STALLED_PATIENCE: Duration = Duration::from_secs(20);
 /// Pauses between two requests to the other replicas.
 const ASK_PAUSES: Backoff = Backoff::new(Duration::from_secs(5), Duration::from_secs(60), Jitter::Half);
-/// Shortest times that the agent stays with a replica after a move. They grow with each move.
+/// Shortest times that the agent stays with a replica after a move. These times grow with each
+/// move.
 const STAYS: Backoff = Backoff::new(Duration::from_secs(10), Duration::from_secs(300), Jitter::None);
 /// After a stay of this length, earlier moves are forgotten.
 const SETTLED_AFTER: Duration = Duration::from_secs(600);
@@ -139,7 +141,7 @@ impl Standing {
 }
 
 /// How well a replica serves an agent, in ascending order. An agent moves only to a replica that
-/// serves it better than its own.
+/// serves the agent better than its current replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Worth {
     /// The replica has no state that the agent could use.
@@ -152,7 +154,7 @@ enum Worth {
     Everything,
 }
 
-/// The worth of an agent's own replica when the agent looks for another.
+/// The worth of an agent's own replica when the agent looks for another replica.
 fn worth_of_own(trouble: Trouble, holds_state: bool) -> Worth {
     match trouble {
         Trouble::Unlisted => Worth::Nothing,
@@ -177,8 +179,8 @@ fn worth_of_other(standing: &Standing, held: Option<&HeldState>) -> Worth {
     }
 }
 
-/// Returns the index of the replica to move to, if one is better than the agent's own replica. If
-/// several replicas are equally good, chooses one of them at random.
+/// Returns the index of the replica to move to, if any of `others` is better than the agent's own
+/// replica. If several replicas are equally good, chooses one of them at random.
 pub fn choose(trouble: Trouble, held: Option<&HeldState>, others: &[Standing]) -> Option<usize> {
     let worth: Vec<Worth> = others.iter().map(|standing| worth_of_other(standing, held)).collect();
     let best = worth.iter().copied().max().filter(|best| *best > worth_of_own(trouble, held.is_some()))?;
@@ -245,7 +247,7 @@ impl Failover {
         }
     }
 
-    /// Records the state of the replica's source; `None` if the replica does not report it.
+    /// Records the state of the replica's source; `None` if the replica does not report this state.
     pub fn on_source(&mut self, source: Option<SourceState>, now: Instant) {
         self.source = source;
         self.update_trouble(now);
@@ -305,8 +307,8 @@ impl Failover {
         trouble_at.into_iter().chain(self.balance_at.map(stays)).min()
     }
 
-    /// Returns the reason to ask the other replicas now, if there is one. The pause before the next
-    /// request for the same reason grows with each request.
+    /// Returns the reason to ask the other replicas now, or `None` if no reason is due. The pause
+    /// before the next request for the same reason grows with each request.
     pub fn due(&mut self, now: Instant) -> Option<Trouble> {
         self.update_trouble(now);
         if self.due_at().is_none_or(|at| at > now) {

@@ -56,8 +56,8 @@ pub enum Violation {
         /// The version that the agent holds.
         held: u64,
     },
-    /// A batch refers to something that the agent does not hold, for example because the agent
-    /// rejected it. The next stream has to resume by digests.
+    /// A batch refers to something that the agent does not hold, for example to a resource that the
+    /// agent rejected. The next stream has to resume by digests.
     #[error("{0}; resuming by digests, which needs no references")]
     Reference(#[from] UnknownReference),
     /// A batch arrived before the first snapshot of the stream was complete, or in the middle of a
@@ -122,7 +122,8 @@ pub enum Effect {
         within: Duration,
         /// The reason, for the log.
         reason: String,
-        /// The replica continues to serve. Move only to a replica that follows its source.
+        /// True if the replica continues to serve. In this case, move only to a replica that
+        /// follows its source.
         for_balance: bool,
     },
 }
@@ -223,8 +224,8 @@ impl Machine {
         self.rejected.contains(resource)
     }
 
-    /// True if more resources were rejected than the machine remembers. The next stream then has to
-    /// resume by digests, which sends all rejected resources again.
+    /// True if more resources were rejected than the machine remembers. In this case, the next
+    /// stream has to resume by digests, so that the replica sends all rejected resources again.
     #[must_use]
     pub fn has_forgotten_rejections(&self) -> bool {
         self.rejected.has_forgotten()
@@ -399,9 +400,9 @@ impl Machine {
         {
             return Err(Violation::Backwards { sent: end.version, held });
         }
-        // An empty list means all buckets. But after a comparison of digests that found no
-        // difference, it means no bucket (discovery.proto, section 4). The agent must not remove
-        // all resources in this case.
+        // An empty list normally means all buckets. After a comparison of digests that found no
+        // difference, an empty list means no bucket (discovery.proto, section 4). In this case, the
+        // agent must not remove all resources.
         let buckets = if end.buckets.is_empty() && !(by_digests && end.resource_count == 0) {
             Buckets::All
         } else {

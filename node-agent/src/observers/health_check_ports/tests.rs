@@ -26,7 +26,7 @@ use crate::{
 /// Longest time that a test waits before it fails.
 const GUARD: Duration = Duration::from_secs(30);
 
-/// A server on 127.0.0.1, and a state. Every step of the state succeeds.
+/// A health-check server on 127.0.0.1, and a state. The kernel accepts the rules of every step.
 struct World {
     state: State,
     ports: HealthCheckPorts,
