@@ -16,7 +16,7 @@ use crate::{
     store::Store,
 };
 
-/// A `Hello` with this epoch gets the store's epoch instead, because the store's epoch is random.
+/// In a `Hello`, this epoch is replaced by the store's epoch, which is random.
 const OWN_EPOCH: u64 = 1;
 
 /// Passes `messages` to a stream of a replica that serves `store`. After each message, reads

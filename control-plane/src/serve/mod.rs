@@ -63,14 +63,15 @@ pub struct Running {
 
 impl Running {
     /// Asks agents to move to another replica, ends their streams after the grace period, and
-    /// returns once everything has stopped. With the default grace period this takes less than 5
-    /// seconds.
+    /// returns once everything has stopped. With the default grace period, stopping takes less than
+    /// 5 seconds.
     pub async fn stop(self) {
         self.shutdown.cancel();
         self.join().await;
     }
 
-    /// Waits until the servers have stopped. They stop when their token is cancelled.
+    /// Waits until the servers have stopped. They stop when the `shutdown` token of [`start`] is
+    /// cancelled.
     pub async fn join(self) {
         if let Err(error) = self.task.await {
             tracing::error!(%error, "the servers stopped because of a defect");
@@ -78,7 +79,8 @@ impl Running {
     }
 }
 
-/// Serves `store` until `shutdown` is cancelled. Port 0 stands for any free port.
+/// Starts the servers of a replica that serves `store`. They run until `shutdown` is cancelled.
+/// Port 0 stands for any free port.
 ///
 /// # Errors
 ///
@@ -101,7 +103,7 @@ pub async fn start(
     let streams = Streams::new(store, Arc::clone(&metrics), settings);
     let context = &streams.context;
     let routes = api::routes(&streams).await?;
-    // A child token, so that `Running::stop` does not cancel the caller's token.
+    // `Running::stop` cancels this child token, but not the caller's token.
     let shutdown = shutdown.child_token();
     let stopped = CancellationToken::new();
     context::start_visits(context, &stopped);
@@ -122,7 +124,8 @@ pub async fn start(
 async fn bind(option: &'static str, address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeError> {
     let fail = |error| ServeError::Listen { option, address, error };
     let listener = match TcpListener::bind(address).await {
-        // `[::]` stands for every address, but a host without IPv6 cannot bind it.
+        // `[::]` stands for every address, but a host without IPv6 cannot bind `[::]`. On such a
+        // host, `0.0.0.0` is bound instead.
         Err(error) if address.ip() == Ipv6Addr::UNSPECIFIED && error.kind() != io::ErrorKind::AddrInUse => {
             let ipv4 = SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port()));
             TcpListener::bind(ipv4).await.map_err(|_| error)

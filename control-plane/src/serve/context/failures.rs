@@ -20,8 +20,8 @@ const FREE: Duration = Duration::from_secs(1);
 /// The maximum number of networks whose failures are remembered.
 const MAX_NETWORKS: usize = 65_536;
 
-/// For each network, the time at which its pauses would end if all of them delayed its connections,
-/// including [`FREE`].
+/// For each network, the end of the sum of its pauses. Connections are delayed until [`FREE`]
+/// before this time.
 #[derive(Debug, Default)]
 pub(crate) struct Failures(Mutex<HashMap<Network, Instant>>);
 

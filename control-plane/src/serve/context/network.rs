@@ -1,4 +1,4 @@
-//! The network of a client, by which limits on connections are counted.
+//! The network of a client. Limits on connections apply to each network.
 
 use std::net::{IpAddr, Ipv6Addr};
 

@@ -22,10 +22,10 @@ pub struct Settings {
     pub stalled_response_timeout: Duration,
     /// How long agents have to move to another replica when this replica stops.
     pub drain_grace: Duration,
-    /// True if nodes may use Inspect and reflection, as readers may.
+    /// True if clients with the identity of a node may use Inspect and reflection, like readers.
     pub nodes_may_inspect: bool,
-    /// The Service whose ready endpoints are the replicas. Agents are balanced between them.
-    /// `None` turns balancing off.
+    /// The Service whose ready endpoints are the replicas. Agents are balanced between these
+    /// replicas. `None` turns balancing off.
     pub balance_service: Option<ServiceKey>,
 }
 

@@ -41,7 +41,7 @@ impl Signal {
         self.wake();
     }
 
-    /// Returns true once after each change of the Node, and once at the beginning.
+    /// Returns true once after each change of the Node, and once for a new signal.
     pub(crate) fn take_node_change(&self) -> bool {
         // The load comes first because the answer is usually false: a write would slow down other
         // cores that read this memory.

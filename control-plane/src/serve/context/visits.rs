@@ -3,7 +3,8 @@
 //! A new version concerns every stream. Waking thousands of tasks would cost more than the work of
 //! the tasks. So one task per core visits the streams in turn. A visit to a stream without work
 //! costs some tens of nanoseconds. The visits also serve heartbeats and time limits, so that a
-//! stream needs no timer. A [`super::Signal`] wakes a stream for events that concern it alone.
+//! stream needs no timer. A [`super::Signal`] wakes a stream for events that concern only this
+//! stream.
 
 use std::{
     num::NonZeroUsize,
@@ -31,7 +32,7 @@ const VISITS_PER_TURN: usize = 32;
 /// The lower and upper bound of the time between two visits when nothing happens.
 const TICK: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(500));
 
-/// Something that is visited: a stream, a connection that will carry a stream, or a response.
+/// Something that is visited: for example a stream, or a response of the general server.
 pub(crate) trait Visit: Send + Sync {
     /// Does the work that is due at `now`, without waiting for anything.
     fn visit(&self, now: Instant);
@@ -80,7 +81,7 @@ pub(crate) struct Visited {
 impl Visits {
     /// Returns visits without streams. `times` are the time limits that visits enforce. The time
     /// between two visits is at most a sixteenth of the shortest of `times`, within [`TICK`]. This
-    /// is also the precision of the time limits.
+    /// maximum is also the precision of the time limits.
     pub(crate) fn new(times: impl IntoIterator<Item = Duration>) -> Self {
         let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let tick = times.into_iter().min().unwrap_or(TICK.1) / 16;
@@ -162,8 +163,8 @@ impl Drop for Visited {
         let stream = slots.entries[self.slot].take();
         slots.free.push(self.slot);
         drop(slots);
-        // The stream is dropped after the lock is released: this may be the last reference, and
-        // dropping a stream may call other streams and `Visits`.
+        // The stream is dropped after the lock is released. `stream` may be the last reference, and
+        // dropping the stream may call other streams and `Visits`.
         drop(stream);
     }
 }
@@ -189,8 +190,8 @@ async fn visit_all(context: &Context, shard: usize) {
             () = change(&mut lifecycle) => {}
             () = change(&mut source) => {}
             () = change(&mut moves) => {
-                // Positions move with each bookmark. Only streams that wait for a position need a
-                // visit then.
+                // Positions move with each bookmark. After such a move, only streams that wait for
+                // a position need a visit.
                 if visits.position_waits.load(Ordering::Acquire) == 0 && !head.has_changed().unwrap_or(false) {
                     continue;
                 }

@@ -24,7 +24,8 @@ pub(crate) enum Warning {
     Rejected,
     /// An agent could not program its kernel.
     ApplyFailed,
-    /// An agent goes back to the state of a replica that did not catch up.
+    /// An agent goes back to this replica's older state, because the replica's source did not catch
+    /// up.
     WentBack,
     /// A stream was refused.
     StreamRefused,

@@ -1,29 +1,30 @@
 //! Decides whether an agent is late.
 //!
-//! A replica can send to an agent that hangs or reads slowly until the socket is full. That may
-//! take minutes, and each message costs as much time as a message to any other agent. Late agents
-//! are visited last ([`crate::serve::context::Visits`]), so that they do not delay other agents.
+//! An agent may hang or read slowly. The replica sends messages to such an agent until the socket
+//! is full, which may take minutes. Each of these messages costs as much time as a message to any
+//! other agent. Late agents are visited last ([`crate::serve::context::Visits`]), so that they do
+//! not delay other agents.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// The time after which an agent that has not answered a version is late. ACKs come 150 to 350 ms
-/// apart. An agent whose ACK takes longer than a second programs slowly, so a later visit hardly
-/// matters to it.
+/// The time after which an agent that has not answered a version is late. A normal agent sends ACKs
+/// 150 to 350 ms apart. An agent that needs more than a second for an ACK programs its kernel
+/// slowly, so a later visit hardly delays this agent.
 const LATE_AFTER: Duration = Duration::from_secs(1);
 
 /// Measures how long an agent has not answered.
 #[derive(Debug, Default)]
 pub(crate) struct Lateness {
-    /// A version without an answer, and a time by which it had been sent.
+    /// A version without an answer, and a time by which this version had been sent.
     unanswered: Option<(u64, Instant)>,
 }
 
 impl Lateness {
-    /// Returns true if the agent is late at `now`. It is late once a version has had no answer for
-    /// [`LATE_AFTER`], until the agent answers that version. Call this often, because the wait for
-    /// an answer is measured from one call to the next.
+    /// Returns true if the agent is late at `now`. An agent is late when a version has had no
+    /// answer for [`LATE_AFTER`], until the agent answers this version. Call this often, because
+    /// the wait for an answer is measured from one call to the next.
     pub(crate) fn look(&mut self, sent_version: u64, answered_version: u64, now: Instant) -> bool {
         match self.unanswered {
             Some((version, since)) if version > answered_version => now.saturating_duration_since(since) >= LATE_AFTER,

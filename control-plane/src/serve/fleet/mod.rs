@@ -27,11 +27,12 @@ pub(crate) use self::{
 use super::context::Context;
 use crate::store::NodeObserver;
 
-/// Once this many nodes are remembered, nodes that have their full allowance again are forgotten.
+/// When this many nodes are remembered, nodes that have their full allowance again are forgotten.
 const MAX_REMEMBERED: usize = 65_536;
 
 /// The number of streams that a node may open without a pause: its full allowance. The limit exists
-/// because for each new stream a large step of the log may have to be compacted.
+/// because a new stream can be expensive: the replica may have to compact many changes of its log
+/// for the stream.
 const STREAMS_AT_ONCE: u32 = 64;
 
 /// The time after which a node may open one more stream.
@@ -87,9 +88,10 @@ impl Fleet {
 
     /// Adds a stream. If the node has an older stream, that stream ends.
     ///
-    /// ACKs of an earlier stream do not count for the new stream, even if it resumes by the log:
-    /// the node may have rebooted in between, and then its kernel holds no rules. An agent reports
-    /// at once what is programmed (discovery.proto, section 7).
+    /// ACKs of an earlier stream do not count for the new stream, even if the new stream resumes by
+    /// the log. The node may have rebooted between the two streams, so that its kernel holds no
+    /// rules. After an agent has connected, it reports at once which version its kernel has
+    /// (discovery.proto, section 7).
     pub(crate) fn enter(&self, agent: &Arc<Agent>) {
         let old = self.registry().present.insert(Arc::clone(&agent.node), Arc::clone(agent));
         if let Some(old) = &old {

@@ -112,8 +112,8 @@ impl Record {
 }
 
 /// Returns the versions that an ACK names, in ascending order, and when the kernel had them.
-/// Entries that cannot be true are left out: out of order, newer than the ACK, or older than
-/// [`MAX_AGO`].
+/// Impossible entries are left out: entries that are out of order, newer than the ACK, or older
+/// than [`MAX_AGO`].
 pub(crate) fn programmed(ack: &v1::Ack, now: Instant) -> Vec<(u64, Instant)> {
     let earlier = ack.earlier.iter().take(MAX_LISTED).map(|earlier| (earlier.version, earlier.ago_microseconds));
     let mut found: Vec<(u64, Instant)> = Vec::with_capacity(ack.earlier.len().min(MAX_LISTED) + 1);

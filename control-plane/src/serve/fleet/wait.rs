@@ -1,9 +1,10 @@
 //! `Inspect.Wait`: waits until every agent has programmed the present value of a Service or an
 //! endpoint.
 //!
-//! The waiter sleeps until an agent reports, connects or leaves, or until a commit. Then it
-//! counts agents with the fleet's map of distinct versions, which is cheap. It looks at each single
-//! agent only when it finds the version to wait for, and at the end.
+//! The waiter sleeps until an agent reports, connects or leaves, or until a commit. Then it counts
+//! agents with the fleet's map of distinct versions, which is cheap. The waiter looks at each
+//! single agent only when it finds the version to wait for, while agents reject the Service or the
+//! endpoint, and at the end.
 
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::Duration};
 
@@ -108,8 +109,8 @@ impl Waiter {
                 self.is_over = true;
                 return Some(Err(Status::unavailable("this replica stops")));
             }
-            // The four receivers are marked as seen before the agents are counted, so that a change
-            // during the count wakes the waiter.
+            // The values of the four receivers are marked as seen before the agents are counted, so
+            // that a change during the count wakes the waiter.
             self.programmed.borrow_and_update();
             self.head.borrow_and_update();
             self.moves.borrow_and_update();

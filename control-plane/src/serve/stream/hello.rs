@@ -19,8 +19,8 @@ pub(crate) struct Admitted {
 ///
 /// # Errors
 ///
-/// The end of the stream, with the status that the contract names. The agent may retry with another
-/// `Hello`.
+/// The end of the stream, with the status that discovery.proto specifies. The agent may retry with
+/// another `Hello`.
 pub(crate) fn admit(hello: &v1::Hello, peer: &Peer) -> Result<Admitted, End> {
     check_subdomain(&hello.node_name).map_err(|problem| {
         End::refusal("invalid_hello", Status::invalid_argument(format!("Hello.node_name: {problem}")))

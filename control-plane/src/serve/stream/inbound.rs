@@ -12,7 +12,7 @@ use crate::{
     },
 };
 
-/// Returns the end of a stream on which a message is longer than the contract allows.
+/// Returns the end of a stream on which a message is longer than discovery.proto allows.
 pub(crate) fn too_large() -> End {
     let text = format!("a message of an agent may have {} bytes at most", headgate_proto::MAX_AGENT_MESSAGE_BYTES);
     End::refusal("message_too_large", Status::resource_exhausted(text))
@@ -24,7 +24,7 @@ pub(crate) fn malformed(problem: &str) -> End {
     End::refusal("malformed_message", Status::invalid_argument(text))
 }
 
-/// Returns the end of a stream that its agent has closed, between two messages.
+/// Returns the end of a stream that the agent has closed after a complete message.
 pub(crate) fn closed_by_agent() -> End {
     End::plain("closed_by_agent", Status::ok(""))
 }
@@ -37,8 +37,8 @@ pub(crate) fn closed_by_agent() -> End {
 pub(crate) fn take(message: v1::AgentMessage, agent: &Agent, context: &Context) -> Result<(), End> {
     let Context { metrics, warnings, .. } = context;
     let Some(body) = message.body else {
-        // A type of message that only a newer agent knows (discovery.proto, section 12), or an
-        // empty message.
+        // The message is empty, or has a type that only newer agents know (discovery.proto, section
+        // 12).
         metrics.count_ignored("unknown_message");
         return Ok(());
     };
@@ -84,8 +84,8 @@ pub(crate) fn take(message: v1::AgentMessage, agent: &Agent, context: &Context) 
     Ok(())
 }
 
-/// Returns true if `version` was sent on this stream. An ACK of another version is ignored: the
-/// version may be a version of another replica, which the agent followed before.
+/// Returns true if `version` was sent on this stream. An ACK of any other version is ignored: the
+/// ACK may name a version of the replica that the agent followed before.
 fn was_sent(version: u64, agent: &Agent, metrics: &Metrics) -> bool {
     let was_sent = version <= agent.sent_version();
     if !was_sent {

@@ -118,7 +118,7 @@ impl Session {
 
     fn start(streams: &Arc<Streams>, peer: &Peer, hello: &v1::Hello, admitted: Admitted, signal: &Arc<Signal>) -> Self {
         // The wait is registered before the store is read. Otherwise the stream could miss a
-        // position that moves in between.
+        // position that changes between the two steps.
         let context = &streams.context;
         let wait = context.visits.wait_for_position();
         let store = &context.store;
@@ -254,8 +254,9 @@ impl Session {
     }
 
     /// Returns true if the agent may receive its Node. The agent must wait until the source has
-    /// been listed, because Nodes may be missing before. The agent must also wait while the source
-    /// is behind the agent, because the store's Node may be older than the Node that the agent has.
+    /// been listed, because until then the store may lack Nodes. The agent must also wait while the
+    /// source is behind the agent, because the store's Node may be older than the Node that the
+    /// agent has.
     fn may_send_node(&mut self, now: Instant) -> bool {
         let Some(wait) = &self.node_wait else { return true };
         if let Err(not_yet) = wait.resumption.check(&self.streams.context.store)
@@ -276,7 +277,7 @@ impl Session {
                 return None;
             }
         } else if self.has_resumed && cursor.is_complete() && cursor.version() == self.streams.context.store.version() {
-            // In the usual case everything is sent. This check does not need the store's lock.
+            // Usually everything has been sent already. This check does not need the store's lock.
             return None;
         }
         let snapshots = cursor.snapshots();
@@ -327,8 +328,8 @@ fn to_ms(duration: Duration) -> u32 {
     u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
 }
 
-/// Returns true if the agent has waited long enough for a source that is behind it. Logs and counts
-/// the beginning and the end of the wait.
+/// Returns true if the agent has waited long enough for the replica's source to catch up with it.
+/// Logs and counts the beginning and the end of the wait.
 fn wait_is_over(behind: &mut BehindWait, not_yet: NotYet, context: &Context, agent: &Agent, now: Instant) -> bool {
     let wait = behind.look(not_yet, &context.store, context.settings.behind_wait, now);
     if let NotYet::Behind { kind, here, there } = not_yet {

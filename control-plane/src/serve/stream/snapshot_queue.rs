@@ -27,7 +27,7 @@ const MAX_BUCKETS_IN_FLIGHT: usize = 64 * BUCKETS;
 /// How long a stream may send its snapshot while other streams wait.
 const TURN: Duration = Duration::from_secs(5);
 
-/// The snapshots that are sent, and the streams that wait.
+/// The snapshots that are being sent, and the streams that wait.
 #[derive(Debug)]
 pub(crate) struct SnapshotQueue {
     queue: Mutex<Queue>,
@@ -42,8 +42,8 @@ struct Queue {
     waiting: VecDeque<Waiting>,
     /// The number of buckets of each snapshot that is being sent, by ticket.
     admitted: HashMap<u64, usize>,
-    /// When each turn ends, and its ticket; the earliest end first. Some of these snapshots may be
-    /// complete already.
+    /// The end of each turn and its ticket; the earliest end first. The snapshots of some turns may
+    /// be complete already.
     turns: VecDeque<(Instant, u64)>,
 }
 
@@ -77,7 +77,7 @@ impl SnapshotQueue {
     }
 
     /// Returns true if a stream may begin or continue a snapshot of `buckets` buckets. Otherwise
-    /// the stream is in the queue, and `signal` is woken when its turn comes.
+    /// the stream is in the queue, and `signal` is woken when the stream's turn begins.
     pub(crate) fn may_continue(&self, ticket: &mut Ticket, buckets: usize, signal: &Arc<Signal>, now: Instant) -> bool {
         let mut queue = self.queue();
         if let Some(number) = ticket.0 {
@@ -173,8 +173,8 @@ impl Queue {
         }
     }
 
-    /// Drops turns of complete snapshots when the list of turns has grown too long. The cost is
-    /// constant on average.
+    /// Drops turns of complete snapshots when the list of turns has grown too long. The cost per
+    /// admitted snapshot is constant on average.
     fn forget_ended_turns(&mut self) {
         if self.turns.len() > 2 * self.admitted.len() + 64 {
             self.turns.retain(|(_, ticket)| self.admitted.contains_key(ticket));

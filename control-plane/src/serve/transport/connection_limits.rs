@@ -11,8 +11,8 @@ use crate::identity::Identity;
 /// immediately.
 const MAX_CONNECTIONS: usize = 65_536;
 
-/// The maximum number of connections of one node: one that ends, one that replaces it, and some for
-/// people on the node who use `headgatectl`.
+/// The maximum number of connections of one node: a connection that ends, the connection that
+/// replaces it, and some connections for people on the node who use `headgatectl`.
 const MAX_CONNECTIONS_PER_NODE: usize = 16;
 
 /// The maximum number of connections of one reader, or of several clients with the same reader

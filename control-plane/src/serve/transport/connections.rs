@@ -14,8 +14,8 @@ use super::{
 };
 use crate::serve::{context::Warning, stream::Streams};
 
-/// How long to wait for the first request. After that the general server serves the connection. A
-/// later request for `Sync` then needs another connection.
+/// How long to wait for the first request. After this time, the general server serves the
+/// connection. A later request for `Sync` needs another connection.
 const FIRST_REQUEST_WAIT: Duration = Duration::from_secs(10);
 
 /// Starts a task that serves each accepted connection, in a task of `tasks`. When `shutdown` is

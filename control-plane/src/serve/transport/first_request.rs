@@ -40,7 +40,8 @@ pub(crate) struct FirstRequest {
 }
 
 /// Reads until the first request's headers are complete, for at most `wait`. Sends the server's
-/// preface first, because some clients wait for it (RFC 9113, 3.4, lets both sides begin).
+/// preface first, because some clients wait for this preface. RFC 9113, 3.4, allows both sides to
+/// send first.
 ///
 /// # Errors
 ///
@@ -59,8 +60,8 @@ pub(crate) async fn read(
     let until = Instant::now() + wait;
     loop {
         let Ok(read) = timeout_at(until, connection.read_buf(&mut bytes)).await else {
-            // The general server would wait for the preface for ever, because it sends pings only
-            // after the preface.
+            // The general server would wait for the client's preface for ever, because it sends
+            // pings only after this preface.
             if bytes.len() < PREFACE.len() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
@@ -147,7 +148,7 @@ fn parse(bytes: &[u8]) -> Option<Request<h2::RecvStream>> {
     }
 }
 
-/// A connection in memory on which these bytes arrive, and nothing else.
+/// A connection in memory. Only the bytes of the field arrive on this connection.
 struct Replay<'a>(&'a [u8]);
 
 impl AsyncRead for Replay<'_> {
@@ -243,8 +244,8 @@ mod tests {
         [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
     }
 
-    /// Returns the bytes that h2's client sends for a request. Their header block is Huffman coded
-    /// and uses the dynamic table.
+    /// Returns the bytes that h2's client sends for a request. The header block in these bytes is
+    /// Huffman coded and uses the dynamic table.
     fn client(path: &str, method: Method, content_type: &str) -> Vec<u8> {
         let cx = &mut Context::from_waker(Waker::noop());
         let (mine, mut theirs) = tokio::io::duplex(1 << 16);

@@ -35,7 +35,8 @@ use crate::{
     serve::context::{Failures, Network},
 };
 
-/// How long the peer of a handshake may be silent while another connection waits for the place.
+/// How long the peer of a handshake may be silent while another connection waits for the
+/// handshake's place.
 const SILENCE_LIMIT: Duration = Duration::from_secs(1);
 
 /// The maximum numbers of running handshakes and of connections that wait for a handshake, in total
@@ -126,8 +127,8 @@ impl Handshakes {
     /// Returns the handshakes of a new listener. `failures` decides which networks have to pause.
     pub(crate) fn new(metrics: Arc<Metrics>, failures: Arc<Failures>) -> Arc<Self> {
         // Waiting connections may use half of the open files; the other half is for connections
-        // that are served. The limit is high, because a client that is refused has used up its
-        // session ticket.
+        // that are served. The limit is high, because a refused client has used up its session
+        // ticket and then needs a full handshake.
         let files = usize::try_from(open_files::limit() / 2).unwrap_or(usize::MAX);
         let waiting = LIMITS.waiting.min(files);
         let waiting_of_network = LIMITS.waiting_of_network.min(files / 4 * 3);
@@ -219,7 +220,8 @@ impl Handshake {
     ///
     /// # Errors
     ///
-    /// [`Evicted`]. The connection, which `begin` or its future owns, is dropped and so closed.
+    /// [`Evicted`]. `begin` or its future owns the connection, so the connection is dropped and
+    /// closed.
     pub(crate) async fn run<T, E, F>(self, begin: impl FnOnce() -> F) -> Result<Result<T, E>, Evicted>
     where
         F: Future<Output = Result<T, E>>,
@@ -260,9 +262,9 @@ impl Handshake {
         ended
     }
 
-    /// Waits in order for a place of the network, for the network's turn, for the end of its pause,
-    /// and for a place of all networks. Returns the permits of both places. Semaphores serve
-    /// waiting tasks in the order of their requests.
+    /// Waits in order for a place of the network, for the network's turn, for the end of the
+    /// network's pause, and for a place of all networks. Returns the permits of both places.
+    /// Semaphores serve waiting tasks in the order of their requests.
     async fn place(&self) -> impl Sized + use<'_> {
         let Self { handshakes, network, queue, .. } = self;
         let of_network = queue.places.acquire().await;

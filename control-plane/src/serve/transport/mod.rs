@@ -1,8 +1,8 @@
 //! Connections: limits, TLS, the choice of a server for each connection, and HTTP/2 for streams.
-//! This module does not depend on the services of the general server.
 //!
 //! There are two servers on the gRPC port. [`sync_connection`] carries one stream of an agent. The
-//! *general server*, [`general_connection`], answers all other requests.
+//! *general server*, [`general_connection`], answers all other requests. This module does not
+//! depend on the services of the general server.
 
 mod budget;
 mod connection_limits;

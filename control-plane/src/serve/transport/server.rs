@@ -30,7 +30,7 @@ pub(crate) async fn serve(
     drain(&streams).await;
     tasks.close();
     if tokio::time::timeout(LINGER, tasks.wait()).await.is_err() {
-        // Some clients do not read, so that even the end of their stream cannot be written.
+        // Some clients do not read, so the end of their streams cannot be written.
         streams.context.visits.abort();
     }
     accept.abort();

@@ -41,8 +41,8 @@ const QUIET: Duration = Duration::from_millis(200);
 /// The longest time to wait for [`QUIET`] while notifications continue.
 const LONGEST_SETTLING: Duration = Duration::from_secs(2);
 
-/// After a notification, files with an error are read again after this time before the error is
-/// logged: certificate and key may be written one after the other.
+/// How long to wait before files with an error are read again after a notification. The error is
+/// logged only if it remains, because certificate and key may be written one after the other.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// The number of session tickets that a client receives in a handshake. One ticket is enough,

@@ -26,7 +26,7 @@ pub(super) const MAX_PER_STEP: usize = 5;
 /// when the number of replicas changes.
 pub(super) const SETTLING: Duration = Duration::from_secs(10);
 
-/// How long an agent that was asked counts as leaving.
+/// How long an agent counts as leaving after it was asked to move.
 pub(super) const LEAVING: Duration = Duration::from_secs(10);
 
 /// How long a replica remembers that it asked an agent to move. During this time it does not ask
@@ -72,8 +72,8 @@ impl Band {
             return None;
         }
         let share = nodes.div_ceil(replicas);
-        // Agents choose replicas at random. The limit is so high that chance alone practically
-        // never brings a replica above the limit.
+        // Agents choose replicas at random. Because of chance alone, a replica practically never
+        // has more agents than this limit.
         Some(Self { replicas, share, limit: share + share / 5 + 8, target: share + share / 10 + 4 })
     }
 }
@@ -113,8 +113,8 @@ impl Decision {
 }
 
 impl View {
-    /// Returns true if more than three quarters of the asked agents are still or again at this
-    /// replica: they know no other replica, or cannot reach one.
+    /// Returns true if more than three quarters of the asked agents have a stream to this replica.
+    /// Such agents know no other replica, or cannot reach another replica.
     pub(super) fn is_futile(&self) -> bool {
         self.asked >= MIN_ASKED && 4 * self.returned > 3 * self.asked
     }

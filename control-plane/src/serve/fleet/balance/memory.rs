@@ -12,8 +12,8 @@ use super::decision::{Band, LEAVING, MEMORY, View};
 #[derive(Debug)]
 pub(super) struct Memory<A> {
     asked: HashMap<A, Instant>,
-    /// The number of ready replicas when the agents were asked; 0 without a band. When this number
-    /// changes, all agents may be asked again.
+    /// The number of ready replicas when the agents were asked; 0 if there was no [`Band`]. When
+    /// this number changes, all agents may be asked again.
     replicas: usize,
 }
 

@@ -24,8 +24,8 @@ use self::{
 use super::{Agent, Fleet};
 use crate::serve::context::Lifecycle;
 
-/// The time within which an agent that is asked to move does so. Each agent chooses a random moment
-/// within this time, so the moves of one step are spread over the time until the next step.
+/// The time within which an agent moves after it was asked to move. Each agent chooses a random
+/// moment within this time, so the moves of one step are spread over the time until the next step.
 pub(crate) const MOVE_WITHIN: Duration = STEP;
 
 /// Asks agents to move until its task is aborted. The ready endpoints of `service` are the
@@ -57,8 +57,8 @@ impl Balance {
     fn step(&mut self, fleet: &Fleet, now: Instant) {
         let band = self.band(fleet);
         fleet.context.metrics.set_balance(self.replicas.unwrap_or(0), band.map_or(0, |band| band.limit));
-        // Looking at each agent is expensive, so a replica does so only above its limit and while
-        // it moves agents.
+        // Looking at each agent is expensive. So a replica looks at its agents only while it is
+        // above its limit or moves agents.
         let is_busy = self.decision.is_moving() || band.is_some_and(|band| fleet.len() > band.limit);
         let agents: HashMap<Arc<str>, Arc<Agent>> = if is_busy { known_agents(fleet) } else { HashMap::new() };
         let (may_be_asked, view) = self.memory.view(band, agents.keys().cloned().collect(), now);
@@ -91,7 +91,8 @@ impl Balance {
         }
     }
 
-    /// Returns how many agents this replica may have; `None` while that is unknown.
+    /// Returns how many agents this replica may have. Returns `None` if the replica stops or does
+    /// not follow its source, or if there are no Nodes or no other replicas.
     fn band(&mut self, fleet: &Fleet) -> Option<Band> {
         let store = &fleet.context.store;
         // A replica that does not follow its source does not know which replicas are ready, so it

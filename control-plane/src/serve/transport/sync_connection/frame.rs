@@ -153,7 +153,7 @@ pub(super) fn put_trailers(out: &mut Vec<u8>, stream: u32, status: &Status) {
     }
     let mut block = Vec::new();
     for (name, value) in &headers {
-        // A literal with a literal name, not indexed (RFC 7541, 6.2.2).
+        // Each field is a literal that is not indexed and has a literal name (RFC 7541, 6.2.2).
         block.push(0x00);
         put_string(&mut block, name.as_str().as_bytes());
         put_string(&mut block, value.as_bytes());

@@ -59,7 +59,7 @@ struct Stream {
     /// The bytes that the server may send before the client enlarges the connection's window.
     connection_room: i64,
     /// The bytes that the server may send before the client enlarges the stream's window. A change
-    /// of the client's settings can make this negative.
+    /// of the client's settings can make this number negative.
     stream_room: i64,
     initial_window: u32,
     connection_window: ReceiveWindow,
@@ -155,7 +155,7 @@ impl Http2 {
         self.stream.keep_time(now);
     }
 
-    /// Returns true if the agent is late in answering what was sent.
+    /// Returns true if the agent is late in answering the versions that were sent.
     pub(super) fn is_late(&mut self, now: Instant) -> bool {
         let Phase::Open(session) = &mut self.stream.phase else { return false };
         session.is_late(now)

@@ -1,11 +1,11 @@
 //! Parses the frames that a client sends on a connection of one stream (RFC 9113, sections 4 to 6).
 //! The bytes may arrive in pieces of any size.
 //!
-//! The parser stores no payload: it passes payload on or skips it as it arrives. It does not decode
-//! header blocks. [`super::super::first_request`] has already decoded the request's headers. Of
-//! later header blocks only the stream's trailers matter, and only because they end the stream. The
-//! parser does not maintain HPACK's dynamic table, because it never decodes a block that could
-//! refer to the table.
+//! The parser stores no payload of `DATA` frames or header blocks: it passes the bytes on or skips
+//! them as they arrive. It does not decode header blocks. [`super::super::first_request`] has
+//! already decoded the request's headers. Of later header blocks only the stream's trailers matter,
+//! and only because they end the stream. The parser does not maintain HPACK's dynamic table,
+//! because it never decodes a block that could refer to the table.
 
 use super::frame::{Code, DEFAULT_WINDOW, HEADER_BYTES, Header, MAX_PAYLOAD_BYTES, MAX_WINDOW, flag, kind};
 

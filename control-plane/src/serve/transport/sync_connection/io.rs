@@ -46,7 +46,7 @@ impl Io {
         Self { stream, tls, unwritten: Vec::new(), written_bytes: 0, budget: Budget::new(Instant::now()) }
     }
 
-    /// Returns true if reading pauses at `now`, because the peer has sent too much.
+    /// Returns true if reading pauses at `now`, because the peer sends too fast.
     pub(super) fn is_paused(&self, now: Instant) -> bool {
         self.budget.pause(now).is_some()
     }
@@ -58,7 +58,7 @@ impl Io {
     }
 
     /// Reads into `buffer`. Returns the number of bytes; 0 stands for the end of the connection.
-    /// Must not be called while [`Io::is_paused`].
+    /// Must not be called while [`Io::is_paused`] returns true.
     ///
     /// # Errors
     ///

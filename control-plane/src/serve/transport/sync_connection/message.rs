@@ -5,7 +5,7 @@ use headgate_proto::{MAX_AGENT_MESSAGE_BYTES, frame::PREFIX_BYTES};
 /// Why bytes are not valid messages of an agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Malformed {
-    /// A message is longer than the contract allows.
+    /// A message is longer than discovery.proto allows.
     TooLarge,
     /// A message is compressed, which the server does not support.
     Compressed,

@@ -80,14 +80,14 @@ struct State {
     http2: Http2,
     /// True while the kernel accepts no more bytes.
     is_blocked: bool,
-    /// True while reading pauses because the client has sent too much.
+    /// True while reading pauses because the client sends too fast.
     is_paused: bool,
     /// True after the peer was told that nothing more will be written.
     is_closed: bool,
 }
 
-/// Serves a connection from which `first` has been read. `first` contains the client's preface and
-/// the headers of `Sync`. Returns the future that serves the connection.
+/// Returns a future that serves a connection. `first` holds the bytes that were already read from
+/// the connection. They contain the client's preface and the headers of `Sync`.
 pub(crate) fn serve(
     streams: &Arc<Streams>,
     peer: Peer,
