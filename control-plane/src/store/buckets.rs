@@ -1,4 +1,4 @@
-//! Buckets: the keys in each bucket, the version of its last change, and its encoded resources.
+//! Buckets. Each bucket has its keys, the version of its last change, and its encoded resources.
 //!
 //! A snapshot, full or of some buckets, consists of the messages of its buckets. A bucket that does
 //! not change between two snapshots is encoded once.
@@ -38,7 +38,7 @@ pub(super) struct Buckets {
 }
 
 impl Buckets {
-    /// Creates empty buckets, whose messages will have about `part_bytes`.
+    /// Creates empty buckets. `part_bytes` is the approximate size of the messages, in bytes.
     pub(super) fn new(part_bytes: usize) -> Self {
         Self { buckets: iter::repeat_with(Bucket::default).take(BUCKETS).collect(), part_bytes }
     }

@@ -19,8 +19,8 @@ use super::{
 };
 use crate::transaction::SourceKind;
 
-/// A cursor at most this many versions behind the head receives single batches. A cursor further
-/// behind receives only the current values.
+/// A cursor at most this many versions behind the head receives the batch of each version. A cursor
+/// further behind receives a compacted step, with only the current values.
 const FOLLOW_VERSIONS: u64 = 16;
 
 /// The state that an agent holds (`Hello.resume`).
@@ -37,7 +37,8 @@ pub struct Resume {
 }
 
 impl Resume {
-    /// Decodes the message; `None` if the digests are not one sum and one count for each bucket.
+    /// Decodes the message; `None` if the digests do not consist of one sum and one count for each
+    /// bucket.
     #[must_use]
     pub fn from_wire(wire: &v1::Resume) -> Option<Self> {
         let digests = match &wire.digests {
@@ -110,13 +111,14 @@ struct Walk {
 }
 
 impl Cursor {
-    /// The version of the receiver after it has applied all messages so far.
+    /// The version that the receiver has reached when it has applied all messages that were sent so
+    /// far.
     #[must_use]
     pub fn version(&self) -> u64 {
         self.version
     }
 
-    /// Number of resources and removals that were sent so far.
+    /// Number of resources and removals in the completed batches and snapshots.
     #[must_use]
     pub fn resources(&self) -> u64 {
         self.resources
@@ -208,14 +210,14 @@ impl Walk {
 }
 
 impl Store {
-    /// Chooses the cheapest way for an agent to continue from the state that it holds. Returns the
+    /// Chooses the cheapest way for an agent to continue from the state that it holds. Returns this
     /// way and a cursor.
     #[must_use]
     pub fn cursor(&self, resume: Option<&Resume>) -> (ResumeMode, Cursor) {
         let inner = self.read();
         let full = || (ResumeMode::Full, Cursor::at(0, Phase::Snapshot(Walk::new(inner.version, None)), inner.version));
         let Some(resume) = resume else { return full() };
-        // Until the source has been listed, the state is incomplete, and no agent can continue by
+        // Until the source has been listed, the state is incomplete, and no agent can resume from
         // the log.
         let is_ours = resume.epoch == self.epoch() && self.is_synced();
         if is_ours && (inner.log.floor()..=inner.version).contains(&resume.version) {
@@ -265,9 +267,9 @@ impl Store {
             return cursor.take_part(&delta, 0);
         }
         let inner = self.read();
-        // The list is never empty: the head is ahead of the cursor, so at least one bucket has
-        // changed. If the list were empty, the walk would send all buckets, because the agent would
-        // take an empty list in the end marker for all buckets.
+        // At least one bucket has changed, because the head is ahead of the cursor. The filter is a
+        // safeguard: if the list were empty, the walk would send all buckets. In the end marker of
+        // this snapshot, an empty list means all buckets.
         let buckets = Some(inner.buckets.changed_since(cursor.version)).filter(|buckets| !buckets.is_empty());
         cursor.phase = Phase::Snapshot(Walk::new(inner.version, buckets));
         drop(inner);

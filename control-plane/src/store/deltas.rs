@@ -21,7 +21,7 @@ use super::encode::{Item, Span, batch_frames};
 /// One step in parts may take at most the budget divided by this number.
 const MAX_SHARE: usize = 8;
 
-/// Bytes of all steps in parts, both kept for reuse and held by streams in the middle of a step.
+/// Limits the bytes of all steps in parts. Cached steps count, and steps that streams are sending.
 #[derive(Debug)]
 pub(super) struct SplitBudget {
     used: AtomicUsize,
@@ -66,7 +66,7 @@ impl Drop for Charge {
 #[derive(Debug)]
 pub(super) struct Delta {
     pub(super) span: Span,
-    /// Messages with one `Batch` each; several if the step was split.
+    /// The messages, with one `Batch` each. A step that was split has several messages.
     pub(super) frames: Box<[Bytes]>,
     pub(super) resources: u64,
     _charge: Option<Charge>,
@@ -131,17 +131,17 @@ impl Ring {
 
     /// The batch that follows `version`.
     pub(super) fn after(&self, version: u64) -> Option<&Arc<Delta>> {
-        // Each batch leads to the next version, so versions are indexes.
+        // Each batch raises the version by 1, so the distance from the oldest version is the index.
         let distance = version.checked_sub(self.deltas.front()?.span.previous_version)?;
         self.deltas.get(usize::try_from(distance).ok()?)
     }
 }
 
-/// The version at which a step starts, and whether the step is spelt out, which means without
-/// references.
+/// The version at which a step starts, and whether the step is spelt out. A step that is spelt out
+/// contains no references.
 pub(super) type Start = (u64, bool);
 
-/// A step that the first caller encodes; `None` if it could not be encoded.
+/// A step that the first caller encodes; `None` if the first caller could not encode the step.
 type Slot = Arc<OnceLock<Option<Arc<Delta>>>>;
 
 /// Compacted steps by their start, shared by streams at the same version. While one stream encodes
@@ -162,7 +162,7 @@ struct Kept {
 #[derive(Debug)]
 struct Entry {
     slot: Slot,
-    /// Place in `by_age` and size, once the step is encoded.
+    /// The key in `by_age` and the size in bytes, once the step is encoded.
     encoded: Option<(u64, usize)>,
 }
 
@@ -209,8 +209,8 @@ impl Kept {
         Arc::clone(&self.by_start.entry(start).or_insert_with(empty).slot)
     }
 
-    /// Replaces `old` by an empty slot, unless another caller has already replaced it. Returns the
-    /// present slot.
+    /// Replaces `old` with an empty slot, unless another caller has already replaced it. Returns
+    /// the present slot.
     fn renewed(&mut self, start: Start, old: &Slot) -> Slot {
         if self.by_start.get(&start).is_some_and(|entry| Arc::ptr_eq(&entry.slot, old)) {
             self.remove(start);
@@ -225,9 +225,9 @@ impl Kept {
         }
     }
 
-    /// Caches a step that was just encoded. Beyond the bound, the oldest steps that no stream holds
-    /// are dropped. Dropping a step that a stream holds would free no memory, and the step might
-    /// have to be encoded again.
+    /// Caches a step that was just encoded. If the cache exceeds its bound, the oldest steps that
+    /// no stream holds are dropped. Dropping a step that a stream holds would free no memory, and
+    /// the step might have to be encoded again.
     fn encoded(&mut self, start: Start, slot: &Slot) {
         let Some(entry) = self.by_start.get_mut(&start).filter(|entry| Arc::ptr_eq(&entry.slot, slot)) else { return };
         let Some(Some(delta)) = slot.get() else { return self.remove(start) };

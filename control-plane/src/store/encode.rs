@@ -97,8 +97,9 @@ pub(super) fn present_all<'a>(
     entries.into_iter().map(item).collect()
 }
 
-/// The messages of one step. A step in several messages reaches its version with the last message.
-/// `None` if the step needs several messages that take more than `max_split_bytes`.
+/// The messages of one step. If there are several messages, the receiver reaches the version of the
+/// step with the last message. `None` if the estimated size of all messages before the last message
+/// exceeds `max_split_bytes`.
 pub(super) fn batch_frames(
     span: Span,
     positions: &[v1::SourcePosition],

@@ -1,5 +1,5 @@
-//! The state of the source, and the time since it last confirmed each kind (discovery.proto,
-//! sections 9 and 14).
+//! The state of the source, and the time since the source last confirmed each kind
+//! (discovery.proto, sections 9 and 14).
 
 use std::{
     collections::BTreeMap,
@@ -15,7 +15,7 @@ use tokio::sync::watch;
 
 use crate::{metrics::Metrics, transaction::SourceKind};
 
-/// The state of the source, and its age.
+/// The state of the source, and the time at which the source last confirmed each kind.
 #[derive(Debug)]
 pub(super) struct Freshness {
     inner: Mutex<Inner>,

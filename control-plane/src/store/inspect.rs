@@ -1,5 +1,5 @@
-//! Reads of `Inspect`. Each read holds the lock for a short time, and no lock is held between
-//! reads.
+//! Reads the store for `Inspect`. Each function holds the lock for a short time. No lock is held
+//! between two calls.
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -17,7 +17,7 @@ pub(crate) struct ServiceDetail {
     pub(crate) endpoints: usize,
     pub(crate) ready_endpoints: usize,
     pub(crate) version: u64,
-    /// Frontends of the Service that another Service owns, with the owner.
+    /// Each frontend of the Service that another Service owns, with that other Service.
     pub(crate) conflicts: Vec<(Frontend, ServiceKey)>,
 }
 
@@ -62,8 +62,8 @@ impl Store {
         self.read().nodes.len()
     }
 
-    /// Number of ready endpoints in one family: the family with more ready endpoints. In a
-    /// dual-stack cluster each pod has an endpoint of each family, and must count once.
+    /// Number of ready endpoints of the IP family that has more ready endpoints. In a dual-stack
+    /// cluster each pod has an endpoint of each family, but counts only once.
     pub(crate) fn ready_endpoints(&self, key: &ServiceKey) -> usize {
         let inner = self.read();
         let Some(entry) = inner.state.entry(key) else { return 0 };
@@ -74,7 +74,7 @@ impl Store {
         Family::BOTH.map(ready).into_iter().max().unwrap_or_default()
     }
 
-    /// The keys of Services and of services with endpoints that pass `filter`, sorted.
+    /// The sorted keys that pass `filter`. Keys that have endpoints but no Service are included.
     pub(crate) fn keys(&self, filter: impl Fn(&ServiceKey) -> bool) -> Vec<Arc<ServiceKey>> {
         let inner = self.read();
         let mut keys: Vec<_> = inner.state.entries().map(|(key, _)| key).filter(|key| filter(key)).cloned().collect();
@@ -111,11 +111,11 @@ impl Store {
         endpoints.map(with_version).collect()
     }
 
-    /// The version of the last change of a service or one of its endpoints; with `endpoint`, the
+    /// The version of the last change of a Service or one of its endpoints. With `endpoint`, the
     /// version of the last change of the endpoint with this address. Without `gone`, the result is
-    /// `None` if the service or endpoint does not exist. With `gone`, the result is `None` if it
-    /// still exists. If the log does not contain the change, the result is the floor of the log, or
-    /// the head while the floor is 0.
+    /// `None` if the Service or endpoint does not exist. With `gone`, the result is `None` if the
+    /// Service or endpoint still exists. If the log does not contain the change, the result is the
+    /// floor of the log, or the head while the floor is 0.
     pub(crate) fn version_of(&self, key: &ServiceKey, endpoint: Option<IpAddr>, gone: bool) -> Option<u64> {
         let inner = self.read();
         let entry = inner.state.entry(key);

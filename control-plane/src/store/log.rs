@@ -1,7 +1,8 @@
 //! The compacted log: each recently changed key once, at the version of its last change.
 //!
-//! The log is bounded, so that its memory does not grow with the cluster. A cursor behind the
-//! oldest key receives whole buckets instead, which cost less than that many single changes.
+//! The log is bounded, so that its memory does not grow with the cluster. When the log is full, the
+//! oldest keys are dropped. A cursor that needs a dropped key receives whole buckets, which cost
+//! less than a very large number of single changes.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -90,8 +91,9 @@ impl Log {
         self.floor
     }
 
-    /// The shared key of the resource that a change is about, and its bucket. `state` is the state
-    /// before the change.
+    /// The key of the resource that a change adds, changes or removes, and the bucket of the
+    /// resource. The key shares memory with an equal key in the log or in `state`. `state` is the
+    /// state before the change.
     pub(super) fn intern(&self, change: &Change, state: &State) -> (LogKey, u16) {
         match change {
             Change::Service(service) => self.service_key(&service.key, state, LogKey::Service),
@@ -118,7 +120,8 @@ impl Log {
         (make(shared), digest::service_bucket(key))
     }
 
-    /// Moves a key to `place`, which must be after every other place.
+    /// Records the last change of a key at `place`, which must be after every other place in the
+    /// log.
     pub(super) fn record(&mut self, place: Place, entry_key: LogKey, bucket: u16, trigger_unix_ms: u64, removed: bool) {
         let old = match &entry_key {
             LogKey::Service(key) => self.places(key, bucket).service.replace(place),
@@ -183,15 +186,15 @@ impl Log {
     }
 
     /// The version of the last change of an endpoint. If the log does not contain the change, the
-    /// result is the floor, because the change was not after the floor.
+    /// result is the floor, because the log contains every change after the floor.
     pub(super) fn endpoint_version(&self, key: &ServiceKey, address: IpAddr) -> u64 {
         let place = self.services.get(key).and_then(|places| places.endpoints.get(&address));
         place.map_or(self.floor, |place| place.0)
     }
 
     /// The version of the last change of a service or one of its endpoints, including removals. If
-    /// the log does not contain the change, the result is the floor, because the change was not
-    /// after the floor.
+    /// the log does not contain the change, the result is the floor, because the log contains every
+    /// change after the floor.
     pub(super) fn newest_version(&self, key: &ServiceKey) -> u64 {
         let Some(places) = self.services.get(key) else { return self.floor };
         let endpoints = places.endpoints.values().map(|place| place.0).max();

@@ -2,9 +2,11 @@
 //!
 //! [`headgate_core::State`] holds the values and their digests. The log holds each recently changed
 //! key once, at the version of its last change. A cursor holds the version of a stream. The log
-//! brings a cursor to the head, at a cost proportional to what differs. A cursor that is too far
-//! behind receives the buckets that have changed. Messages that streams share are encoded once: the
-//! newest batches, the compacted steps by their start, and the resources of each bucket.
+//! brings a cursor to the head, at a cost proportional to the number of changed keys. A cursor that
+//! is too far behind receives whole buckets: those with a change since its version. A compacted
+//! step contains the current values of all keys that have changed since a version. Messages that
+//! streams share are encoded once: the newest batches, the compacted steps, and the resources of
+//! each bucket.
 //!
 //! The cost of a commit is proportional to its changes, and a commit never waits for a stream. A
 //! watch channel announces each new version. A reader holds the lock only while it encodes one
@@ -63,24 +65,24 @@ pub(crate) const TIMED_COMMITS: usize = 4096;
 /// Bounds of the memory that the store uses besides the state.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    /// Number of removals in the log. A cursor behind the oldest of these removals receives whole
-    /// buckets instead. The log holds at most this many keys plus `max_delta_changes`, because no
-    /// compacted step needs more keys.
+    /// Maximum number of removals in the log. A cursor that needs a removal which the log no longer
+    /// holds receives whole buckets. The log holds at most `max_tombstones` + `max_delta_changes`
+    /// keys, because no compacted step needs more keys.
     pub max_tombstones: usize,
-    /// Bytes of the newest batches that are kept encoded.
+    /// Maximum size of the encoded newest batches, in bytes.
     pub ring_bytes: usize,
-    /// Bytes of the compacted steps that are kept encoded.
+    /// Maximum size of the cached compacted steps, in bytes.
     pub delta_cache_bytes: usize,
-    /// Number of changes in one compacted step. A cursor that needs more changes receives whole
-    /// buckets instead.
+    /// Maximum number of changes in one compacted step. A cursor that needs more changes receives
+    /// whole buckets instead.
     pub max_delta_changes: usize,
     /// A message is complete when it has reached this size, in bytes. The last resource of a
     /// message may exceed this size, so the size is well below
     /// [`headgate_proto::MAX_SERVER_MESSAGE_BYTES`].
     pub part_bytes: usize,
-    /// Bytes of all steps in several parts, both kept for reuse and held by streams that are in the
-    /// middle of a step. A stream that needs a step for which there is no room receives whole
-    /// buckets instead.
+    /// Maximum size, in bytes, of all encoded steps that consist of several messages. The limit
+    /// includes cached steps and steps that streams are sending. A stream that needs a step for
+    /// which there is no room receives whole buckets instead.
     pub split_bytes: usize,
 }
 
@@ -110,7 +112,8 @@ pub struct Store {
     head: watch::Sender<u64>,
     moves: watch::Sender<u64>,
     wanted_positions: watch::Sender<BTreeMap<SourceKind, u64>>,
-    // The value of `head`. Thousands of streams read it at each change, so it has no lock.
+    // The value of `head`. Thousands of streams read this value at each change, so reading it takes
+    // no lock.
     head_version: AtomicU64,
     metrics: Arc<Metrics>,
 }
@@ -130,9 +133,11 @@ struct Inner {
     /// The position of each kind at its last change. The state covers these positions, and agents
     /// receive them.
     changed_positions: BTreeMap<SourceKind, u64>,
-    /// The positions of `changed_positions` that batches have already sent.
+    /// The value of `changed_positions` at the newest version. The batch of the next version
+    /// contains only the positions that differ from this value.
     sent_positions: BTreeMap<SourceKind, u64>,
-    /// When the source sent each of the newest versions, without a gap. The head is last.
+    /// When the changes of each of the newest versions arrived from the source. The last element
+    /// belongs to the head, the element before it to the previous version, and so on.
     commit_times: VecDeque<SystemTime>,
 }
 
@@ -208,14 +213,14 @@ impl Store {
         self.freshness.state()
     }
 
-    /// The state of the source, for agents of other replicas (discovery.proto, section 15): CUT_OFF
-    /// as soon as a request to the source has failed or is late.
+    /// The state of the source that agents of other replicas receive (discovery.proto, section 15):
+    /// CUT_OFF instead of FOLLOWING while a request to the source has failed or is late.
     #[must_use]
     pub fn source_state_for_others(&self) -> SourceState {
         self.freshness.state_for_others()
     }
 
-    /// Why changes do not arrive from the source; `None` if they arrive.
+    /// Why changes do not arrive from the source; `None` if changes arrive.
     #[must_use]
     pub fn source_problem(&self) -> Option<String> {
         self.freshness.problem()
@@ -273,8 +278,8 @@ impl Store {
         seen.iter().filter(|(kind, _)| counts(**kind)).find_map(compare)
     }
 
-    /// Time since the source last confirmed the stalest kind. Until every kind has been listed, the
-    /// time since the start of the replica.
+    /// The longest time since the source last confirmed a kind. Until every kind has been listed,
+    /// the time since the start of the replica.
     #[must_use]
     pub fn source_age(&self) -> Duration {
         self.freshness.age()
@@ -286,9 +291,9 @@ impl Store {
         Arc::clone(&self.problems.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// When the source sent the version after `version`, which is the time since which an agent at
-    /// `version` has lagged. `None` if `version` is the head. If the time of an old version is no
-    /// longer kept, the result is the oldest time that is kept.
+    /// When the change after `version` arrived from the source. An agent at `version` has lagged
+    /// since this time. `None` if `version` is the head. If the time of an old version is no longer
+    /// kept, the result is the oldest time that is kept.
     #[must_use]
     pub fn lagging_since(&self, version: u64) -> Option<SystemTime> {
         let inner = self.read();
@@ -297,8 +302,8 @@ impl Store {
         inner.commit_times.get(index).copied().filter(|_| behind > 0)
     }
 
-    /// Time since the source sent each version above `after`, up to `upto`. Versions whose time is
-    /// no longer kept are left out.
+    /// For each version above `after`, up to `upto`: the time since its changes arrived from the
+    /// source. Versions whose time is no longer kept are left out.
     #[must_use]
     pub fn commit_ages(&self, after: u64, upto: u64) -> Vec<Duration> {
         let inner = self.read();
@@ -310,8 +315,8 @@ impl Store {
         times.map(|time| now.duration_since(*time).unwrap_or_default()).collect()
     }
 
-    /// The newest version that is at least this old. Versions whose time is no longer kept count as
-    /// older.
+    /// The newest version that is at least `age` old. Versions whose time is no longer kept count
+    /// as older.
     #[must_use]
     pub fn version_before(&self, age: Duration) -> u64 {
         let inner = self.read();
@@ -346,7 +351,8 @@ impl Store {
         self.read().state.digests().clone()
     }
 
-    /// Makes the applied changes the next version. `encode` says whether to encode their batch now.
+    /// Publishes the applied changes as the next version. `encode` says whether to encode the batch
+    /// of this version now.
     fn publish(&self, inner: &mut Inner, received: SystemTime, encode: bool) {
         let sent = &inner.sent_positions;
         let moved = inner.shared_positions().filter(|(kind, position)| sent.get(kind) != Some(position));
@@ -361,8 +367,8 @@ impl Store {
         if inner.commit_times.len() > TIMED_COMMITS {
             inner.commit_times.pop_front();
         }
-        // With more removals than the log can hold, the log misses changes of this version. Streams
-        // then receive whole buckets.
+        // If this version has more removals than the log can hold, the log does not contain all its
+        // changes, and streams receive whole buckets.
         let is_whole = inner.log.floor() < version;
         let delta = if encode && is_whole {
             let entries = inner.log.since(log::after(previous_version)).map(|(_, entry)| entry);
@@ -379,8 +385,9 @@ impl Store {
         }
     }
 
-    // The store continues after a panic under the lock. State and log may then disagree about one
-    // key until its next change. A control plane that stops serving would be worse.
+    // The store continues after a thread has panicked while it held the lock. After such a panic,
+    // state and log may disagree about one key until its next change. A control plane that stops
+    // serving would be worse.
     fn read(&self) -> RwLockReadGuard<'_, Inner> {
         self.inner.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -439,7 +446,8 @@ impl Inner {
     }
 
     /// Updates the values that changes may refer to from `version` on. The new value is added
-    /// before the old value is released, so that parts of both values keep their version.
+    /// before the old value is released, so that a part which both values contain keeps its
+    /// version.
     fn update_names(&mut self, version: u64, key: &LogKey, before: Before) {
         match (key, before) {
             (LogKey::Service(key), Before::Service(was_there)) => match (was_there, self.has_service(key)) {

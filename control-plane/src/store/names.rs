@@ -1,6 +1,6 @@
 //! The values that changes may refer to (discovery.proto, section 13): service keys, placements and
-//! port lists in the state. Each value has a reference, and the version since which the state has
-//! contained the value without a break.
+//! port lists in the state. Each value has a reference and a version. The state has contained the
+//! value without a break since this version.
 
 use std::{
     borrow::Borrow,
@@ -12,8 +12,9 @@ use std::{
 use headgate_core::{Change, Endpoint, EndpointPort, Placement, ServiceKey, reference::Referrer};
 use headgate_proto::References;
 
-/// Upper bound of the collided references of one kind. Names that collide are easy to find for
-/// anybody who knows the epoch. Without a bound, the author of such names could use up the memory.
+/// Upper bound of the collided references of one kind. Anybody who knows the epoch can easily find
+/// values whose references collide. Without a bound, a user who creates objects with such values
+/// could exhaust the memory.
 const MAX_COLLIDED: usize = 16_384;
 
 /// One value in the state.
@@ -126,17 +127,17 @@ impl Names {
         Self { referrer: Referrer::new(epoch), services, placements, ports }
     }
 
-    /// Adds a Service that `version` has created.
+    /// Adds the key of a Service that was created at `version`.
     pub(super) fn take_service(&mut self, version: u64, key: &Arc<ServiceKey>) {
         self.services.take(version, key, || self.referrer.service(key));
     }
 
-    /// Releases a removed Service.
+    /// Releases the key of a removed Service.
     pub(super) fn release_service(&mut self, key: &ServiceKey) {
         self.services.release(key);
     }
 
-    /// Adds the parts of an endpoint that `version` has created or changed.
+    /// Adds the parts of an endpoint that was created or changed at `version`.
     pub(super) fn take_endpoint(&mut self, version: u64, endpoint: &Endpoint) {
         for placement in endpoint.placements() {
             self.placements.take(version, placement, || self.referrer.placement(placement));

@@ -21,8 +21,8 @@ pub trait NodeObserver: Send + Sync {
 pub struct OwnNode {
     /// `None` when the source has no Node of this name.
     pub node: Option<Arc<Node>>,
-    /// The position of the source when this Node last changed. Without a Node of this name, the
-    /// position when any Node last changed.
+    /// The position of the source when this Node last changed. If there is no Node of this name,
+    /// the position when any Node last changed.
     pub position: Option<(SourceKind, u64)>,
 }
 
@@ -53,8 +53,8 @@ impl Nodes {
         }
     }
 
-    /// Applies a change that the source had at `position`. Returns the name of the Node if its
-    /// value differs.
+    /// Applies a change that the source made at `position`. Returns the name of the Node if its
+    /// value has changed.
     pub(super) fn apply(&mut self, change: NodeChange, position: Option<(SourceKind, u64)>) -> Option<Arc<str>> {
         let (name, node) = match change {
             NodeChange::Apply(node) => (Arc::clone(&node.name), Some(Arc::new(node))),

@@ -78,10 +78,10 @@ impl Wait {
 }
 
 impl BehindWait {
-    /// Decides at `now` whether an agent for which a check has returned `not_yet` still has to
-    /// wait. The wait lasts `bound`, and starts again while the replica does not follow its source:
-    /// a cut-off replica cannot tell whether the source was restored, and an unlisted replica has
-    /// no state to send.
+    /// Decides whether an agent still has to wait at the time `now`. `not_yet` is the result of the
+    /// latest check for this agent. The wait lasts `bound`, and starts again while the replica does
+    /// not follow its source: a cut-off replica cannot tell whether the source was restored, and an
+    /// unlisted replica has no state to send.
     pub fn look(&mut self, not_yet: NotYet, store: &Store, bound: Duration, now: Instant) -> Wait {
         let NotYet::Behind { kind, there, .. } = not_yet else { return Wait::Continues };
         if self.asked.insert(kind) {
@@ -134,8 +134,8 @@ pub struct Resumption(Option<Resume>);
 
 impl Resumption {
     /// Decides how an agent resumes, for `Welcome`. Also returns the agent's cursor if the agent
-    /// can continue at once. Only an agent that resumes by the log need not wait, because it
-    /// followed this replica before.
+    /// can continue at once. Only an agent that resumes from the log need not wait, because the
+    /// agent followed this replica before.
     pub fn begin(store: &Store, resume: Option<Resume>) -> (ResumeMode, Result<Cursor, Self>) {
         let (mode, cursor) = store.cursor(resume.as_ref());
         match mode {
@@ -158,8 +158,8 @@ impl Resumption {
     }
 
     /// The agent's cursor into the state of this replica, even if this state is older than the
-    /// agent's state. Call this when the wait is over, as after the source was restored from a
-    /// backup.
+    /// agent's state. Call this method when [`BehindWait`] says that the wait is over, for example
+    /// because the source was restored from a backup.
     #[must_use]
     pub fn revert(&self, store: &Store) -> Cursor {
         store.cursor(self.0.as_ref()).1
