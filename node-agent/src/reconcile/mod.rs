@@ -2,9 +2,10 @@
 //! to the kernel block.
 //!
 //! The loop writes nothing before it has a complete snapshot from a replica, or a state from disk.
-//! A version is reported as programmed when everything up to this version is in the kernel. After a
-//! failed step, the loop pauses. After the pause, the loop compares the whole state with the kernel
-//! and programs the differences.
+//! The loop programs a state from disk only if rules are missing, or after a replica has brought
+//! the state up to date. A version is reported as programmed when everything up to this version is
+//! in the kernel. After a failed step, the loop pauses. After the pause, the loop compares the
+//! whole state with the kernel and programs the differences.
 
 pub mod metrics;
 mod quarantine;

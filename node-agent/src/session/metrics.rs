@@ -24,7 +24,7 @@ use crate::metric_registry::{AGENT, Labels, MetricRegistry};
 pub struct SessionMetrics {
     /// 1 while a stream is open and `Welcome` has arrived.
     pub connected: Gauge,
-    /// Number of attempts to connect after the first.
+    /// Number of attempts to connect, without the first attempt.
     pub reconnects: Counter,
     /// Number of received resources that the agent could not use.
     pub rejected_resources: Counter,
@@ -43,7 +43,7 @@ pub struct SessionMetrics {
 /// What the replica reports about its source.
 #[derive(Debug, Default)]
 struct Source {
-    /// When the last heartbeat arrived, and the age of the source that it reported.
+    /// When the last heartbeat arrived, and the age of the source that this heartbeat reported.
     last_heartbeat: Option<(Instant, Duration)>,
     state: Option<SourceState>,
 }
@@ -88,7 +88,7 @@ impl SessionMetrics {
         self.source().last_heartbeat = Some((Instant::now(), source_age));
     }
 
-    /// Records the state of the source. `None` means that the replica does not report it.
+    /// Records the state of the source. `None` means that the replica does not report this state.
     pub fn set_source_state(&self, state: Option<SourceState>) {
         self.source().state = state;
     }
@@ -106,7 +106,8 @@ impl SessionMetrics {
         self.source().last_heartbeat.map(|(at, age)| age.saturating_add(at.elapsed()))
     }
 
-    /// Updates the gauges that depend on the time. Call it before the registry is read.
+    /// Updates the gauges that depend on the time. Call this function before the registry is
+    /// encoded.
     pub(crate) fn refresh(&self) {
         self.source_age_seconds.set(self.source_age().map_or(0.0, |age| age.as_secs_f64()));
     }
@@ -136,7 +137,8 @@ impl TlsMetrics {
         add.gauge_in(Unit::Seconds, "tls_certificate_not_after", "file (cert, ca)", help, self.not_after.clone());
     }
 
-    /// Records files that were loaded. The first load of the process is not counted as a reload.
+    /// Records TLS files that were loaded. The first load of the process is not counted as a
+    /// reload.
     pub(crate) fn loaded<C>(&self, loaded: &Loaded<C>, is_first: bool) {
         if !is_first {
             self.reloads.get_or_create(&[("result", "success")]).inc();
@@ -148,7 +150,7 @@ impl TlsMetrics {
         self.problem.send_replace(None);
     }
 
-    /// Records files that cannot be used.
+    /// Records TLS files that cannot be used.
     pub(crate) fn load_failed(&self, problem: String) {
         self.reloads.get_or_create(&[("result", "failure")]).inc();
         self.problem.send_replace(Some(problem));
@@ -160,7 +162,7 @@ impl TlsMetrics {
         self.handshakes.get_or_create(&[("kind", kind)]).inc();
     }
 
-    /// What is wrong with the current files, if anything.
+    /// What is wrong with the current TLS files. `None` if the files can be used.
     #[must_use]
     pub fn problem(&self) -> Option<String> {
         self.problem.borrow().clone()

@@ -1,5 +1,5 @@
-//! Messages that wait to be sent to the replica. Their size is bounded, even if the replica reads
-//! nothing.
+//! Messages that wait to be sent to the replica. The total size of these messages is bounded, even
+//! if the replica reads nothing.
 
 use std::{collections::VecDeque, ops::RangeInclusive, time::Duration};
 
@@ -18,13 +18,13 @@ const MAX_WAITING_NACKS: usize = 64;
 /// the other fields.
 const NACK_BYTES: usize = MAX_AGENT_MESSAGE_BYTES / 2;
 
-/// Shortest time between two ACKs in milliseconds. Each agent draws a new random time after each
-/// ACK (`discovery.proto`, rule 7).
+/// Shortest time between two ACKs in milliseconds. Each agent draws a new random time from this
+/// range after each ACK (`discovery.proto`, rule 7).
 ///
 /// Most of the messages that a replica reads are ACKs: up to one per agent and change. After a
-/// quiet time, all agents acknowledge the next change at the same time. With a fixed interval,
-/// their later ACKs would also arrive together, and would delay each change that the replica sends
-/// at that moment.
+/// quiet time, all agents acknowledge the next change at the same time. With a fixed interval, the
+/// agents' later ACKs would also arrive together, and would delay each change that the replica
+/// sends at that moment.
 const ACK_INTERVAL_MS: RangeInclusive<u64> = 150..=350;
 
 /// Maximum number of earlier versions in one ACK (`Ack.earlier`). Versions that are too old for the

@@ -1,5 +1,5 @@
-//! Remembers which received resources the agent has rejected, to withdraw each rejection when it
-//! ends.
+//! Remembers which received resources the agent has rejected, so that the agent can withdraw each
+//! rejection when the resource is usable again.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -8,7 +8,7 @@ use headgate_proto::v1::{self, welcome::ResumeMode};
 
 use crate::state::held::Snapshot;
 
-/// Maximum number of remembered rejections. A replica remembers fewer rejections of an agent.
+/// Maximum number of remembered rejections. A replica remembers fewer rejections of each agent.
 /// Rejections beyond this number are never withdrawn, but end with the stream.
 const MAX_KEPT: usize = 1024;
 
@@ -16,8 +16,8 @@ const MAX_KEPT: usize = 1024;
 #[derive(Debug, Default)]
 pub(super) struct Rejected {
     kept: BTreeMap<String, v1::Rejection>,
-    /// True if more resources were rejected than `kept` may hold. Rejections that are not in `kept`
-    /// may then be in force.
+    /// True if more resources were rejected than `kept` may hold. In this case, rejections that are
+    /// not in `kept` may be in force.
     has_forgotten: bool,
 }
 
@@ -29,8 +29,8 @@ impl Rejected {
     }
 
     /// Is called when the first snapshot of a stream is complete. The snapshot contained every
-    /// rejected resource that still differs, so that earlier rejections can be dropped. They cannot
-    /// be dropped earlier: the stream may break, and the next stream may resume by log.
+    /// rejected resource that still differs, so earlier rejections can be dropped. They cannot be
+    /// dropped before this call: the stream may break, and the next stream may resume by log.
     pub(super) fn resumed(&mut self) {
         self.kept.retain(|resource, _| is_node(resource));
         self.has_forgotten = false;
@@ -41,7 +41,7 @@ impl Rejected {
         self.kept.contains_key(resource)
     }
 
-    /// True if rejections may be in force that are not remembered.
+    /// True if rejections that are not remembered may be in force.
     pub(super) fn has_forgotten(&self) -> bool {
         self.has_forgotten
     }

@@ -17,7 +17,7 @@ const RETRY: Duration = Duration::from_secs(10);
 const ONE_YEAR: Duration = Duration::from_secs(365 * 86_400);
 
 /// Checks for a renewed certificate before the certificate of a stream expires, because the replica
-/// ends the stream at that time.
+/// ends the stream when the certificate expires.
 pub(super) struct Renewal {
     tls: Arc<AgentTls>,
     /// When the certificate of the stream expires.
@@ -27,8 +27,9 @@ pub(super) struct Renewal {
 }
 
 impl Renewal {
-    /// Schedules the first check when 5 to 10 % of the remaining time are left. The moment is
-    /// random, so that agents whose certificates expire together do not connect together.
+    /// Schedules the first check for a time when 5 to 10 % of the certificate's remaining lifetime
+    /// are left. The moment is random, so that agents whose certificates expire together do not
+    /// connect together.
     pub(super) fn new(tls: Arc<AgentTls>, not_after: SystemTime) -> Self {
         let left = not_after.duration_since(SystemTime::now()).unwrap_or_default();
         let wait = left.mul_f64(0.9) + jitter(left / 20);

@@ -15,8 +15,8 @@ use crate::control_planes::ControlPlane;
 pub struct Target {
     /// The configured URL. The replica's certificate must be valid for the host in this URL.
     pub control_plane: ControlPlane,
-    /// The address; `None` if the name could not be resolved. The error of the connection attempt
-    /// then names the reason.
+    /// The address; `None` if the name could not be resolved. In this case, the error of the
+    /// connection attempt names the reason.
     pub address: Option<SocketAddr>,
 }
 
@@ -39,7 +39,7 @@ pub(super) struct Replicas {
 }
 
 impl Replicas {
-    /// Creates the order of the replicas behind these URLs.
+    /// Creates an order of the replicas behind these URLs.
     pub(super) fn new(control_planes: Vec<ControlPlane>) -> Self {
         Self { control_planes, waiting: VecDeque::new(), last: None }
     }
@@ -57,7 +57,7 @@ impl Replicas {
         self.last.clone()
     }
 
-    /// Resolves the names again and returns all replicas except the one that was tried last.
+    /// Resolves the names again and returns all replicas except the replica that was tried last.
     pub(super) fn others(&self) -> impl Future<Output = Vec<Target>> + Send + use<> {
         let (control_planes, last) = (self.control_planes.clone(), self.last.clone());
         async move {
@@ -70,7 +70,7 @@ impl Replicas {
         }
     }
 
-    /// Makes this replica the next one to try.
+    /// Makes this replica the next replica to try.
     pub(super) fn prefer(&mut self, target: Target) {
         self.waiting.push_front(target);
     }
@@ -81,7 +81,7 @@ impl Replicas {
         self.waiting.clear();
     }
 
-    /// Makes the replica that was tried last the next one to try.
+    /// Makes [`Replicas::next`] return the replica that was tried last again.
     pub(super) fn repeat(&mut self) {
         if let Some(last) = self.last.clone() {
             self.waiting.push_front(last);

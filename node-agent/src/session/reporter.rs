@@ -42,8 +42,8 @@ impl Reporter {
         }
     }
 
-    /// Queues the names of received resources that the agent cannot use, and of resources that it
-    /// can use again.
+    /// Queues the names of received resources that the agent cannot use, and of resources that the
+    /// agent can use again.
     pub(super) fn reject(&mut self, mut nack: v1::Nack) {
         for v1::Rejection { resource, field, reason } in &nack.rejections {
             warn!(resource, field, reason, "a resource cannot be used; its last good value stays, if there is one");

@@ -52,7 +52,8 @@ impl StandingsQuery {
 }
 
 /// Asks one replica for its epoch and standing. A replica of an older program version does not know
-/// the request; the function then returns `None` for the epoch, and an empty standing.
+/// the request. For such a replica, the function returns `None` for the epoch, and an empty
+/// standing.
 async fn ask_one(target: &Target, node: &str, tls: Option<&Arc<AgentTls>>) -> Result<(Option<u64>, Standing), String> {
     let connection = target.control_plane.connect(target.address, tls).await.map_err(|error| error.to_string())?;
     let request = v1::StandingRequest { node_name: node.to_owned() };

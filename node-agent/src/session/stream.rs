@@ -48,7 +48,8 @@ pub(super) struct Stream {
     /// When to connect to another replica, and the reason that the replica gave.
     pub(super) drain: Option<(Instant, String)>,
     pub(super) renewal: Option<Renewal>,
-    /// The problem with the TLS files, if any. It is reported in `AgentStatus.degraded`.
+    /// The problem with the TLS files, if any. The agent reports this problem in
+    /// `AgentStatus.degraded`.
     pub(super) tls_problem: watch::Receiver<Option<String>>,
 }
 
@@ -75,8 +76,8 @@ impl Stream {
             let is_ready = ready_at.is_some_and(|at| at <= now);
             tokio::select! {
                 // The order of the branches matters. The agent's reports come before messages of
-                // the replica, so that a replica that always sends does not delay them. Messages
-                // come before the timer for silence.
+                // the replica, so that a replica that sends without a pause does not delay the
+                // reports. Messages come before the timer for silence.
                 biased;
                 () = sleep_until(drain_at.unwrap_or_else(Instant::now)), if drain_at.is_some() => {
                     return Ok(StreamEnd::Drained(self.drain.map(|(_, reason)| reason).unwrap_or_default()));
@@ -260,7 +261,7 @@ async fn answered(asking: &mut Option<Asking>) -> (Trouble, Answered) {
 }
 
 /// The status to report: the status of the dataplane, and the problem with the TLS files. TLS
-/// problems are reported while the stream still works.
+/// problems do not end an open stream, so the agent can report these problems on the stream.
 pub(super) fn status(progress: &Progress, tls_problem: &watch::Receiver<Option<String>>) -> v1::AgentStatus {
     let mut status = progress.status.clone();
     status.degraded.extend(tls_problem.borrow().clone());

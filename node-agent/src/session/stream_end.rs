@@ -8,7 +8,7 @@ use tonic::Status;
 use super::{connect::ConnectError, failover::Trouble, machine::Violation, replicas::Target};
 
 /// Maximum time from the connection to `Welcome`. A replica that is behind the agent sends
-/// `Welcome` before it waits to catch up.
+/// `Welcome` before it waits until it has caught up.
 pub(super) const WELCOME_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The reason why a stream ended.

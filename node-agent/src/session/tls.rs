@@ -1,5 +1,5 @@
 //! The agent's side of mTLS. The files may change while the agent runs. Each new connection uses
-//! their current contents.
+//! the current contents of the files.
 
 use std::{
     io,
@@ -34,7 +34,7 @@ const POLL: Duration = Duration::from_secs(10);
 /// Number of TLS sessions that are remembered for resumption: enough for eight server names.
 const SESSIONS: usize = 64;
 
-/// The TLS files, and the configuration that was built from them last.
+/// The TLS files, and the configuration that was last built from these files.
 #[derive(Debug)]
 pub struct AgentTls {
     files: Files,
@@ -50,8 +50,8 @@ struct State {
 }
 
 impl AgentTls {
-    /// Creates the TLS state of an agent. Does not read the files yet. If they are unusable later,
-    /// forwarding continues and the agent tries again.
+    /// Creates the TLS state of an agent. Does not read the files yet. If the files are unusable
+    /// later, forwarding continues and the agent tries again.
     #[must_use]
     pub fn new(files: Files, metrics: TlsMetrics) -> Arc<Self> {
         debug_assert_eq!(files.side, Side::Client);
@@ -64,8 +64,8 @@ impl AgentTls {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads the files. Returns the same `Arc` while their contents do not change, so that TLS
-    /// sessions can be resumed.
+    /// Reads the files. Returns the same `Arc` while the contents of the files do not change, so
+    /// that TLS sessions can be resumed.
     ///
     /// # Errors
     /// The current files cannot be used. The earlier contents are not used either, because an
@@ -120,8 +120,8 @@ impl AgentTls {
     /// Makes the TLS handshake on a connection to `host`, a DNS name or an IP address.
     ///
     /// # Errors
-    /// One side does not accept the other side's certificate, or the connection breaks. `refused`
-    /// then holds the reason, if TLS reports one.
+    /// One side does not accept the other side's certificate, or the connection breaks. After such
+    /// an error, `refused` holds the reason, if TLS reports a reason.
     pub(crate) async fn handshake(
         &self,
         config: Arc<ClientConfig>,

@@ -34,7 +34,8 @@ pub struct IpvsSettings {
     pub scheduler: Scheduler,
     /// Virtual servers with addresses in these ranges belong to other software.
     pub exclude_cidrs: Vec<IpNet>,
-    /// Only the device that carries the services' addresses answers ARP for them.
+    /// True if only the device that carries the services' addresses answers ARP requests for these
+    /// addresses.
     pub strict_arp: bool,
     /// Idle time-out of established TCP connections.
     pub tcp_timeout: Duration,
@@ -86,7 +87,7 @@ pub struct Conntrack {
     pub tcp_established_timeout: Duration,
     /// Idle time-out of TCP connections in CLOSE_WAIT.
     pub tcp_close_wait_timeout: Duration,
-    /// Conntrack does not mark TCP packets outside of the window as INVALID, except resets
+    /// True if conntrack does not mark TCP packets outside of the window as INVALID, except resets
     /// (`nf_conntrack_tcp_be_liberal`).
     pub tcp_be_liberal: bool,
     /// Idle time-out of UDP flows with packets in one direction.
@@ -100,7 +101,7 @@ pub struct Conntrack {
 pub struct Settings {
     /// How the kernel is programmed.
     pub mode: ProxyMode,
-    /// `hostnameOverride`.
+    /// `hostnameOverride`: the node's name, if the operator sets it.
     pub hostname_override: Option<String>,
     /// `bindAddress`: the node's address, if the operator sets it.
     pub bind_address: Option<IpAddr>,
@@ -108,15 +109,15 @@ pub struct Settings {
     pub healthz_bind_address: Option<SocketAddr>,
     /// The address that serves `/metrics` and other pages.
     pub metrics_bind_address: Option<SocketAddr>,
-    /// The agent ends when an address cannot be bound.
+    /// True if the agent ends when an address cannot be bound.
     pub bind_address_hard_fail: bool,
     /// How rules recognise local pods.
     pub detect_local: DetectLocal,
     /// Which addresses answer NodePorts.
     pub node_ports: NodePortSelector,
-    /// NodePorts also answer on 127.0.0.0/8.
+    /// True if NodePorts also answer on 127.0.0.0/8.
     pub localhost_node_ports: bool,
-    /// Everything that is sent to ClusterIPs is masqueraded.
+    /// True if every connection to a ClusterIP is masqueraded.
     pub masquerade_all: bool,
     /// Bit of the packet mark that requests masquerading, 0 to 31.
     pub masquerade_bit: u8,

@@ -1,5 +1,5 @@
 //! The configuration: reads kube-proxy's configuration file and flags into [`Settings`]. One table,
-//! [`fields`], describes the fields of both.
+//! [`fields`], describes the fields of the file and the flags.
 
 pub mod effective;
 pub mod fields;

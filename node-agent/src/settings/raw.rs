@@ -195,8 +195,8 @@ impl Raw {
     fn read_field(&mut self, field: &'static Field, tree: &Tree, findings: &mut Findings) {
         let json = tree.to_json();
         match field.kind.from_json(&json) {
-            // kube-proxy does not distinguish an empty value from an absent one, and kubeadm writes
-            // all fields, including empty ones.
+            // kube-proxy does not distinguish an empty value from an absent value, and kubeadm
+            // writes all fields, including empty fields.
             Ok(_) if means_unset(field, &json) => {}
             Ok(value) if is_default(field, &value) && matches!(field.meaning, Meaning::Ignored(_)) => {}
             Ok(value) => self.set(field.path, value),
@@ -214,8 +214,9 @@ impl Raw {
     }
 
     /// Parses `text`, a part of the setting `id`, as a CIDR. As in kube-proxy, the bits after the
-    /// prefix are cleared: `10.244.1.5/16` becomes `10.244.0.0/16`. The kernel clears them in rules
-    /// too, so otherwise the rules in the kernel would never match the wanted rules.
+    /// prefix are cleared: `10.244.1.5/16` becomes `10.244.0.0/16`. The kernel clears these bits in
+    /// rules too. If the agent kept the bits, the rules in the kernel would never match the wanted
+    /// rules.
     ///
     /// # Errors
     /// The text is not a CIDR. The error names the setting and the remedy.

@@ -191,7 +191,8 @@ proptest::proptest! {
         if let Some((section, name)) = path.split_once('.').or(Some(("", path))).filter(|_| !path.is_empty()) {
             let body = if section.is_empty() { format!("{name}: {value}\n") } else { format!("{section}: {{{name}: {value}}}\n") };
             if let Err(error) = read(&body) {
-                // A value may be valid but require another field, which the error then names.
+                // A value may be valid but require another field. In this case, the error names the
+                // other field.
                 proptest::prop_assert!(error.to_string().contains(path) || error.to_string().contains("detectLocal"), "{error}");
             }
         }

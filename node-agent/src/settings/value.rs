@@ -38,7 +38,7 @@ pub enum Kind {
     Duration,
     /// Names and booleans; in a flag, `A=true,B=false`.
     Gates,
-    /// Any value. It is not checked.
+    /// Any value, without a check.
     Any,
 }
 

@@ -5,7 +5,7 @@ use std::fmt;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::Value as Json;
 
-/// A YAML document or a part of one.
+/// A YAML document, or a part of a document.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Tree {
     /// A scalar.

@@ -12,7 +12,7 @@ use std::{
 use headgate_core::{Change, Family, Node};
 
 /// Maximum number of stored triggers. More triggers arrive only while the kernel cannot be
-/// programmed at all. The oldest triggers are then enough to measure the delay.
+/// programmed at all. In this case, the oldest triggers are enough to measure the delay.
 const MAX_TRIGGERS: usize = 4096;
 
 /// The time at which something in the cluster triggered a change of a service's endpoints. The time
@@ -46,8 +46,8 @@ struct Inner {
     synced_at: [Option<SystemTime>; 2],
     /// Families that the last attempt did not program, because the node does not have them.
     is_absent: [bool; 2],
-    /// True after this run programmed a complete state. Also true after it found the rules of an
-    /// earlier run, and read the state on disk that belongs to these rules.
+    /// True after this run programmed a complete state. Also true after this run found the rules of
+    /// an earlier run, and read the state on disk that belongs to these rules.
     has_programmed: bool,
     queued_at: Option<SystemTime>,
     endpoint_changes_total: u64,
@@ -68,7 +68,7 @@ struct Batch {
 pub struct FamilyHealth {
     /// True if no change has waited longer than the limit.
     pub is_healthy: bool,
-    /// The time of the last successful sync. `None` before the first one.
+    /// The time of the last successful sync. `None` before the first successful sync.
     pub synced_at: Option<SystemTime>,
 }
 
@@ -82,8 +82,9 @@ pub struct Health {
     /// True if load balancers may send new connections to the node, because the node is not going
     /// away.
     pub is_node_eligible: bool,
-    /// True if the kernel has a complete state. Either this run has programmed the state, or it
-    /// found the rules of an earlier run, and read the state on disk that belongs to these rules.
+    /// True if the kernel has a complete state. Either this run has programmed the state, or this
+    /// run found the rules of an earlier run, and read the state on disk that belongs to these
+    /// rules.
     pub has_programmed: bool,
 }
 
@@ -120,7 +121,7 @@ pub struct Counts {
 }
 
 impl Inner {
-    /// Records which families a sync programs. An empty list means both.
+    /// Records which families a sync programs. An empty list means both families.
     fn attempted(&mut self, programmed: &[Family]) {
         self.is_absent = Family::BOTH.map(|family| !includes(programmed, family));
     }
@@ -182,7 +183,7 @@ impl Backlog {
     }
 
     /// Records that all taken changes are in the kernel, in the families of `programmed`. An empty
-    /// list means both. Returns the triggers of these changes.
+    /// list means both families. Returns the triggers of these changes.
     pub(crate) fn succeeded(&self, programmed: &[Family]) -> Vec<Trigger> {
         let mut inner = self.lock();
         inner.taken_since = [None; 2];
@@ -201,20 +202,20 @@ impl Backlog {
         inner.synced(|family| !includes(failed, family) && includes(programmed, family));
     }
 
-    /// Records that the rules of an earlier run are in place, and that the state on disk that they
-    /// belong to was read and checked.
+    /// Records that the rules of an earlier run are in place, and that the agent has read and
+    /// checked the state on disk that belongs to these rules.
     pub(crate) fn found_in_place(&self) {
         self.lock().has_programmed = true;
     }
 
     /// Records whether the agent's own Node is going away. Before the first call, the node is
-    /// eligible: a source may have no Nodes, such as a folder without Node manifests.
+    /// eligible: a source may have no Nodes. An example is a folder without Node manifests.
     pub(crate) fn set_node(&self, node: &Node) {
         self.lock().is_node_going_away = node.going_away;
     }
 
     /// Returns the health of the agent. A family is unhealthy when a change has waited for longer
-    /// than `patience`, also before the first sync. A family that the node does not have is always
+    /// than `patience`, even before the first sync. A family that the node does not have is always
     /// healthy.
     #[must_use]
     pub fn health(&self, patience: Duration) -> Health {

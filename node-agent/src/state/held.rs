@@ -26,8 +26,8 @@ pub struct StateUpdate {
     pub changes: Vec<Change>,
     /// The triggers of the changes of endpoints.
     pub triggers: Vec<Trigger>,
-    /// Set when the changes contain complete buckets. All other resources that the agent holds in
-    /// these buckets are removed.
+    /// `Some` when the changes contain complete buckets. All other resources that the agent holds
+    /// in these buckets are removed.
     pub snapshot: Option<Snapshot>,
     /// True when the agent rejects a resource that the replica has at this version, so the state
     /// lacks the replica's value.
@@ -39,10 +39,10 @@ pub struct StateUpdate {
 pub struct OwnNode {
     /// `OwnNode.revision` of the stream.
     pub revision: u64,
-    /// `None` when the source has no Node of that name.
+    /// The Node; `None` when the source has no Node with the name of this agent's node.
     pub node: Option<Node>,
     /// The source's position at the last change of this Node; `None` if the replica did not send
-    /// it.
+    /// this position.
     pub position: Option<v1::SourcePosition>,
 }
 
@@ -110,7 +110,7 @@ pub struct Held {
     state: State,
     /// Epoch and version; `None` before the first complete snapshot.
     position: Option<(u64, u64)>,
-    /// The position of each kind of the source.
+    /// The position of the source for each kind of resource.
     sources: BTreeMap<i32, u64>,
     /// The source's position at the last change of the agent's own Node.
     node_position: Option<v1::SourcePosition>,
@@ -140,7 +140,8 @@ impl Held {
 
     fn move_to(&mut self, point: &v1::Resume) {
         // Another version of the program may have ignored fields that this version uses. A resume
-        // from the log would not send them again, so epoch 0 makes the replica compare digests.
+        // from the log would not send these fields again, so epoch 0 makes the replica compare
+        // digests.
         let epoch = if point.agent_version == AGENT_VERSION { point.epoch } else { 0 };
         self.position = Some((epoch, point.version));
         self.sources = point.positions.iter().map(|source| (source.kind, source.position)).collect();
@@ -169,7 +170,7 @@ impl Held {
     }
 
     /// Returns the description of the held state for `Hello`. Returns `None` when the agent holds
-    /// no state.
+    /// neither a state nor the position of its Node.
     #[must_use]
     pub fn resume(&self) -> Option<v1::Resume> {
         let mut sources = self.sources.clone();
@@ -282,7 +283,7 @@ fn positions_to_wire(sources: &BTreeMap<i32, u64>) -> Vec<v1::SourcePosition> {
 const CHANGES_IN_A_PART: usize = 4096;
 
 /// Iterates over changes in order, and frees their memory part by part. Therefore memory never
-/// holds both a whole snapshot and the whole state that is built from it.
+/// holds both a whole snapshot and the whole state that is built from this snapshot.
 fn in_parts(mut changes: Vec<Change>) -> impl Iterator<Item = Change> {
     let mut parts = Vec::new();
     while changes.len() > CHANGES_IN_A_PART {
@@ -317,7 +318,8 @@ impl<'a> Carried<'a> {
                 Change::ServiceCidr(service_cidr) => {
                     carried.service_cidrs.insert(&service_cidr.name);
                 }
-                // A snapshot carries no removals: the session machine rejects a snapshot with one.
+                // A snapshot carries no removals: the session machine rejects a snapshot with a
+                // removal.
                 Change::RemoveService(_) | Change::RemoveEndpoint(..) | Change::RemoveServiceCidr(_) => {}
             }
         }

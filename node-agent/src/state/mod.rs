@@ -1,9 +1,9 @@
 //! The state that the session changes and the reconcile loop programs.
 //!
-//! There is one copy of the state, protected by a lock. The session holds the lock while it applies
-//! a step. The loop holds the lock while it plans, but not while it writes to the kernel. Services
-//! that change while the kernel is busy collect in one set of dirty keys, so the next plan handles
-//! each service once, with its newest value.
+//! The agent has one copy of the state, which a lock protects. The session holds the lock while it
+//! applies a step. The loop holds the lock while it plans, but not while it writes to the kernel.
+//! Services that change while the kernel is busy collect in one set of dirty keys, so the next plan
+//! handles each service once, with its newest value.
 
 pub mod backlog;
 pub mod held;
@@ -96,8 +96,8 @@ impl Inner {
         NodeFacts { addresses, ignores_external_ips, failing: self.facts.failing.clone(), ..facts }
     }
 
-    /// The time until which a sync waits for the Node. If the sync need not wait, this is the
-    /// current time.
+    /// The time until which a sync waits for the Node. Returns the current time if the sync need
+    /// not wait.
     fn node_awaited(&self) -> Instant {
         let is_known = self.node.is_some() || self.node_revision != 0;
         self.node_awaited_until.filter(|_| !is_known).unwrap_or_else(Instant::now)
@@ -159,8 +159,8 @@ impl Pace {
     }
 }
 
-/// The work to plan. It borrows the state, so the lock of the state is held while this value
-/// exists.
+/// The work to plan. This value borrows the state, so the lock of the state is held while this
+/// value exists.
 #[derive(Debug)]
 pub(crate) struct Work<'a> {
     /// The shared state.
@@ -169,7 +169,8 @@ pub(crate) struct Work<'a> {
     pub(crate) facts: &'a NodeFacts,
     /// Services to plan.
     pub(crate) dirty: Dirty,
-    /// True if all services must be planned, because this is the first sync or the node changed.
+    /// True if all services must be planned, because the sync is the first sync, or because the
+    /// node or its settings changed.
     pub(crate) needs_full: bool,
     /// The state that the sync programs.
     pub(crate) target: Target,
@@ -294,10 +295,10 @@ impl AgentState {
     /// Stores the agent's own Node, as the stream sent it. If rules depend on a value that changed,
     /// the next sync is a full sync.
     ///
-    /// If `own.node` is `None`, the source has no Node of this name. As in kube-proxy, the rules
-    /// then keep the values of the last Node, because the machine still runs. The last Node is
-    /// marked as going away, also on disk, so that load balancers send no new connections. The next
-    /// Node that arrives replaces the last Node.
+    /// If `own.node` is `None`, the source has no Node of this name. In this case, the rules keep
+    /// the values of the last Node, as in kube-proxy, because the machine still runs. The last Node
+    /// is marked as going away, also on disk, so that load balancers send no new connections. The
+    /// next Node that arrives replaces the last Node.
     pub fn set_node(&self, own: &OwnNode) {
         let OwnNode { revision, node, position } = own;
         let mut inner = self.lock();
@@ -327,8 +328,9 @@ impl AgentState {
         self.changed.notify_all();
     }
 
-    /// Allows syncs to program a state from disk. Call this when the state is as new as the control
-    /// plane's state was at the start of the stream, or when the kernel cannot have newer rules.
+    /// Allows syncs to program the state from disk. Call this function when the state is as new as
+    /// the control plane's state was at the start of the stream, or when the kernel cannot have
+    /// newer rules.
     pub fn confirm(&self) {
         let mut inner = self.lock();
         if std::mem::take(&mut inner.is_unconfirmed) {
@@ -354,7 +356,7 @@ impl AgentState {
         self.lock().held.point(false)
     }
 
-    /// Calls `read` with the state while the lock is held. For tests and diagnosis.
+    /// Calls `read` with the state while the lock is held.
     pub fn with_state<T>(&self, read: impl FnOnce(&State) -> T) -> T {
         read(self.lock().held.state())
     }

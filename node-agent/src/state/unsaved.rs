@@ -28,7 +28,7 @@ pub(crate) struct UnsavedChanges {
     pub(crate) point: v1::Resume,
 }
 
-/// Encodes changes as messages, each of the size of one record.
+/// Encodes changes as messages of about [`CHANGES_BYTES`] each.
 pub(crate) fn to_wire(changes: impl Iterator<Item = Change>) -> Vec<v1::Changes> {
     let (mut messages, mut builder) = (Vec::new(), ChangesBuilder::default());
     for change in changes {

@@ -102,8 +102,8 @@ impl Sysctls {
         fs::read_to_string(path).is_ok_and(|value| value.trim() != "0")
     }
 
-    /// Sets the size of the connection tracking table, and a quarter of it as the number of hash
-    /// buckets, so that hash chains stay short.
+    /// Sets the size of the connection tracking table. Raises the number of hash buckets to at
+    /// least a quarter of this size, so that hash chains stay short.
     fn set_max(&mut self, max: u64) -> Result<(), SysctlError> {
         if self.set_parameter("nf_conntrack_max", &max.to_string())? == Outcome::ReadOnly {
             return Ok(());
@@ -168,7 +168,7 @@ fn is_read_only(path: &Path, error: &io::Error) -> bool {
 /// The number of connections to track. `None` keeps the present value.
 ///
 /// The maximum [`MAX_BY_CORES`] limits the number that is computed from the number of CPUs, but not
-/// the operator's minimum. kube-proxy 1.36 limits both.
+/// the operator's minimum. kube-proxy 1.36 limits both numbers.
 fn conntrack_max(config: &Conntrack, cores: u64) -> Option<u64> {
     let by_cores = config.max_per_core.saturating_mul(cores).min(MAX_BY_CORES);
     (config.max_per_core > 0).then(|| by_cores.max(config.min))

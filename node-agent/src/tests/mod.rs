@@ -52,7 +52,7 @@ struct Agent {
 
 impl Agent {
     fn start(arguments: &[String]) -> Self {
-        // The arguments may contain another --state-dir, which overrides this one.
+        // The arguments may contain another --state-dir, which overrides the flag in this list.
         let head = [
             "headgate-node-agent",
             "--node-name=node-1",

@@ -7,7 +7,7 @@ use headgate_proto::v1::{self, SourceState, server_message, source_position::Kin
 use super::{Agent, replica::ScriptedReplica, serve, store};
 use crate::testing::{batch, message, service};
 
-/// Long enough for an agent to ask the other replicas once, and to move.
+/// A time in which an agent can ask the other replicas once, and move.
 const ASKED: Duration = Duration::from_secs(8);
 
 fn heartbeat(state: SourceState) -> v1::ServerMessage {
@@ -18,8 +18,8 @@ fn services_at(position: u64) -> Vec<v1::SourcePosition> {
     vec![v1::SourcePosition { kind: Kind::Services.into(), position }]
 }
 
-/// Starts two replicas, and an agent that has programmed the state of one. Returns that replica and
-/// its connection, the other replica, and the agent.
+/// Starts two replicas, and an agent that has programmed the state of one replica. Returns this
+/// replica and its connection, the other replica, and the agent.
 async fn two() -> (ScriptedReplica, super::Connection, ScriptedReplica, Agent) {
     let (mut one, mut two) = (ScriptedReplica::start().await, ScriptedReplica::start().await);
     let agent = Agent::of(&[&one, &two]);

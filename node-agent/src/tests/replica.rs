@@ -27,7 +27,7 @@ use super::GUARD;
 
 type Outgoing = Result<v1::ServerMessage, Status>;
 
-/// A replica that the test controls. It stops when it is dropped.
+/// A replica that the test controls. The replica stops when this value is dropped.
 pub(super) struct ScriptedReplica {
     pub(super) address: SocketAddr,
     connections: mpsc::Receiver<Connection>,
@@ -123,7 +123,7 @@ impl ScriptedReplica {
     }
 
     /// While `delays` is true, requests for the standing wait. After the wait, a request gets the
-    /// answer that was set when it arrived.
+    /// answer that was set when the request arrived.
     pub(super) fn delay_answers(&self, delays: bool) {
         self.delays_answers.send_replace(delays);
     }

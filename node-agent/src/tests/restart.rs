@@ -59,8 +59,9 @@ async fn a_restarted_agent_requests_the_resources_again_that_it_rejected() {
     agent.stop().await;
 }
 
-/// Starts an agent with a state from disk and the rules of its earlier run. Sends it all messages
-/// of `steps` except the last one, and checks that the agent programs nothing before that message.
+/// Starts an agent with a state from disk and the rules of its earlier run. Sends the agent all
+/// messages of `steps` except the last message, and checks that the agent programs nothing before
+/// that message.
 async fn resume_with_a_pause_before_the_end(steps: Vec<Vec<Change>>) {
     let folder = tempfile::tempdir().unwrap();
     let mut replica = ScriptedReplica::start().await;

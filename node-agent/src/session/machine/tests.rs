@@ -456,7 +456,7 @@ fn hello_states_the_source_position_of_the_agents_own_node() {
     // wait.
     held.set_node_position(at(Kind::Nodes, 10));
     assert_eq!(position_in_hello(&held, Kind::Nodes), Some(10));
-    // A folder has one position for all kinds. `Hello` states the higher one of two positions: the
+    // A folder has one position for all kinds. `Hello` states the higher of two positions: the
     // position of the Node, and the position of the other resources.
     let mut agent = Agent::following(&replica(7));
     for (node_position, expected) in [(1, 2), (5, 5)] {
