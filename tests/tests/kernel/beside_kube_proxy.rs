@@ -41,8 +41,8 @@ const PAIRS: usize = 24;
 /// [`compare`] asks again while the sets of servers differ.
 const ASKED_AT_ONCE: usize = 12;
 
-/// A difference counts only if it lasts this long. Both programs need much less time to write their
-/// rules.
+/// The time for which a difference must last before the test fails. Both programs write their rules
+/// much sooner.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The number of Services that are compared at the same time.
@@ -107,7 +107,8 @@ fn random_service(number: usize, rng: &mut fastrand::Rng) -> Service {
     service.has_node_ports = service_type != ServiceType::LoadBalancer || rng.u8(..4) > 0;
     service.source_ranges = source_ranges;
     if service_type == ServiceType::LoadBalancer && service.external_local {
-        // Without a fixed number, the API server may choose a number that a later Service asks for.
+        // Without a fixed number, the API server may choose a health-check node port that a later
+        // Service asks for.
         service.patch =
             Some(|service| json!({ "spec": { "healthCheckNodePort": 32_000 + u16::from(service.number) } }));
     }
@@ -137,8 +138,9 @@ fn questions(service: &Service, rng: &mut fastrand::Rng) -> Vec<Question> {
     let mut questions = Vec::new();
     for from in CLIENTS {
         // With policy Local, node-a does not masquerade requests of c2, a pod on another node. If
-        // the endpoint is not on node-a, the answer does not pass through node-a, and c2 does not
-        // recognise it. With affinity, c2 keeps one random endpoint, so chance decides the outcome.
+        // the endpoint is not on node-a, its answer does not pass through node-a, and c2 does not
+        // recognise the answer. With affinity, c2 keeps one random endpoint, so chance decides the
+        // outcome.
         if from == "c2" && service.affinity_timeout_seconds.is_some() {
             continue;
         }
@@ -200,8 +202,8 @@ enum Seen {
     Other(String),
 }
 
-/// The part of the outcomes that both nodes must share. With affinity, each client has one random
-/// server, so answers of different servers are equal.
+/// The part of the outcomes that must be equal at both nodes. With affinity, each client keeps one
+/// random server, so all answers are compared as equal.
 fn comparable(seen: &BTreeSet<Seen>, has_affinity: bool) -> BTreeSet<Seen> {
     let of_any_server = |seen: &Seen| match seen {
         Seen::Answered { .. } if has_affinity => Seen::Answered { server: String::new(), port: 0, sees_client: true },
@@ -214,13 +216,13 @@ fn comparable(seen: &BTreeSet<Seen>, has_affinity: bool) -> BTreeSet<Seen> {
 enum Compared {
     Alike,
     /// Headgate refuses a node's own connection to an external address without endpoints.
-    /// kube-proxy in iptables mode has no rule for this connection, so it times out.
+    /// kube-proxy in iptables mode has no rule for this connection, so the connection times out.
     RefusedToTheNode,
     /// A description of the difference.
     Different(String),
 }
 
-/// Asks both nodes until they agree or [`PATIENCE`] ends.
+/// Sends the requests to both nodes until the outcomes are equal or [`PATIENCE`] has passed.
 fn compare(machines: &Machines, service: &Service, image: &Service, question: Question) -> Compared {
     let until = Instant::now() + PATIENCE;
     let has_affinity = service.affinity_timeout_seconds.is_some();
@@ -256,7 +258,7 @@ fn compare(machines: &Machines, service: &Service, image: &Service, question: Qu
     }
 }
 
-/// Creates objects at an API server. Call this in the network namespace of the server.
+/// Creates objects at an API server. Call this function in the network namespace of the server.
 async fn create(kubeconfig: &str, objects: Vec<Value>) {
     let kubeconfig = Kubeconfig::from_yaml(kubeconfig).unwrap();
     let config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await.unwrap();
@@ -271,7 +273,7 @@ async fn create(kubeconfig: &str, objects: Vec<Value>) {
     for object in objects {
         let kind = Kind::of(&object).unwrap();
         send(Method::POST, kind.collection_path(Some(NAMESPACE)), "application/json", &object).await;
-        // The API server ignores the status when it creates a Service.
+        // The API server ignores the status when it creates a Service, so a second request sets it.
         if let (Kind::Service, Some(status)) = (kind, object.get("status")) {
             let path = kind.object_path(NAMESPACE, object["metadata"]["name"].as_str().unwrap()) + "/status";
             send(Method::PATCH, path, "application/merge-patch+json", &json!({ "status": status })).await;
@@ -279,7 +281,8 @@ async fn create(kubeconfig: &str, objects: Vec<Value>) {
     }
 }
 
-/// The folder with all three binaries. If it is missing, prints the reason and returns nothing.
+/// Returns the folder with all three binaries. If the variable is unset or `kube-proxy` is missing,
+/// prints the reason and returns `None`.
 fn assets() -> Option<PathBuf> {
     let Some(folder) = env::var_os(ASSETS_VARIABLE).filter(|value| !value.is_empty()).map(PathBuf::from) else {
         println!("{ASSETS_VARIABLE} is unset: skipping the comparison with kube-proxy");
@@ -368,7 +371,8 @@ fn compare_random_services(backend: Backend) {
     println!("HEADGATE_SEED={seed}");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut manifests = Manifests::default();
-    // The API server gives the first address of the range to the Service `kubernetes`.
+    // The API server gives the first address of the range to the Service `kubernetes`. The first
+    // Service of the test has no address, so no Service of the test asks for this address.
     let first = Service { service_type: ServiceType::ExternalName, ..Service::new("first", &[]) };
     manifests.add(first).unwrap();
     let mut names = Vec::new();

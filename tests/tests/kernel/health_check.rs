@@ -180,7 +180,8 @@ fn ports_open_and_close_and_other_services_can_use_them() {
             bed.update(|manifests| {
                 let web = manifests.service_mut("web")?;
                 web.external_local = local;
-                // The API server also clears the field when the policy changes.
+                // The API server clears `healthCheckNodePort` when the policy changes, so the test
+                // clears it too.
                 web.patch = if local { service("web", &[]).patch } else { None };
                 Ok(())
             })

@@ -11,7 +11,7 @@ use headgate_node_agent::interfaces::{self, InterfaceMetrics, Interfaces};
 use headgate_tests::testbed::{Namespace, netns};
 use tokio::{runtime::Runtime, time::timeout};
 
-/// A follower in a namespace with the links `lo`, `eth0` and `kube-ipvs0`.
+/// A follower of interface addresses, in a namespace with the links `lo`, `eth0` and `kube-ipvs0`.
 struct World {
     namespace: Namespace,
     metrics: InterfaceMetrics,
@@ -86,7 +86,7 @@ fn addresses_of_the_ipvs_device_are_published_only_under_another_name() -> Resul
     world.ip("link add kube-ipvs0 type veth peer name far1")?;
     world.ip("addr add 10.96.0.3/32 dev kube-ipvs0")?;
     // When a port leaves a bridge, the kernel sends a message of the type for a deleted link,
-    // although the link stays.
+    // although the link still exists.
     world.ip("link add br0 type bridge")?;
     world.ip("link set kube-ipvs0 master br0")?;
     world.ip("link set kube-ipvs0 nomaster")?;
@@ -101,7 +101,7 @@ fn addresses_of_the_ipvs_device_are_published_only_under_another_name() -> Resul
 
 #[test]
 fn addresses_are_listed_again_when_notifications_are_lost() -> Result<()> {
-    // The kernel raises this size to its minimum, which is enough for a few notifications.
+    // The kernel raises the buffer size to its minimum, which is enough for a few notifications.
     let mut world = World::new("lost", 1)?;
     let link = world.namespace.run(|| Ok(Routing::open()?.link("eth0")?))?.unwrap().index;
     let all: Vec<IpAddr> = (1..=500_u16).map(|i| Ipv4Addr::from(0xc612_0000 + u32::from(i)).into()).collect();

@@ -80,7 +80,8 @@ fn everything() -> Vec<Change> {
     changes
 }
 
-/// The dataplane on the real kernel, and equal ledgers on fake kernels.
+/// The dataplane on the real kernel. For each family, a ledger with a fake kernel receives the same
+/// changes, and its rules are the expected rules.
 struct Rig {
     variant: Variant,
     layout: Layout,
@@ -140,8 +141,8 @@ impl Rig {
         assert_eq!(backend.sync_full(&FixedState(&self.state, &node())).unwrap().objects_written, 1);
     }
 
-    /// A new agent that finds its rules in the kernel writes nothing. After a change of one chain
-    /// by hand, the next agent writes only that chain.
+    /// Asserts that a new agent writes nothing if it finds its rules in the kernel. After a change
+    /// of one chain by hand, the next agent must write only that chain.
     fn assert_warm_restart_writes_nothing(&self, namespace: &netns::Namespace, variant: testbed_iptables::Variant) {
         let config = |layout| Config { variant: self.variant, layout, masquerade: masquerade(), ..Config::default() };
         let mut second = IptablesDataplane::new(config(self.layout)).unwrap();
@@ -158,8 +159,8 @@ impl Rig {
     }
 }
 
-/// A foreign rule jumps to a chain of a removed Service. The agent writes all other changes. It
-/// empties the chain, and deletes it once no rule jumps to it.
+/// A foreign rule jumps to a chain of a removed Service. The agent writes all other changes. The
+/// agent empties the chain, and deletes the chain once no rule jumps to it.
 fn a_foreign_rule_does_not_stop_other_changes(variant: Variant, by: testbed_iptables::Variant) {
     netns::check_prerequisites().unwrap();
     let namespace = netns::Namespace::create(format!("hg{}-foreign-{by:?}", std::process::id())).unwrap();

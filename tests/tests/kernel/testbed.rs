@@ -1,5 +1,5 @@
-//! Tests of the testbed without Headgate's programs. Its clients must report correctly what the
-//! network does.
+//! Tests of the testbed without Headgate's programs. The testbed's clients must report correctly
+//! what the network does.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::unix::process::ExitStatusExt;
@@ -27,7 +27,7 @@ fn address(name: &str, family: Family) -> IpAddr {
     plan::address(name).unwrap().of(family)
 }
 
-/// Sends a request, and returns the server that answered and the source address that it saw.
+/// Sends a request. Returns the server that answered, and the source address that the server saw.
 fn answered(machines: &Machines, from: &str, request: &Request) -> (String, IpAddr) {
     match machines.ask(from, request).unwrap() {
         Outcome::Answered(answer) => (answer.server, answer.source.ip()),
@@ -120,9 +120,9 @@ fn in_parallel(check: impl Fn(Family, Transport) + Sync) {
     });
 }
 
-/// Checks the clients against hand-written rules of the kinds that a service proxy uses. On every
-/// protocol, clients see DNAT with the source address kept or masqueraded, a REJECT rule as a
-/// refusal, and a DROP rule as silence.
+/// Checks the clients against hand-written rules of the kinds that a service proxy uses, on every
+/// protocol. After DNAT, clients must see whether the source address is kept or masqueraded. They
+/// must see a REJECT rule as a refusal, and a DROP rule as silence.
 fn check_hand_written_rules(variant: Variant) {
     let machines = Machines::start().unwrap();
     let node = machines.machine("node-a").unwrap();
@@ -192,7 +192,7 @@ fn namespaces_are_removed_with_the_testbed_even_when_a_test_panics() {
     .unwrap();
     let (name, folder) = *left;
     assert!(!std::path::Path::new("/run/netns").join(name).exists());
-    // A failed test keeps its logs. This test fails on purpose, so it removes them.
+    // A failed test keeps its logs. This test fails on purpose, so it removes the logs.
     std::fs::remove_dir_all(folder).unwrap();
 }
 

@@ -1,4 +1,4 @@
-//! Compares our client of IPVS with `ipvsadm`, in both directions.
+//! Compares our client of IPVS with `ipvsadm`. Each lists what the other has programmed.
 
 use std::{
     collections::BTreeSet,
@@ -32,7 +32,7 @@ fn execute_all(ipvs: &mut Ipvs, commands: &[Command]) {
     assert!(explained.is_empty(), "{explained:?}");
 }
 
-/// Services of every kind with their destinations, and the equal arguments of `ipvsadm`.
+/// Services of every kind with their destinations, and the `ipvsadm` arguments that create them.
 fn table() -> (Vec<(Service, Vec<Destination>)>, &'static str) {
     let persistent = Service::new(tcp("10.96.0.10:80"), "rr").persistent(10_800);
     let mut one_packet = Service::new(ServiceId::new(Protocol::Udp, at("[fd00:96::a]:53")), "mh");
@@ -182,8 +182,8 @@ fn refused_commands_are_named_and_the_others_are_executed() {
         let mut crossed = Destination::new(at("10.244.0.1:1"));
         (crossed.upper_threshold, crossed.lower_threshold) = (1, 2);
         let present = Destination::new(at("10.244.0.2:1"));
-        // These are more commands than fit into one send. The refused commands are in the second
-        // send, and one of them is its last command.
+        // The commands do not fit into one send. The refused commands are in the second send, and
+        // the last command of this send is refused too.
         let mut commands: Vec<_> = (1..=200).map(|port| Command::AddService(service(port))).collect();
         let first = commands.len();
         let refused = [

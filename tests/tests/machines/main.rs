@@ -13,8 +13,8 @@ use std::{
     time::Duration,
 };
 
-/// Connects to an address, and tries again for five seconds. The kernel adds the route to a new
-/// IPv6 address shortly after the address.
+/// Connects to an address, and tries again for five seconds. The kernel adds an IPv6 address first
+/// and its route shortly afterwards.
 fn connect_soon(address: SocketAddr) -> TcpStream {
     for _ in 0..500 {
         if let Ok(stream) = TcpStream::connect(address) {

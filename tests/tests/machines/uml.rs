@@ -1,5 +1,5 @@
-//! Tests inside User-Mode Linux run on their own kernel. The host reports their failures. Packet
-//! cases also pass on that kernel.
+//! Tests of the runner for User-Mode Linux. Tests run on their own kernel, and the host reports
+//! their failures. Packet cases also pass on the kernel of User-Mode Linux.
 
 use std::time::Duration;
 
@@ -103,8 +103,8 @@ mod runner {
     #[test]
     fn a_kernel_that_does_not_answer_is_killed() {
         let outcome = uml::try_inside(Duration::from_secs(1), || {
-            // The busy real-time process starves every other process inside, so only the runner
-            // outside can enforce the limit.
+            // The busy real-time process starves every other process inside User-Mode Linux, so
+            // only the runner outside can enforce the limit.
             std::fs::write("/proc/sys/kernel/sched_rt_runtime_us", "-1").unwrap();
             let realtime =
                 std::process::Command::new("chrt").args(["-f", "99", "sh", "-c", "while :; do :; done"]).status();
@@ -120,8 +120,8 @@ mod runner {
     }
 }
 
-/// These packet cases pass on the host's kernel. If they fail inside, the cause is User-Mode Linux,
-/// and not the backend.
+/// These packet cases pass on the host's kernel. If they fail inside User-Mode Linux, the cause is
+/// User-Mode Linux, and not the backend.
 #[test]
 fn packet_cases_pass_with_iptables() {
     uml::inside(|| {

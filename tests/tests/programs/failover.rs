@@ -138,7 +138,7 @@ async fn no_agent_moves_when_the_api_server_stops_answering_all_replicas() {
     for replica in 0..2 {
         scene.until_ready(replica, false).await.unwrap();
     }
-    // Wait longer than agents stay at a replica that is cut off, if another replica is better.
+    // If another replica were better, agents would leave a cut-off replica in less time.
     sleep(Duration::from_secs(8)).await;
     assert_eq!(scene.moves(), [0; 12]);
 }

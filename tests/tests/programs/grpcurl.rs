@@ -200,8 +200,8 @@ fn over_tls_readers_may_inspect_and_other_clients_get_the_reason_of_their_refusa
     let refused = control_plane.call(&["-d", hello], &["headgate.v1.Discovery/Sync"]).unwrap_err();
     assert!(refused.contains("PermissionDenied") && refused.contains("headgate://node/node-a"), "{refused}");
 
-    // A node may not use reflection, so grpcurl needs the protocol's files. A node may not inspect
-    // either.
+    // The certificate of a node permits neither reflection nor inspection. Without reflection,
+    // grpcurl needs the protocol's files.
     let protocol = Path::new(env!("CARGO_MANIFEST_DIR")).join("../proto");
     let files = ["-import-path", protocol.to_str().unwrap(), "-proto", "headgate/v1/inspect.proto"];
     control_plane.transport = ControlPlane::tls(&certs, Some("nodes/node-a"));

@@ -185,8 +185,8 @@ fn watch_shows_an_edit() {
     });
     let watch = KilledOnDrop(watch);
 
-    // A watch shows only changes after its start, and does not report its start. So the test edits
-    // the manifest until the watch shows a change.
+    // A watch shows only changes after its start, and does not report when it has started. So the
+    // test edits the manifest until the watch shows a change.
     let example = std::fs::read_to_string(root().join("docs/examples/web.yaml")).unwrap();
     let first = control_plane.wait_for("a removal or an addition", |this| {
         let without = example.split("  - addresses: [10.244.2.10]").next().unwrap();

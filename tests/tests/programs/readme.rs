@@ -1,14 +1,14 @@
 //! Runs the commands of the quick start and of the protocol guide, and compares their output with
 //! the lines below them.
 //!
-//! In a `console` block, a line that begins with `# ` is a command. A `\` at its end continues the
-//! command on the next line. The lines up to the next command are the expected output. A line with
-//! only `…` matches any number of lines, `…` at the end of a line matches any rest of the line, and
-//! a duration (31ms) matches any duration. Everything else must be equal. `sh` blocks start the
-//! programs.
+//! In a `console` block, a line that begins with `# ` is a command. A `\` at the end of a line
+//! continues the command on the next line. The lines up to the next command are the expected
+//! output. A line with only `…` matches any number of lines, `…` at the end of a line matches any
+//! rest of the line, and a duration (31ms) matches any duration. Everything else must be equal.
+//! `sh` blocks start the programs.
 //!
-//! Two things differ from the page: `make test` has built the programs, and the namespace has its
-//! own name, so that an existing namespace `try` is not touched.
+//! Two things differ from the page: `make test` has built the programs, and the namespace has
+//! another name, so that an existing namespace `try` is not touched.
 
 use std::{
     fs::{self, File},
@@ -58,7 +58,7 @@ fn examples(console: &str) -> Vec<Example> {
     examples
 }
 
-/// Replaces every duration in a line, and removes spaces at its end.
+/// Replaces every duration in a line, and removes spaces at the end of the line.
 fn without_durations(line: &str) -> String {
     let is_duration = |word: &str| {
         let number = word.strip_suffix("ms").or_else(|| word.strip_suffix('s')).unwrap_or_default();
@@ -83,8 +83,8 @@ fn matches_page(expected: &[String], printed: &[String]) -> bool {
     }
 }
 
-/// The programs of a page. A shell runs these programs. It ends them with the page's own command
-/// when its standard input closes, which also happens if this test is killed.
+/// The programs of a page, which a shell runs. When the shell's standard input closes, the shell
+/// ends the programs with the page's own command. The input also closes if this test is killed.
 struct Session {
     shell: Child,
     folder: TempDir,
@@ -154,7 +154,7 @@ impl Drop for Session {
     }
 }
 
-/// Replaces the name `try` of the namespace in a script by `namespace`.
+/// Replaces the namespace name `try` in a script by `namespace`.
 fn in_namespace(script: &str, namespace: &str) -> String {
     let words = script.split_inclusive([' ', '\n', ';']);
     words

@@ -1,4 +1,4 @@
-//! Compares our client of IP sets with the `ipset` program, in both directions.
+//! Compares our client of IP sets with the `ipset` program. Each lists what the other has created.
 
 use std::{collections::BTreeSet, io::Write as _, process::Stdio};
 
@@ -23,7 +23,8 @@ fn execute_all(sets: &mut IpSets, changes: &[Change]) {
     assert!(explained.is_empty(), "{explained:?}");
 }
 
-/// Sets of every type with their elements, and the equal input of `ipset restore`.
+/// Sets of every type with their elements, and the input of `ipset restore` that creates these
+/// sets.
 fn table() -> (Vec<(Specification, Vec<Element>)>, &'static str) {
     let (v4, v6) = ("10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap());
     let (other, net6) = ("10.1.0.0".parse().unwrap(), "fd00:1::".parse().unwrap());

@@ -60,8 +60,8 @@ fn all_answered_by(flows: &[Flow], server: &str) -> Result<()> {
     flows.iter().try_for_each(|flow| flow.until_answered_by(server).map(drop))
 }
 
-/// The endpoint is replaced, removed and added again. Then its port changes, the port of the
-/// Service changes, and the Service is deleted.
+/// The endpoint is replaced, removed and added again. Then the endpoint's port changes, the port of
+/// the Service changes, and the Service is deleted.
 fn follows_its_service(bed: &Testbed) -> Result<()> {
     let flows = open_all(bed, "dns", &WAYS)?;
     all_answered_by(&flows, "b1")?;
@@ -139,7 +139,7 @@ fn follows_local_endpoints(bed: &Testbed) -> Result<()> {
     all_answered_by(&flows, "a2")
 }
 
-/// Clients send packets before the Service exists, and before it has an endpoint.
+/// Clients send packets before the Service exists, and before the Service has an endpoint.
 fn recovers_once_there_is_an_endpoint(bed: &Testbed) -> Result<()> {
     // The first Service gets number 1.
     let expected = Service { number: 1, ..Service::new("dns", &[]) };
@@ -167,7 +167,7 @@ fn recovers_once_there_is_an_endpoint(bed: &Testbed) -> Result<()> {
 }
 
 /// Flows to endpoints that still serve stay, and flows to a removed endpoint move. TCP connections
-/// and foreign UDP flows stay.
+/// stay. UDP flows that do not use the Service stay too.
 fn keeps_other_flows(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
     let foreign = foreign_flows(bed)?;
@@ -261,7 +261,7 @@ fn deletes_flows_after_the_rules_are_written(bed: &Testbed) -> Result<()> {
     bed.wait_programmed()
 }
 
-/// Wraps the programs that write rules. The wrapped programs wait while the file `held` exists.
+/// Wrappers for the programs that write rules. Each wrapper waits while the file `held` exists.
 struct SlowTools {
     folder: PathBuf,
     held: PathBuf,

@@ -17,7 +17,7 @@ pub(crate) fn start(node: &str, replicas: &[String], folder: &Path, certificates
     Agent::start(node, replicas, Some(Files { side: Side::Client, cert, key, ca }), short_backoff).unwrap()
 }
 
-/// The port of the only endpoint of the clock Service, which counts the steps of the run. Returns
+/// The port of the clock Service's only endpoint. This port counts the steps of the run. Returns
 /// `None` if the agent does not know the endpoint yet.
 pub(crate) fn clock(agent: &Agent, key: &ServiceKey) -> Option<u16> {
     let port = |state: &State| Some(state.entry(key)?.endpoints().values().next()?.ports.first()?.port);

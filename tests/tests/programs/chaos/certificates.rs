@@ -99,8 +99,8 @@ impl Certificates {
         }
     }
 
-    /// Takes the next step of replacing the authority: trust both, issue by the next one, remove
-    /// the old one.
+    /// Takes the next step of replacing the authority. First all holders trust both authorities,
+    /// next the new authority issues all certificates, and last the old authority is removed.
     pub(crate) fn replace_authority(&mut self) {
         self.phase = match self.phase {
             Phase::Settled => {

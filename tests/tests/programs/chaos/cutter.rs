@@ -21,8 +21,8 @@ use tokio::{
 /// How one connection ends.
 #[derive(Debug, Clone, Copy)]
 struct Fate {
-    /// Cut the connection after this many bytes in both directions together. With `None`, do not
-    /// cut the connection.
+    /// The relay cuts the connection after this many bytes in both directions together. With
+    /// `None`, the number of bytes does not matter.
     after_bytes: Option<u64>,
     /// Whether the connection ends by a reset. Otherwise it ends by an end of file, possibly in the
     /// middle of a message.
@@ -39,7 +39,8 @@ struct Relay {
     cuts: AtomicU64,
 }
 
-/// The relay. Its address stays the same when its target changes. Dropping it closes everything.
+/// The relay. Its address stays the same when its target changes. Dropping the relay closes all its
+/// connections.
 pub(crate) struct Cutter {
     pub(crate) address: SocketAddr,
     relay: Arc<Relay>,
@@ -103,8 +104,8 @@ impl Relay {
         self.cut_all.send_modify(|cuts| *cuts += 1);
     }
 
-    /// Draws the end of a connection. Small and large numbers of bytes are equally likely, so that
-    /// handshakes, snapshots and batches are all cut.
+    /// Draws at random how a connection ends. Small and large numbers of bytes are equally likely,
+    /// so that handshakes, snapshots and batches are all cut.
     fn draw(&self) -> Fate {
         let mut rng = self.rng.lock().unwrap();
         let is_cut_early = rng.f32() < 0.6 && !self.is_calm.load(Ordering::SeqCst);

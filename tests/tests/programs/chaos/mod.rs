@@ -2,9 +2,9 @@
 //! Connections are cut at any byte, watches break and expire, continue tokens expire, and the API
 //! server loses its history. Certificates are renewed, their authority is replaced, and kernels
 //! refuse updates. During these faults, Services, EndpointSlices and Nodes change. No agent may
+//! refuse updates. During these faults, Services, EndpointSlices and Nodes change. No agent may
 //! return to an older state, and at the end the digests of each agent's state must equal the
-//! source's.
-//!
+//! digests of the source's state.
 //! The seed determines the faults, but not their exact timing. To run another seed or more steps:
 //!
 //! ```sh
@@ -168,8 +168,8 @@ impl World {
         }
     }
 
-    /// Ends all faults: starts every stopped replica, resumes frozen ones, and stops cutting
-    /// connections.
+    /// Ends all faults: starts every stopped replica, resumes every frozen replica, and stops
+    /// cutting connections.
     async fn end_faults(&mut self) {
         self.source.api.clear_faults();
         for replica in &mut self.replicas {
@@ -207,7 +207,7 @@ fn watch_clocks(agents: Arc<Vec<Agent>>) -> JoinHandle<u64> {
     let key = ServiceKey::new(CLOCK.0, CLOCK.1);
     tokio::spawn(async move {
         let (mut seen, mut moves) = (vec![0; agents.len()], 0);
-        // Ends when the world has dropped its agents.
+        // The loop ends when the world has dropped its agents.
         while Arc::strong_count(&agents) > 1 {
             for (agent, seen) in agents.iter().zip(&mut seen) {
                 let now = agent::clock(agent, &key).unwrap_or(*seen);

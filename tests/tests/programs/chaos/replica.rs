@@ -59,7 +59,7 @@ impl Replica {
         self.folder.join(format!("{}.{}.log", self.name, self.starts))
     }
 
-    /// Starts the program on a new port, and points the relay to it.
+    /// Starts the program on a new port. The relay forwards new connections to this port.
     pub(crate) async fn start(&mut self) {
         if self.is_running() {
             return;
@@ -79,7 +79,7 @@ impl Replica {
         self.cutter.forward_to(address);
     }
 
-    /// Waits until the log names the listening address.
+    /// Waits until the log names the listening address, and returns the address.
     async fn listening(&mut self) -> SocketAddr {
         let until = Instant::now() + GUARD;
         loop {

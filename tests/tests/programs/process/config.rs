@@ -125,8 +125,8 @@ fn row_111_changed_pod_ranges_are_applied_without_a_restart() {
     rig.put("node", &node("podCIDRs: [10.244.9.0/24, \"fd00:244:1::/64\"]"));
     let rules = rig.until_rules("the rules detect pods by the new range", "nat", detects("10.244.9.0/24"));
     assert!(!rules.iter().any(|rule| rule.contains("10.244.1.0/24")), "{rules:?}");
-    // Without ranges, the agent cannot detect pods. It reports the missing range, and forwarding
-    // continues.
+    // Without a pod range, the agent cannot detect pods. The agent reports the missing range, and
+    // forwarding continues.
     rig.put("node", &node(""));
     let is_undetected = |rules: &[String]| !rules.iter().any(|rule| rule.contains("! -s 10.244"));
     rig.until_rules("the rules without a range detect no pods", "nat", is_undetected);

@@ -41,7 +41,7 @@ fn counts_packets(variant: &str) {
         forward.iter().filter(|rule| rule.contains("INVALID") && rule.contains("ct_state_invalid_dropped_pkts"));
     assert_eq!(drops.count(), 1, "{forward:#?}");
 
-    // The next agent finds everything unchanged, and the counters continue.
+    // The next agent finds all rules unchanged, and the counters continue.
     drop(agent);
     let agent = rig.agent(&[&format!("--iptables-variant={variant}")]);
     rig.until_metric(COUNTS, |value| value == 1.0);

@@ -9,7 +9,7 @@ fn web(node_spec: &str) -> Vec<(&'static str, String)> {
 fn row_105_healthz_and_livez_answer_before_and_after_the_first_sync() {
     let rig = Rig::new();
     // There is no control plane, so no change waits, and a restart would not help. So /livez
-    // succeeds. The node has no rules, so load balancers must send nothing to it. So /healthz
+    // succeeds. The node has no rules, so load balancers must send nothing to the node. So /healthz
     // fails. kube-proxy serves neither page before it knows its Node.
     let agent = rig.agent(&[]);
     let found = rig.until_health("/livez", 200);
@@ -155,7 +155,7 @@ fn row_106_a_change_that_waits_too_long_makes_its_family_unhealthy_until_it_is_p
     let _agent = rig.agent(&["--iptables-sync-period=1s", "--cluster-cidr=10.244.0.0/16"]);
     rig.until_programmed();
     rig.break_tool("ip6tables-nft-restore");
-    // No change waits, so the node is healthy although the program is broken.
+    // No change waits, so the node is healthy although `ip6tables-nft-restore` is broken.
     assert_eq!(rig.health("/livez").unwrap().0, 200);
     rig.put("more", &service("more", 20, ""));
     let found = rig.until_health("/livez", 503);

@@ -67,7 +67,7 @@ fn row_109_metrics_are_served_in_the_requested_format() {
     eventually("the page is served", || rig.page("/metrics"));
     let counter = "kubeproxy_sync_proxy_rules_service_changes";
     let type_line = |name: &str| format!("# TYPE {name} counter\n");
-    // kube-proxy's default format, and the format that Prometheus asks for.
+    // Both Accept headers select the Prometheus text format, which is also kube-proxy's default.
     for accept in ["*/*", "text/plain;version=0.0.4;q=0.3"] {
         let (content_type, text) = rig.metrics_for(accept);
         assert_eq!(content_type, "text/plain; version=0.0.4; charset=utf-8");

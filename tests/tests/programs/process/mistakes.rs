@@ -47,8 +47,8 @@ fn headgatectl_reports_a_wrong_scheme_or_port_of_its_server() {
         assert!(parts.iter().all(|part| said.contains(part)), "{arguments:?}: {parts:?} is not in\n{said}");
     };
     let commands: [&[&str]; 4] = [&["services"], &["agents"], &["status"], &["wait", "ns/web", "--timeout=1s"]];
-    // The error that HTTP/2 reports for this mistake varies, so the test tries each command three
-    // times.
+    // The error that HTTP/2 reports for an http:// URL of a TLS port varies, so the test tries each
+    // command three times.
     for command in commands.iter().cycle().take(12) {
         let expected = ["the server speaks TLS, but the URL begins with http://", "Write https:// in --server"];
         says(&format!("http://{TLS_PORT}"), command, false, expected);
@@ -86,7 +86,7 @@ fn the_agent_reports_a_wrong_scheme_or_port_of_its_control_plane() {
     says("http://127.0.0.1:7444", "the control plane speaks TLS, and its URL begins with http://; write https:// in");
     says("https://127.0.0.1:7443", "does not speak TLS, though its URL begins with https://; give the control plane");
     says("http://127.0.0.1:7480", "no control plane answers; check the port in --control-plane");
-    // The control plane with TLS also logs a clear message about the first agent.
+    // The control plane with TLS also logs a clear message about the agent that did not use TLS.
     let log = with_tls.log();
     assert!(log.contains("the client does not speak TLS; use https:// in its URL"), "{log}");
 }

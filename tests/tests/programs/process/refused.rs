@@ -34,7 +34,8 @@ fn until_translated(rig: &Rig, variant: &Variant, service: &str, to: &[&str]) {
     });
 }
 
-/// Waits until `headgatectl agents` shows the refused Service, or until it shows no refusal.
+/// Waits until `headgatectl agents` lists the refused Service. If `listed` is false, waits until
+/// `headgatectl agents` lists no refusal.
 fn until_listed(rig: &Rig, listed: bool) {
     eventually(&format!("headgatectl agents lists the refusal: {listed}"), || {
         let said = rig.headgatectl(&["agents"])?;
@@ -89,8 +90,8 @@ fn check_that_a_refused_service_delays_no_other(variant: &Variant) {
     let canaries = |table: &str| {
         rig.rules(variant.save, table).iter().filter(|rule| rule.starts_with("-A KUBE-PROXY-CANARY")).count()
     };
-    // The agent tries the rules of a Service alone, and its next step removes these trial rules. An
-    // agent that is up to date has completed this step.
+    // The agent tries the rules of a Service separately, and the agent's next step removes these
+    // trial rules. An agent that is up to date has removed them.
     until_listed(&rig, false);
     assert_eq!((canaries("nat"), canaries("filter")), (0, 0), "rules of trials are left");
     assert_eq!(rig.metric("headgate_agent_services_refused"), 0.0);

@@ -37,7 +37,7 @@ pub(super) fn eventually<T>(what: &str, mut attempt: impl FnMut() -> Result<T, S
     }
 }
 
-/// A running program. Dropping it kills the process.
+/// A running program. Dropping the value kills the process.
 pub(super) struct Program {
     child: Child,
     log: PathBuf,
@@ -87,8 +87,8 @@ impl Drop for Program {
     }
 }
 
-/// A node called node-a. The fields are dropped in order: programs first, then the namespace and
-/// the folder.
+/// A node called node-a. The fields are dropped in order: the control plane, the namespace, and the
+/// folder.
 pub(super) struct Rig {
     control_plane: Option<Program>,
     namespace: Namespace,
@@ -96,7 +96,7 @@ pub(super) struct Rig {
 }
 
 impl Rig {
-    /// Creates a node with the addresses 192.0.2.11 and 2001:db8::11. No program runs on it.
+    /// Creates a node with the addresses 192.0.2.11 and 2001:db8::11. No program runs on the node.
     pub(super) fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         netns::check_prerequisites().unwrap();
@@ -219,8 +219,8 @@ impl Rig {
         Program::start(&self.namespace, self.agent_command(&arguments), self.path("action.log")).ended()
     }
 
-    /// Starts the agent of node-a with these arguments. Unless they name a variant, the agent uses
-    /// nft.
+    /// Starts the agent of node-a with these arguments. Unless the arguments name an iptables
+    /// variant, the agent uses nft.
     pub(super) fn agent(&self, arguments: &[&str]) -> Program {
         let mut all = vec!["--node-name=node-a", "--insecure-loopback", "--state-dir="];
         if !arguments.iter().any(|argument| argument.starts_with("--control-plane=")) {
@@ -265,8 +265,8 @@ impl Rig {
         self.namespace.output(command).map_err(|error| format!("{error:#}"))
     }
 
-    /// Wraps a program. The wrapper fails while the file `NAME.broken` exists, except for
-    /// `--version`.
+    /// Wraps a program. While the file `NAME.broken` exists, the wrapper fails unless its first
+    /// argument is `--version`.
     pub(super) fn make_breakable(&self, name: &str) {
         use std::os::unix::fs::PermissionsExt as _;
         let found = ["/usr/sbin", "/sbin", "/usr/bin"].iter().map(|folder| Path::new(folder).join(name));
@@ -396,7 +396,7 @@ impl Rig {
         self.request("GET", METRICS, path, accept).map(|(code, _, body)| (code, body))
     }
 
-    /// Sends DELETE to a page of the metrics port, which resets its metrics.
+    /// Sends DELETE to a page of the metrics port. The agent resets the metrics of the page.
     pub(super) fn delete(&self, path: &str) -> Result<(u16, String), String> {
         self.request("DELETE", METRICS, path, "*/*").map(|(code, _, body)| (code, body))
     }
@@ -424,7 +424,7 @@ impl Rig {
         })
     }
 
-    /// Waits until the rules of all Services are programmed.
+    /// Waits until the agent has programmed a version of the replica's state.
     pub(super) fn until_programmed(&self) {
         self.until_metric("headgate_agent_version_programmed", |version| version > 0.0);
     }

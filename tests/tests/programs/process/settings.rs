@@ -7,8 +7,8 @@ const CONNTRACK: &str = "net/netfilter/nf_conntrack";
 fn row_88_timeouts_of_connection_tracking_are_set() {
     let rig = Rig::new();
     let before = rig.parameter(&format!("{CONNTRACK}_udp_timeout"));
-    // The size of the conntrack table applies to the whole machine, and a namespace cannot set it.
-    // The agent logs a warning and sets all other parameters.
+    // The size of the conntrack table applies to the whole machine, and a namespace cannot set this
+    // size. The agent logs a warning and sets all other parameters.
     let (status, log) = rig.run_agent(&["--init-only", "--conntrack-tcp-timeout-established=10h"]);
     assert!(status.success(), "{log}");
     assert_eq!(rig.parameter(&format!("{CONNTRACK}_tcp_timeout_established")), "36000");

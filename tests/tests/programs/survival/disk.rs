@@ -82,7 +82,7 @@ fn full_disk(bed: &Testbed) -> Result<()> {
     result
 }
 
-/// Starts the agent in its own mount namespace, with a disk of one page.
+/// Starts the agent in its own mount namespace, with a disk of 4 KiB.
 fn start_on_small_disk(bed: &Testbed, disk: &Path) -> Result<Process> {
     let control = plan::address(plan::CONTROL).context("the plan has no address of the control plane")?.v4;
     let mut command = Command::new("unshare");

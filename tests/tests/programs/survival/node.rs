@@ -27,7 +27,7 @@ const GUARD: Duration = Duration::from_secs(60);
 /// Runs a scenario on machines without programs, with the manifests of [`some_services`].
 pub(crate) fn on_machines(backend: Backend, scenario: impl FnOnce(&Testbed) -> Result<()>) {
     let bed = some_services().and_then(|manifests| Testbed::machines_only(backend, manifests));
-    // Panic while the testbed still exists, so that it keeps its logs.
+    // Panic while the testbed still exists, so that the testbed keeps its logs.
     match bed.as_ref().map(scenario) {
         Ok(Ok(())) => {}
         Ok(Err(error)) => panic!("{error:?}"),

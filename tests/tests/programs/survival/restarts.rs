@@ -24,7 +24,7 @@ fn start(bed: &Testbed, writes: &Writes) -> Result<()> {
 }
 
 /// The machine reboots while no control plane answers. The node forwards with the state from disk,
-/// and receives the changes once a control plane answers.
+/// and receives the missed changes once a control plane answers.
 fn cold_start(bed: &Testbed) -> Result<()> {
     let writes = Writes::watch(bed)?;
     // An agent without any state writes nothing before it has received everything from a control

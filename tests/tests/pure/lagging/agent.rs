@@ -44,8 +44,8 @@ pub(crate) struct Agent {
     places: Places,
     node_place: Option<u64>,
     disk: Option<Disk>,
-    /// The state comes from disk, and no replica has confirmed it. The kernel may have newer rules
-    /// of the earlier run.
+    /// The state comes from disk, and no replica has confirmed it. The kernel may have newer rules,
+    /// which an earlier run of the agent wrote.
     is_unconfirmed: bool,
     /// The version of each key's value at the replica when the stream began. After a start from
     /// disk, the agent programs no older value.
@@ -55,7 +55,7 @@ pub(crate) struct Agent {
     distrusts_version: bool,
     failover: Failover,
     moves: MoveLimits,
-    /// The source was restored from a backup, so values may be older.
+    /// The source was restored from a backup, so an older value may replace a newer value.
     pub(crate) may_go_back: bool,
     pub(crate) rejections: u64,
 }
@@ -82,7 +82,7 @@ impl Agent {
         }
     }
 
-    /// Writes the state that the kernel has to disk.
+    /// Saves to disk the state that the kernel has.
     pub(crate) fn save(&mut self) {
         if self.is_unconfirmed {
             return;
@@ -98,7 +98,7 @@ impl Agent {
         });
     }
 
-    /// Ends the program, and starts `program` from the disk.
+    /// Ends the running program, and starts `program` with the state on disk.
     pub(crate) fn restart(&mut self, program: Program, now: Instant) {
         let disk = self.disk.take();
         *self = Self { rejections: self.rejections, may_go_back: self.may_go_back, ..Self::new(program, now) };
@@ -126,7 +126,7 @@ impl Agent {
         resume.map(|wire| v1::Resume::decode(wire.encode_to_vec().as_slice()).unwrap())
     }
 
-    /// Takes one message. Returns false when the agent drops the stream.
+    /// Handles one message. Returns false when the agent drops the stream.
     pub(crate) fn receive(&mut self, source: &History, mut body: Body, now: Instant) -> bool {
         if self.program == Program::Old {
             match &mut body {

@@ -26,8 +26,8 @@ const SLICE: SourceKind = SourceKind::EndpointSlices;
 const SERVICE: SourceKind = SourceKind::Services;
 const NODES: SourceKind = SourceKind::Nodes;
 
-/// Returns the replicas of two successive moves if the order of the moves does not matter. It does
-/// not matter for deliveries to different replicas.
+/// Returns the replicas of two successive moves if the order of the moves does not matter. The
+/// order does not matter for deliveries to different replicas.
 fn commute(a: Move, b: Move) -> Option<(usize, usize)> {
     match (a, b) {
         (Move::Deliver(a, _), Move::Deliver(b, _)) if a != b => Some((a, b)),

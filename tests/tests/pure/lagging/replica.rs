@@ -25,7 +25,7 @@ pub(crate) struct Replica {
     pub(crate) state: State,
     /// The position of the watch of each kind.
     pub(crate) positions: BTreeMap<SourceKind, u64>,
-    /// The version of the source when the replica listed it.
+    /// The version of the source when the replica listed the source.
     pub(crate) listed_at: Option<u64>,
     /// Whether the replica reaches the API server.
     pub(crate) has_contact: bool,
@@ -145,8 +145,8 @@ impl Replica {
     }
 }
 
-/// The replica's side of a stream. It calls the same functions as `serve/stream/session.rs`, in the
-/// same order.
+/// The replica's side of a stream. It calls the same store functions as `serve/stream/session.rs`,
+/// in the same order.
 pub(crate) struct Stream {
     pub(crate) replica: usize,
     place: Reading,

@@ -56,8 +56,8 @@ fn node(name: &str, version: u64) -> Node {
 pub(crate) const NEED_NEW_PROGRAM: [&str; 2] = ["shop/web-2", "shop/web-4"];
 const UNUSABLE: [u64; 2] = [17, 22];
 
-/// Sets the protocol of each Service that the old program cannot use to a number that this program
-/// does not know.
+/// Makes Services unusable for the old program. Each Service value with a version of `UNUSABLE`
+/// gets a protocol number that the old program does not know.
 pub(crate) fn as_seen_by_the_old_program(changes: &mut v1::Changes) {
     for service in &mut changes.services {
         let is_new = |version: &u64| service.ports[0].node_port == 30_000 + u32::try_from(*version).unwrap();

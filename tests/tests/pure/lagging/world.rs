@@ -12,10 +12,9 @@ use super::{
     source::{BASE, History, KINDS, Places},
 };
 
-/// While time passes, the agent checks after each of these intervals, in seconds, whether another
-/// replica is better. The sum is longer than the time for which an agent waits for a replica that
-/// is behind, and longer than the time for which an agent stays at a replica before it may connect
-/// to another replica.
+/// The intervals, in seconds, after which the agent checks whether another replica is better. Their
+/// sum is longer than two bounded times: how long an agent waits for a replica that is behind, and
+/// how long an agent stays at a replica before it may move.
 const CHECKS: [u64; 7] = [5, 10, 20, 40, 80, 160, 320];
 
 /// A move of the model.
@@ -41,12 +40,12 @@ pub(crate) enum Move {
     Read,
     /// The agent reads all messages.
     ReadAll,
-    /// The agent writes the state that its kernel has to disk.
+    /// The agent saves to disk the state that its kernel has.
     Save,
-    /// The agent ends, and the given program starts from its disk.
+    /// The agent ends, and the given program starts with the state on the agent's disk.
     RestartAgent(Program),
-    /// Enough time passes that every replica with contact receives everything, and that all bounded
-    /// waits end.
+    /// Enough time passes that every replica with contact to the API server receives all events,
+    /// and that all bounded waits end.
     PassTime,
 }
 
@@ -172,11 +171,11 @@ impl World {
     }
 
     /// Asserts that an agent with a state moves only to a replica that follows the source or has
-    /// newer values.
+    /// newer values than the agent.
     fn assert_better(&self, to: usize) {
         let replica = &self.replicas[to];
         let is_following = replica.store.source_state() == SourceState::Following;
-        // A list from a later time may contain newer values. An agent cannot know whether it does.
+        // A replica that listed later may have newer values. An agent cannot know whether it has.
         let is_listed_later = replica.listed_at.is_some_and(|version| version > BASE);
         if is_following || is_listed_later || self.agent.held.position().is_none() {
             return;
@@ -190,7 +189,8 @@ impl World {
         );
     }
 
-    /// The replica with the least useful state of its source.
+    /// The replica with the least useful source state. `Unlisted` is less useful than `CutOff`, and
+    /// `CutOff` is less useful than `Following`.
     fn worst(&self) -> usize {
         let rank = |index: &usize| match self.replicas[*index].store.source_state() {
             SourceState::Unlisted => 0,
@@ -265,7 +265,7 @@ impl World {
             );
         }
         // While the agent follows an unlisted replica, it must not lack anything that a listed
-        // replica could serve.
+        // replica could serve, unless the listed replica is behind the agent.
         let here = self.stream.as_ref().map(|stream| self.replicas[stream.replica].store.source_state());
         if here == Some(SourceState::Unlisted)
             && let Some(point) = self.agent.held.point(false)

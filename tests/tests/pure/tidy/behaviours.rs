@@ -2,7 +2,7 @@
 
 use headgate_tests::behaviours::{self, Column, rows::SECTIONS, scan};
 
-/// The expected page. Panics with the first error in rows or tests.
+/// Renders the expected docs/behaviours.md. Panics with the first error in the rows or the tests.
 fn page() -> String {
     let of = |column| (column, scan::scan(super::root(), column).unwrap_or_else(|error| panic!("{error}")));
     behaviours::render(&Column::ALL.map(of)).unwrap_or_else(|bare| panic!("{bare}"))

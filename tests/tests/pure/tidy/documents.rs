@@ -1,4 +1,4 @@
-//! Links and make targets that documents name exist.
+//! Checks that the links and make targets in documents exist.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

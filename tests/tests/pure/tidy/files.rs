@@ -17,7 +17,7 @@ fn source_files_are_short() {
 
 #[test]
 fn no_file_contains_a_path_of_its_authors_machine() {
-    // The words are split, so that this file passes.
+    // The words are split, so that this file itself passes the test.
     let words = [["/wo", "rk/"], ["/ro", "ot/"], ["/ho", "me/"], ["/Us", "ers/"]].map(|parts| parts.concat());
     for path in super::files() {
         let Some(text) = super::text(&path) else { continue };

@@ -1,7 +1,7 @@
 //! Imports between the modules of a crate, read from its source.
 //!
-//! An import is a `use` or a path in code. The imported module is the one that defines the item, so
-//! re-exports are followed. Modules under `#[cfg(test)]` are left out.
+//! An import is a `use` or a path in code. The imported module is the module that defines the item,
+//! so re-exports are followed. Modules under `#[cfg(test)]` are left out.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -87,8 +87,8 @@ impl Crate {
         &self.imports
     }
 
-    /// Resolves a path from the crate's root. Returns nothing when the path names another crate or
-    /// a local name.
+    /// Turns a path into the path from the crate's root. Returns `None` when the path names another
+    /// crate or a local name.
     fn absolute(&self, module: &[String], segments: &[String]) -> Option<Vec<String>> {
         let mut base = module.to_vec();
         let mut rest = segments;
@@ -327,7 +327,7 @@ fn is_mark(token: &TokenTree, mark: char) -> bool {
     matches!(token, TokenTree::Punct(found) if found.as_char() == mark)
 }
 
-/// Whether the `use` at `at` begins an import. In `impl Trait + use<'a>`, it does not.
+/// Whether the `use` at `at` begins an import. The `use` in `impl Trait + use<'a>` does not.
 fn is_use(tokens: &[TokenTree], at: usize) -> bool {
     !tokens.get(at + 1).is_none_or(|next| is_mark(next, '<'))
 }

@@ -1,5 +1,5 @@
-//! The output of `cargo metadata` about the packages, for Linux. Reads only packages that are
-//! already downloaded.
+//! The output of `cargo metadata` about the packages, for Linux. The command reads only packages
+//! that are already downloaded.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;

@@ -1,9 +1,9 @@
-//! The protocol stays compatible: numbers keep their meaning, and the numbers and names of removed
-//! fields are reserved.
+//! The protocol stays compatible: field numbers keep their meaning, and the numbers and names of
+//! removed fields are reserved.
 //!
 //! `proto/headgate/v1/descriptor.binpb` is the committed protocol. A change of the `.proto` files
 //! passes this test if it is compatible with the committed protocol, and if `make descriptor` has
-//! rewritten that file.
+//! rewritten `descriptor.binpb`.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -18,7 +18,7 @@ use super::{in_namespace, table_name};
 
 pub(super) use libc::{EBUSY, EEXIST, EINVAL, EMLINK, ENFILE, ENODATA, ENOENT, EOPNOTSUPP, EPERM, ERANGE};
 
-/// The steps of a case: a transaction, and the expected number of its first error.
+/// The steps of a case. Each step is a transaction and the error number of its first fault, or 0.
 pub(super) type Steps = Vec<(Transaction, i32)>;
 
 /// A transaction on the test table, written by `fill`.
@@ -28,7 +28,7 @@ pub(super) fn change(fill: impl FnOnce(&mut Transaction, &TableName)) -> Transac
     all
 }
 
-/// A table with the map `map` (mark to mark), the map `verdicts`, the set `set` of at most 2
+/// A table with the map `map` from marks to marks, the map `verdicts`, the set `set` of at most 2
 /// elements, the chains `a` and `b`, and the base chain `base`.
 pub(super) fn prepared() -> Transaction {
     change(|all, table| {
@@ -79,7 +79,8 @@ pub(super) fn rule(chain: &str, expressions: Vec<Expression>) -> Transaction {
     change(|all, table| all.add_rule(&Rule::new(table, chain, expressions)))
 }
 
-/// The error number, message and element of the first fault. The number is 0 for success.
+/// The error number of the first fault, and the indexes of its message and its element. The error
+/// number is 0 for success.
 fn answer(result: Result<(), NftablesError>) -> (i32, Option<usize>, Option<usize>) {
     match result {
         Ok(()) => (0, None, None),

@@ -1,4 +1,4 @@
-//! Compares the lists and transactions of our client with the `nft` program, in both directions.
+//! Compares our client with the `nft` program. Each lists what the other has created.
 
 use std::{io::Write as _, process::Stdio};
 

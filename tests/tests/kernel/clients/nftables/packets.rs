@@ -34,7 +34,7 @@ fn is_udp() -> [E; 2] {
     [E::Meta { key: MetaKey::L4Protocol, to: R1 }, E::equal(R1, Value::byte(17))]
 }
 
-/// Adds the value of register 1 and the number of the rule to the set `seen`.
+/// Expressions that add the value of register 1 and the number of the rule to the set `seen`.
 fn note(number: u32) -> Vec<E> {
     vec![
         E::Immediate { to: Register::word(1), value: Value::host_u32(number) },
@@ -49,7 +49,7 @@ fn note(number: u32) -> Vec<E> {
     ]
 }
 
-/// The expressions under test, for packets to UDP ports of this host. Each result is recorded.
+/// The expressions under test, for packets to UDP ports of this host. Each result is in register 1.
 fn expressions() -> Vec<Vec<E>> {
     let ct = |key, direction| vec![E::Conntrack { key, direction, to: R1 }];
     let address = |offset, to| E::Payload { base: PayloadBase::Network, offset, length: 4, to };
@@ -232,7 +232,7 @@ fn lookups_of_replaced_keys_fail_as_often_as_the_test_sets() {
     };
     for (misses, replaced) in [
         (Misses::Never, (Fate::Accepted, 3)),
-        // The lookup of the second rule succeeds.
+        // The lookup of the first rule misses, and the lookup of the second rule succeeds.
         (Misses::First(1), (Fate::Accepted, 3)),
         (Misses::First(2), (Fate::Dropped, 7000)),
         (Misses::Always, (Fate::Dropped, 7000)),
@@ -240,7 +240,7 @@ fn lookups_of_replaced_keys_fail_as_often_as_the_test_sets() {
         fake.miss_replaced_keys(misses);
         assert_eq!((fate(7000), fate(7001), fate(7002)), (replaced, (Fate::Accepted, 2), (Fate::Dropped, 7002)));
     }
-    // The next transaction ends the time in which lookups may fail.
+    // The next transaction ends the time in which lookups of replaced keys may miss.
     let mut other = Transaction::new();
     other.add_elements(&table, "slots", [slot(7005, 5)]);
     kernel.commit(&other).unwrap();

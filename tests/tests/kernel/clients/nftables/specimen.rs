@@ -346,7 +346,7 @@ fn rules(table: &TableName, vmap: &SetName) -> Vec<Rule> {
                     port(2, R1),
                     E::Range { register: R1, inverted: true, first: Value::port(80), last: Value::port(90) },
                     E::Limit { rate: 10, seconds: 1, burst: 5, bytes: Bytes::Ignored, inverted: false },
-                    // The kernel lists the default level.
+                    // [`TEXT`] names no log level, and the kernel lists the default level.
                     E::Log { prefix: Some("shop: ".into()), level: Some(4), group: None },
                 ],
             ],

@@ -118,7 +118,7 @@ fn a_transaction_for_a_past_generation_is_refused() {
         let error = kernel.commit_at(&all, before).unwrap_err();
         assert!(error.is_of_past_generation(), "{error}");
         assert!(error.to_string().starts_with("the transaction as a whole: the generation changed"), "{error}");
-        // The connection still works, and the failed transaction did not begin a generation.
+        // The connection still works, and the failed transaction did not begin a new generation.
         kernel.commit_at(&all, before + 1)?;
         Ok(())
     });

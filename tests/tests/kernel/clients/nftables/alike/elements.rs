@@ -12,7 +12,7 @@ fn delete(set: &'static str, elements: impl IntoIterator<Item = Element>) -> Tra
     change(|all, table| all.delete_elements(table, set, elements))
 }
 
-/// Deletes a key and adds it with other data, in either order.
+/// Deletes key 1 of the map and adds it with other data. `is_deleted_first` chooses the order.
 fn replace(is_deleted_first: bool) -> Transaction {
     change(|all, table| {
         if is_deleted_first {
