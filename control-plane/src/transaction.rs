@@ -24,7 +24,7 @@ pub enum NodeChange {
     Remove(Arc<str>),
 }
 
-/// The kinds of objects that have a position of their own.
+/// The kinds of objects. The source has a position for each kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SourceKind {
     /// Services.
@@ -68,11 +68,12 @@ pub struct Transaction {
     pub changes: Vec<TriggeredChange>,
     /// Changes for single agents.
     pub nodes: Vec<NodeChange>,
-    /// The new position of each kind that has changed. For Kubernetes it is the resourceVersion.
+    /// The new position of each kind that has changed. With the Kubernetes API, a position is a
+    /// resourceVersion.
     pub positions: Vec<(SourceKind, u64)>,
-    /// The new position of each kind whose position moved without a change, as after a bookmark of
-    /// Kubernetes. These positions are not sent to agents, because an agent with an older position
-    /// has missed nothing.
+    /// The new position of each kind whose position moved without a change. Kubernetes reports such
+    /// positions in bookmarks. These positions are not sent to agents, because an agent with an
+    /// older position has missed nothing.
     pub bookmarks: Vec<(SourceKind, u64)>,
     /// When the oldest change arrived from the source; `None` means now.
     pub received: Option<SystemTime>,
@@ -105,11 +106,11 @@ pub trait Sink: Send + Sync + 'static {
     fn heard(&self, kind: SourceKind);
 
     /// Sets whether the source is cut off: `Some` gives the reason, and `None` means that changes
-    /// arrive again. Before the first call the source is not cut off.
+    /// arrive again. Before the first call the source counts as not cut off.
     fn cut_off(&self, problem: Option<String>);
 
     /// Sets whether a request to the source has failed or is late, so that the source may soon be
-    /// cut off. Meanwhile agents of other replicas do not move to this replica.
+    /// cut off. Agents of other replicas do not move to this replica while the source is in doubt.
     fn doubted(&self, is_doubted: bool) {
         let _ = is_doubted;
     }
@@ -117,9 +118,9 @@ pub trait Sink: Send + Sync + 'static {
     /// Replaces the list of all present problems. The list is sorted.
     fn problems(&self, problems: Vec<Problem>);
 
-    /// The positions that agents have seen at other replicas and that this source has not reached:
-    /// the last such position of each kind. The receiver wakes when an agent adds a position. A
-    /// source that can ask for its current position then asks.
+    /// For each kind, the last position that an agent has seen at another replica and that this
+    /// replica had not reached. The receiver wakes when such a position is added. A source that can
+    /// ask the server for its current position asks when the receiver wakes.
     fn wanted_positions(&self) -> watch::Receiver<BTreeMap<SourceKind, u64>>;
 
     /// Counts a refused object, a lost watch or an invalid answer. `reason` is a value of a small

@@ -34,8 +34,8 @@ pub struct SourceSettings {
 }
 
 impl SourceSettings {
-    /// The default of `watch_silence`. API servers send a bookmark about every minute, so with this
-    /// value one bookmark may be missing.
+    /// The default of `watch_silence`. API servers send a bookmark about every minute, so this
+    /// value tolerates one missing bookmark.
     pub const DEFAULT_WATCH_SILENCE: Duration = Duration::from_secs(150);
 }
 
@@ -88,7 +88,7 @@ pub enum SourceError {
     /// No API client can be created from the configuration.
     #[error("no API client can be created from the configuration: {0}")]
     Client(String),
-    /// `--kubeconfig` together with a source that does not use it.
+    /// `--kubeconfig` is given, and the source does not use a kubeconfig.
     #[error("--kubeconfig {0} has no effect with --source {1}: remove it, or use --source kubernetes")]
     UselessKubeconfig(PathBuf, SourceSpec),
     /// The folder cannot be read.
@@ -96,7 +96,7 @@ pub enum SourceError {
     Folder {
         /// The folder.
         path: PathBuf,
-        /// Why it cannot be read.
+        /// Why the folder cannot be read.
         why: String,
     },
     /// A task that follows the source has ended, which is a defect.
@@ -107,8 +107,8 @@ pub enum SourceError {
 /// Reads a source until `shutdown`, and passes its changes to `sink`.
 ///
 /// # Errors
-/// See [`SourceError`]. A source that is unreachable for a time, or partly invalid, is not an
-/// error: `sink` counts and shows it.
+/// See [`SourceError`]. A source that is unreachable for a time, or has invalid objects, is not an
+/// error: `sink` receives these problems.
 pub async fn run(
     spec: SourceSpec,
     settings: SourceSettings,

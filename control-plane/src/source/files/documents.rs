@@ -18,7 +18,7 @@ use crate::{
 pub(super) struct Definition {
     /// The object, as an event.
     pub(super) event: Event,
-    /// Number of its document in the file, counted from 1.
+    /// Number of the object's document in the file, counted from 1.
     pub(super) document: usize,
 }
 
@@ -32,8 +32,8 @@ pub(super) fn origin(file: &str, document: usize) -> String {
 pub(super) struct Parsed {
     /// Objects in the order of the file.
     pub(super) definitions: Vec<Definition>,
-    /// Documents in which not even the name of the object can be read, so it is unknown which
-    /// objects they define.
+    /// The problems of documents in which the name of an object cannot be read. It is unknown which
+    /// objects these documents define.
     pub(super) faults: Vec<Problem>,
 }
 
@@ -74,8 +74,9 @@ impl Parsed {
 }
 
 /// Cuts a text into documents, each with the number of its first line, counted from 0. A line that
-/// begins with `---` always starts a document, and a line that begins with `...` always ends one,
-/// even inside a block scalar (YAML 1.2, 9.1.2). So documents can be cut out without being parsed.
+/// begins with `---` always starts a document, and a line that begins with `...` always ends a
+/// document, even inside a block scalar (YAML 1.2, 9.1.2). So documents can be cut out without
+/// being parsed.
 fn split(text: &str) -> Vec<(usize, &str)> {
     let mut documents = Vec::new();
     let (mut start, mut first_line, mut offset) = (0, 0, 0);
@@ -158,7 +159,8 @@ impl Document<'_> {
         }
     }
 
-    /// Reads an object: the whole document, or the item of a list with this index.
+    /// Reads an object. `index` is the place of the object in a list; `None` if the object is the
+    /// whole document.
     fn read_object(
         &self,
         index: Option<usize>,
@@ -235,14 +237,14 @@ impl<'de> DeserializeSeed<'de> for OfKind {
 impl Fault {
     fn new(path: String, error: &impl fmt::Display) -> Self {
         let field = if path == "." { String::new() } else { path };
-        // This part of the message is advice for programmers, not for the author of the file.
+        // The message contains advice for programmers, which does not help the author of the file.
         let error = error.to_string().replace(", set DuplicateKeyPolicy in Options if acceptable", "");
         Self { field, message: format!("{error}: correct the document") }
     }
 }
 
-/// Limits the number of nodes, because aliases can make a small document expand without end. The
-/// limits allow one list of a large cluster.
+/// Limits the number of YAML nodes, because aliases can expand a small document to any size. The
+/// limits are high enough for one list from a large cluster.
 fn options() -> serde_saphyr::Options {
     serde_saphyr::options! {
         budget: serde_saphyr::budget! { max_events: 50_000_000, max_nodes: 50_000_000 },
@@ -309,7 +311,7 @@ fn api_version(kind: ObjectKind) -> &'static str {
 }
 
 /// Whether an `apiVersion` belongs to the API group of the kind. Another group may have a kind with
-/// the same name. Objects of that kind are not read.
+/// the same name. Objects of the other group are not read.
 fn shares_group(kind: ObjectKind, written: &str) -> bool {
     let group = |api_version: &str| api_version.rsplit_once('/').map(|(group, _)| group.to_owned());
     group(api_version(kind)) == group(written)

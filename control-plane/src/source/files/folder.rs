@@ -5,15 +5,16 @@
 //! - An object that a file no longer defines is removed only when the file has not changed for
 //!   [`SETTLE`]. So nothing is removed while an editor empties, truncates, deletes or renames a
 //!   file and then writes it again.
-//! - While a document of a file cannot be read, no object is removed that the file defined before:
-//!   the document may define this object.
+//! - While a document of a file cannot be read, all objects that the file defined before are kept,
+//!   because the unreadable document may define them.
 //! - If two files define the same object, the definition in the first file in order of path is
 //!   used, and a problem names both files.
 //! - If the folder itself cannot be read, its last known content stays in use. An empty folder
 //!   defines nothing.
 //!
 //! This module keeps only the location and a hash of each definition; the model keeps the content.
-//! When the definition in another file comes into use, that file is read again.
+//! When an object loses the definition in use and another file also defines the object, that other
+//! file is read again.
 
 use std::{
     collections::{
@@ -35,7 +36,7 @@ use crate::{model::Event, objects::ObjectKey, transaction::Problem};
 /// How long a file has to stay unchanged before the objects that it no longer defines are removed.
 pub(super) const SETTLE: Duration = Duration::from_secs(1);
 
-/// Upper bound of a file. Larger files are refused.
+/// Maximum size of a file. Larger files are refused.
 const FILE_LIMIT_BYTES: u64 = 256 * 1024 * 1024;
 
 /// Metadata of a file. An equal stamp means that the file has not changed.
@@ -58,7 +59,7 @@ impl Stamp {
     }
 }
 
-/// A file as last read.
+/// The result of the last read of a file.
 #[derive(Debug, Default)]
 struct File {
     /// `None` if the file could not be read, or does not exist.
@@ -68,7 +69,8 @@ struct File {
     /// Objects that the file defines, and lost objects: objects that the file no longer defines but
     /// that are still in use.
     keys: BTreeSet<Arc<ObjectKey>>,
-    /// Since when the file has lost objects; `None` if it has no lost objects.
+    /// When the wait of [`SETTLE`] for the lost objects began; `None` if there are no lost objects,
+    /// or if a document of the file cannot be read.
     losing_since: Option<Instant>,
 }
 
@@ -88,10 +90,10 @@ impl Location {
     }
 }
 
-/// What has changed.
+/// What has changed in the folder.
 #[derive(Debug, Default)]
 pub(super) struct Update {
-    /// Events with their origin.
+    /// Each event with its origin, such as `web.yaml, document 2`.
     pub(super) events: Vec<(Event, String)>,
     /// Problems of files and folders, by location, with the reason for the metric. An empty list
     /// clears the problems of a location.
@@ -107,7 +109,7 @@ pub(super) struct Update {
 pub(super) struct Folder {
     root: PathBuf,
     files: BTreeMap<PathBuf, File>,
-    /// The definitions of each object in order of path. The first one is in use.
+    /// The definitions of each object in order of path. The first definition is in use.
     definitions: HashMap<Arc<ObjectKey>, Vec<Location>>,
     hasher: RandomState,
     parsed_files: u64,
@@ -131,7 +133,8 @@ impl Folder {
         &self.root
     }
 
-    /// Why the last scan could not read the folder itself; `None` if the scan could read it.
+    /// Why the last scan could not read the folder itself; `None` if the scan could read the
+    /// folder.
     pub(super) fn unreadable(&self) -> Option<&str> {
         self.unreadable.as_deref()
     }
@@ -147,7 +150,7 @@ impl Folder {
         self.files.range(path.to_owned()..).next().is_some_and(|(file, _)| file.starts_with(path))
     }
 
-    /// When a file that has lost objects has to be read again.
+    /// When the next file with lost objects has to be read again.
     pub(super) fn next_look(&self) -> Option<Instant> {
         self.files.values().filter_map(|file| file.losing_since).min().map(|since| since + SETTLE)
     }
@@ -195,7 +198,7 @@ impl Folder {
         self.resolve(update)
     }
 
-    /// Reads the files again that lost objects at least [`SETTLE`] ago.
+    /// Reads again each file whose lost objects have waited for [`SETTLE`] or longer.
     pub(super) fn look_again(&mut self, now: Instant) -> Update {
         let is_due = |file: &File| file.losing_since.is_some_and(|since| now >= since + SETTLE);
         let due: Vec<PathBuf> =
@@ -337,9 +340,9 @@ impl Folder {
         update
     }
 
-    /// Reads the definitions of objects that another file has defined until now. If a definition in
-    /// this file has changed too, the old definition stays in use until the next scan reads this
-    /// file.
+    /// Reads the definitions of `keys` in `file`. They come into use because the definitions that
+    /// were in use before are gone. If a definition in `file` has changed since the last read of
+    /// `file`, the object keeps its old value until the next scan reads `file`.
     fn read_again(&mut self, file: &Arc<Path>, keys: Vec<Arc<ObjectKey>>, update: &mut Update) {
         let content = read_file(&self.root.join(file)).ok().flatten().map(|(_, content)| content).unwrap_or_default();
         let definitions = documents::parse(&file.display().to_string(), &content).definitions;
@@ -354,7 +357,7 @@ impl Folder {
             match found.remove(&*key).filter(|event| self.hasher.hash_one(event) == location.hash) {
                 Some(event) => update.events.push((event, location.origin())),
                 None => {
-                    // The hash is made wrong, so that the next read finds a change.
+                    // A wrong hash makes the next read find a change.
                     location.hash = !location.hash;
                     let file = self.files.entry(file.to_path_buf()).or_default();
                     (file.stamp, file.content_hash) = (None, None);
@@ -401,7 +404,7 @@ fn walk(
     let listed = fs::metadata(root.join(inside)).and_then(|metadata| Ok((metadata, fs::read_dir(root.join(inside))?)));
     let (identity, entries) = match listed {
         Ok((metadata, entries)) => ((metadata.dev(), metadata.ino()), entries),
-        // A folder may be deleted after its parent was listed. That is not an error.
+        // A folder may be deleted after its parent was listed. Such a deletion is not an error.
         Err(error) if is_gone(&error) && !above.is_empty() => return,
         Err(error) => return unreadable.push((inside.to_owned(), error)),
     };
@@ -435,7 +438,7 @@ fn walk(
     above.pop();
 }
 
-/// Reads a file; `None` if it does not exist.
+/// Reads a file; `None` if the path does not exist or is a folder.
 fn read_file(path: &Path) -> io::Result<Option<(Stamp, Vec<u8>)>> {
     let is_absent = |error: &io::Error| matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory);
     // Opening a pipe or a device could block for ever.
@@ -576,8 +579,8 @@ mod tests {
         assert_eq!(take_from(&mut folder, "1.yaml"), [("10.2.0.0/16".into(), "2.yaml, document 2".into())]);
         put(&folder, "1.yaml", &cidr("10.3.0.0/16"));
         assert_eq!(ranges_of_a(&scan(&mut folder, start)), [("10.3.0.0/16".into(), "1.yaml, document 1".into())]);
-        // The other file has changed too, and has not been read yet. The definition in use stays
-        // until the other file is read.
+        // `2.yaml` has changed too, and has not been read yet. The definition in use stays until
+        // `2.yaml` is read.
         put(&folder, "2.yaml", &(node("c") + &cidr("10.4.0.0/16")));
         assert_eq!(take_from(&mut folder, "1.yaml"), []);
         assert_eq!(ranges_of_a(&scan(&mut folder, start)), [("10.4.0.0/16".into(), "2.yaml, document 2".into())]);

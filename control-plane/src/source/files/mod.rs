@@ -1,8 +1,8 @@
-//! Objects from a folder of manifests, whose changes are followed.
+//! Reads objects from a folder of manifests, and follows the changes of the files.
 //!
-//! inotify reports which files to read. A scan of names and stamps every [`RESCAN`] finds the
-//! changes that inotify misses (symlinks that lead out of the folder, network file systems).
-//! `folder.rs` describes when an edit removes an object.
+//! inotify reports which files to read. A scan every [`RESCAN`] compares the names and metadata of
+//! all files. The scan finds changes that inotify does not report: behind symlinks that lead out of
+//! the folder, and on network file systems. `folder.rs` describes when an edit removes an object.
 
 mod documents;
 mod folder;
@@ -49,8 +49,8 @@ impl Drop for StopOnDrop {
 /// Reads a folder until `shutdown`, and passes its changes to `sink`.
 ///
 /// # Errors
-/// The folder cannot be read at the start. If the folder becomes unreadable later, `sink` is told
-/// that the source is cut off, and the objects that were read stay in use.
+/// The folder cannot be read at the start. If the folder becomes unreadable later, this function
+/// reports to `sink` that the source is cut off. The objects that were read before stay in use.
 pub(super) async fn run(folder: PathBuf, sink: Arc<dyn Sink>, shutdown: CancellationToken) -> Result<(), SourceError> {
     let (sender, messages) = mpsc::channel();
     let stop = StopOnDrop(sender.clone());
@@ -92,7 +92,7 @@ impl Reader {
         std::fs::read_dir(root).map_err(unreadable)?;
         // Notifications name files by absolute paths.
         let root = std::path::absolute(root).map_err(unreadable)?;
-        // The watcher starts before the first scan, so that no change is missed between them.
+        // The watcher starts before the first scan, so that no change after the scan is missed.
         let watcher = watch(&root, sender).map_err(|error| {
             sink.count_error(SourceKind::Files, "no_notifications");
             let seconds = RESCAN.as_secs();
@@ -149,7 +149,8 @@ impl Reader {
     }
 
     fn scan(&mut self, now: Instant) {
-        // Only a scan sets the time of the next scan, so files that are due do not delay it.
+        // Only a scan sets the time of the next scan, so files that are due do not delay the next
+        // scan.
         self.next_scan = now + RESCAN;
         let Self { folder, intake, notices, .. } = self;
         folder.scan(now, |path| notices.is_being_written(path), |update| intake.take_in(update));
@@ -168,7 +169,8 @@ impl Intake {
         }
     }
 
-    /// Commits the updates. `problem` says why the folder cannot be read; `None` if it can be read.
+    /// Commits the updates. `problem` says why the folder cannot be read; `None` if the folder can
+    /// be read.
     fn commit(&mut self, problem: Option<&str>, received: SystemTime) {
         if problem.is_none() {
             self.sink.heard(SourceKind::Files);
@@ -210,7 +212,7 @@ fn unix_ms() -> u64 {
     u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// The objects that a file defines.
+/// The events for the objects that a file defines.
 pub(crate) fn manifest_events(name: &str, bytes: &[u8]) -> Vec<Event> {
     documents::parse(name, bytes).definitions.into_iter().map(|definition| definition.event).collect()
 }

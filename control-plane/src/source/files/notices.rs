@@ -1,7 +1,9 @@
 //! Notifications of changed files: which files to read, and when.
 //!
-//! A file is read [`QUIET`] after the last notification about it. It is not read while a program
-//! has it open for writing, because half a manifest may be a valid manifest.
+//! A file is read [`QUIET`] after the last notification about the file. If a program has the file
+//! open for writing, the read waits until the program closes the file, but at most
+//! [`LONGEST_WRITING`]. The read waits because the first half of a manifest may be a valid
+//! manifest.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +18,7 @@ use notify::{
 
 use super::folder::{Folder, is_hidden, is_manifest};
 
-/// A file is read this long after the last notification about it.
+/// A file is read this long after the last notification about the file.
 const QUIET: Duration = Duration::from_millis(50);
 
 /// A file that changes again and again is read after this time at the latest.
@@ -37,7 +39,7 @@ pub(super) enum Look {
     At(Vec<PathBuf>),
 }
 
-/// Notifications that wait to be handled: about one file, or about the whole folder.
+/// The pending notifications about one file, or about the whole folder.
 #[derive(Debug, Clone, Copy)]
 struct Unrest {
     first: Instant,
@@ -60,7 +62,7 @@ impl Unrest {
     }
 }
 
-/// All notifications that wait to be handled.
+/// All pending notifications.
 #[derive(Debug, Default)]
 pub(super) struct Notices {
     everywhere: Option<Unrest>,
@@ -86,7 +88,8 @@ impl Notices {
                 _ => None,
             });
             match hidden {
-                // `..data` is the symlink of a mounted ConfigMap: every file may have changed.
+                // Kubernetes replaces the symlink `..data` when a mounted ConfigMap changes, so
+                // every file may have changed.
                 Some(name) if name.as_encoded_bytes().starts_with(b"..") => self.note_all(now),
                 Some(_) => {}
                 None if is_manifest(inside) && !path.is_dir() => self.note_file(inside, writes, now),
@@ -115,12 +118,12 @@ impl Notices {
         self.files.get(inside).is_some_and(|unrest| unrest.is_being_written)
     }
 
-    /// When something is due to be read; `None` if there are no notifications.
+    /// When the next file, or the folder, is due to be read; `None` if no notification is pending.
     pub(super) fn due(&self) -> Option<Instant> {
         self.files.values().chain(&self.everywhere).map(Unrest::due).min()
     }
 
-    /// Removes and returns what is due to be read now.
+    /// Returns what is due to be read now, and removes the notifications about it.
     pub(super) fn take(&mut self, now: Instant) -> Option<Look> {
         if self.everywhere.is_some_and(|unrest| unrest.due() <= now) {
             self.everywhere = None;

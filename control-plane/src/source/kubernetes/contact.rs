@@ -34,8 +34,8 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(4);
 /// Upper bound of the answer to a probe. One object has at most about 1.5 MB.
 const ANSWER_LIMIT_BYTES: usize = 4 << 20;
 
-/// After this many failed probes in a row, the source is cut off. Further probes follow every
-/// [`PROBE_AFTER`].
+/// After this many failed probes in a row, the source is cut off. From then on, a probe is sent
+/// every [`PROBE_AFTER`].
 const FAILED_PROBES: u32 = 2;
 
 /// How long requests for one kind may fail before the source is cut off.
@@ -45,9 +45,9 @@ const FAILING_LIMIT: Duration = Duration::from_secs(10);
 /// this margin.
 const STALE_MARGIN: Duration = Duration::from_secs(30);
 
-/// Collects the outcomes of requests, and reports the verdict and the doubt to the sink. The
-/// verdict is whether the source is cut off. There is doubt while a request or a probe has failed
-/// or is late.
+/// Collects the outcomes of requests, and reports a verdict and a doubt to the sink. The verdict
+/// says whether the source is cut off. The doubt says whether the last request for a kind has
+/// failed, or whether a probe has failed or is late.
 pub(super) struct Contact {
     sink: Arc<dyn Sink>,
     silence_limit: Duration,
@@ -66,7 +66,7 @@ struct Inner {
     /// When a complete list, a change or a bookmark of each kind last arrived. A kind is added with
     /// its first list.
     current: BTreeMap<ObjectKind, Instant>,
-    /// True if a probe has taken longer than [`TICK`].
+    /// True if a probe has taken longer than [`TICK`] and the server has sent nothing since.
     is_probe_late: bool,
     /// The last verdict that the sink has received.
     is_cut_off: bool,
@@ -75,8 +75,8 @@ struct Inner {
 }
 
 impl Contact {
-    /// The source is not cut off until failures are reported. `silence_limit` is the time after
-    /// which a silent watch is opened again.
+    /// Creates the record of a source that is not cut off. `silence_limit` is the time after which
+    /// a silent watch is opened again.
     pub(super) fn new(sink: Arc<dyn Sink>, silence_limit: Duration) -> Arc<Self> {
         let inner = Inner {
             answered: Instant::now(),
@@ -111,8 +111,9 @@ impl Contact {
         });
     }
 
-    /// Notes an answer of the server. An answer can show that the source is no longer cut off or in
-    /// doubt. It never has the opposite effect.
+    /// Notes an answer of the server. An answer can end the cut-off or the doubt, but does not
+    /// begin either of them. So the verdict and the doubt are checked only if the source is cut off
+    /// or in doubt.
     fn answer(&self, note: impl FnOnce(&mut Inner, Instant)) {
         let (mut inner, now) = (self.lock(), Instant::now());
         inner.answered = now;
@@ -192,7 +193,7 @@ impl Contact {
     }
 
     /// Notes that a probe that was sent at `asked` has failed. Returns how many probes have failed
-    /// in a row. A probe does not count if the server has sent something else meanwhile.
+    /// in a row. A failed probe does not count if the server has sent something else since `asked`.
     fn probe_failed(&self, asked: Instant, problem: String) -> u32 {
         let mut inner = self.lock();
         if inner.answered < asked {

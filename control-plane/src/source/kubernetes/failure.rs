@@ -33,11 +33,11 @@ impl Verb {
 /// Why a request failed, or a watch ended early. Every failure is retried.
 #[derive(Debug)]
 pub(super) struct Failure {
-    /// The value of a metric's label.
+    /// The value of the metric label `reason`.
     pub(super) reason: &'static str,
     /// What happened and what to do about it.
     pub(super) message: String,
-    /// True if the watch cannot continue from its position, so that the kind is listed again.
+    /// True if the watch cannot continue from its position, so the kind must be listed again.
     pub(super) needs_list: bool,
     /// The HTTP status code, if the server has answered.
     pub(super) code: Option<StatusCode>,
@@ -50,7 +50,7 @@ impl Failure {
         Self { reason, message: message.into(), needs_list: false, code: None, retry_after: None }
     }
 
-    /// The server sent something that is not in the protocol. An event may be lost, so the watch is
+    /// The server sent an answer that violates the protocol. An event may be lost, so the watch is
     /// opened again after the last event that was decoded.
     pub(super) fn malformed(message: impl std::fmt::Display) -> Self {
         Self::new("malformed_answer", format!("the server sent an invalid answer: {message}"))
@@ -66,7 +66,8 @@ impl Failure {
         Self::new("connection_lost", "the answer ended in the middle of an object")
     }
 
-    /// Nothing arrived for too long. `what` begins the message, which ends with the time.
+    /// Nothing arrived for `time`. `what` is the first part of the message, such as "nothing
+    /// arrived in a watch".
     pub(super) fn silent(what: &str, time: Duration) -> Self {
         Self::new("timeout", format!("{what} for {} seconds", time.as_secs()))
     }
@@ -76,7 +77,7 @@ impl Failure {
         Self::new("list_incomplete", "the server ended a streaming list before it was complete")
     }
 
-    /// The newest version of the server is older than a version that the server sent before.
+    /// The newest version at the server is older than a version that the server sent before.
     pub(super) fn went_back(ours: u64, theirs: u64) -> Self {
         let message = format!(
             "the server is at version {theirs}, but has sent version {ours} before, as after the restore of a backup: \
@@ -85,7 +86,7 @@ impl Failure {
         Self { needs_list: true, ..Self::new("source_went_back", message) }
     }
 
-    /// The request was not answered.
+    /// The server did not answer the request.
     pub(super) fn request(error: &kube::Error) -> Self {
         let message =
             format!("a request to the API server failed: {}: check the address and the network", chain(error));

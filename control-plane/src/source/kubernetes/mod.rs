@@ -95,10 +95,10 @@ pub(super) async fn run(
     }
 }
 
-/// A client for the API server of the kubeconfig file. Without a file, the client uses the cluster
-/// in which the pod runs.
+/// Creates a client for the API server that the kubeconfig file names. Without a file, the client
+/// uses the API server of the cluster in which the pod of this program runs.
 async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
-    // The installation fails if another part of the program has already installed this provider.
+    // The installation fails only if a provider is already installed, which is harmless.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let mut config = match kubeconfig {
         None => Config::incluster().map_err(|error| SourceError::NotInCluster(error.to_string()))?,

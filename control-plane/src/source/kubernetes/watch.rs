@@ -12,13 +12,14 @@
 //! A watch that receives neither a change nor a bookmark for the silence limit counts as dead, and
 //! is opened again from its last version. The reason may be a server or load balancer that hangs,
 //! or a connection whose other end is gone. Only a complete list, a change or a bookmark shows that
-//! the known state is current. An opened watch, one page of a list or another answer does not
-//! count, so the age of the kind grows until its watch works again.
+//! the known state is current. Other answers do not count, such as the start of a watch or one page
+//! of a list. So the time since the last confirmation of the kind grows until the watch works
+//! again.
 //!
-//! An agent of another replica may have seen a higher position of a kind although no object has
-//! changed: the other replica listed the kind later than this replica. This replica then asks the
-//! server for its current position. API servers send a bookmark 2 s before a watch ends, so the
-//! watch is opened again with a time limit of 3 s.
+//! An agent that comes from another replica may have seen a higher position of a kind than this
+//! replica, although no object has changed. The cause is that the other replica listed the kind
+//! later. In this case, this replica asks the server for its current position. API servers send a
+//! bookmark 2 s before a watch ends, so the watch is opened again with a time limit of 3 s.
 //!
 //! A list is passed on only when it is complete, so a list that breaks removes nothing. A watch
 //! resumes after the last event that was decoded, so a watch that breaks loses nothing.
@@ -67,24 +68,25 @@ const LIST_SILENCE_LIMIT: Duration = Duration::from_secs(60);
 /// Number of objects in one page of a list.
 const PAGE_OBJECTS: u32 = 500;
 
-/// Upper bound of the body of an error.
+/// Maximum size of the body of an error answer.
 const ERROR_BODY_LIMIT_BYTES: usize = 64 * 1024;
 
-/// Time after which a server that does not have a kind is asked again. Its answer counts like a
-/// bookmark, so it is requested about as often as bookmarks arrive.
+/// Time after which a server that does not have a kind is asked for the kind again. The answer
+/// counts like a bookmark, so the server is asked about as often as bookmarks would arrive.
 const ABSENT_PAUSE: Duration = Duration::from_secs(50);
 
-/// The shortest duration of a watch that does not count as a failure. Without this limit, a server
-/// that ends every watch immediately would receive requests without a pause.
+/// A pause follows a list or watch that ends within this time, even without a failure. Without the
+/// pause, a server that ends every watch immediately would receive one request after the other.
 const SHORTEST_WATCH: Duration = Duration::from_secs(1);
 
-/// The time limit of a watch that is opened to learn the position of the server. Its bookmark
-/// arrives after a second or two.
+/// The time limit of a watch that is opened to learn the position of the server. The server sends a
+/// bookmark in such a watch after one or two seconds.
 const PROGRESS_WATCH: Duration = Duration::from_secs(3);
 
-/// Upper bound of the watches that are opened to reach the position that an agent has seen. The
-/// bookmarks of old servers lag by the interval at which etcd reports progress, often 5 s. The
-/// bound also limits the effect of an agent that sends a position which is never reached.
+/// Maximum number of watches that are opened to reach the position that an agent has seen. The
+/// bookmarks of old servers lag by the interval at which etcd reports progress, often 5 s. An agent
+/// may send a position that the server never reaches. The bound limits the effect of such a
+/// position.
 const PROGRESS_WATCHES: u32 = 4;
 
 /// What a watch reports.
@@ -143,7 +145,8 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// `silence_limit`: how long a watch may receive nothing.
+    /// Creates the watch of a kind. A watch that receives neither a change nor a bookmark for
+    /// `silence_limit` is opened again.
     pub(super) fn new(
         kind: ObjectKind,
         client: Client,
@@ -263,9 +266,9 @@ impl Watch {
         pause
     }
 
-    /// Notes that the server has no ServiceCIDRs, as before Kubernetes 1.33. If the kind has not
-    /// been listed yet, the answer counts as a complete, empty list. Otherwise the known
-    /// ServiceCIDRs stay in use.
+    /// Records that the server has no ServiceCIDRs, as is the case before Kubernetes 1.33. If the
+    /// kind has not been listed yet, the answer counts as a complete, empty list. Otherwise the
+    /// known ServiceCIDRs stay in use.
     async fn note_absent(&mut self) {
         self.heard();
         if !self.is_absence_logged {
@@ -281,9 +284,9 @@ impl Watch {
     }
 
     /// Reads a streaming list: the watch begins with all present objects, and a bookmark marks the
-    /// end of the list. Some servers do not support streaming lists. On other servers only
-    /// streaming lists fail, because etcd reports no progress or the watch cache is not filled. So
-    /// a list by pages follows any failure.
+    /// end of the list. A streaming list may fail although a list by pages works: the server may
+    /// not support streaming lists, etcd may report no progress, or the watch cache may not be
+    /// filled. So the next list after any failure is read by pages.
     async fn list_by_watch(&mut self) -> Result<(), Failure> {
         self.streaming_lists = StreamingLists::Broken;
         let mut lines = self.open_watch("", true, time_limit()).await?;
@@ -327,8 +330,8 @@ impl Watch {
         loop {
             let is_first = continue_token.is_none();
             let page = match self.page(continue_token, Some(PAGE_OBJECTS)).await {
-                // The token has expired with the server's history. A list without pages needs no
-                // token.
+                // The token has expired, because the server no longer has the version of the first
+                // page. A list without pages needs no token.
                 Err(failure) if failure.needs_list && !is_first => {
                     self.sink.count_error(source_kind(self.kind), failure.reason);
                     listed.clear();
@@ -433,7 +436,8 @@ impl Watch {
     }
 
     /// Passes on events until the watch ends, or until an agent has seen a later position. In the
-    /// second case the next watch asks for the position of the server.
+    /// second case the next watch has the time limit [`PROGRESS_WATCH`], to learn the position of
+    /// the server.
     async fn follow(&mut self, mut lines: Lines) -> Result<(), Failure> {
         let mut silent_since = Instant::now();
         loop {

@@ -1,9 +1,10 @@
 //! Decodes what the API server sends: lists, and watches with one JSON document per line.
 //!
-//! `kube::runtime::watcher` is not used, for two reasons. It does not pass on bookmarks, which are
-//! the only messages of a quiet kind and carry its position. And it hides the loss of an event in a
-//! line that cannot be decoded. An object that cannot be decoded is still an event if its name can
-//! be read, because one invalid object must not stop a list.
+//! `kube::runtime::watcher` is not used, for two reasons. First, the watcher does not pass on
+//! bookmarks. A kind whose objects do not change has no other messages, and bookmarks carry its
+//! position. Second, the watcher hides the loss of an event in a line that cannot be decoded. In
+//! this module, an object that cannot be decoded is still an event if its name can be read, because
+//! one invalid object must not stop a list.
 
 use std::borrow::Cow;
 
@@ -19,7 +20,7 @@ use crate::{
     objects::{Header, Object, ObjectKey, ObjectKind},
 };
 
-/// Upper bound of a line. No object is larger: etcd accepts 1.5 MiB by default.
+/// Maximum size of a line. No object is this large, because etcd accepts only 1.5 MiB by default.
 const LINE_LIMIT_BYTES: usize = 16 * 1024 * 1024;
 
 /// The path of the kind in the API.
