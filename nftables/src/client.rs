@@ -63,7 +63,7 @@ impl Nftables {
             faults.push(fault(transaction, message, refusal));
         });
         // The kernel drops answers only if the receive buffer is full. Only many rejections can
-        // fill it, and the rejections that were received suffice.
+        // fill the buffer, and the rejections that were received suffice.
         if faults.is_empty() { Ok(result?) } else { Err(NftablesError::Refused(faults)) }
     }
 
@@ -85,8 +85,9 @@ impl Nftables {
 
     /// Passes each element of a set to `each` without storing the list. If the result is
     /// [`Dumped::Interrupted`], another transaction in the network namespace interfered, and
-    /// elements may be missing or listed twice. Such a list may also end with [`Dumped::Whole`], if
-    /// a set without a size still grows its hash table after many elements were added.
+    /// elements may be missing or listed twice. After many elements were added to a set without a
+    /// size, the kernel still grows the hash table of the set. During this time, the list may be
+    /// incomplete or contain an element twice although the result is [`Dumped::Whole`].
     /// [`Kernel::elements`] detects both cases.
     ///
     /// # Errors

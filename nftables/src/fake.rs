@@ -4,7 +4,8 @@
 //!
 //! [`FakeKernel::walk`] sends a packet through the rules of a hook.
 //! [`FakeKernel::miss_replaced_keys`] makes lookups miss keys that the last transaction replaced.
-//! Kernels before 6.17 may do so for packets that they process during the transaction.
+//! In kernels before 6.17, lookups for packets that are processed during the transaction may miss
+//! such keys.
 //!
 //! The fake differs from the kernel as follows:
 //!

@@ -320,9 +320,9 @@ pub struct Generation {
 /// What happens if the object already exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Existing {
-    /// The kernel keeps the object and changes the properties that can change. It creates a
-    /// missing object. It rejects a map element with other data with `EEXIST`: delete the element
-    /// first, in the same transaction.
+    /// The kernel keeps the object and changes the properties that can change. If the object is
+    /// missing, the kernel creates it. If a map has the key with other data, the kernel rejects the
+    /// element with `EEXIST`: delete the old element first, in the same transaction.
     Kept,
     /// The kernel rejects the message with `EEXIST`.
     Refused,

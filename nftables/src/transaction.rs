@@ -4,9 +4,9 @@ use headgate_netlink::Request;
 
 use crate::{Chain, Element, Existing, Rule, RulePosition, Set, SetName, Table, TableName, describe, wire};
 
-/// An ordered list of changes. The kernel executes all of them or none, and packets see only the
-/// state before or after. Each change sees the earlier changes of the transaction: one transaction
-/// can create a set, fill it and use it in a rule.
+/// An ordered list of changes. The kernel executes either all changes or none, and packets see only
+/// the state before or after the transaction. Each change sees the earlier changes of the
+/// transaction: one transaction can create a set, fill it and use it in a rule.
 ///
 /// Objects are encoded when they are added, so a transaction needs little more memory than its
 /// bytes on the wire. A transaction is sent in one call, because the kernel requires all its
@@ -116,8 +116,8 @@ impl Transaction {
         self.requests.push(wire::delete_set(table, name));
     }
 
-    /// Adds any number of elements to a set. Existing elements are kept. The kernel rejects a map
-    /// element that exists with other data with `EEXIST`.
+    /// Adds any number of elements to a set. Existing elements are kept. If a map has a key with
+    /// other data, the kernel rejects the element with this key with `EEXIST`.
     pub fn add_elements(
         &mut self,
         table: &TableName,

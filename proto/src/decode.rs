@@ -417,7 +417,7 @@ fn checked_key(namespace: &str, name: &str) -> Checked<ServiceKey> {
 
 /// Rejects names with other characters than letters, digits, '-', '.' and '_', because names become
 /// part of rules. The Kubernetes API rejects such names too (RFC 1123 labels and subdomains), but
-/// this side does not rely on the sender.
+/// the receiver does not rely on the sender.
 fn check_name(name: &str, field: &str) -> Checked<()> {
     let is_name = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
     if name.is_empty() || name.len() > 253 || !name.bytes().all(is_name) {

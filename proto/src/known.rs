@@ -173,8 +173,8 @@ impl Known {
 }
 
 /// Adds the contents of a state, which override learned targets. If two values have the same
-/// reference, the reference is ambiguous: a replica that holds both values never uses it, and this
-/// side does not know whether the replica still holds both.
+/// reference, the reference is ambiguous. A replica that holds both values never uses this
+/// reference, and this side does not know whether the replica still holds both values.
 fn hold<T>(table: &mut Table<T>, things: impl ExactSizeIterator<Item = (u32, T)>) {
     table.reserve(things.len());
     let mut held = HashSet::with_capacity(things.len());

@@ -125,7 +125,8 @@ impl Walker<'_> {
         }
     }
 
-    /// Returns the element with a key, unless the lookup must miss the element.
+    /// Returns the element that matches a key. If no element matches, or if the lookup must miss
+    /// the element, returns the catch-all element of the set, if any.
     pub(super) fn find(&mut self, set: &FakeSet, key: &Value) -> Option<Stored> {
         let contents = self.state.contents.get(&set.handle)?;
         let exact: ElementKey = (false, key.clone(), false, None);

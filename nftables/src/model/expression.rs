@@ -6,8 +6,8 @@ use super::{
     SocketKey, Value, Verdict,
 };
 
-/// A change of a set by a packet. The rule continues if the change succeeds and ends if the set is
-/// full.
+/// A change of a set by a packet. The rule continues if the change succeeds. The rule ends if the
+/// set is full, or if the element to delete does not exist.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DynamicSet {
     /// The set, which must be dynamic. The kernel rejects verdict maps.

@@ -96,8 +96,8 @@ impl From<DataType> for ValueType {
 pub enum SetData {
     /// Values.
     Values(ValueType),
-    /// Verdicts. After each change of such a map the kernel may validate all chains that it can
-    /// reach.
+    /// Verdicts. After each change of such a map, the kernel may validate all chains that packets
+    /// can reach.
     Verdicts,
 }
 
@@ -152,7 +152,7 @@ impl fmt::Display for SetName {
     }
 }
 
-/// A set. With data it is a map.
+/// A set, or a map if [`Set::data`] is present.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Set {
     /// The table of the set.
@@ -173,7 +173,7 @@ pub struct Set {
     pub timeout_ms: Option<u64>,
     /// The interval in milliseconds at which the kernel removes expired elements.
     pub gc_interval_ms: Option<u32>,
-    /// Expressions of which each element gets a copy, such as a counter (Linux 5.7; several
+    /// Expressions that the kernel copies into each element, such as a counter (Linux 5.7; several
     /// expressions: Linux 5.11).
     pub expressions: Vec<Expression>,
     /// If keys are concatenations of ranges: the length of each part in bytes.
@@ -307,8 +307,8 @@ pub struct Element {
     pub catch_all: bool,
     /// The time from creation to expiry, in milliseconds.
     pub timeout_ms: Option<u64>,
-    /// The remaining time to expiry, in milliseconds. Lists contain this time. Set this field for
-    /// new elements that keep the age of an older element.
+    /// The remaining time to expiry, in milliseconds. Lists contain this time. Set this field for a
+    /// new element that replaces an older element and expires at the same time.
     pub expires_in_ms: Option<u64>,
     /// Expressions of the element, such as a counter.
     pub expressions: Vec<Expression>,

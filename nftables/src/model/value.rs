@@ -46,8 +46,8 @@ impl Value {
         Self(vec![byte])
     }
 
-    /// The name of an interface, padded to 16 bytes. Longer names are truncated; no interface has
-    /// such a name.
+    /// The name of an interface, padded to 16 bytes. A name of more than 15 bytes is truncated; no
+    /// interface has such a name.
     #[must_use]
     pub fn interface_name(name: &str) -> Self {
         let mut bytes: Vec<u8> = name.bytes().take(15).collect();
@@ -113,7 +113,7 @@ impl Register {
     }
 
     /// The register after a value of this length in bytes. The next part of a concatenation starts
-    /// there.
+    /// in this register.
     #[must_use]
     pub const fn after(self, length_bytes: u32) -> Self {
         Self(self.0 + length_bytes.div_ceil(4))
@@ -125,8 +125,8 @@ impl Register {
         self.0
     }
 
-    /// The number on the wire. If a 16-byte register starts at the word, this is the number of that
-    /// register, as in the kernel.
+    /// The number of the register on the wire. If a 16-byte register starts at the same word, the
+    /// result is the number of the 16-byte register, as in the kernel.
     pub(crate) fn number(self) -> u32 {
         match (self.0 % 4, self.0 / 4) {
             (0, wide @ 0..=3) => wide + 1,

@@ -106,8 +106,8 @@ fn known(name: &str, bytes: &[u8]) -> Result<Option<Expression>, Malformed> {
             first: f.value(3)?,
             last: f.value(4)?,
         },
-        // Shifts are other operations of `bitwise`. Kernels since 6.13 support a second source
-        // register.
+        // `bitwise` can also shift. Since Linux 6.13 it can read a second source register. This
+        // crate represents neither of these operations.
         "bitwise" if f.number_or_zero(6)? == 0 && f.get(8).is_none() => Expression::Bitwise {
             from: f.needed_register(1)?,
             to: f.needed_register(2)?,

@@ -42,7 +42,7 @@ pub(crate) fn new_set(payload: &[u8]) -> Result<Listed<Set>, Malformed> {
         },
         size,
         timeout_ms: fields.u64(set::TIMEOUT)?,
-        // The kernel lists 0 if it uses its default.
+        // The kernel lists 0 if the set has the kernel's default interval.
         gc_interval_ms: fields.u32(set::GC_INTERVAL)?.filter(|interval| *interval != 0),
         expressions: some_expressions(&fields, set::EXPRESSION, set::EXPRESSIONS)?,
         field_lengths,

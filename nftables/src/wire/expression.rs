@@ -201,8 +201,8 @@ fn put_attributes(data: Request, expression: &Expression) -> Request {
     }
 }
 
-/// The family number of a transparent proxy. `NFPROTO_UNSPEC` means both families, unlike in
-/// translations.
+/// The family number of a transparent proxy. Here `NFPROTO_UNSPEC` means both families; in
+/// translations, `NFPROTO_INET` means both families.
 fn proxy_family(family: AddressFamily) -> u32 {
     if family == AddressFamily::Inet { 0 } else { family.number() }
 }
@@ -212,8 +212,7 @@ fn put_flags(data: Request, kind: u16, flags: NatFlags) -> Request {
 }
 
 fn put_dynamic_set(data: Request, change: &DynamicSet) -> Request {
-    /// `NFT_DYNSET_F_EXPR`: the expressions are in a list, or in the attribute for a single
-    /// expression.
+    /// `NFT_DYNSET_F_EXPR`: the request contains a list of expressions.
     const HAS_EXPRESSIONS: u32 = 2;
     let data = put_register(data, 4, change.key);
     let data = put_optional(data, 5, change.data.map(Register::number));
