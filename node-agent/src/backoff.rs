@@ -69,7 +69,7 @@ impl Backoff {
         self.longest
     }
 
-    /// Starts again from the first bound. Call it after an attempt that succeeded.
+    /// Starts again from the first bound. Call this function after an attempt that succeeded.
     pub fn reset(&mut self) {
         self.attempts = 0;
     }

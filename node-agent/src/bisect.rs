@@ -36,7 +36,7 @@ struct Search<K, F> {
 }
 
 impl<K: Clone, F> Search<K, F> {
-    /// Searches items that fail together. Each of them may still work by itself.
+    /// Searches items that fail together. Each of these items may still work by itself.
     fn divide<E>(&mut self, items: &[K], reason: String) -> Result<(), E>
     where
         F: FnMut(&[K]) -> Result<Option<String>, E>,

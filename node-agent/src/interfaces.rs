@@ -1,9 +1,9 @@
 //! Follows the addresses of the node's interfaces over rtnetlink (`linux/rtnetlink.h`).
 //!
-//! A thread subscribes to changes of links and addresses and lists the addresses. From then on, it
-//! applies each change. After an error, it lists the addresses again. It also does so if
-//! notifications arrive faster than the thread reads them, because the kernel then drops
-//! notifications. The thread publishes the addresses over a watch channel.
+//! A thread subscribes to changes of links and addresses and lists the addresses. Afterwards, the
+//! thread applies each change. After an error, the thread lists the addresses again. If
+//! notifications arrive faster than the thread reads them, the kernel drops notifications, and the
+//! thread also lists the addresses again. The thread publishes the addresses over a watch channel.
 
 use std::{
     collections::BTreeSet,
@@ -78,8 +78,8 @@ pub fn list() -> Result<Vec<IpAddr>, NetlinkError> {
 }
 
 /// Lists the addresses, and starts a thread that follows their changes in the network namespace of
-/// the caller. If the list fails, the thread repeats it. The thread ends when all receivers are
-/// dropped.
+/// the caller. If the addresses cannot be listed, the thread tries again. The thread ends when all
+/// receivers are dropped.
 ///
 /// # Errors
 /// The system cannot start the thread.
@@ -250,7 +250,7 @@ impl Addresses {
                     self.is_changed = true;
                 }
             }
-            // A device of mode ipvs was renamed. It now counts as an interface of the node.
+            // A device of mode ipvs was renamed. The device now counts as an interface of the node.
             Event::Link { index, .. } => self.needs_list |= self.ipvs_devices.contains(&index),
             Event::RemovedLink(index) => drop(self.ipvs_devices.remove(&index)),
         }

@@ -1,7 +1,7 @@
 //! Packet counters that rules increment, over netlink (`linux/netfilter/nfnetlink_acct.h`).
 //!
-//! A counter is a named object of the network namespace. It outlives the rules that use it and the
-//! process that created it. kube-proxy uses the same names.
+//! A counter is a named object of the network namespace. The counter outlives the rules that use it
+//! and the process that created it. kube-proxy uses the same names.
 
 use headgate_core::iptables::names::{INVALID_COUNTER, LOCALHOST_COUNTER};
 use headgate_netlink::{Connection, NetlinkError, attributes, netfilter};

@@ -57,7 +57,7 @@ pub enum AgentError {
     /// An address cannot be bound, and `--bind-address-hard-fail` is set.
     #[error(transparent)]
     Bind(#[from] BindError),
-    /// The configuration file was edited. The agent reads it only at its start.
+    /// The configuration file was edited. The agent reads the file only at its start.
     #[error("{0} was edited; the agent ends, so that its next start reads the new content")]
     ConfigEdited(String),
     /// The system cannot start a thread.

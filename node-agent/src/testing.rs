@@ -1,4 +1,5 @@
-//! A replica in memory, for tests. It numbers changes and answers a `Hello` as the protocol says.
+//! A replica in memory, for tests. The replica numbers changes and answers a `Hello` as the
+//! protocol says.
 #![allow(clippy::unwrap_used)]
 
 use std::{collections::HashSet, net::IpAddr, sync::Arc};

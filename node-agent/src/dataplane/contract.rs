@@ -28,7 +28,8 @@ pub trait Dataplane: Send {
     /// The changes to write to the kernel.
     type Plan: Send;
 
-    /// True when the dataplane uses [`NodeInputs::interfaces`], so that the caller must read them.
+    /// True when the dataplane uses [`NodeInputs::interfaces`], so that the caller must read these
+    /// addresses.
     const NEEDS_INTERFACES: bool = false;
 
     /// The family that this instance programs.
@@ -147,11 +148,12 @@ pub trait FindFaults<K> {
     /// nothing when the kernel accepts each service by itself.
     ///
     /// If the dataplane knows the faulty services from the kernel's answer, it returns these
-    /// services. Otherwise it bisects: it tries the rules in chains that receive no packets. A full
-    /// sync repairs everything that the search leaves behind.
+    /// services. Otherwise the dataplane bisects: it tries the rules of some services in chains
+    /// that receive no packets. A full sync repairs everything that the search leaves behind.
     ///
     /// # Errors
-    /// The search did not finish, for example because another process holds a lock. Try it again.
+    /// The search did not finish, for example because another process holds a lock. Try the search
+    /// again.
     fn find_faults(
         &mut self,
         kernel: &mut K,
@@ -160,9 +162,9 @@ pub trait FindFaults<K> {
     ) -> Result<Vec<Fault>, DataplaneError>;
 
     /// Quarantines these services and no others. Plans leave out the quarantined services. Their
-    /// last good rules stay, if the dataplane knows these rules. After the caller quarantines
-    /// another service, it makes a full sync. After the caller releases a service from quarantine,
-    /// it plans this service as changed.
+    /// last good rules stay, if the dataplane knows these rules. The caller must make a full sync
+    /// after it quarantines another service. After it releases a service from quarantine, it must
+    /// plan this service as changed.
     fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>);
 }
 

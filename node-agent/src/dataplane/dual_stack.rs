@@ -63,7 +63,7 @@ pub trait NodeDataplane: Send {
     /// See [`super::FindFaults::find_faults`].
     ///
     /// # Errors
-    /// The search did not finish in a family. Try it again.
+    /// The search did not finish in a family. Try the search again.
     fn find_faults(
         &mut self,
         source: &dyn StateSource,
@@ -176,7 +176,7 @@ impl<D: Dataplane> DualStack<D> {
     }
 
     /// Makes [`NodeDataplane::degraded`] report `sentence`, which says why this dataplane runs in
-    /// place of the configured one.
+    /// place of the configured dataplane.
     #[must_use]
     pub fn in_place_of(self, sentence: String) -> Self {
         Self { in_place_of: Some(sentence), ..self }
@@ -375,8 +375,8 @@ impl<D: Dataplane> OneFamily<D> {
     }
 
     /// True when nobody else has changed the rules. Each call detects flushed rules. Only a
-    /// comparison of all rules detects a changed rule. The pauses between comparisons limit their
-    /// cost to one percent of a core.
+    /// comparison of all rules detects a changed rule. The pauses between comparisons limit the
+    /// cost of the comparisons to one percent of a core.
     fn is_intact(&mut self, kernel: &mut D::Kernel) -> Result<bool, DataplaneError> {
         if let Some(sentence) = self.dataplane.check(kernel)? {
             warn!("{sentence}");
@@ -413,7 +413,7 @@ fn with_names(Degradation { sentence, services }: Degradation) -> String {
     format!("{sentence}: {}{more}", names.join(", "))
 }
 
-/// False when IPv6 is off in the kernel (`ipv6.disable=1`), or when it is off on all interfaces
+/// False when IPv6 is off in the kernel (`ipv6.disable=1`), or when IPv6 is off on all interfaces
 /// (`disable_ipv6`) and no interface has an IPv6 address.
 pub(super) fn has_ipv6() -> bool {
     let is_off =

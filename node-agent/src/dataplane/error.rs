@@ -21,8 +21,8 @@ pub enum ErrorKind {
     /// Another attempt helps only after somebody changes the machine. For example, a program is
     /// missing.
     Fatal,
-    /// This machine cannot run the dataplane at all, so the kernel cannot hold any of its objects
-    /// either.
+    /// This machine cannot run the dataplane at all, so the kernel cannot hold any objects of the
+    /// dataplane either.
     Unavailable,
 }
 

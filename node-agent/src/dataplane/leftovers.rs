@@ -1,9 +1,9 @@
 //! Removes rules and objects that an earlier run may have left in the kernel. The earlier run may
 //! have used another dataplane.
 //!
-//! A dataplane removes leftovers of other dataplanes once its own rules are in place. If it cannot
-//! remove a leftover, it tries again later. For example, a set cannot be removed while somebody
-//! lists it. `--cleanup` removes the leftovers of all dataplanes.
+//! A dataplane removes leftovers of other dataplanes once its own rules are in place. If the
+//! dataplane cannot remove a leftover, it tries again later. For example, a set cannot be removed
+//! while somebody lists it. `--cleanup` removes the leftovers of all dataplanes.
 
 use std::time::Instant;
 
@@ -75,7 +75,8 @@ impl Leftovers {
         self.failures.next_due()
     }
 
-    /// Tries to remove the leftovers again, if the retry is due. Logs the result if it changed.
+    /// Tries to remove the leftovers again, if the retry is due. Logs the result if the result
+    /// changed.
     pub(super) fn retry(&mut self, now: Instant) {
         if self.failures.due(now).is_empty() {
             return;

@@ -1,9 +1,9 @@
 //! Dataplanes: the ways to program one node's kernel.
 //!
 //! Each dataplane implements the trait [`Dataplane`] for one IP family. [`DualStack`] combines both
-//! families for the reconcile loop. Dataplanes run on the thread of [`crate::reconcile`]. Their
-//! calls are synchronous: a call returns after the kernel or a program such as `iptables-restore`
-//! has finished.
+//! families for the reconcile loop. Dataplanes run on the thread of [`crate::reconcile`]. Calls of
+//! dataplanes are synchronous: a call returns after the kernel or a program such as
+//! `iptables-restore` has finished.
 
 mod contract;
 mod dual_stack;

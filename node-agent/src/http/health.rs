@@ -70,7 +70,7 @@ struct FamilyPage {
     healthy: bool,
 }
 
-/// Serves `/healthz`. The answer is 503 when programming is late. It is also 503 when load
+/// Serves `/healthz`. The answer is 503 when programming is late. The answer is also 503 when load
 /// balancers should send no new connections to this node, because the node is going away or has no
 /// rules yet.
 async fn healthz(State(pages): State<HealthPages>) -> impl IntoResponse {

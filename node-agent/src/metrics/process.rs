@@ -55,7 +55,7 @@ impl ProcessMetrics {
     }
 
     /// Reads the values from the operating system. Call this function before the registry is
-    /// encoded. A value that cannot be read keeps its last value.
+    /// encoded. If a value cannot be read, the metric keeps its last value.
     pub(super) fn refresh(&self) {
         match getrusage(UsageWho::RUSAGE_SELF) {
             Ok(usage) => {

@@ -58,7 +58,7 @@ struct Log {
     bytes: u64,
 }
 
-/// An encoded state. [`StateFile::commit`] makes it durable, once the kernel has this state.
+/// An encoded state. [`StateFile::commit`] makes the state durable, once the kernel has it.
 #[derive(Debug)]
 pub(super) enum Prepared {
     /// Bytes to append, and the checksum of their last record.

@@ -4,9 +4,9 @@
 //! The file is a log. The file begins with the whole state. Changes are appended to the file, at
 //! most once per interval. When the appended part has grown as large as the whole state, a new file
 //! is written. The cost of a change is therefore about twice its size, and does not depend on the
-//! size of the cluster. A state becomes durable only when the kernel has it: the saver collects the
-//! changes under the state's lock, and writes these changes after the reconcile loop has programmed
-//! them.
+//! size of the cluster. A state becomes durable only when the kernel has this state: the saver
+//! collects the changes under the state's lock, and writes these changes after the reconcile loop
+//! has programmed them.
 //!
 //! Problems of the file never affect forwarding. If the file cannot be used, the agent starts
 //! without a state. If the file cannot be written, the agent logs a warning and counts the error.
@@ -30,7 +30,8 @@ use crate::state::held::Restored;
 /// Opens the folder's state file for a node. Returns the state in the file, if it is usable, and
 /// the saver that updates the file, at most once per `interval`.
 ///
-/// Problems of the file or the folder are not errors. They are logged with their consequence.
+/// Problems of the file or the folder are not errors. Such problems are logged with their
+/// consequence.
 pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (Option<Restored>, Saver) {
     let mut file = StateFile::new(folder, node_name);
     let path = file.path();

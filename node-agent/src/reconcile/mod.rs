@@ -272,8 +272,8 @@ impl Reconciler {
     }
 
     /// Finds the services at fault and quarantines them. Returns false if the search fails, or if
-    /// it finds no service that was not in quarantine before. The caller then treats the step as
-    /// failed.
+    /// it finds no service that was not in quarantine before. In both cases, the caller treats the
+    /// step as failed.
     fn quarantine_rejected(&mut self, kind: SyncKind, error: &DataplaneError) -> bool {
         let suspects = (kind == SyncKind::Partial).then_some(&self.unfinished.dirty.services);
         let faults = match self.dataplane.find_faults(&*self.shared, suspects, &error.families) {

@@ -25,7 +25,7 @@ use crate::state::{
     held::{Buckets, OwnNode, Snapshot, StateUpdate},
 };
 
-/// The heartbeat interval if the replica does not state one.
+/// The heartbeat interval if the replica does not state an interval.
 const DEFAULT_HEARTBEAT: Duration = Duration::from_secs(10);
 
 /// A message that breaks the contract.
@@ -111,7 +111,7 @@ pub enum Effect {
         head_version: u64,
         /// Time since the replica last heard from its source, when the heartbeat was sent.
         source_age: Duration,
-        /// The state of the source; `None` if the replica does not report it.
+        /// The state of the source; `None` if the replica does not report this state.
         source: Option<SourceState>,
         /// Number of snapshots that the replica has completed, for any agent.
         snapshots_sent: u64,
@@ -139,7 +139,7 @@ pub struct Welcomed {
     pub mode: ResumeMode,
     /// Longest time between two messages of the replica.
     pub heartbeat_interval: Duration,
-    /// The state of the source; `None` if the replica does not report it.
+    /// The state of the source; `None` if the replica does not report this state.
     pub source: Option<SourceState>,
 }
 

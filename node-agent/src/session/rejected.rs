@@ -29,8 +29,9 @@ impl Rejected {
     }
 
     /// Is called when the first snapshot of a stream is complete. The snapshot contained every
-    /// rejected resource that still differs, so earlier rejections can be dropped. They cannot be
-    /// dropped before this call: the stream may break, and the next stream may resume by log.
+    /// rejected resource that still differs, so earlier rejections can be dropped. The rejections
+    /// cannot be dropped before this call: the stream may break, and the next stream may resume by
+    /// log.
     pub(super) fn resumed(&mut self) {
         self.kept.retain(|resource, _| is_node(resource));
         self.has_forgotten = false;

@@ -77,7 +77,7 @@ pub struct ConfigFile {
 pub fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
     let shown = path.display().to_string();
     let read = || {
-        // Opening a pipe would block until another process writes to it.
+        // Opening a pipe would block until another process opens the pipe for writing.
         if !std::fs::metadata(path)?.is_file() {
             return Err(io::Error::other("it is not an ordinary file"));
         }

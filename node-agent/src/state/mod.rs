@@ -185,8 +185,8 @@ impl AgentState {
         Self::with(node_name, Held::default(), None, false)
     }
 
-    /// A state that is written to disk. It begins with `restored`, the state read from disk, if
-    /// any.
+    /// A state that is written to disk. The initial state is `restored`, the state from disk, or an
+    /// empty state.
     #[must_use]
     pub fn persistent(node_name: &str, restored: Option<Restored>) -> Self {
         let is_unconfirmed = restored.is_some();

@@ -140,7 +140,8 @@ async fn a_change_is_acknowledged_after_it_is_programmed() {
         .await;
     assert!(connection.next_within(Duration::from_millis(200)).await.is_none(), "no ACK while the kernel is busy");
     agent.control.hold(false);
-    // The agent programs the node's zone together with the batch or after it; both are correct.
+    // The agent programs the node's zone together with the batch or after the batch. Both orders
+    // are correct.
     loop {
         let ack = connection.ack().await;
         assert_eq!(ack.version, 2);

@@ -28,8 +28,8 @@ pub enum Call {
 
 pub(super) type Table = BTreeMap<Arc<ServiceKey>, Vec<ServicePortView>>;
 
-/// The in-memory kernel. The test reads the calls from it and sets the results of later calls.
-/// Clones share one kernel.
+/// The in-memory kernel. The test reads the calls that the kernel received, and sets the results of
+/// later calls. Clones share one kernel.
 #[derive(Debug, Clone, Default)]
 pub struct Control(Arc<(Mutex<Script>, Condvar)>);
 
@@ -47,7 +47,7 @@ pub(super) struct Script {
 }
 
 impl Control {
-    /// The finished calls in order, including failed ones.
+    /// The finished calls in order, including failed calls.
     #[must_use]
     pub fn calls(&self) -> Vec<Call> {
         self.script().calls.clone()

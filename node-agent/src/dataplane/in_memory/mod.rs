@@ -1,6 +1,6 @@
 //! A dataplane whose kernel is a table in memory. It serves tests of the code around dataplanes,
 //! and is the example in `docs/adding-a-dataplane.md`. With a [`Control`], a test sees the calls
-//! and decides which of them fail.
+//! and decides which calls fail.
 
 mod control;
 

@@ -34,8 +34,8 @@ pub(crate) fn prepare(localhost_node_ports: bool, inputs: &NodeInputs) -> Result
     set.map_err(|sentence| DataplaneError::new(ErrorKind::Fatal, sentence))
 }
 
-/// A warning about the kernel parameter `route_localnet`, if it is set. A cleanup does not reset
-/// the parameter, because other software may have set it.
+/// A warning about the kernel parameter `route_localnet`, if the parameter is set. A cleanup does
+/// not reset the parameter, because other software may have set it.
 #[must_use]
 pub fn left_settings() -> Option<&'static str> {
     sysctl::is_localnet_routed().then_some(

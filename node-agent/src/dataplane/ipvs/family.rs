@@ -172,7 +172,7 @@ impl Dataplane for IpvsFamily {
 }
 
 /// Searches only the iptables rules, because a script with one faulty rule is rejected as a whole.
-/// The kernel rejects virtual servers and set elements individually, so finding the faulty ones
+/// The kernel rejects virtual servers and set elements individually, so finding the faulty objects
 /// needs no search.
 impl FindFaults<Kernel> for IpvsFamily {
     fn find_faults(

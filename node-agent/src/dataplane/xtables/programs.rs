@@ -62,9 +62,9 @@ impl Programs {
 
     /// How a full sync passes the rules of all services to these programs.
     ///
-    /// The nft variant keeps its input in memory until it commits, about 1.5 KB per rule, and
-    /// becomes slower as this memory grows, so the rules are committed in many steps. The legacy
-    /// variant reads and writes the whole table at each commit, so many steps would be too slow.
+    /// Until a commit, the nft variant keeps its input in memory, about 1.5 KB per rule. It becomes
+    /// slower as this memory grows, so the rules are committed in many steps. The legacy variant
+    /// reads and writes the whole table at each commit, so many steps would be too slow.
     pub(in crate::dataplane) fn writing(&self) -> Writing {
         if self.variant == "nft" { Writing::LateInSteps } else { Writing::Late }
     }

@@ -15,7 +15,7 @@ use super::{
     programs::Programs,
 };
 
-/// Whether one family's programs cannot match SCTP, and when to try again.
+/// Whether one family's programs can match SCTP, and when to try again if they cannot.
 #[derive(Debug)]
 pub(in crate::dataplane) struct Sctp(Retries<()>);
 

@@ -70,7 +70,7 @@ impl ConntrackMetrics {
     }
 }
 
-/// The observer that hands stale flows to the thread that deletes them.
+/// The observer that passes cleanup rules to the thread that deletes stale flows.
 #[derive(Debug)]
 pub struct ConntrackCleaner {
     tracker: Tracker,

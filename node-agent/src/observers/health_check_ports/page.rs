@@ -42,7 +42,8 @@ impl fmt::Debug for IsHealthy {
     }
 }
 
-/// The header with the number of local endpoints. Load balancers may use it as the node's weight.
+/// The header with the number of local endpoints. Load balancers may use this number as the node's
+/// weight.
 const WEIGHT_HEADER: &str = "x-load-balancing-endpoint-weight";
 /// Maximum number of open connections per socket. Further connections wait. Load balancers open
 /// only a few connections.
@@ -52,7 +53,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// Pause after a connection could not be accepted, for example because file descriptors ran out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// The answer at one socket. The number of local endpoints is of one service in one family.
+/// The page at one socket. It shows the number of local endpoints of one service in one family.
 #[derive(Debug)]
 pub(super) struct Page {
     key: Arc<ServiceKey>,

@@ -152,7 +152,8 @@ impl Server {
         }
     }
 
-    /// The wanted sockets of a service, each with the number of local endpoints that it reports.
+    /// The wanted sockets of a service, each with the number of local endpoints that the socket
+    /// reports.
     fn sockets(&self, key: &Arc<ServiceKey>) -> BTreeMap<SocketAddr, u32> {
         let Some(port) = self.wanted.get(key) else { return BTreeMap::new() };
         let mut sockets = BTreeMap::new();

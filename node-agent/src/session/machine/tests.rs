@@ -321,8 +321,8 @@ fn a_rejected_change_is_reported_and_leaves_the_old_value() {
     let differing = replica.state.digests().differing(agent.held.state().digests());
     assert_eq!(differing, [service_bucket(&key("web"))]);
 
-    // The next stream does not send the resource again, so the agent repeats the rejection. It
-    // withdraws the rejection with the next usable value.
+    // The next stream does not send the resource again, so the agent repeats the rejection. The
+    // agent withdraws the rejection with the next usable value.
     let _ = agent.hello();
     agent.receive(Replica::new(7, 1).welcome(ResumeMode::Log)).unwrap();
     assert_eq!(agent.nacks.pop().unwrap().rejections, nack.rejections);
