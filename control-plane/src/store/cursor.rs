@@ -26,7 +26,7 @@ const FOLLOW_VERSIONS: u64 = 16;
 /// The state that an agent holds (`Hello.resume`).
 #[derive(Debug, Clone, Default)]
 pub struct Resume {
-    /// Epoch of the replica that the agent last followed; 0 when unknown.
+    /// Epoch of the replica that the agent last followed; 0 if the epoch is unknown.
     pub epoch: u64,
     /// Version within that epoch.
     pub version: u64,
@@ -73,7 +73,7 @@ impl ResumeMode {
     }
 }
 
-/// The place of a stream. [`Store::cursor`] creates it and [`Store::next_frame`] moves it.
+/// The place of a stream. [`Store::cursor`] creates a cursor, and [`Store::next_frame`] moves it.
 #[derive(Debug)]
 pub struct Cursor {
     phase: Phase,
@@ -82,8 +82,8 @@ pub struct Cursor {
     snapshots: u64,
     /// Until the cursor has reached this version, messages contain no references. A reference
     /// stands for a value of the store at the cursor's version. After a snapshot, or a resume after
-    /// an interrupted snapshot, parts of the agent's state may be newer than the cursor's version,
-    /// so the agent may not have the value.
+    /// an interrupted snapshot, parts of the agent's state may be newer than the cursor's version.
+    /// So the agent may lack a value of the cursor's version.
     spelt_out_to: u64,
 }
 
@@ -99,7 +99,7 @@ enum Phase {
 
 /// A walk over buckets, which sends a snapshot. Each bucket is sent in its present state when the
 /// walk reaches it. The end marker carries the version at which the walk began, so later changes
-/// follow as ordinary batches. Nothing is kept or copied for a slow stream.
+/// follow as ordinary batches. For a slow stream, the store keeps no copy of the state.
 #[derive(Debug)]
 struct Walk {
     version: u64,
@@ -130,7 +130,7 @@ impl Cursor {
         self.snapshots
     }
 
-    /// Number of buckets of the snapshot that the next message belongs to; `None` if the next
+    /// Number of buckets of the snapshot to which the next message belongs; `None` if the next
     /// message does not belong to a snapshot.
     #[must_use]
     pub fn snapshot_buckets(&self) -> Option<usize> {
@@ -210,8 +210,8 @@ impl Walk {
 }
 
 impl Store {
-    /// Chooses the cheapest way for an agent to continue from the state that it holds. Returns this
-    /// way and a cursor.
+    /// Chooses the cheapest way for an agent to continue from the state that it holds. Returns the
+    /// resume mode and a cursor.
     #[must_use]
     pub fn cursor(&self, resume: Option<&Resume>) -> (ResumeMode, Cursor) {
         let inner = self.read();

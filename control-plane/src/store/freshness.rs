@@ -104,7 +104,7 @@ impl Freshness {
             (true, Some(_)) => SourceState::CutOff,
             (true, None) => SourceState::Following,
         };
-        // The lock is still held, so that states are published in order.
+        // The lock is held until the end of this function, so that states are published in order.
         self.index.store(state as u8, Ordering::Release);
         self.metrics.set_source_state(state);
         self.state.send_replace(state);

@@ -62,7 +62,7 @@ const EAGER_CHANGES: usize = 1024;
 /// Number of commits whose time is kept, to measure lag.
 pub(crate) const TIMED_COMMITS: usize = 4096;
 
-/// Bounds of the memory that the store uses besides the state.
+/// Bounds of the memory that the store uses in addition to the state.
 #[derive(Debug, Clone)]
 pub struct Limits {
     /// Maximum number of removals in the log. A cursor that needs a removal which the log no longer
@@ -430,7 +430,7 @@ impl Inner {
         positions.find(|(kind, _)| kind.has_nodes())
     }
 
-    /// The parts of the present value of `key` that changes may refer to.
+    /// The parts of the present value of `key` that references can stand for (see [`names`]).
     fn before(&self, key: &LogKey) -> Before {
         match key {
             LogKey::Service(key) => Before::Service(self.has_service(key)),

@@ -1,6 +1,6 @@
-//! The values that changes may refer to (discovery.proto, section 13): service keys, placements and
-//! port lists in the state. Each value has a reference and a version. The state has contained the
-//! value without a break since this version.
+//! References: numbers that stand for values in messages (discovery.proto, section 13). Service
+//! keys, placements and port lists in the state have references. This module also stores the
+//! version since which the state has contained each value without a break.
 
 use std::{
     borrow::Borrow,
@@ -12,9 +12,9 @@ use std::{
 use headgate_core::{Change, Endpoint, EndpointPort, Placement, ServiceKey, reference::Referrer};
 use headgate_proto::References;
 
-/// Upper bound of the collided references of one kind. Anybody who knows the epoch can easily find
-/// values whose references collide. Without a bound, a user who creates objects with such values
-/// could exhaust the memory.
+/// The maximum number of collided references of one kind. Two values with the same reference
+/// collide. Anybody who knows the epoch can easily find values that collide. Without a bound, the
+/// author of such values could use up the memory.
 const MAX_COLLIDED: usize = 16_384;
 
 /// One value in the state.
@@ -137,7 +137,7 @@ impl Names {
         self.services.release(key);
     }
 
-    /// Adds the parts of an endpoint that was created or changed at `version`.
+    /// Adds the placements and ports of an endpoint that `version` has created or changed.
     pub(super) fn take_endpoint(&mut self, version: u64, endpoint: &Endpoint) {
         for placement in endpoint.placements() {
             self.placements.take(version, placement, || self.referrer.placement(placement));
@@ -145,7 +145,7 @@ impl Names {
         self.ports.take(version, &endpoint.ports, || self.referrer.ports(&endpoint.ports));
     }
 
-    /// Releases the parts of an old value of an endpoint.
+    /// Releases the placements and ports of an old value of an endpoint.
     pub(super) fn release_endpoint(&mut self, endpoint: &Endpoint) {
         for placement in endpoint.placements() {
             self.placements.release(placement);

@@ -22,7 +22,7 @@ pub struct OwnNode {
     /// `None` when the source has no Node of this name.
     pub node: Option<Arc<Node>>,
     /// The position of the source when this Node last changed. If there is no Node of this name,
-    /// the position when any Node last changed.
+    /// the position of the source when any Node last changed.
     pub position: Option<(SourceKind, u64)>,
 }
 

@@ -1,6 +1,6 @@
 //! How an agent continues from the state that it holds, and when it must wait first
-//! (discovery.proto, sections 3 and 6). This module uses no clock and no connection; the stream's
-//! session passes the current time.
+//! (discovery.proto, sections 3 and 6). This module uses no clock and no connection. The session of
+//! the stream passes the current time to this module.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -51,7 +51,7 @@ pub struct BehindWait {
     /// When the wait ends; `None` before it begins.
     until: Option<Instant>,
     has_expired: bool,
-    /// The kinds for which the source was asked for its current position.
+    /// The kinds whose current position was requested from the source.
     asked: BTreeSet<SourceKind>,
 }
 
@@ -111,7 +111,7 @@ impl BehindWait {
 pub struct NodeResumption(BTreeMap<SourceKind, u64>);
 
 impl NodeResumption {
-    /// Takes the positions from the state that the agent holds.
+    /// Returns the positions in the state that the agent holds.
     #[must_use]
     pub fn begin(resume: Option<&Resume>) -> Self {
         Self(resume.map(|resume| resume.positions.clone()).unwrap_or_default())
@@ -120,8 +120,8 @@ impl NodeResumption {
     /// Checks that the Nodes of this replica are at least as new as the Node that the agent has.
     ///
     /// # Errors
-    /// Why the agent does not receive its Node yet. Retry when the source has been listed or its
-    /// position has moved.
+    /// The reason why the agent does not receive its Node yet. Retry when the source has been
+    /// listed or its position has moved.
     pub fn check(&self, store: &Store) -> Result<(), NotYet> {
         NotYet::check(store, &self.0, SourceKind::has_nodes)
     }
@@ -149,7 +149,8 @@ impl Resumption {
     /// The agent's cursor, if this replica has reached all positions that the agent has seen.
     ///
     /// # Errors
-    /// Why the agent has to wait. Retry when the source has been listed or its position has moved.
+    /// The reason why the agent has to wait. Retry when the source has been listed or its position
+    /// has moved.
     pub fn advance(&self, store: &Store) -> Result<Cursor, NotYet> {
         let nothing = BTreeMap::new();
         let seen = self.0.as_ref().map_or(&nothing, |resume| &resume.positions);

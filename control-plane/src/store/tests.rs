@@ -258,7 +258,7 @@ fn a_stream_in_the_middle_of_a_split_step_receives_the_rest_despite_other_stream
     reader.read_all(&store, &mut cursor);
     store.put((0..300).map(|host| endpoint(1, host, 80)));
     reader.read(&store.next_frame(&mut cursor).unwrap());
-    // The head moves on, so that the kept step is too old for new streams. Then a hostile node
+    // The head moves on, so that the cached step is too old for new streams. Then a hostile node
     // resumes from every version, including the version of the reader.
     (0..20).for_each(|port| store.put([service(1, port + 1)]));
     for version in 1..=64 {
@@ -356,7 +356,8 @@ fn bookmarks_move_the_positions_of_the_replica_and_are_not_sent() {
     reader.read_all(&store, &mut cursor);
     assert_eq!(reader.positions.values().copied().collect::<Vec<_>>(), [901]);
     assert!(!store.changed_positions().contains_key(&SourceKind::Nodes));
-    // At another replica, Nodes last changed at 900. This replica has not missed that change.
+    // At another replica, Nodes last changed at position 900. This replica has not missed that
+    // change.
     assert_eq!(store.behind(&[(SourceKind::Nodes, 900)].into()), None);
     assert_eq!(store.behind(&[(SourceKind::Nodes, 901)].into()), Some((SourceKind::Nodes, 900, 901)));
 }

@@ -13,8 +13,8 @@ use v1::server_message::Body;
 
 use crate::store::{Cursor, Resume, ResumeMode, Store};
 
-/// Applies messages as the contract requires of an agent, and checks what the contract promises to
-/// an agent.
+/// Applies messages like an agent, according to discovery.proto. Checks the guarantees that
+/// discovery.proto gives to an agent.
 #[derive(Default)]
 pub(super) struct Reader {
     pub(super) state: State,
@@ -81,7 +81,7 @@ impl Reader {
 
     fn end(&mut self, end: v1::SnapshotEnd) {
         assert_eq!(end.resource_count, self.staged.len() as u64);
-        // After a comparison of digests an empty list means that nothing differed.
+        // After a comparison of digests, an empty list means that no bucket differed.
         let is_all = end.buckets.is_empty() && !std::mem::take(&mut self.by_digests);
         let is_named = |bucket: u16| is_all || end.buckets.contains(&bucket.into());
         let mut gone = Vec::new();
