@@ -21,8 +21,8 @@ use v1::{discovery_client::DiscoveryClient, server_message::Body};
 /// A guard against hanging. No test asserts on time.
 pub(crate) const GUARD: Duration = Duration::from_secs(60);
 
-/// Opens a new connection. Its windows are small, so that the server notices a client that does not
-/// read.
+/// Opens a new connection. The windows of the connection are small, so that the server notices a
+/// client that does not read.
 pub(crate) async fn channel(address: SocketAddr) -> Channel {
     endpoint(address).connect().await.unwrap()
 }

@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::sink::{self, CollectingSink};
 
-/// A folder with a running source. Dropping it stops the source.
+/// A folder with a running source. Dropping the value stops the source.
 struct Reading {
     folder: TempDir,
     sink: Arc<CollectingSink>,
@@ -61,8 +61,8 @@ impl Reading {
         put(self.folder.path(), name, text);
     }
 
-    /// Makes one more change and waits for it. The source reads edits in order, so it has read all
-    /// earlier edits by then.
+    /// Makes one more change, and waits until the source has read this change. The source reads
+    /// edits in order, so it has read all earlier edits by then.
     async fn settle(&self, name: &str) {
         self.put("zz-settle.yaml", &service(name));
         self.sink.until("the last edit arrived", |c| c.serves("default", name)).await;
@@ -209,8 +209,8 @@ async fn bad_values_are_reported_with_their_place_and_the_rest_is_served() {
 async fn a_write_that_truncates_the_file_first_removes_nothing() {
     let text = service("web") + &service_at("api", "10.0.0.2") + &slice("web-1", "web", &["10.1.0.1", "10.1.0.2"]);
     let reading = Reading::of(&[("web.yaml", &text)]).await;
-    // The file is emptied and left open, then written up to the end of its first document, then
-    // completely.
+    // The file is emptied and left open. Next, its first document is written, and last, the other
+    // documents are written.
     let mut file = fs::File::create(reading.path("web.yaml")).unwrap();
     reading.settle("one").await;
     file.write_all(&text.as_bytes()[..service("web").len()]).unwrap();

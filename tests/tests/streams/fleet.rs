@@ -107,7 +107,7 @@ fn slow_agents_cost_no_memory_and_do_not_slow_others() {
     let received =
         stage.fleet.ask(|worker| worker.summary_of(|client| client.member().fault == Fault::NeverRead)).unwrap();
     assert_eq!((received.agents, received.received.messages), (slow, 0), "messages arrived at agents that never read");
-    // Once these agents read, they receive current values instead of all missed changes.
+    // Once the slow agents read, they receive current values instead of all missed changes.
     stage.fleet.ask(|worker| worker.set_fault(Fault::None, |client| !client.is_healthy())).unwrap();
     let version = stage.source.change().unwrap();
     stage.wait_for_all(version).unwrap();
@@ -154,7 +154,7 @@ fn agents_move_to_a_replica_that_starts_later_and_receive_nothing_again() {
     let version = stage.source.toggle(0).unwrap();
     stage.wait_for_all(version).unwrap();
     // The share of each replica is 30 nodes. A replica accepts up to 44 agents. Above this limit,
-    // it asks agents to move until 37 are left.
+    // the replica asks agents to move until 37 are left.
     wait_for_metrics(&stage, &[(0, "headgate_balance_limit_agents", 44.0)]);
     wait_for_metrics(&stage, &[(0, "headgate_streams", 37.0), (1, "headgate_streams", 23.0)]);
     let everybody = "every agent has a stream again";

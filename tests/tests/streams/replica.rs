@@ -33,7 +33,7 @@ impl Replica {
         Self::start_limited(settings, security, Limits::default()).await
     }
 
-    /// Like [`Self::start_with`], with limits of the store.
+    /// Starts a replica like [`Self::start_with`], with these limits of the store.
     pub(crate) async fn start_limited(settings: Settings, security: Security, limits: Limits) -> Self {
         let metrics = Arc::new(Metrics::default());
         let store = Arc::new(Store::new(limits, Arc::clone(&metrics)));

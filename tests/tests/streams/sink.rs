@@ -34,7 +34,7 @@ pub(crate) struct Collected {
     pub(crate) cut_off: Option<String>,
     /// Every key that was removed, in order.
     pub(crate) removed: Vec<String>,
-    /// The number of commits, including empty ones.
+    /// The number of commits, including empty commits.
     pub(crate) commits: u64,
     /// The number of changes in each commit that is not empty.
     pub(crate) commit_sizes: Vec<usize>,

@@ -303,15 +303,15 @@ fn opening_with(settings: &[u8], begin: &[u8]) -> Vec<u8> {
 #[tokio::test]
 async fn both_ends_respect_the_size_of_the_header_table() {
     let replica = Replica::start().await;
-    // The client allows no table, so the answer must begin with a size update (RFC 9113, section
-    // 4.3.1).
+    // The client allows no header table, so the answer must begin with a size update (RFC 9113,
+    // section 4.3.1).
     let mut wire = Wire::connect(&replica).await;
     wire.send(&opening_with(&[0, 1, 0, 0, 0, 0], &[0x20])).await;
     let (_, _, block) = wire.until(1).await;
     assert_eq!(block[..2], [0x20, 0x88], "expected a block that begins with a table size of 0 and :status 200");
     wire.until(0).await;
-    // One client announces the largest allowed table, and another client a table that is one byte
-    // larger.
+    // One client announces the largest header table that the server allows. Another client
+    // announces a table that is one byte larger.
     let mut wire = Wire::connect(&replica).await;
     wire.send(&opening_with(&[], &[0x3f, 0xe1, 0x1f])).await;
     wire.until(0).await;
@@ -322,7 +322,7 @@ async fn both_ends_respect_the_size_of_the_header_table() {
     replica.running.stop().await;
 }
 
-/// A connection that has answered a request other than `Sync`.
+/// Opens a connection on which the server has answered a request other than `Sync`.
 async fn general(
     replica: &Replica,
     settings: &h2::client::Builder,
@@ -381,7 +381,7 @@ async fn a_connection_ends_when_its_client_stops_reading_an_answer() {
     };
     let (_, mut requests, mut body) = watch(60_000).await;
     assert!(timeout(GUARD, body.data()).await.unwrap().is_some(), "the first state did not arrive");
-    // The client has no room for any byte of the answer. It answers pings, so only
+    // The client has no room for any byte of the answer. The client answers pings, so only
     // `stalled_response_timeout` ends the connection.
     let (connection, _requests, _is_kept) = watch(0).await;
     let _ = timeout(GUARD, connection).await.expect("the connection does not end");

@@ -78,7 +78,7 @@ async fn wait_returns_once_every_node_has_acknowledged() {
     acknowledge(&mut b, &replica).await;
     let answer = waiting.await.unwrap();
     assert_eq!((answer.code, &answer.json()["done"]), (0, &Value::Bool(true)));
-    // The command does not wait for later changes of other Services.
+    // `headgatectl wait` does not wait for later changes of other Services.
     replica.put([service(2, 80)]);
     assert_eq!(headgatectl(&[&replica], "wait service-1 --timeout 20s").await.unwrap().code, 0);
     replica.running.stop().await;

@@ -2,9 +2,9 @@
 //! Connections are cut at any byte, watches break and expire, continue tokens expire, and the API
 //! server loses its history. Certificates are renewed, their authority is replaced, and kernels
 //! refuse updates. During these faults, Services, EndpointSlices and Nodes change. No agent may
-//! refuse updates. During these faults, Services, EndpointSlices and Nodes change. No agent may
 //! return to an older state, and at the end the digests of each agent's state must equal the
 //! digests of the source's state.
+//!
 //! The seed determines the faults, but not their exact timing. To run another seed or more steps:
 //!
 //! ```sh

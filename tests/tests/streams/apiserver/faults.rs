@@ -52,8 +52,9 @@ async fn a_restored_backup_restores_the_version() {
     server.restart(&Restart::RestoreBackup(backup.clone())).unwrap();
     assert_eq!(server.version(), backup.version());
     assert_eq!(server.list(Kind::Node).len(), 1);
-    // Like a real server, the stand-in accepts a watch from a lost later version. The watch
-    // receives no events until the server has reached a version after the lost version.
+    // Like a real server, the stand-in accepts a watch from a later version, which the restored
+    // server has lost. The watch receives no events until the server has reached a version after
+    // the lost version.
     until_watches_again(&mut nodes, &server, 2).await;
     server.apply(node("c").build()).unwrap();
     assert!(tokio::time::timeout(Duration::from_millis(100), nodes.until_names(&["c"])).await.is_err());

@@ -32,7 +32,7 @@ async fn client(server: &ApiServer) -> Client {
     Client::try_from(config).unwrap()
 }
 
-/// Follows every object of a kind, listed in pages.
+/// Follows every object of a kind. The watcher lists the objects in pages.
 pub(crate) async fn follow<K>(server: &ApiServer) -> Follower<K>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,

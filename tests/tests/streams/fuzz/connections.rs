@@ -28,7 +28,7 @@ use super::{
     number,
 };
 
-/// The number of cases. It is lower than for messages, since connections take more time.
+/// The number of cases. The number is lower than for messages, since connections take more time.
 const CASES: u64 = 300;
 
 /// If the replica sends no bytes for this time, the test assumes that the replica waits for the
@@ -95,8 +95,8 @@ fn has_data(mut answer: &[u8]) -> bool {
     false
 }
 
-/// Sends `bytes`, reads until no more bytes arrive, closes the writing half, and reads to the end.
-/// Returns the answer, or `None` if the replica keeps the connection open.
+/// Sends `bytes`, reads until a DATA frame or no more bytes arrive, closes the writing half, and
+/// reads to the end. Returns the answer, or `None` if the replica keeps the connection open.
 async fn talk(address: SocketAddr, bytes: &[u8], quiet: Duration) -> Option<Vec<u8>> {
     let mut socket = TcpStream::connect(address).await.unwrap();
     let mut answer = Vec::new();
@@ -159,7 +159,7 @@ async fn mutated_connections_end_without_a_panic_in_bounded_memory() {
         }
     }
     assert!(good > cases / 50 && good < cases, "{good} of {cases} connections were answered");
-    // Another agent still receives changes, and its stream is the only one left.
+    // Another agent still receives changes, and only the stream of this agent is left.
     replica.put([service(21, 80)]);
     witness.reach(2).await;
     until("streams are left over", || replica.metric("headgate_streams") == 1).await;

@@ -11,7 +11,7 @@
 //!   cargo nextest run --release -p headgate-tests --test streams fuzz
 //! ```
 //!
-//! A failing input is written to `target/fuzz`. Add it to the corpus when it is fixed.
+//! A failing input is written to `target/fuzz`. After the fix, add the input to the corpus.
 
 mod agents;
 mod connections;
@@ -59,7 +59,7 @@ fn number(variable: &str, default: u64) -> u64 {
     std::env::var(variable).map_or(default, |text| text.parse().unwrap())
 }
 
-/// Runs one input. Returns the problem if it panics or uses too much memory.
+/// Runs one input. Returns the problem if the code panics or uses too much memory.
 fn trial<T>(bytes: usize, run: impl FnOnce() -> T) -> Result<T, String> {
     ALLOCATOR.reset_peak_memory();
     let result = catch_unwind(AssertUnwindSafe(run)).map_err(|_| "the input causes a panic".to_owned())?;
@@ -77,12 +77,13 @@ fn keep(target: &str, input: &[u8], problem: &str) -> ! {
 }
 
 /// Fuzzes one target. `run` returns whether any part of an input was valid. Every corpus file must
-/// be valid in part.
+/// be valid in part, unless its name begins with `bad-`.
 fn fuzz(target: &str, words: &[&str], run: impl Fn(&str, &[u8]) -> bool) {
     let corpus = corpus(target);
     for (name, bytes) in &corpus {
         match trial(bytes.len(), || run(name, bytes)) {
-            // Only files of earlier failures, named `bad-*`, may be invalid in every part.
+            // Files with names like `bad-*` made the code fail earlier, and may be invalid in every
+            // part.
             Ok(is_good) => {
                 assert!(is_good || name.starts_with("bad-"), "{target}: no part of {name} in the corpus is valid");
             }
@@ -201,7 +202,7 @@ fn mutated_state_files_are_read_safely() {
     fuzz("state", &[], |_, bytes| agent::state_file(bytes));
 }
 
-/// Fuzzes the payloads of records. The checksums of the records are correct.
+/// Fuzzes the payloads of the records in a state file. The checksums of the records are correct.
 #[test]
 fn mutated_state_records_are_read_safely() {
     let corpus = corpus("state");

@@ -1,4 +1,4 @@
-//! TLS files of the agent: invalid files, renewed files, and sessions that survive reconnects.
+//! TLS files of the agent: invalid files, renewed files, and TLS sessions that survive reconnects.
 
 use std::{fs, path::Path};
 
@@ -16,7 +16,7 @@ use super::{
     server::{Server, eventually},
 };
 
-/// An agent in the test's process. Dropping it stops the agent.
+/// An agent in the test's process. Dropping the value stops the agent.
 struct Agent {
     metrics: ReservedPort,
     _stops: DropGuard,

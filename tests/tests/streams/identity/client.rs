@@ -87,7 +87,7 @@ impl Client {
     }
 
     /// Connects without sending a request, and returns the error that ends the connection. In TLS
-    /// 1.3, a client learns only after its handshake that the server refuses it.
+    /// 1.3, a client learns only after its handshake that the server refuses the client.
     pub(crate) async fn refusal(&self, address: SocketAddr) -> io::Error {
         let mut stream = match self.handshake(address).await {
             Ok(stream) => stream,

@@ -13,7 +13,7 @@ use headgate_tests::testbed::process::{KilledOnDrop, control_plane_addresses, pr
 
 use super::server::GUARD;
 
-/// The running program. Dropping it kills the process.
+/// The running program. Dropping the value kills the process.
 pub(crate) struct ControlPlane {
     _process: KilledOnDrop,
     log: PathBuf,

@@ -14,8 +14,8 @@ use super::{
 const SUCCESS: &str = "headgate_tls_reloads_total{result=\"success\"}";
 const FAILURE: &str = "headgate_tls_reloads_total{result=\"failure\"}";
 
-/// Replaces the files of a mounted Secret as the kubelet does: a new folder, and a rename that
-/// replaces the link `..data`.
+/// Replaces the files of a mounted Secret as the kubelet does: writes a new folder, and replaces
+/// the link `..data` by renaming a new link.
 fn swap(folder: &Path, number: u8, own: &Pair, authority: &Authority) {
     own.write(&folder.join(format!("..2026_{number}")), &[authority]);
     symlink(format!("..2026_{number}"), folder.join("..data_tmp")).unwrap();
@@ -60,7 +60,7 @@ async fn the_old_files_stay_in_use_until_the_new_ones_match() {
     };
     let (renewed, expired) =
         (authority.server(|_| {}), authority.server(|params| params.not_after = date_time_ymd(2020, 1, 1)));
-    // Write a certificate without its key, then an expired certificate, then remove the file.
+    // Write a certificate without its key, next an expired certificate, and last remove `tls.crt`.
     fs::write(server.path("tls.crt"), &renewed.certificate).unwrap();
     server.until_metric(FAILURE, 1).await;
     assert_eq!(served().await, own.der);

@@ -55,7 +55,7 @@ async fn a_session_is_resumed_only_at_the_replica_that_issued_it() {
     assert_eq!(connect(&first).await, HandshakeKind::Full);
     assert_eq!(connect(&first).await, HandshakeKind::Resumed);
     // Both servers have the same name, so the client offers the first server's ticket. The second
-    // server cannot use it.
+    // server cannot use this ticket.
     assert_eq!(connect(&second).await, HandshakeKind::Full);
     assert_eq!(connect(&second).await, HandshakeKind::Resumed);
     for server in [first, second] {
@@ -90,7 +90,7 @@ async fn streams_of_a_reader_end_when_its_certificate_expires() {
         Ok::<_, Status>(())
     };
     let ends = timeout(GUARD, async { tokio::join!(watched, waited) }).await.expect("the streams do not end");
-    // Certificates have a resolution of one second.
+    // The times in certificates have a resolution of one second.
     assert!(
         std::time::SystemTime::now() + Duration::from_secs(1) > not_after,
         "a stream ended before its certificate expired"

@@ -36,7 +36,7 @@ impl Server {
         Self::in_folder(folder, settings).await
     }
 
-    /// Starts a server with the files in the folder.
+    /// Starts a server with the TLS files in `folder`.
     pub(crate) async fn in_folder(folder: TempDir, settings: Settings) -> Self {
         let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.path().join(name));
         let security = Security::Tls(ServerTls::load(cert, key, ca).unwrap());

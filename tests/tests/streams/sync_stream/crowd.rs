@@ -57,7 +57,7 @@ impl Crowd {
         Self(crowd)
     }
 
-    /// Waits until `count` handshakes are active and others wait.
+    /// Waits until `count` handshakes are active and other handshakes wait.
     async fn until_active(&self, replica: &Replica, count: u64) {
         let pending = |state: &str| replica.metric(&format!("headgate_tls_handshakes_pending{{state=\"{state}\"}}"));
         let is_so = async {
@@ -93,7 +93,7 @@ async fn silent_peers_do_not_keep_an_agent_from_connecting() {
     let address = replica.running.local_addr;
     let silent = || replica.metric("headgate_tls_handshakes_failed_total{reason=\"silent\"}");
 
-    // One host has enough connections to fill all slots for more than a minute.
+    // One host opens enough connections to fill all slots for more than a minute.
     let crowd = Crowd::gather(address, [2], 2_000, b"");
     crowd.until_active(&replica, 64).await;
     agent_gets_everything(&replica, &authority, host(1), "n1").await;

@@ -204,7 +204,7 @@ async fn resuming_at_another_replica_sends_only_buckets_that_differ() {
     assert_same(&client, &new);
     assert_eq!(new.metric("headgate_resumed_resources_total"), 0);
 
-    // Resources were changed and deleted in between.
+    // Resources are changed and deleted before the agent resumes.
     new.put([remove_endpoint(9, 1), remove_service(9), service(10, 81)]);
     client.held.epoch = 1;
     let mut client = Client::open(channel(new.running.local_addr).await, "n1", Some(client.held)).await.unwrap();
@@ -378,8 +378,8 @@ async fn a_slow_reader_receives_the_rest_of_a_step_although_another_node_resumes
     let inspect = channel(replica.running.local_addr).await;
     agent_until(&inspect, "slow", |slow| slow.sent_version == 1).await;
     let sent = replica.metric("headgate_messages_sent_total");
-    // The batch has several messages. The first message does not fit into the window of a reader
-    // that does not read.
+    // The batch has several messages. While the slow reader does not read, the first message does
+    // not fit into the reader's window.
     replica.put((0..300).flat_map(|number| (0..240).map(move |host| endpoint(number, host, 80))));
     let is_under_way = async {
         while replica.metric("headgate_messages_sent_total") == sent {
@@ -387,8 +387,8 @@ async fn a_slow_reader_receives_the_rest_of_a_step_although_another_node_resumes
         }
     };
     timeout(GUARD, is_under_way).await.expect("nothing was sent");
-    // Another node resumes from the version before the step. The step is no longer cached, so it is
-    // encoded again.
+    // Another node resumes from the version before the step. The step is no longer cached, so the
+    // replica encodes the step again.
     (0..20).for_each(|port| replica.put([service(1, 81 + port)]));
     let mut other = Client::open(channel(replica.running.local_addr).await, "other", Some(held)).await.unwrap();
     other.until(|client| client.held.version == 22).await;

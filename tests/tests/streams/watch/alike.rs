@@ -102,7 +102,7 @@ async fn a_position_that_an_agent_saw_at_another_replica_is_requested_at_once() 
         server.apply(&web("10.96.0.10")).await.unwrap();
         let earlier = Watching::start(&server.kubeconfig());
         earlier.sink.until("everything is listed", |c| c.synced == 1).await;
-        // Change only slices. This also raises the version of the server.
+        // Change only slices. These changes also raise the version of the server.
         for address in ["10.1.0.1", "10.1.0.2"] {
             server.apply(&web_slice(&[address])).await.unwrap();
         }

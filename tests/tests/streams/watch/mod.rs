@@ -26,7 +26,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::sink::{self, CollectingSink};
 
-/// A source that watches a server. Dropping it stops the source.
+/// A source that watches a server. Dropping the value stops the source.
 struct Watching {
     sink: Arc<CollectingSink>,
     shutdown: CancellationToken,
@@ -546,7 +546,7 @@ async fn a_silent_watch_is_opened_again_and_does_not_count_as_contact() {
     server.apply(web_slice(&["10.1.0.77"])).unwrap();
     let before = opened();
     server.wait_until("the watch is opened again", |_| opened() > before).await.unwrap();
-    // By now, all events have arrived that were sent before the block.
+    // All events that were sent before the block have arrived by now.
     let (heard_before, others) = (heard(), watching.sink.look(|c| c.heard[&SourceKind::Nodes]));
     server.wait_until("the watch is opened twice more", |_| opened() >= before + 3).await.unwrap();
     watching.sink.until("events of other kinds arrive", |c| c.heard[&SourceKind::Nodes] > others).await;
