@@ -38,10 +38,10 @@ pub enum Identity {
     /// The connection has no TLS, and any name that the peer gives is accepted
     /// (`--insecure-loopback`).
     Unchecked,
-    /// The agent of this node. A certificate of a trusted authority proves it.
+    /// The agent of this node. A certificate of a trusted authority proves this identity.
     Node(Arc<str>),
     /// The reader with this name, which is a person or a program. A certificate of a trusted
-    /// authority proves it.
+    /// authority proves this identity.
     Reader(Arc<str>),
     /// A certificate of a trusted authority that does not clearly name its holder. Contains the
     /// reason and the remedy.
@@ -55,8 +55,9 @@ pub struct Peer {
     pub address: SocketAddr,
     /// The identity that the peer has proved.
     pub identity: Identity,
-    /// When the peer's certificate expires; `None` without TLS. TLS does not verify it again
-    /// when a session resumes, so every permission check compares this time.
+    /// When the peer's certificate expires; `None` without TLS. TLS does not verify the certificate
+    /// again when a session resumes, so every permission check compares this time with the current
+    /// time.
     pub not_after: Option<SystemTime>,
 }
 
@@ -73,7 +74,7 @@ impl Expiry {
         (self.at <= Instant::now()).then_some(Denied::Expired(self.not_after))
     }
 
-    /// Waits until the certificate has expired. Without a certificate it waits for ever.
+    /// Waits until the certificate has expired. If `expiry` is `None`, waits for ever.
     pub(crate) async fn passed(expiry: Option<Self>) {
         match expiry {
             Some(expiry) => tokio::time::sleep_until(expiry.at).await,
@@ -137,8 +138,8 @@ impl Peer {
         }
     }
 
-    /// Checks whether the peer may use `Inspect` and reflection. Nodes may do so only if
-    /// `nodes_may_inspect` is set.
+    /// Checks whether the peer may use `Inspect` and reflection. Nodes may use these services only
+    /// if `nodes_may_inspect` is true.
     ///
     /// # Errors
     ///
@@ -156,8 +157,8 @@ impl Peer {
         }
     }
 
-    /// When a stream that starts now has to end; `None` without a certificate, or if that time is
-    /// beyond the range of timers.
+    /// When a stream that starts now has to end; `None` without a certificate, or if the
+    /// certificate expires beyond the range of timers.
     pub(crate) fn expiry(&self) -> Option<Expiry> {
         let not_after = self.not_after?;
         let at = Instant::now().checked_add(not_after.duration_since(SystemTime::now()).unwrap_or_default())?;
@@ -255,7 +256,7 @@ fn identify<'a>(
 }
 
 fn identity_of_uri(uri: &str) -> Result<Identity, String> {
-    // The rule for node names also applies to reader names, so that both are safe to log.
+    // The rule for node names also applies to reader names, so that all names are safe to log.
     let name = uri.strip_prefix(NODE_URI_PREFIX).or_else(|| uri.strip_prefix(READER_URI_PREFIX));
     let Some(name) = name else {
         return Err(format!("has the URI {uri:?}, which is neither {NODE_URI_PREFIX}NAME nor {READER_URI_PREFIX}NAME"));

@@ -9,7 +9,7 @@ use nix::{
     sys::resource::{Resource, getrlimit, setrlimit},
 };
 
-/// Raises the soft limit to the hard limit, and returns it.
+/// Raises the soft limit to the hard limit, and returns the hard limit.
 ///
 /// # Errors
 ///

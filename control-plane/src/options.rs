@@ -112,7 +112,7 @@ pub struct Options {
 /// Options that cannot be used together. The message names the option and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum OptionsError {
-    /// Neither the TLS files nor `--insecure-loopback` are given.
+    /// At least one of the TLS files is missing, and `--insecure-loopback` is not given.
     #[error(
         "{missing} is missing: pass --tls-cert, --tls-key and --tls-client-ca together; to try it on this machine only, pass \
          --insecure-loopback --listen 127.0.0.1:7443 instead"

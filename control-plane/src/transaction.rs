@@ -35,7 +35,7 @@ pub enum SourceKind {
     Nodes,
     /// ServiceCIDRs.
     ServiceCidrs,
-    /// A folder of manifests, which has one position for everything.
+    /// A folder of manifests, which has one position for all its objects.
     Files,
 }
 
@@ -98,7 +98,8 @@ pub trait Sink: Send + Sync + 'static {
     /// Applies one step. The steps arrive in the order of the source, one at a time.
     fn commit(&self, transaction: Transaction);
 
-    /// Every kind has been listed and committed, so serving may begin. A source calls this once.
+    /// Every kind has been listed and committed, so serving may begin. A source calls this method
+    /// once.
     fn synced(&self);
 
     /// The source has just shown that the committed objects of a kind are current: it sent a

@@ -1,4 +1,4 @@
-//! Annotations of Services, for settings that the API has no field for. An annotation that cannot
+//! Annotations of Services, for settings for which the API has no field. An annotation that cannot
 //! be read is ignored and reported as a problem.
 
 use headgate_core::{Service, ipvs::Scheduler};

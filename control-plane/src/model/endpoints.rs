@@ -61,7 +61,8 @@ impl Several {
 }
 
 impl Carriers {
-    /// The slices that may contain an address, in order of name. No other slice contains it.
+    /// The slices that may contain an address, in order of name. No other slice contains this
+    /// address.
     fn of(&self, address: IpAddr) -> &[Arc<ObjectKey>] {
         match self {
             Self::None => &[],
@@ -75,7 +76,7 @@ impl Carriers {
 #[derive(Debug)]
 struct Before {
     endpoint: Option<Endpoint>,
-    /// The oldest known trigger time of the pending changes; 0 if none is known.
+    /// The oldest known trigger time of the pending changes; 0 if no trigger time is known.
     trigger_unix_ms: u64,
 }
 
@@ -93,15 +94,16 @@ pub(super) struct EndpointChange {
 pub(super) struct SliceConflict {
     pub(super) service: ServiceKey,
     pub(super) address: IpAddr,
-    /// The slice that counts, and a slice that contradicts it; `None` if the slices now agree.
+    /// The slice that counts, and a slice that contradicts the first slice; `None` if the slices
+    /// now agree.
     pub(super) slices: ConflictingSlices,
 }
 
 /// All slices, and the changes of endpoints that result from them.
 #[derive(Debug, Default)]
 pub(super) struct Endpoints {
-    /// The version in use of each slice, and whether it is good. A good version is used as written,
-    /// except for invalid entries.
+    /// The version in use of each slice, and whether this version is good. A good version is used
+    /// as written, except for invalid entries.
     slices: HashMap<Arc<ObjectKey>, (Slice, bool)>,
     /// The slices of each service, for IPv4 and for IPv6.
     services: HashMap<ServiceKey, [Carriers; 2]>,
@@ -113,7 +115,8 @@ pub(super) struct Endpoints {
 
 impl Endpoints {
     /// Applies a version of a slice. `trigger_is_new` says whether the trigger time of the slice
-    /// belongs to this change. The trigger time of a listed slice may belong to an earlier change.
+    /// belongs to this change. It is false for slices of a list, because their trigger times may
+    /// belong to earlier changes.
     pub(super) fn put(
         &mut self,
         key: &ObjectKey,
@@ -163,8 +166,8 @@ impl Endpoints {
         let old_service = old.map(|old| old.service.clone());
         let new_service = slice.as_ref().map(|new| new.service.clone());
         let has_moved = old_service != new_service;
-        // For each changed address: its service, whether the slice contains it after the change,
-        // and its endpoint before the change.
+        // For each changed address: its service, whether the slice contains the address after the
+        // change, and the endpoint of the address before the change.
         let mut visited = Vec::with_capacity(touched.len());
         for (address, in_old, in_new) in touched {
             let left = old_service.as_ref().filter(|_| in_old && (has_moved || !in_new));
@@ -262,8 +265,8 @@ impl Endpoints {
         }
     }
 
-    /// Records the endpoint of an address before the change, if the endpoint has changed. Also
-    /// records whether slices disagree about the address.
+    /// Records the endpoint that an address had before the change (`before`), if the endpoint has
+    /// changed. Also records whether slices disagree about the address.
     fn note(
         &mut self,
         service: &ServiceKey,
@@ -327,8 +330,8 @@ fn older(a_unix_ms: u64, b_unix_ms: u64) -> u64 {
     }
 }
 
-/// The addresses on which two versions of a slice differ, with whether the old and the new version
-/// contain the address.
+/// The addresses on which two versions of a slice differ. For each address, the result says whether
+/// the old version and whether the new version contain the address.
 fn touched(old: Option<&Slice>, new: Option<&Slice>) -> Vec<(IpAddr, bool, bool)> {
     let is_other = match (old, new) {
         (Some(old), Some(new)) => old.ports != new.ports || old.service != new.service,

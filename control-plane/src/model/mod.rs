@@ -3,9 +3,9 @@
 //!
 //! The result depends on the present objects, and not on the order of events. The cost of an event
 //! is proportional to what the event changes: after a change of a slice, only the addresses that
-//! differ are visited. Changes accumulate until [`Model::take_changes`], which leaves out objects
-//! that have returned to their old value. `object_set.rs` describes the treatment of invalid
-//! objects.
+//! differ are visited. Changes accumulate until [`Model::take_changes`] is called. That method
+//! leaves out objects that have returned to their old value. `object_set.rs` describes the
+//! treatment of invalid objects.
 
 mod annotations;
 mod cidrs;
@@ -80,8 +80,8 @@ pub struct Model {
 }
 
 impl Model {
-    /// Applies one event. `origin` is the place of the object, such as `web.yaml, document 2`; it
-    /// is empty for the Kubernetes API.
+    /// Applies one event. `origin` is the place of the object, such as `web.yaml, document 2`;
+    /// empty for the Kubernetes API.
     ///
     /// Returns the number of new problems.
     pub fn event(&mut self, event: Event, origin: &str) -> usize {
@@ -108,7 +108,7 @@ impl Model {
     }
 
     /// Replaces the problems of a location that is not an object, such as a file. An empty list
-    /// clears them.
+    /// removes the location's problems.
     ///
     /// Returns the number of new problems.
     pub fn set_location_problems(&mut self, location: &str, problems: Vec<Problem>) -> usize {
@@ -121,7 +121,8 @@ impl Model {
     }
 
     /// The changes since the last call, grouped by service. A new endpoint comes before its
-    /// service. Removed services come last, together with their endpoints.
+    /// service. Removals of Services come last, together with the removals of their endpoints and
+    /// of ServiceCIDRs.
     pub fn take_changes(&mut self) -> (Vec<TriggeredChange>, Vec<NodeChange>) {
         let mut changes = Vec::new();
         let mut removals = Vec::new();

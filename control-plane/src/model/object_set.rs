@@ -4,7 +4,7 @@
 //! one of three parts:
 //! - An *entry* of a list (an externalIP, a load balancer address, an endpoint, an address of a
 //!   Node): the entry is left out, and the rest of the version is used. If the old version stayed
-//!   instead, traffic would still be sent to entries that the new version has removed.
+//!   in use instead, traffic would still be sent to entries that the new version has removed.
 //! - A Headgate *annotation*: the annotation is ignored, and the rest of the version is used.
 //! - The *object* (ports, ClusterIPs, policies, source ranges, labels that name the owner, text
 //!   that cannot be decoded): the last good version stays in use as a whole while the object is
@@ -34,8 +34,8 @@ impl<T> Reading<T> {
     }
 
     /// Applies the rule for invalid objects. Calls `set` with the value, and with whether the value
-    /// is good. `set` is not called if the object is invalid and `has_good` says that a good
-    /// version is in use: the good version then stays in use.
+    /// is good. If the object is invalid and `has_good` says that a good version is in use, `set`
+    /// is not called and the good version stays in use.
     pub(super) fn take_in(self, has_good: bool, set: impl FnOnce(Option<T>, bool)) -> Outcome {
         let Self { value, findings } = self;
         let (is_good, is_served) = (findings.is_fit(), value.is_some());
@@ -64,8 +64,8 @@ pub(super) struct Outcome {
 /// The values in use, and the values before the pending changes.
 #[derive(Debug)]
 pub(super) struct ObjectSet<K, V> {
-    /// The value in use of each object, and whether it is good. A good value comes from the object
-    /// as written, except for invalid entries.
+    /// The value in use of each object, and whether this value is good. A good value comes from the
+    /// object as written, except for invalid entries and annotations.
     held: HashMap<K, (V, bool)>,
     before: HashMap<K, Option<V>>,
 }

@@ -1,4 +1,5 @@
-//! Problems of objects: findings while an object is read, and the list of all present problems.
+//! Problems of objects: the findings about an object while it is read, and the list of all present
+//! problems.
 
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -12,7 +13,7 @@ enum Reach {
     /// One entry of a list. The entry is left out, and the rest of the object is used.
     Entry,
     /// A Headgate annotation. The annotation is ignored, and the rest of the object is used. The
-    /// text says what applies instead.
+    /// text says which setting applies instead.
     Annotation(&'static str),
     /// The object as a whole.
     Object,
@@ -28,14 +29,15 @@ impl Findings {
         self.0.push((Reach::Entry, field.into(), message.into()));
     }
 
-    /// Adds a finding about a Headgate annotation that cannot be read. `instead` says what applies
-    /// instead.
+    /// Adds a finding about a Headgate annotation that cannot be read. `instead` says which setting
+    /// applies instead.
     pub(super) fn annotation(&mut self, name: &str, message: impl Into<String>, instead: &'static str) {
         let field = format!("metadata.annotations[{name}]");
         self.0.push((Reach::Annotation(instead), field, message.into()));
     }
 
-    /// Adds a finding about the object as a whole, which therefore cannot be used as written.
+    /// Adds a finding about the object as a whole. With such a finding, the object cannot be used
+    /// as written.
     pub(super) fn object(&mut self, field: impl Into<String>, message: impl Into<String>) {
         self.0.push((Reach::Object, field.into(), message.into()));
     }
@@ -84,7 +86,7 @@ pub(super) struct Problems {
 }
 
 impl Problems {
-    /// Replaces the problems of a subject; an empty list clears them. Returns the number of new
+    /// Replaces the problems of a subject; an empty list removes them. Returns the number of new
     /// problems.
     pub(super) fn set(&mut self, subject: Subject, problems: Vec<Problem>) -> usize {
         let before = self.by_subject.get(&subject).map(Vec::as_slice).unwrap_or_default();

@@ -49,7 +49,7 @@ pub(super) fn read(object: &objects::Service) -> Reading<Service> {
     Reading { value: Some(service), findings }
 }
 
-/// The ClusterIPs, at most one of each family of the Service, in the order of the spec.
+/// The ClusterIPs in the order of the spec, at most one of each IP family.
 fn cluster_ips(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<IpAddr> {
     let single = std::slice::from_ref(&spec.cluster_ip);
     let (field, texts) = match (spec.cluster_ips.is_empty(), spec.cluster_ip.is_empty()) {
@@ -159,16 +159,17 @@ fn read_external_addresses(
     }
     match source_ranges(spec, findings) {
         Some(ranges) => service.load_balancer_source_ranges = ranges,
-        // Without all ranges it is unknown which clients to allow, so the load balancer's addresses
-        // are not served until the range is corrected.
+        // If a range cannot be read, it is unknown which clients to allow. So the load balancer's
+        // addresses are not served until the range is corrected.
         None => load_balancer_ips.clear(),
     }
     service.external_ips = external_ips;
     service.load_balancer_ips = load_balancer_ips;
 }
 
-/// The source ranges. If a family has a range of length zero, all its ranges are left out: the
-/// family is open to all clients, like a family without ranges. `None` if a range cannot be read.
+/// The source ranges. If an IP family has a range of length zero, all ranges of this family are
+/// left out: the family is open to all clients, like a family without ranges. `None` if a range
+/// cannot be read.
 fn source_ranges(spec: &objects::ServiceSpec, findings: &mut Findings) -> Option<Vec<IpNet>> {
     let mut ranges = Vec::new();
     let mut are_all_valid = true;
@@ -191,7 +192,7 @@ fn source_ranges(spec: &objects::ServiceSpec, findings: &mut Findings) -> Option
 }
 
 /// Reads the traffic policies, and the health-check port that belongs to them. The external policy
-/// counts only for Services with external addresses or NodePorts.
+/// is ignored for Services that have neither external addresses nor NodePorts.
 fn read_policies(spec: &objects::ServiceSpec, service: &mut Service, findings: &mut Findings) {
     service.internal_traffic_policy = policy("spec.internalTrafficPolicy", &spec.internal_traffic_policy, findings);
     let external = policy("spec.externalTrafficPolicy", &spec.external_traffic_policy, findings);

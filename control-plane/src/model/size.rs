@@ -1,11 +1,13 @@
-//! Bounds of the size of one resource. A resource is never divided between messages, so a resource
-//! larger than a message would end the stream of every agent each time it is sent.
+//! Bounds of the size of one resource. A resource is never divided between messages. So a resource
+//! that is larger than a message may be would end the stream of every agent each time the resource
+//! is sent.
 
 use headgate_core::{Endpoint, EndpointPort, Service, ServiceKey};
 use headgate_proto::{ChangesBuilder, MAX_SERVER_MESSAGE_BYTES};
 
-/// Upper bound of one resource on the wire. A message gets no further resource once it has reached
-/// a quarter of the message limit, so a resource of half the limit always fits.
+/// Upper bound of one resource on the wire, in bytes. When a message has reached a quarter of the
+/// message limit, no further resource is added to the message. So a resource of half the limit
+/// always fits.
 pub(super) const MAX_RESOURCE_BYTES: usize = MAX_SERVER_MESSAGE_BYTES / 2;
 
 /// Upper bound of the number of zone hints of one endpoint, and of the number of its node hints.

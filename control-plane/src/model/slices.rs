@@ -21,7 +21,7 @@ impl Facts {
     }
 
     /// Whether two entries for the same address and port differ, and only their order decides which
-    /// of them counts.
+    /// entry counts.
     pub(super) fn conflicts_with(&self, other: &Self) -> bool {
         self.conditions.terminating == other.conditions.terminating && self != other
     }
@@ -41,7 +41,7 @@ pub(super) struct Slice {
 }
 
 impl Slice {
-    /// The facts about an address; `None` if the slice does not contain it.
+    /// The facts about an address; `None` if the slice does not contain the address.
     pub(super) fn facts(&self, address: IpAddr) -> Option<&Facts> {
         let place = self.endpoints.binary_search_by(|(other, _)| other.cmp(&address)).ok()?;
         self.endpoints.get(place).map(|(_, facts)| facts)
@@ -115,8 +115,8 @@ fn ports(object: &objects::EndpointSlice, findings: &mut Findings) -> Vec<Endpoi
     ports
 }
 
-/// Reads the endpoints. Of several entries for one address the last entry counts, but a terminating
-/// entry never replaces another entry.
+/// Reads the endpoints. If several entries have the same address, the last entry counts, but a
+/// terminating entry never replaces another entry.
 fn endpoints(
     object: &objects::EndpointSlice,
     family: Family,

@@ -1,5 +1,5 @@
-//! The model as a whole: the changes and problems that result from objects. A comment `// rows: 1`
-//! names the rows of docs/behaviours.md that a test covers.
+//! The model as a whole: the changes and problems that result from objects. A comment such as `//
+//! rows: 1` names the rows of docs/behaviours.md that a test covers.
 
 #![allow(clippy::unwrap_used, clippy::needless_pass_by_value)]
 
@@ -64,7 +64,7 @@ impl Bench {
         self.state.entry(&ServiceKey::new("x", name))?.service()
     }
 
-    /// Endpoints as `address:ports`, with `!` after each terminating port.
+    /// The endpoints as `address:ports`, with `!` after each terminating port.
     fn endpoints(&self, name: &str) -> Vec<String> {
         let Some(entry) = self.state.entry(&ServiceKey::new("x", name)) else { return Vec::new() };
         let port = |of_port: headgate_core::PortState<'_>| {

@@ -23,8 +23,8 @@ pub struct EndpointSlice {
     pub endpoints: Vec<SliceEndpoint>,
 }
 
-/// One endpoint of an EndpointSlice. The type is small, because a list holds all endpoints of a
-/// cluster for a moment.
+/// One endpoint of an EndpointSlice. The type is small, because all endpoints of a cluster are in
+/// memory while a list is decoded.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SliceEndpoint {

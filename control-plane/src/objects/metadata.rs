@@ -1,4 +1,4 @@
-//! `metadata`: names, times, and the few labels and annotations that Headgate reads.
+//! The `metadata` of objects: names, times, and the few labels and annotations that Headgate reads.
 
 use std::{borrow::Cow, fmt};
 
@@ -28,7 +28,7 @@ api_types! {
 }
 
 impl Metadata {
-    /// The namespace of a namespaced object: `default` if the object gives no namespace, as for
+    /// The namespace of a namespaced object: `default` if the object gives no namespace, as with
     /// `kubectl apply`.
     #[must_use]
     pub fn namespace_or_default(&self) -> &str {

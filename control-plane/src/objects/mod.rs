@@ -1,10 +1,10 @@
 //! The fields of Kubernetes objects that a service proxy reads. Both sources use these types.
 //!
 //! Decoding these types costs a fraction of decoding the full types: `managedFields`, most labels
-//! and annotations, selectors and statuses are skipped in the text and never reach the heap. Values
-//! are kept as written: an address is text, and a port is any number. So [`crate::model`] can
-//! report one invalid field of an object and use the other fields. A list that is `null` is empty,
-//! because Go writes empty lists as `null`.
+//! and annotations, and selectors are skipped in the text, so no memory is allocated for them.
+//! Values are kept as written: an address is text, and a port is any number. So [`crate::model`]
+//! can report one invalid field of an object and use the other fields. A list that is `null` is
+//! empty, because Go writes empty lists as `null`.
 
 /// Defines types of the API. A field that is missing or `null` has the default value of its type.
 macro_rules! api_types {
@@ -96,8 +96,8 @@ pub struct ObjectKey {
 }
 
 impl ObjectKey {
-    /// Creates a key. A namespaced kind without a namespace is in `default`, as for `kubectl
-    /// apply`.
+    /// Creates a key. An object of a namespaced kind that gives no namespace is in `default`, as
+    /// with `kubectl apply`.
     #[must_use]
     pub fn new(kind: ObjectKind, namespace: &str, name: &str) -> Self {
         let namespace = match (kind.is_namespaced(), namespace) {
@@ -178,8 +178,8 @@ impl Object {
 }
 
 api_types! {
-    /// `apiVersion`, `kind` and the names: enough to identify an object whose other fields cannot
-    /// be decoded.
+    /// The `apiVersion`, `kind` and names of an object. They identify an object whose other fields
+    /// cannot be decoded.
     pub struct Header {
         /// `apiVersion`, such as `discovery.k8s.io/v1`.
         pub api_version: String,

@@ -1,4 +1,5 @@
-//! Conditions, node and hints belong to an address and a port, as in kube-proxy's endpoint cache.
+//! Tests that conditions, node and hints belong to an address and a port, as in kube-proxy's
+//! endpoint cache.
 
 use headgate_core::{
     Family, NodeFacts,
@@ -22,7 +23,7 @@ fn port(name: &str, number: u16) -> Value {
     json!([{"name": name, "port": number}])
 }
 
-/// What `node-1` does for each port of Service x/s.
+/// The endpoints that `node-1` uses for each port of Service x/s.
 fn views(bench: &Bench) -> Vec<ServicePortView> {
     service_views(&bench.state, &Arc::new(ServiceKey::new("x", "s")), Family::V4, &NodeFacts::named("node-1"))
 }
@@ -83,7 +84,8 @@ fn the_slice_with_the_later_name_counts_for_a_port_in_two_slices() {
 fn a_terminating_entry_never_replaces_another_entry_for_its_port() {
     let dying = |serving| json!([endpoint("10.1.0.1", false, serving, true)]);
     let not_ready = || json!([endpoint("10.1.0.1", false, false, false)]);
-    // A pod that is not ready took over the address of a terminating pod, which still serves.
+    // A pod that is not ready has taken over the address of a terminating pod. The terminating pod
+    // still serves.
     for (a, b) in [(not_ready(), dying(true)), (dying(true), not_ready())] {
         for bench in in_both_orders([
             slice("a", "s", a.clone(), port("http", 8080)),

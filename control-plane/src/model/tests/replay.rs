@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// `spec.type`, and whether the Service has a ClusterIP.
+/// The `spec.type` of a Service, and whether the Service has a ClusterIP.
 fn any_type() -> impl Strategy<Value = (&'static str, bool)> {
     prop_oneof![
         3 => Just(("ClusterIP", true)),
@@ -82,7 +82,7 @@ prop_compose! {
     }
 }
 
-/// Conditions, some of which are missing.
+/// The conditions of an endpoint. Some conditions may be missing.
 fn any_conditions() -> impl Strategy<Value = Value> {
     let value = |ready: Option<bool>, serving: Option<bool>, terminating: Option<bool>| json!({"ready": ready, "serving": serving, "terminating": terminating});
     let any_one = || prop::option::of(any::<bool>());
@@ -282,7 +282,7 @@ fn of_state(state: &State) -> BTreeMap<PortKey, PortFacts> {
 
 proptest! {
     /// Each port has the conditions, node, zone and hints that kube-proxy would use, for any slices
-    /// and any earlier versions of them.
+    /// and for any earlier versions of these slices.
     // rows: 9, 10
     #[test]
     fn every_port_has_the_conditions_and_hints_that_kube_proxy_would_use(
