@@ -59,8 +59,8 @@ pub trait NodeDataplane: Send {
     /// The plan is lost: the caller plans these services again, or makes a full sync.
     fn apply(&mut self) -> Result<Report, DataplaneError>;
 
-    /// Finds the services whose rules the kernel rejects in `families`; an empty list means both.
-    /// See [`super::FindFaults::find_faults`].
+    /// Finds the services whose rules the kernel rejects in `families`; an empty list means both
+    /// families. See [`super::FindFaults::find_faults`].
     ///
     /// # Errors
     /// The search did not finish in a family. Try the search again.
@@ -257,8 +257,8 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
             report.merge(family.sync_full(kernel, source)?);
             Ok(())
         })?;
-        // Now that our rules are in place, remove the rules of other dataplanes, which would still
-        // redirect packets.
+        // Now that our rules are in place, remove the rules of other dataplanes, because these
+        // rules would still redirect packets.
         report.warnings.extend(self.leftovers.remove());
         Ok(report)
     }

@@ -34,7 +34,7 @@ pub struct DataplaneError {
     pub kind: ErrorKind,
     /// What failed, and the remedy if one is known.
     pub message: String,
-    /// The affected families; an empty list means both.
+    /// The affected families; an empty list means both families.
     pub families: Vec<Family>,
     /// The services to plan as changed after [`ErrorKind::PlanAgain`].
     pub services: BTreeSet<Arc<ServiceKey>>,

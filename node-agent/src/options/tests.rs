@@ -134,7 +134,7 @@ fn flags_may_be_written_with_underscores_as_in_kube_proxy() {
     let settings = settings(&["--proxy_mode=ipvs", "--cluster_cidr", "10.0.0.0/8", "--iptables_sync-period=5s"]);
     assert_eq!(settings.mode, ProxyMode::Ipvs);
     assert!(matches!(&settings.detect_local, DetectLocal::ClusterCidr(cidrs) if cidrs.len() == 1));
-    // Underscores in values stay.
+    // Underscores in values are not replaced.
     let prefix = ["--detect_local_mode=InterfaceNamePrefix", "--pod_interface_name_prefix=my_pod"];
     assert_eq!(super::tests::settings(&prefix).detect_local, DetectLocal::InterfaceNamePrefix("my_pod".into()));
     assert!(refused(&["--proxy_modes=ipvs"]).contains("unexpected argument '--proxy-modes'"));
@@ -197,7 +197,7 @@ fn http_servers_can_be_switched_off_and_bound_to_other_addresses() {
     let v6 = settings(&["--bind-address=::"]);
     assert_eq!(v6.healthz_bind_address, Some("[::]:10256".parse().unwrap()));
     assert_eq!(v6.metrics_bind_address, Some("[::1]:10249".parse().unwrap()));
-    // Deprecated flags of kube-proxy.
+    // kube-proxy calls these flags deprecated.
     let ports = settings(&["--healthz-port=0", "--metrics-port=9", "--metrics-bind-address=192.0.2.1"]);
     assert_eq!(ports.healthz_bind_address, None);
     assert_eq!(ports.metrics_bind_address, Some("192.0.2.1:9".parse().unwrap()));

@@ -58,8 +58,9 @@ impl SaverInputs {
 }
 
 impl Saver {
-    /// Creates a saver for a file that holds generation 0 of [`AgentState`] if `is_restored`, and
-    /// otherwise no usable state. The saver writes at most once per `interval`.
+    /// Creates a saver for `file`. If `is_restored` is true, the file holds generation 0 of
+    /// [`AgentState`]. Otherwise the file holds no usable state. The saver writes at most once per
+    /// `interval`.
     pub(super) fn new(file: StateFile, is_restored: bool, interval: Duration) -> Self {
         let backoff = Backoff::new(interval, LONGEST_PAUSE.max(interval), Jitter::None);
         Self { file: Arc::new(Mutex::new(file)), prepared: None, saved: is_restored.then_some(0), backoff }

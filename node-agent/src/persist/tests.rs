@@ -370,7 +370,7 @@ fn a_folder_that_cannot_be_created_is_named_in_the_error() {
 #[test]
 fn cleanup_removes_the_file_and_the_temporary_file() {
     let agent = Agent::with_state();
-    // An agent that was killed during a write leaves this file.
+    // An agent that was killed during a write leaves this file behind.
     let half = agent.folder.path().join("state.new");
     std::fs::write(&half, "half").unwrap();
     remove(agent.folder.path()).unwrap();

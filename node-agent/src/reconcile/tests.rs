@@ -99,7 +99,8 @@ fn programmed_version(progress: &Progress) -> Option<u64> {
     Some(progress.programmed.as_ref()?.target.version)
 }
 
-/// A long period, so that no verification interferes with a test, and short pauses after failures.
+/// Returns a long verification period, so that no verification interferes with a test, and short
+/// pauses after failures.
 fn timing() -> Timing {
     let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5), Jitter::Full);
     Timing { sync_period: Duration::from_secs(3600), backoff, ..Timing::default() }
@@ -266,8 +267,8 @@ fn a_full_sync_follows_a_failed_step_and_includes_newer_changes() {
     assert_eq!(apply_of(&run.control.calls(), 4), ["prod/web"]);
 }
 
-/// A real ledger over a kernel in memory. Its first partial sync fails as if another process held
-/// the lock.
+/// A dataplane with a real ledger and a kernel in memory. The first partial sync fails as if
+/// another process held the lock.
 struct LedgerFamily {
     ledger: Ledger,
     failures_left: u32,
@@ -425,7 +426,7 @@ fn a_change_of_the_nodes_zone_or_address_causes_a_full_sync() {
     run.shared.set_node(&own_node(1, Some(&node)));
     run.wait_calls(2);
     assert!(matches!(&run.control.calls()[1], Call::Full(_, facts) if facts.zone.as_deref() == Some("a")));
-    // A change on which no rule depends causes no call to the dataplane.
+    // No rule depends on `going_away`, so the loop does not call the dataplane.
     node.going_away = true;
     run.shared.set_node(&own_node(2, Some(&node)));
     let acked = |progress: &Progress| progress.programmed.as_ref().is_some_and(|p| p.target.node_revision == 2);

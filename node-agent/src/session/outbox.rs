@@ -47,8 +47,8 @@ pub(super) struct Outbox {
 #[derive(Debug)]
 struct WaitingAck {
     ack: v1::Ack,
-    /// The versions that the ACK covers, with the time at which each was programmed. The last item
-    /// is the version of the ACK itself.
+    /// The versions that the ACK covers, with the time at which each version was programmed. The
+    /// last item is the version of the ACK itself.
     programmed: VecDeque<(u64, Instant)>,
 }
 

@@ -53,8 +53,9 @@ impl Rejected {
         self.has_forgotten || self.kept.keys().any(|resource| !is_node(resource))
     }
 
-    /// Records the rejections of a step. Returns the resources whose rejections the step ends by a
-    /// usable value or a removal. The cost is negligible while no rejection is in force.
+    /// Records the rejections of a step. Returns the resources whose rejections end, because the
+    /// step contains a usable value or a removal. The cost is negligible while no rejection is in
+    /// force.
     pub(super) fn step(
         &mut self,
         rejections: &[v1::Rejection],

@@ -73,9 +73,9 @@ async fn an_agent_with_a_state_stays_when_no_other_replica_follows() {
     let others = [
         (8, SourceState::CutOff, services_at(9)),
         (8, SourceState::Unlisted, vec![]),
-        // Behind the agent, which holds position 1 of the services.
+        // This replica is behind the agent, which holds position 1 of the services.
         (8, SourceState::Following, services_at(0)),
-        // The agent's own replica, at another address.
+        // This replica is the agent's own replica, at another address.
         (7, SourceState::Following, services_at(9)),
     ];
     let mut running = Vec::new();

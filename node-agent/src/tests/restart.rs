@@ -51,7 +51,7 @@ async fn a_restarted_agent_requests_the_resources_again_that_it_rejected() {
     acknowledged(&mut connection, 2).await;
     agent.stop().await;
 
-    // After that, no resource is rejected.
+    // The agent has received the rejected resource again in a usable form, so no rejection is left.
     let agent = start(&folder, &replica);
     let (_connection, hello) = serve(&mut replica, &store).await;
     let resume = hello.resume.unwrap();

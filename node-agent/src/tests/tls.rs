@@ -67,7 +67,8 @@ async fn a_replica_of_another_authority_is_refused_until_the_file_changes() {
     let mut replica = ScriptedReplica::start_tls(server_tls(&authority, &authority)).await;
     let agent = start(&replica, write_files(folder.path(), &stranger, &authority));
     assert!(replica.accept_within(Duration::from_millis(500)).await.is_none());
-    // Files are read at each connection: the right authority is used without a restart.
+    // The agent reads the files for each connection, so it uses the right authority without a
+    // restart.
     write(folder.path(), "tls-ca", &authority.pem());
     let (mut connection, _) = serve(&mut replica, &store()).await;
     assert_eq!(connection.ack().await.version, 1);

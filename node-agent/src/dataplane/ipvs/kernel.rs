@@ -134,10 +134,10 @@ impl Kernel {
         })
     }
 
-    /// Replaces our device by a new one with these addresses. Meanwhile a temporary device has the
-    /// addresses, so that the node never loses them. Renaming the temporary device is not possible:
-    /// the kernel would change the labels of its IPv4 addresses, and tools display the label as the
-    /// name of the device.
+    /// Replaces our device by a new device with these addresses. Meanwhile a temporary device has
+    /// the addresses, so that the node never loses them. Renaming the temporary device is not
+    /// possible: the kernel would change the labels of its IPv4 addresses, and tools display the
+    /// label as the name of the device.
     fn replace_device(&mut self, old: u32, addresses: &[Prefix]) -> Result<u32, DataplaneError> {
         // An agent that was killed during a replacement leaves the temporary device behind.
         if let Some(left) = self.routing()?.link(PROBE_DEVICE).map_err(of_routing)? {

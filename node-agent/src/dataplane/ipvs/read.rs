@@ -141,7 +141,7 @@ pub(super) fn destroy_if_there(sets: &mut IpSets, name: &str) -> Result<(), Data
     }
 }
 
-/// Replaces a set by a new one with these elements. Swapping is atomic, so rules that refer to the
+/// Replaces a set by a new set with these elements. Swapping is atomic, so rules that refer to the
 /// set always see all elements.
 fn replace(sets: &mut IpSets, wanted: &Specification, mut changes: Vec<Change>) -> Result<(), DataplaneError> {
     let draft = Specification { name: DRAFT.to_owned(), ..wanted.clone() };

@@ -124,8 +124,8 @@ fn write(path: &Path, value: &str) -> io::Result<()> {
 }
 
 /// True for Linux 4.1 to 5.8. In these versions, if conntrack is on, a connection from a client
-/// port that was used within the last two minutes waits for one second. Newer kernels fix this, and
-/// older kernels do not have the parameter `conn_reuse_mode`.
+/// port that was used within the last two minutes waits for one second. Newer kernels do not have
+/// this delay, and older kernels do not have the parameter `conn_reuse_mode`.
 fn reuses_connections_badly(release: &str) -> bool {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
     let (Some(Ok(major)), Some(Ok(minor))) = (numbers.next(), numbers.next()) else { return false };

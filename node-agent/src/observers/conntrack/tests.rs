@@ -12,7 +12,7 @@ use super::*;
 /// Longest time that a test waits before it fails.
 const GUARD: Duration = Duration::from_secs(30);
 
-/// A state with a tracker. Every step succeeds.
+/// A state with a tracker. The kernel accepts the rules of every step.
 #[derive(Default)]
 struct World {
     state: State,

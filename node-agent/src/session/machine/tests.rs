@@ -8,7 +8,7 @@ use crate::{
     testing::{Replica, batch, chunk, end, endpoint, key, message, no_endpoint, service, service_cidr},
 };
 
-/// An agent without a network and a kernel.
+/// An agent that uses neither a network nor a kernel.
 struct Agent {
     machine: Machine,
     held: Held,
@@ -488,7 +488,7 @@ fn a_resume_by_log_is_complete_at_the_head_that_welcome_named() {
     assert!(!resumed_by(batch(3, 4, &[endpoint("web", 1, 1)])), "two versions are missing");
     assert!(!resumed_by(batch(4, 4, &[endpoint("web", 2, 1)])), "the batch is only a part of a step");
     assert!(!resumed_by(message(Body::Heartbeat(v1::Heartbeat { head_version: 4, ..Default::default() }))));
-    // The head may be higher by now, and the step may go beyond version 6.
+    // The head may be higher than 6 by now, so the step may end at a version above 6.
     assert!(resumed_by(batch(4, 9, &[endpoint("web", 3, 1)])));
     assert!(!resumed_by(batch(9, 10, &[endpoint("web", 4, 1)])), "the effect occurs once");
 }
