@@ -49,8 +49,8 @@ impl CountedStream {
 impl Drop for CountedStream {
     fn drop(&mut self) {
         if self.state.reset_on_close.load(Ordering::Relaxed) {
-            // With a linger time of 0, close(2) sends RST instead of FIN. If setting it fails, the
-            // peer sees a normal close, which is a weaker form of this fault.
+            // With a linger time of 0, close(2) sends RST instead of FIN. If the linger time cannot
+            // be set, the peer sees a normal close instead of a reset.
             if let Err(error) = socket2::SockRef::from(&self.stream).set_linger(Some(Duration::ZERO)) {
                 tracing::warn!(%error, "could not arm a TCP reset");
             }

@@ -42,7 +42,7 @@ struct Inner {
     recorded: Vec<RecordedRequest>,
 }
 
-/// Counts since the server was created. Restarts do not reset them.
+/// Counts since the server was created. Restarts do not reset the counts.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     inner: Mutex<Inner>,

@@ -88,8 +88,8 @@ pub(super) enum Order {
     Bookmark,
 }
 
-/// An order, and the version of the last write before it. The watch sends the events up to this
-/// version before it executes the order.
+/// An order, and the version of the last write before the order. The watch sends the events up to
+/// this version before it executes the order.
 pub(super) type DatedOrder = (u64, Order);
 
 #[derive(Debug)]

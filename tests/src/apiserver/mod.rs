@@ -1,5 +1,5 @@
 //! A stand-in Kubernetes API server for tests. It serves list and watch over HTTP/1.1 for the kinds
-//! that a service proxy reads. Tests can turn on every fault that a watch can meet.
+//! that a service proxy reads. Tests can inject faults into its answers and its connections.
 //!
 //! [`ApiServer`] runs on its own thread and a loopback port. Synchronous and asynchronous tests can
 //! use its handle. Objects are JSON, and every write gets a new version from one global counter.
@@ -57,8 +57,8 @@ pub use self::{
 /// may change the options while the server runs.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The time between BOOKMARK events on watches that allow them. A real server sends one about
-    /// every minute.
+    /// The time between BOOKMARK events on watches that allow them. A real server sends a bookmark
+    /// about every minute.
     pub bookmark_interval: Duration,
     /// Whether watches may ask for `sendInitialEvents`. If false, such a watch gets 422, as from
     /// older servers.
@@ -67,8 +67,8 @@ pub struct Options {
     pub service_field_selectors: bool,
     /// Whether the server has ServiceCIDRs. If false, their paths get 404.
     pub service_cidrs: bool,
-    /// Whether a watch from a version that is too old gets HTTP code 410. If false, it gets 200 and
-    /// an ERROR event, as from current servers.
+    /// Whether a watch from a version that is too old gets HTTP code 410. If false, the watch gets
+    /// 200 and an ERROR event, as from current servers.
     pub gone_as_http_status: bool,
 }
 
@@ -258,8 +258,9 @@ impl ApiServer {
 }
 
 /// Methods that cause faults. `kind: None` means every kind. Methods that act on open watches
-/// return the number of these watches. A watch first sends the events of writes before the call,
-/// unless its kind is blocked, and then executes the fault.
+/// return the number of these watches. A watch first sends the events of all writes that preceded
+/// the call, and then executes the fault. While the kind of a watch is blocked, the watch does not
+/// send these events first.
 impl ApiServer {
     /// Applies the fault to the next `count` requests that match the filter.
     pub fn fail_next(&self, count: u64, filter: RequestFilter, fault: RequestFault) {
@@ -303,7 +304,7 @@ impl ApiServer {
         self.order(kind, &Order::Error(status))
     }
 
-    /// Sends an ERROR event with code 410 (too old a version) to open watches, then ends them.
+    /// Sends an ERROR event with code 410 (the version is too old) to open watches, then ends them.
     /// After [`Self::compact`], resuming the watches fails as well.
     pub fn expire_watches(&self, kind: Option<Kind>) -> usize {
         let status = status::too_old(self.version(), self.version()).body;

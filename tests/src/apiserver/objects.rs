@@ -1,5 +1,5 @@
-//! Builders of JSON objects in the form in which the API server returns them. They do not validate,
-//! because tests also need invalid objects.
+//! Builders of JSON objects in the form in which the API server returns them. The builders do not
+//! validate the objects, because tests also need invalid objects.
 
 use serde_json::{Value, json};
 
@@ -69,8 +69,8 @@ pub fn service(namespace: &str, name: &str) -> ServiceBuilder {
 impl ServiceBuilder {
     common_methods!();
 
-    /// Adds a cluster IP. The first one is also `clusterIP`. The text `None` makes the Service
-    /// headless.
+    /// Adds a cluster IP. The first cluster IP is also the value of `clusterIP`. The text `None`
+    /// makes the Service headless.
     pub fn cluster_ip(mut self, address: &str) -> Self {
         let spec = &mut self.value["spec"];
         if spec["clusterIP"].is_null() {
@@ -205,7 +205,7 @@ impl NodeBuilder {
         self
     }
 
-    /// Adds a pod CIDR. The first one is also `podCIDR`.
+    /// Adds a pod CIDR. The first pod CIDR is also the value of `podCIDR`.
     pub fn pod_cidr(mut self, cidr: &str) -> Self {
         let spec = &mut self.value["spec"];
         if spec["podCIDR"].is_null() {

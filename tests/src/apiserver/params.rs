@@ -27,7 +27,8 @@ impl Params {
     /// Decodes a query.
     ///
     /// # Errors
-    /// The failure has code 400 or 422, as from a real server with these options.
+    /// The query is invalid, or `options` do not allow it. The failure has code 400 or 422, like
+    /// the failure that a real server returns.
     pub(super) fn parse(kind: Kind, query: &str, options: &Options) -> Result<Self, Failure> {
         let mut params = Self::default();
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
@@ -92,8 +93,8 @@ fn percent_decode(text: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// A selector in the two forms that Headgate's watch loop sends: objects without a label, and
-/// Services whose `clusterIP` differs from a value. The default selects everything.
+/// A selector. It has the two conditions that Headgate's watch loop sends: the object has no such
+/// label, and the `clusterIP` of a Service differs from a value. The default selects everything.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Selector {
     without_label: Option<String>,

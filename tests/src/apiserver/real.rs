@@ -178,7 +178,8 @@ impl RealApiServer {
     }
 
     /// Compacts etcd at its current revision, so that watches and exact lists of earlier versions
-    /// get 410. Restarts the API server too, because its watch cache would still have the history.
+    /// get 410. Restarts the API server too, because the watch cache of the running server still
+    /// has the history.
     ///
     /// # Errors
     /// etcd refuses the compaction, or the API server does not serve in time.
@@ -265,8 +266,8 @@ fn start_etcd(assets: &Path, folder: &Path, port: u16, peer_port: u16) -> Result
     ];
     let log = folder.join("etcd.log");
     // 5 s is also the interval that kubeadm sets. With etcd's default, API servers before 1.31 send
-    // bookmarks only every ten minutes. The first name is for etcd up to 3.5, the second for later
-    // versions.
+    // bookmarks only every ten minutes. etcd up to 3.5 reads the first variable, and later versions
+    // read the second variable.
     let environment = ["ETCD_EXPERIMENTAL_WATCH_PROGRESS_NOTIFY_INTERVAL", "ETCD_WATCH_PROGRESS_NOTIFY_INTERVAL"];
     let mut command = Command::new(assets.join("etcd"));
     command.args(flags).envs(environment.map(|name| (name, "5s")));

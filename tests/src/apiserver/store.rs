@@ -52,9 +52,9 @@ struct Inner {
     version: u64,
     /// New watches and exact reads of versions below this one get 410.
     compacted: u64,
-    /// All writes in order up to `version`, without gaps. While an open watch has not read all
-    /// writes before `compacted`, the history still contains them, because compaction does not
-    /// remove events of open watches.
+    /// All writes in order up to `version`, without gaps. The history keeps a write before
+    /// `compacted` until every open watch has read it, because compaction does not remove events of
+    /// open watches.
     history: VecDeque<Change>,
     cursors: BTreeMap<u64, u64>,
     next_cursor: u64,
@@ -140,7 +140,8 @@ impl Store {
     }
 
     /// The version of the list, and the objects by key at this version. The version is `at`, or the
-    /// current one if `at` is `None`. Returns 410 if the version is compacted.
+    /// current version if `at` is `None` or newer than the current version. Returns 410 if the
+    /// version is compacted.
     pub(super) fn list(&self, kind: Kind, at: Option<u64>) -> Result<(u64, BTreeMap<String, Arc<Value>>), Failure> {
         let inner = lock(&self.inner);
         let mut objects = inner.objects.get(&kind).cloned().unwrap_or_default();
@@ -162,7 +163,7 @@ impl Store {
     }
 
     /// Opens a cursor for a watch. The history keeps events after `from` until the cursor has read
-    /// them. Returns 410 if `from` is compacted.
+    /// these events. Returns 410 if `from` is compacted.
     pub(super) fn open_cursor(&self, from: u64) -> Result<u64, Failure> {
         let mut inner = lock(&self.inner);
         if from < inner.compacted {
@@ -174,14 +175,15 @@ impl Store {
         Ok(cursor)
     }
 
-    /// Reads at most `limit` changes after `from` and up to `until`. Returns the version of the
-    /// last returned change, or `from` if there is none, and the changes.
+    /// Reads at most `limit` changes after `from` and up to `until`. Returns a version and the
+    /// changes. The version is the version of the last returned change, or `from` if no change is
+    /// returned.
     pub(super) fn read(&self, cursor: u64, from: u64, until: u64, limit: usize) -> (u64, Vec<Change>) {
         let mut inner = lock(&self.inner);
         if from >= inner.version.min(until) {
-            // The condition also holds for a watch from a future version, as after a restored
-            // backup. The real server sends nothing on such a watch until the counter has reached
-            // the version of the watch.
+            // The condition also holds for a watch whose version is above the counter, for example
+            // after a backup was restored. The real server sends nothing on such a watch until the
+            // counter has reached the version of the watch.
             return (from, Vec::new());
         }
         let first = inner.version + 1 - inner.history.len() as u64;

@@ -55,8 +55,8 @@ impl std::fmt::Debug for ApiUnderTest {
 }
 
 impl ApiUnderTest {
-    /// Starts the stand-in, and the real server if [`ASSETS_VARIABLE`] is set. Otherwise prints
-    /// that the variable is unset.
+    /// Starts the stand-in. Also starts the real server if [`ASSETS_VARIABLE`] is set, or else
+    /// prints that the variable is unset.
     ///
     /// # Errors
     /// A server does not start.
@@ -190,7 +190,7 @@ impl ApiUnderTest {
         self.connect_anew().await
     }
 
-    /// Replaces the client. The old client could send a request over an idle connection that the
+    /// Replaces the client. The old client could send a request over an idle connection, which the
     /// restart has cut.
     async fn connect_anew(&mut self) -> Result<(), ApiUnderTestError> {
         self.client = client(&self.kubeconfig()).await?;

@@ -27,8 +27,9 @@ const BATCH: usize = 256;
 /// to the socket.
 const CUT_PAUSE: Duration = Duration::from_millis(20);
 
-/// A watch gets a bookmark at least this long before its end, as `cacheWatcher.nextBookmarkTime` of
-/// the real server does.
+/// The first bookmark of a watch is sent at least this long before the end of the watch, if the
+/// watch is longer than this time. `cacheWatcher.nextBookmarkTime` of the real server has the same
+/// rule.
 const LAST_BOOKMARK: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Clone, Copy)]
@@ -51,7 +52,8 @@ impl Drop for Cursor {
     }
 }
 
-/// The state of one watch. It is dropped with the response body, also when the client disconnects.
+/// The state of one watch. The state is dropped with the response body, also when the client
+/// disconnects.
 #[derive(Debug)]
 pub(super) struct Session {
     shared: Arc<Shared>,
@@ -101,8 +103,8 @@ impl Session {
             }
         };
         let options = shared.options();
-        // If the client sets no time-out, the real server chooses a random one of at least half an
-        // hour.
+        // If the client sets no time-out, the real server chooses a random time-out of at least
+        // half an hour.
         let seconds = params.timeout_seconds.unwrap_or_else(|| fastrand::u64(1_800..3_600));
         let now = Instant::now();
         let deadline = now + Duration::from_secs(seconds.min(86_400));
@@ -254,8 +256,9 @@ impl Session {
             (None, Some(object)) => self.push_event("ADDED", object),
             (Some(_), Some(object)) => self.push_event("MODIFIED", object),
             (Some(object), None) => {
-                // The event has the last selected state, with the version of the write that removed
-                // or deselected it.
+                // The event has the last state of the object that the selector matched. The version
+                // is the version of the write after which the object is deleted or no longer
+                // matches.
                 let mut object = (**object).clone();
                 object["metadata"]["resourceVersion"] = json!(change.version.to_string());
                 self.push_event("DELETED", &object);

@@ -2,9 +2,10 @@
 //!
 //! [`rows`] is the checklist. A test of any crate lists the rows that it shows in a comment `//
 //! rows: 31, 36` directly above its attributes, or in `// rows of ipvs: 102` for one backend alone.
-//! A case of the packet table lists its rows as data, and they count for the test that runs its
-//! group. [`scan`] finds the comments and the cases, [`report`] reads the results of the tests, and
-//! [`page`] renders the page. Every row needs a test, or a reason why no test exists.
+//! A case of the packet table has a field with its rows. These rows count for the test that runs
+//! the group of the case. [`scan`] finds the comments and the cases, [`report`] reads the results
+//! of the tests, and [`page`] renders the page. Every row needs a test, or a reason why no test
+//! exists.
 
 pub mod page;
 pub mod report;

@@ -18,7 +18,7 @@ impl Report {
     /// Reads the newest report below `root`.
     ///
     /// # Errors
-    /// No report exists, or it cannot be read.
+    /// No report exists, or the newest report cannot be read.
     pub fn newest(root: &Path) -> Result<Self> {
         let places = PLACES.map(|place| root.join(place));
         let age =

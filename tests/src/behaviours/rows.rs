@@ -24,7 +24,8 @@ impl Column {
         }
     }
 
-    /// The backend of the packet cases that represents this backend.
+    /// The backend of the testbed that represents this backend of the checklist. A packet case that
+    /// excludes the testbed's backend shows no rows for this one.
     #[must_use]
     pub fn backend(self) -> Backend {
         match self {

@@ -29,7 +29,7 @@ pub enum ScanError {
         /// The cause.
         error: std::io::Error,
     },
-    /// A comment is invalid, or no test follows it.
+    /// A comment is invalid, or no test follows the comment.
     #[error("{path}:{line}: {message}")]
     Comment {
         /// The file.
@@ -86,8 +86,8 @@ pub type Evidence = BTreeMap<u8, Vec<ProvingTest>>;
 /// Collects the tests of a backend's rows from all sources under `root`.
 ///
 /// # Errors
-/// A comment lists a row that does not exist, or no test follows it; a group has no test; or a file
-/// cannot be read.
+/// A comment lists a row that does not exist, no test follows a comment, a group has no test, or a
+/// file cannot be read.
 pub fn scan(root: &Path, column: Column) -> Result<Evidence, ScanError> {
     let mut evidence = Evidence::new();
     for (folder, _) in CRATES {
@@ -148,7 +148,8 @@ fn sources(root: &Path, folder: &Path) -> Result<Vec<PathBuf>, ScanError> {
     Ok(found)
 }
 
-/// The tests of a file that have a comment for the backend, and the rows in the comment.
+/// The names of the tests in a file that have a comment for the backend, each with the rows in the
+/// comment.
 fn comments(file: &Path, text: &str, column: Column) -> Result<Vec<(String, Vec<u8>)>, ScanError> {
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
     let mut found = Vec::new();

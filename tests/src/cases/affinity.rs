@@ -68,7 +68,8 @@ pub fn a_client_stays_with_its_server(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// A client loses its server if it opens no connection for the affinity time-out, and not earlier.
+/// A client keeps its server until the client has opened no connection for the whole affinity
+/// time-out. The client then loses its server.
 pub fn affinity_ends_after_its_timeout(bed: &Testbed) -> Result<()> {
     let service = bed.service("sticky-briefly")?;
     let timeout_seconds = service.affinity_timeout_seconds.context("sticky-briefly has no affinity time-out")?;
@@ -147,7 +148,7 @@ fn is_renewed(bed: &Testbed, family: Family, timeout_seconds: u32) -> Result<()>
         };
         CLIENTS_OF_NODE_A.iter().map(ask).collect()
     };
-    // On a busy machine requests may be too late. The check then begins again.
+    // On a busy machine requests may be too late. In this case the check begins again.
     for _ in 0..5 {
         let (began, first) = (Instant::now(), ask_all()?);
         let mut earliest = began;
@@ -206,9 +207,9 @@ pub fn affinity_can_be_turned_on_and_off(bed: &Testbed) -> Result<()> {
 /// The endpoints of the Service `local` in [`with_local_policies`]: two on node-a, one on node-b.
 const SPREAD: [&str; 3] = ["a1", "a2", "b1"];
 
-/// Affinity together with the policy Local: a client stays with one of the endpoints that the
-/// policy allows, also if its affinity record names another endpoint. Affinity and policy can each
-/// be turned on and off.
+/// Affinity together with the policy Local: a client reaches only endpoints that the policy allows,
+/// even if its affinity record names another endpoint. The client stays with the endpoint that it
+/// has reached. Affinity and policy can each be turned on and off.
 pub fn with_local_policies(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| {
         let service = Service::new("local", &SPREAD);
@@ -240,7 +241,8 @@ pub fn with_local_policies(bed: &Testbed) -> Result<()> {
     now(&["a1", "a2"], "without affinity")?;
     change(&|service| service.affinity_timeout_seconds = Some(10_800))?;
     let before = [by_balancer(Family::V4)?, by_balancer(Family::V6)?];
-    // The record survives changes of the policy, because both policies allow its endpoint.
+    // The affinity record survives changes of the policy, because both policies allow the endpoint
+    // that the record names.
     for external_local in [false, true] {
         change(&|service| service.external_local = external_local)?;
         for (family, before) in Family::BOTH.into_iter().zip(&before) {

@@ -20,14 +20,14 @@ pub struct Case {
     pub expect: Expect,
     /// The rows of the checklist in `docs/behaviours.md` that the case shows.
     pub rows: &'static [u8],
-    /// Backends that differ on purpose, with the reason.
+    /// Backends that do not run the case because they differ on purpose, each with the reason.
     pub excluded: Vec<(Backend, &'static str)>,
 }
 
 /// The expected outcome of a case.
 #[derive(Debug, Clone)]
 pub enum Expect {
-    /// All these servers answer, and no others.
+    /// All servers in `by` answer, and no other server answers.
     Answered {
         /// Pods, or nodes for their host network.
         by: &'static [&'static str],
@@ -87,12 +87,13 @@ impl Question {
         Self { families, ..self }
     }
 
-    /// Expects that all these servers answer, and that they see this source.
+    /// Expects that all servers in `by` answer, and that they see the source address `source`.
     pub fn answered(self, by: &'static [&'static str], source: SourceAddress) -> Case {
         self.must(Expect::Answered { by, source, even: false })
     }
 
-    /// Expects that all these servers answer equal shares of the requests, and see this source.
+    /// Expects that all servers in `by` answer equal shares of the requests, and that they see the
+    /// source address `source`.
     pub fn answered_evenly(self, by: &'static [&'static str], source: SourceAddress) -> Case {
         self.must(Expect::Answered { by, source, even: true })
     }
@@ -118,7 +119,7 @@ impl Question {
     }
 }
 
-/// Sets the rows of the checklist that all these cases show.
+/// Sets the rows of the checklist that each case of `cases` shows.
 pub fn rows<const N: usize>(rows: &'static [u8], cases: [Case; N]) -> Vec<Case> {
     cases.into_iter().map(|case| case.rows(rows)).collect()
 }

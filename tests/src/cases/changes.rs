@@ -62,7 +62,7 @@ pub fn type_switches(bed: &Testbed) -> Result<()> {
             vec![
                 ask("a3", "switching", ClusterIp).gone(),
                 ask("outside-1", "switching", ExternalIp).gone(),
-                // There is no rule for this port, and no program listens on it.
+                // No rule exists for this port, and no program listens on the port.
                 node_port().refused(),
             ],
         ),
@@ -84,9 +84,9 @@ pub fn type_switches(bed: &Testbed) -> Result<()> {
     expect_unserved(bed, old)
 }
 
-/// Checks a removed port at an address that the service still has. The node does not translate the
-/// packet. If the node holds the address, it refuses the packet. Otherwise the packet gets no
-/// answer.
+/// Checks a request to a removed port, at an address that the service still has. The node does not
+/// translate the request. If the node holds the address, the node refuses the request. Otherwise
+/// the request gets no answer.
 fn expect_unserved(bed: &Testbed, to: std::net::SocketAddr) -> Result<()> {
     let outcome = bed.machines().ask("a3", &Request::new(Transport::Tcp, to).expecting_silence())?;
     let expected = if bed.backend().binds_addresses() { Outcome::Refused } else { Outcome::TimedOut };
@@ -158,8 +158,8 @@ pub fn ports_are_added_renamed_and_removed(bed: &Testbed) -> Result<()> {
     expect_unserved(bed, gone)
 }
 
-/// A node's zone label changes, is removed and returns. Services with hints use the endpoints for
-/// the present zone.
+/// A node's zone label changes, is removed and is set again. Services with hints use the endpoints
+/// for the present zone.
 pub fn zone_changes(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| {
         let endpoints = [("a1", "zone-1"), ("b1", "zone-1"), ("c1", "zone-2")];
@@ -187,7 +187,7 @@ pub fn zone_changes(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// A ServiceCIDR is added while the programs run. A Service with an address of this range works.
+/// A ServiceCIDR is added while the programs run. A Service with an address in this range works.
 pub fn further_service_range(bed: &Testbed) -> Result<()> {
     const ADDRESSES: [&str; 2] = ["10.97.0.7", "fd00:10:97::7"];
     bed.update(|manifests| {

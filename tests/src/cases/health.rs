@@ -1,5 +1,5 @@
-//! Active health checks: endpoints that refuse get no new connections, and keep their established
-//! connections.
+//! Active health checks: an endpoint that refuses a check gets no new connections, and keeps its
+//! established connections.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream};
@@ -68,7 +68,7 @@ pub fn refusing_endpoints_are_left_out(bed: &Testbed) -> Result<()> {
 }
 
 /// Connects to `to` until `listener` accepts one of these connections. Returns the server's and the
-/// client's end. Agents' checks also connect to `listener`, but send no data.
+/// client's ends of this connection. Agents' checks also connect to `listener`, but send no data.
 fn eventually_connected(bed: &Testbed, to: SocketAddr, listener: &TcpListener) -> Result<(TcpStream, TcpStream)> {
     let machine = bed.machines().machine("a3")?;
     let found = std::cell::RefCell::new(None);

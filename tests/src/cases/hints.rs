@@ -57,8 +57,8 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
 }
 
 /// The proxy follows hints by node if all ready endpoints have such a hint and at least one of
-/// these hints names the node. Otherwise it follows hints by zone, under the corresponding
-/// conditions. Otherwise it uses all endpoints.
+/// these hints names the node. Otherwise it follows hints by zone, if all ready endpoints have such
+/// a hint and at least one of these hints names the node's zone. Otherwise it uses all endpoints.
 pub(super) fn topology() -> Vec<Case> {
     const NEAR: &[&str] = &["a1", "b1"];
     const ALL: &[&str] = &["a1", "b1", "c1"];

@@ -139,8 +139,8 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
     Ok(())
 }
 
-/// A slice whose ports lack a name or a valid number. A slice without usable ports has no
-/// endpoints.
+/// A slice whose ports lack a name or a valid number. Headgate uses no endpoint of a slice without
+/// usable ports.
 fn nameless(service: &str, family: Family) -> Value {
     let address = if family == Family::V4 { "10.244.1.10" } else { "fd00:10:244:1::a" };
     json!({

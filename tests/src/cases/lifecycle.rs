@@ -33,9 +33,10 @@ fn replace_steady(bed: &Testbed, endpoints: &[&str]) -> Result<()> {
     })
 }
 
-/// The control plane stops, and forwarding continues. When it starts again with unchanged
-/// manifests, the agents resume: they receive no resource and write nothing to their kernels. When
-/// it starts again with a change, the agents program the change.
+/// The control plane stops, and forwarding continues. When the control plane starts again with
+/// unchanged manifests, the agents resume: they receive no resource and write nothing to their
+/// kernels. When the control plane starts again with changed manifests, the agents program the
+/// change.
 ///
 /// Needs machines with [`some_services`] and no running programs.
 pub fn control_plane_outage(bed: &Testbed) -> Result<()> {
@@ -118,9 +119,10 @@ pub fn agent_crash(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Established connections survive when agents are stopped and started, when agents are killed
-/// while the endpoint is removed, and when agents start without the state on disk. An agent of
-/// another version, which cannot read the state, also starts without it.
+/// Established connections survive when agents are stopped and started, when their endpoint is
+/// removed, when another endpoint is removed while the agents are down, and when agents start
+/// without the state on disk. An agent of another version cannot read the state, so it also starts
+/// without the state.
 ///
 /// Needs a running cluster with [`some_services`].
 pub fn connections_survive(bed: &Testbed) -> Result<()> {

@@ -152,9 +152,9 @@ const UDP_WAYS: [(&str, Via); 5] = [
 ];
 
 /// Every endpoint is replaced while UDP clients keep their sockets and send without a pause. If the
-/// agent did not delete conntrack entries, the kernel would send such a client to a removed
-/// endpoint as long as the client sends. The clients of a removed endpoint must move to another
-/// endpoint at once, and other clients must stay.
+/// agent did not delete conntrack entries, the kernel would send the packets of such a client to a
+/// removed endpoint as long as the client sends packets. The clients of a removed endpoint must
+/// move to another endpoint at once, and other clients must stay.
 ///
 /// The agent must delete conntrack entries after it has written the rules. Otherwise the old rules
 /// could create an entry again, and its client would stay at the old endpoint.
@@ -254,7 +254,8 @@ pub fn services_are_added_changed_and_removed(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// A Service without endpoints refuses connections. It answers again when it has endpoints.
+/// A Service without endpoints refuses connections. The Service answers again when it has
+/// endpoints.
 pub fn scale_to_zero_and_back(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("idle", &["a1", "c1"])))?;
     for _ in 0..2 {

@@ -13,8 +13,9 @@
 //! - [`live`]: Services that change while connections run. [`lifecycle`]: programs that stop and
 //!   crash, rules of other programs, and `--cleanup`.
 //!
-//! The cases expect the behaviour of kube-proxy in iptables mode where users rely on it. A backend
-//! that differs on purpose is excluded from a case by name, with a reason, which is printed.
+//! The cases expect the behaviour of kube-proxy in iptables mode where users rely on it. If a
+//! backend differs on purpose, the case excludes this backend by name and gives a reason. The
+//! reason is printed.
 
 pub mod affinity;
 pub mod case;

@@ -29,8 +29,8 @@ pub fn large_payloads(bed: &Testbed) -> Result<()> {
             if bed.backend() == Backend::Ipvs && from == "node-a" {
                 // IPVS translates the node's own packets after the kernel has chosen the route. The
                 // sender therefore does not fragment for the MTU of the final path, and sending a
-                // large datagram fails. IPv4 then learns the path MTU. IPv6 stores no path MTU for
-                // local addresses.
+                // large datagram fails. After this failure, IPv4 knows the path MTU, so a later
+                // request may succeed. IPv6 stores no path MTU for local addresses.
                 let outcome = client::ask(client, &request)?;
                 ensure!(matches!(outcome, Outcome::Broken(_) | Outcome::Answered(_)), "{outcome}");
                 continue;

@@ -93,8 +93,9 @@ fn last_segment(socket: &UdpSocket, family: Family, client_port: u16, server_por
 }
 
 /// A packet far outside the TCP window does not end its connection. Conntrack classifies the packet
-/// as invalid and does not translate its source back. The client would answer with a reset, and the
-/// reset would end the connection. The agent's rules therefore drop the packet, and count it.
+/// as invalid and does not translate the packet's source back. The client would answer the packet
+/// with a reset, and the reset would end the connection. The agent's rules therefore drop and count
+/// the packet.
 pub fn a_packet_outside_the_window_does_not_end_a_connection(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("windowed", &["a1"])))?;
     for family in Family::BOTH {
@@ -166,9 +167,10 @@ pub fn neighbours_cannot_reach_loopback(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The agent's rules accept health checks to the node's address, but not from a neighbour to
-/// 127.0.0.1. An earlier version put the jump to `KUBE-LOCALNET-GUARD`, which drops packets for
-/// 127.0.0.1, behind the rule that accepts health checks. The agent moves this jump to the front.
+/// The agent's rules accept health checks that are sent to the node's address. They do not accept
+/// health checks that a neighbour sends to 127.0.0.1. An earlier version of the agent put the jump
+/// to `KUBE-LOCALNET-GUARD`, which drops packets for 127.0.0.1, behind the rule that accepts health
+/// checks. The agent moves this jump to the front.
 ///
 /// Needs machines without running programs.
 pub fn health_checks_do_not_open_loopback(bed: &Testbed) -> Result<()> {

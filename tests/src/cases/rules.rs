@@ -48,8 +48,9 @@ fn rules(bed: &Testbed) -> Result<Vec<String>> {
     Ok(all)
 }
 
-/// The chains of a service: chains that rules for its addresses jump to, directly or over other
-/// chains. The compact layout has no comments that would name the service.
+/// The chains of a service. Rules for the service's addresses jump to these chains, directly or
+/// through other chains. The search uses no comments of rules, because rules of the compact layout
+/// have no comments that name the service.
 fn chains_of<'a>(rules: &'a [String], service: &Service) -> BTreeSet<&'a str> {
     let mut roots = Vec::new();
     for family in Family::BOTH {
@@ -151,8 +152,8 @@ pub fn flushed_rules_are_restored(bed: &Testbed) -> Result<()> {
             .try_for_each(|family| iptables::run(node, bed.backend().variant(), family, &lock, arguments))
     };
     let tables = |tables: &[&str]| -> Result<()> {
-        // If the agent restores rules between the two commands, the second one fails, because used
-        // chains cannot be removed.
+        // If the agent restores rules between the two commands, the second command fails, because
+        // iptables cannot remove chains that rules jump to.
         tables.iter().try_for_each(|table| {
             eventually(|| {
                 flush(&["-t", table, "-F"])?;
@@ -162,7 +163,7 @@ pub fn flushed_rules_are_restored(bed: &Testbed) -> Result<()> {
     };
     let steps: [(&str, &dyn Fn() -> Result<()>); 6] = [
         ("all tables were flushed", &|| tables(&["mangle", "nat", "filter"])),
-        // The canary in table mangle, which the agent checks first, stays in this case.
+        // In this case the canary in table mangle stays. The agent checks this canary first.
         ("table nat was flushed", &|| tables(&["nat"])),
         ("table filter was flushed", &|| tables(&["filter"])),
         ("one chain was flushed", &|| flush(&["-t", "nat", "-F", "KUBE-MARK-MASQ"])),
@@ -197,8 +198,8 @@ pub fn host_bits_of_ranges_are_cleared(bed: &Testbed) -> Result<()> {
     expect_from_node_a(bed, &["a1", "b1"])
 }
 
-/// The agent used the other variant of iptables before. The agent removes all rules of that
-/// variant.
+/// An earlier agent used the other variant of iptables. The present agent removes all rules of the
+/// other variant.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn rules_of_the_other_variant_are_removed(bed: &Testbed) -> Result<()> {
@@ -235,9 +236,9 @@ pub fn rules_of_the_other_variant_are_removed(bed: &Testbed) -> Result<()> {
 }
 
 /// kube-proxy replaces the agent on a node, and then the agent replaces kube-proxy. In one
-/// transaction, kube-proxy's sync rewrites its own chains and removes all service chains that it
-/// does not know. In this test it knows no service chain. If a rule still jumped to a removed
-/// chain, each sync would fail.
+/// transaction, a sync of kube-proxy rewrites kube-proxy's own chains and removes all service
+/// chains that kube-proxy does not know. In this test kube-proxy knows no service chain. If a rule
+/// still jumped to a removed chain, each sync would fail.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn kube_proxy_takes_over_again(bed: &Testbed) -> Result<()> {

@@ -12,12 +12,12 @@ use crate::testbed::{Answer, Family, Outcome, Request, Testbed, client, plan};
 
 /// The number of cases that run in parallel. Cases spend most of their time waiting for time-outs.
 const WORKERS: usize = 12;
-/// The number of requests with which a case checks for equal shares. With four servers, each server
-/// expects 75 ± 7.5 requests.
+/// The number of requests with which a case checks for equal shares. With four servers, the
+/// expected number of requests of a server is 75 ± 7.5.
 const EVEN_REQUESTS: usize = 300;
-/// The largest distance of a share from its expectation, in standard deviations. By chance one in a
-/// million shares exceeds this distance. If a share exceeds it, the case sends the requests again,
-/// and fails only if a share of the second round exceeds it, too.
+/// The largest distance of a share from its expected value, in standard deviations. By chance about
+/// one share in a million exceeds this distance. If a share exceeds it, the case sends the requests
+/// again, and fails only if a share of the second round exceeds it, too.
 const EVEN_SIGMAS: f64 = 5.0;
 
 /// Runs all cases, each for its ports and families.

@@ -65,8 +65,8 @@ pub fn masquerading(bed: &Testbed) -> Result<()> {
     let lock = bed.machines().xtables_lock("node-c");
     for family in Family::BOTH {
         let rules = iptables::save(bed.machines().machine("node-c")?, bed.backend().variant(), family, &lock)?;
-        // The rules set the chosen bit, and clear it before the packet leaves the node. They do not
-        // use the default bit.
+        // The rules set the chosen bit, and clear this bit before the packet leaves the node. The
+        // rules do not use the default bit.
         for expected in ["--set-xmark 0x80/0x80", "-A KUBE-POSTROUTING -j MARK --set-xmark 0x80/0x0"] {
             ensure!(rules.contains(expected), "the rules do not contain {expected}:\n{rules}");
         }
@@ -76,7 +76,7 @@ pub fn masquerading(bed: &Testbed) -> Result<()> {
 }
 
 /// Additional addresses of nodes, in both families. The kernel never chooses the IPv6 address as a
-/// source, because it is deprecated from the start.
+/// source, because the address is deprecated from the start.
 const FURTHER: [(&str, &str, &str); 3] = [
     ("node-a", "192.0.2.21", "2001:db8:0:1::21"),
     ("node-b", "192.0.2.22", "2001:db8:0:1::22"),

@@ -76,7 +76,7 @@ pub fn services() -> Result<Manifests> {
     })?;
 
     add("ranges-node-address", WEB, &|service| {
-        // Only node-a is in a range.
+        // The ranges contain only the addresses of node-a.
         service.source_ranges = ranges("192.0.2.11/32", "2001:db8:0:1::b/128");
     })?;
     add("ranges-halves", WEB, &|service| {
@@ -110,7 +110,7 @@ pub fn cluster_ip() -> Vec<Case> {
         ask("a3", "host-network", ClusterIp).ports(EVERY_TRANSPORT).answered(&["node-c"], Kept).rows(&[31, 37]),
         ask("node-a", "host-network", ClusterIp).answered(&["node-c"], Masqueraded("node-a")).rows(&[33, 37]),
         ask("node-c", "host-network", ClusterIp).answered(&["node-c"], Masqueraded("node-c")).rows(&[33, 37]),
-        // The source changes if an endpoint reaches itself.
+        // The source address changes if an endpoint reaches itself.
         ask("a1", "self", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1"], Masqueraded("node-a")).rows(&[36]),
         ask("a1", "self", ExternalIp).answered(&["a1"], Masqueraded("node-a")).rows(&[36, 58]),
         ask("a2", "self", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1"], Kept).rows(&[31]),
@@ -148,7 +148,7 @@ pub fn node_port() -> Vec<Case> {
             .answered(&["node-c"], Masqueraded("node-a"))
             .rows(&[37, 51]),
         // The endpoint is on the node that gets the request. The packet does not leave the node, so
-        // it is not masqueraded.
+        // the node does not masquerade it.
         ask("outside-1", "host-network", NodePort("node-c")).answered(&["node-c"], Kept).rows(&[37]),
         // Node ports on loopback work over IPv4 only: the kernel sends no packets with the source
         // ::1 to other machines.
@@ -162,8 +162,8 @@ pub fn node_port() -> Vec<Case> {
     ]
 }
 
-/// External and load balancer addresses, which no machine holds: outside clients reach them over a
-/// node, and pods and nodes reach them too.
+/// External and load balancer addresses, which no machine holds: outside clients reach them through
+/// a node, and pods and nodes reach them too.
 pub fn external_addresses() -> Vec<Case> {
     let mut cases = Vec::new();
     for via in [ExternalIp, LoadBalancerIp] {

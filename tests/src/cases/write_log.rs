@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 /// A log of kernel writes. Wrappers around the iptables-restore programs write the log. A wrapper
-/// logs each call and its script, and then runs the real program.
+/// logs each call and the script of the call, and then runs the real program.
 #[derive(Debug)]
 pub(crate) struct WriteLog {
     /// The folder of the wrappers, for [`AgentSetup::tools`](crate::testbed::AgentSetup::tools).

@@ -98,8 +98,8 @@ async fn carry(
     if has_ended {
         return;
     }
-    // A silent connection forwards no bytes later either. When the mode changes, the relay resets
-    // it.
+    // The relay never forwards bytes on a connection that was silent. When the mode changes, the
+    // relay resets this connection.
     while *mode.borrow_and_update() == Mode::Silent {
         if mode.changed().await.is_err() {
             break;

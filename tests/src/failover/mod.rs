@@ -1,7 +1,7 @@
 //! Many agents and three replicas. The first replica follows the API server, the second one never
 //! reaches the API server, and the third one loses its connection after a while. Later all replicas
-//! lose their connections. Replicas are real processes. Agents are the real session and reconcile
-//! loop.
+//! lose their connections. Replicas are real processes. Each agent consists of the real session and
+//! the real reconcile loop.
 
 mod gate;
 mod replica;
@@ -58,7 +58,8 @@ pub struct Scenario {
     pub cut_after: Duration,
     /// How the connection between the replica and its API server is cut.
     pub cut: Mode,
-    /// The length of each period in which moves are counted although no agent should move.
+    /// The length of each calm period, in which no agent should move. The run counts moves in these
+    /// periods.
     pub calm: Duration,
 }
 
@@ -75,7 +76,7 @@ pub struct Outcome {
     pub failover_seconds: f64,
     /// The largest number of moves of one agent until the failover was complete.
     pub most_moves: u64,
-    /// The number of moves in the calm period after the failover.
+    /// The number of moves in the calm period after the failover. It should be 0.
     pub moves_in_calm: u64,
     /// The number of moves of agents with state while no replica was connected to its API server.
     pub moves_while_all_cut_off: u64,
@@ -143,7 +144,7 @@ impl Scene {
     /// connected to the API server. Agents are not started.
     ///
     /// # Errors
-    /// A program does not start, or a replica does not list the API server.
+    /// A program does not start, or a replica does not list the objects of the API server.
     pub async fn set(services: u32, modes: &[Mode]) -> Result<Self> {
         let api = ApiServer::start()?;
         for number in 0..services {
@@ -336,7 +337,8 @@ pub async fn run(scenario: Scenario) -> Result<Outcome> {
     })
 }
 
-/// Maps each number of moves to the number of agents that made so many moves.
+/// Counts agents by their number of moves. The key is a number of moves, and the value is the
+/// number of agents that moved this often.
 #[must_use]
 pub fn histogram(moves: &[u64]) -> BTreeMap<u64, usize> {
     moves.iter().fold(BTreeMap::new(), |mut counts, moves| {

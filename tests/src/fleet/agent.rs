@@ -47,7 +47,7 @@ impl Agent {
         Self { node: node.into(), tracker: Tracker::default(), full: is_full.then(full) }
     }
 
-    /// The received messages and the present version.
+    /// The tracker, which counts the received messages and holds the present version.
     #[must_use]
     pub fn tracker(&self) -> &Tracker {
         &self.tracker
@@ -92,7 +92,7 @@ impl Agent {
         v1::AgentMessage { body: Some(Body::Hello(hello)) }.encode_to_vec()
     }
 
-    /// Ends the stream, and returns what was received on it.
+    /// Ends the stream, and returns the counts of its messages.
     pub(super) fn end_stream(&mut self) -> Received {
         self.tracker.end()
     }

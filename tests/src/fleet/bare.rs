@@ -1,7 +1,7 @@
 //! Measures bare writes: the lowest possible cost of sending a message to many agents on this
 //! machine. One thread writes a message to each of many plain sockets, and another thread reads the
 //! messages, without TLS, HTTP/2, state and answers. Benches compare a replica with bare writes,
-//! because the speed differs between machines and between hours.
+//! because the speed of a machine differs from the speed of other machines and changes over time.
 
 use std::{
     io::{Read as _, Write as _},
@@ -32,12 +32,13 @@ pub struct BareWrites {
     pub cpu_us: f64,
     /// CPU time for one write including interrupts on the writer's core, in microseconds.
     pub cpu_with_interrupts_us: f64,
-    /// The times from the start of a round until the reader has a message, in microseconds.
+    /// The times from the start of a round until the reader has received a message of the round, in
+    /// microseconds.
     pub latency: Histogram,
 }
 
 /// Writes `rounds` messages to each connection, `rate` rounds a second. The writer uses the
-/// replicas' machine and core, and the reader the agents' machine and core.
+/// replicas' machine and core. The reader uses the agents' machine and core.
 ///
 /// # Errors
 /// The connections cannot be opened, or not all messages arrive.
@@ -83,8 +84,8 @@ fn begins(start: Instant, round: u32, rate: u32) -> Instant {
     start + Duration::from_secs(1) * (round + 1) / rate
 }
 
-/// Writes all messages. Returns the CPU time of this thread in seconds, without and with interrupts
-/// on its core.
+/// Writes all messages. Returns two CPU times of this thread in seconds: the first without and the
+/// second with the interrupts on the thread's core.
 fn write_all(streams: &[TcpStream], rounds: u32, rate: u32, start: Instant) -> Result<(f64, f64)> {
     pin_this_thread(SERVER_CORE)?;
     let (cpu, core) = (thread_cpu(), CpuTime::of_core(SERVER_CORE)?);

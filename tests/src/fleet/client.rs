@@ -28,13 +28,14 @@ const MAX_EARLIER: usize = 64;
 /// Why a connection ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Lost {
-    /// The server closed the connection or ended the stream, or the handshake timed out.
+    /// The connection failed, the server closed the connection or ended the stream, or the
+    /// handshake timed out.
     Ended(String),
     /// The agent closed the connection, because the server violated the contract.
     Violation(String),
 }
 
-/// Buffers that all agents of the thread share.
+/// Buffers that all agents of the fleet's thread share.
 pub(super) struct Scratch {
     /// Bytes read from a socket.
     pub(super) incoming: Box<[u8]>,
@@ -50,12 +51,13 @@ impl Scratch {
     }
 }
 
-/// Measurements that all agents of the thread share.
+/// Measurements that all agents of the fleet's thread share.
 pub(super) struct Gauge {
     pub(super) timetable: Arc<Timetable>,
     pub(super) is_recording: bool,
     pub(super) latency: Histogram,
-    /// The number of welcomes and first snapshots so far. It numbers these events in their order.
+    /// The number of welcomes and first snapshots of all agents so far. Each of these events gets
+    /// the number that this counter has after the event.
     pub(super) moments: u64,
 }
 
@@ -166,7 +168,7 @@ impl Client {
         &self.counts
     }
 
-    /// What was received on all streams of the agent.
+    /// Counts of the messages on all streams of the agent.
     #[must_use]
     pub fn received(&self) -> Received {
         let mut all = self.earlier;
@@ -174,9 +176,9 @@ impl Client {
         all
     }
 
-    /// The number of the event in which the agent was first welcomed, and of the event in which it
-    /// received its first snapshot. These events of all agents are numbered in their order. `None`
-    /// before the first snapshot.
+    /// Two event numbers: of the agent's first welcome, and of its first snapshot. One counter
+    /// numbers these events of all agents in the order in which they happen. `None` before the
+    /// first snapshot.
     #[must_use]
     pub fn first_snapshot(&self) -> Option<(u64, u64)> {
         self.first_snapshot
@@ -200,7 +202,8 @@ impl Client {
         self.is_following() && self.agent.tracker().point().is_some_and(|point| point.slices() >= slices)
     }
 
-    /// Whether the agent is healthy: it reads, sends no garbage, and is not suspended.
+    /// Whether the agent is healthy: it reads at full speed, sends no garbage, and is not
+    /// suspended.
     #[must_use]
     pub fn is_healthy(&self) -> bool {
         matches!(self.member.fault, Fault::None | Fault::Nack) && !self.is_suspended
@@ -221,8 +224,8 @@ impl Client {
         self.failures = 0;
     }
 
-    /// The address of the next replica. It differs from the replica that the agent left, if the
-    /// agent has another replica.
+    /// The address of the next replica. If the agent has several replicas, this function skips the
+    /// replica that asked the agent to move.
     fn next_address(&mut self) -> Result<SocketAddr> {
         let left = self.left.take();
         let replicas = &self.member.replicas;
@@ -272,8 +275,8 @@ impl Client {
         Ok(())
     }
 
-    /// Prepares to leave the replica, if `connection` is still the present connection. Returns
-    /// false if it is not.
+    /// Prepares to leave the replica and returns true, if `connection` is the number of the present
+    /// connection. Otherwise does nothing and returns false.
     pub(super) fn leaves(&mut self, connection: u64) -> bool {
         let leaves = self.link.is_some() && self.counts.connections == connection;
         if leaves {
@@ -294,8 +297,8 @@ impl Client {
         }
     }
 
-    /// Records that the server has closed its side. Bytes that the server sent before can still be
-    /// read.
+    /// Records that the server has closed its side. Bytes that the server has already sent can
+    /// still be read.
     pub(super) fn on_closed(&mut self) {
         if let Some(link) = &mut self.link {
             link.has_ended = true;
@@ -312,8 +315,8 @@ impl Client {
     }
 
     /// Reads available bytes, and processes their messages. If `limit` is below the size of the
-    /// buffer, this function makes one read of at most `limit` bytes. Returns what the worker has
-    /// to do later.
+    /// buffer, this function makes one read of at most `limit` bytes. Returns the ACK or move that
+    /// the worker must make later, if any.
     pub(super) fn on_readable(
         &mut self,
         limit: usize,
@@ -350,8 +353,8 @@ impl Client {
                 let effect = agent.on_message(message).map_err(|violation| violation.to_string())?;
                 match effect {
                     Effect::None => {}
-                    // After a resume from the log, no change may follow, so the agent must
-                    // acknowledge its version now.
+                    // After a resume from the log, the replica possibly has no change to send. The
+                    // agent therefore acknowledges its version now.
                     Effect::Welcomed => {
                         wants_ack |= agent.tracker().mode() == Some(Mode::Log);
                         gauge.moments += 1;
@@ -416,8 +419,8 @@ impl Client {
         Ok(Outcome { move_at: move_at.map(|at| (at, self.counts.connections)), ..outcome })
     }
 
-    /// Sends an ACK, or returns the time at which the ACK is due. Faulty agents first send a NACK
-    /// or garbage.
+    /// Sends an ACK, or returns the time at which the ACK is due. Agents with `Fault::Nack` first
+    /// send a NACK. Agents with `Fault::Garbage` first send garbage once.
     fn answer(&mut self, scratch: &mut Scratch, ack_interval: Duration) -> Result<Outcome, Lost> {
         if self.member.fault == Fault::Nack {
             let nack = self.agent.nack();
@@ -442,8 +445,8 @@ impl Client {
         }
     }
 
-    /// Sends an ACK of the present version. The next ACK is due after `ack_interval`, shortened or
-    /// lengthened by up to 40 %, as with a real agent.
+    /// Sends an ACK of the present version. The next ACK is due after `ack_interval`. A random
+    /// factor shortens or lengthens this time by up to 40 %, as in a real agent.
     pub(super) fn acknowledge(&mut self, scratch: &mut Scratch, ack_interval: Duration) -> Result<(), Lost> {
         self.ack_is_scheduled = false;
         let Some(ack) = self.agent.ack(&self.programmed).filter(|_| self.is_following()) else { return Ok(()) };

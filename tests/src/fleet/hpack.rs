@@ -1,5 +1,5 @@
-//! HPACK (RFC 7541) for a client that allows the server no dynamic table. The client encodes
-//! literals only, and decodes all other representations.
+//! HPACK (RFC 7541) for a client that allows the server no dynamic table. The client encodes only
+//! literals. It decodes every representation that needs no dynamic table.
 
 /// The header block cannot be decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

@@ -77,12 +77,13 @@ pub(super) struct Http2 {
     header: [u8; HEADER_BYTES],
     header_bytes: usize,
     frame: Frame,
-    /// The received payload of a frame that is processed when it is complete.
+    /// The received payload of an incomplete frame. DATA frames without padding are processed in
+    /// place and do not use this buffer.
     control: Vec<u8>,
     prefix: [u8; PREFIX_BYTES],
     prefix_bytes: usize,
-    /// The number of bytes that the present message lacks. The number is valid only after the
-    /// message's prefix is complete.
+    /// The number of bytes of the present message that have not arrived yet. The number is valid
+    /// only after the message's prefix is complete.
     lacking: usize,
     /// The received part of an incomplete message.
     message: Vec<u8>,
@@ -231,7 +232,7 @@ impl Http2 {
         Ok(())
     }
 
-    /// Processes a complete frame.
+    /// Processes a complete frame, except a DATA frame without padding.
     fn end_frame(
         &mut self,
         replies: &mut Vec<u8>,

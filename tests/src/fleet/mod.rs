@@ -5,11 +5,11 @@
 //! reads bytes into one large buffer, decrypts them, and parses them in place ([`http2`],
 //! [`wire`]). One core can therefore receive about a hundred thousand messages a second. Each agent
 //! checks all messages against the contract ([`tracker`]). Some agents also decode all messages
-//! into the state of a real agent, whose digests tests compare with the digests of the source
-//! ([`agent`]).
+//! into the state of a real agent ([`agent`]). Tests compare the digests of this state with the
+//! digests of the source.
 //!
-//! Tests can make agents misbehave ([`Fault`]). [`rig`] starts the replicas and the network
-//! namespaces, and [`source`] the API server.
+//! Tests can make agents misbehave ([`Fault`]). [`rig`] creates the network namespaces and starts
+//! the replicas. [`source`] starts the API server.
 
 pub mod agent;
 pub mod bare;
@@ -87,8 +87,8 @@ pub enum Break {
 /// The settings of all agents of a fleet.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// The average time between two ACKs of an agent. The actual time differs by up to 40 %, as
-    /// with the real agent.
+    /// The average time between two ACKs of an agent. The actual time differs by up to 40 %, like
+    /// the time between ACKs of a real agent.
     pub ack_interval: Duration,
     /// The largest number of simultaneous TLS handshakes. Further agents wait.
     pub handshakes: usize,
@@ -108,10 +108,10 @@ impl Default for Settings {
 pub struct Member {
     /// The name of the agent's node.
     pub node: String,
-    /// The addresses of the replicas. The agent begins with the first one, and uses the next one
-    /// when a stream ends.
+    /// The addresses of the replicas. The agent begins with the first replica, and connects to the
+    /// next replica when a stream ends.
     pub replicas: Vec<SocketAddr>,
-    /// The agent's source address; `None` for any.
+    /// The agent's source address; `None` if the kernel chooses the address.
     pub source: Option<IpAddr>,
     /// The agent's misbehaviour.
     pub fault: Fault,
@@ -129,8 +129,8 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Starts the thread in `namespace`, and pins it to `core` if one is given. The fleet has no
-    /// agents at first.
+    /// Starts the thread in `namespace`, and pins the thread to `core` if a core is given. The
+    /// fleet has no agents at first.
     ///
     /// # Errors
     /// The thread cannot be started, enter the namespace or use the core.

@@ -93,7 +93,7 @@ impl Phase {
         agents as f64 * self.seconds / self.server_seconds().max(f64::MIN_POSITIVE)
     }
 
-    /// The share of its core that the fleet used.
+    /// The share of the load's core that the fleet used.
     #[must_use]
     pub fn load_share(&self) -> f64 {
         self.load_core.with_interrupts(self.load_seconds) / self.seconds

@@ -102,7 +102,8 @@ fn accept(listener: &TcpListener, target: SocketAddr, gate: &Arc<Gate>, is_over:
         if *is_over.lock().unwrap_or_else(PoisonError::into_inner) {
             return Ok(());
         }
-        // The API server may be stopped. The replica then connects again.
+        // The API server may be stopped. Dropping the connection makes the replica connect again
+        // later.
         let Ok(far) = TcpStream::connect(target) else { continue };
         let (near_too, far_too) = (near.try_clone()?, far.try_clone()?);
         let gate = Arc::clone(gate);

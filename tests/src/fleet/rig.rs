@@ -1,5 +1,5 @@
 //! The machines and replicas of a fleet, and measurements of processes and cores. One network
-//! namespace is the machine of the replicas, and another one is the machine of the agents.
+//! namespace is the machine of the replicas, and another namespace is the machine of the agents.
 
 use std::{
     fs,
@@ -44,8 +44,8 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 pub enum Wire {
     /// Two machines and a veth pair. Each machine receives packets on its own core.
     Veth,
-    /// Two machines and a veth pair. The sender's core also receives the packets, as is the default
-    /// for veth.
+    /// Two machines and a veth pair. The sender's core also receives the packets, which is the
+    /// default for veth pairs.
     VethUnsteered,
     /// One machine and its loopback interface. The sender's core also receives the packets.
     Loopback,
@@ -373,11 +373,11 @@ pub struct CpuTime {
     pub user: f64,
     /// Time in the kernel on behalf of processes.
     pub system: f64,
-    /// Time in hardware and software interrupts. It is 0 for a process.
+    /// Time in hardware and software interrupts. This time is 0 for a process.
     pub interrupts: f64,
-    /// Idle time. It is 0 for a process.
+    /// Idle time. This time is 0 for a process.
     pub idle: f64,
-    /// Time that the hypervisor took away. It is 0 for a process.
+    /// Time that the hypervisor took away. This time is 0 for a process.
     pub stolen: f64,
 }
 
@@ -416,9 +416,9 @@ impl CpuTime {
         self.user + self.system + self.interrupts
     }
 
-    /// Adds the interrupts of a core to the CPU time of a process that runs on it. `self` is the
-    /// core's time. Without `CONFIG_IRQ_TIME_ACCOUNTING` the kernel may also count an interrupt as
-    /// time of the process, so the result is at most the core's busy time. If the core's time is
+    /// Adds the interrupts of a core to the CPU time of a process that runs on the core. `self` is
+    /// the core's time. Without `CONFIG_IRQ_TIME_ACCOUNTING` the kernel may also count an interrupt
+    /// as time of the process, so the result is at most the core's busy time. If the core's time is
     /// unknown and therefore zero, the result is the process's time.
     #[must_use]
     pub fn with_interrupts(&self, process_seconds: f64) -> f64 {

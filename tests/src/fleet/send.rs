@@ -11,8 +11,8 @@ pub(super) fn garbage(layer: Garbage, http2: &mut Http2, plain: &mut Vec<u8>, ci
         Garbage::Tls => cipher.extend(noise.iter().map(|byte| byte | 0x80)),
         // The header of a frame of 16 MiB. At most 16 KiB are allowed.
         Garbage::Http2 => plain.extend([0xff; 9].into_iter().chain(noise)),
-        // An invalid compression flag, and a length above the limit. The windows have enough room,
-        // because the agent has sent little before.
+        // An invalid compression flag, and a length above the limit. The garbage fits into the
+        // server's windows, because the agent has sent few bytes before.
         Garbage::Grpc => {
             http2.send_data(&[0x7f, 0xff, 0xff, 0xff, 0xff], &noise, plain);
         }

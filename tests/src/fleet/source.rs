@@ -61,7 +61,7 @@ impl Source {
         self.services
     }
 
-    /// The number of resources of an agent that has everything.
+    /// The number of resources that an agent holds when it has everything.
     #[must_use]
     pub fn resources(&self) -> u64 {
         u64::from(self.services) * u64::from(self.endpoints + 1)
@@ -76,7 +76,7 @@ impl Source {
         Ok(version)
     }
 
-    /// Writes Nodes for agents.
+    /// Writes Nodes with these names.
     ///
     /// # Errors
     /// The API server refuses a Node, which is a defect.
@@ -103,8 +103,8 @@ impl Source {
         self.toggle(number)
     }
 
-    /// Changes the readiness of the first endpoint of this Service, and returns the change's
-    /// version.
+    /// Changes the readiness of the first endpoint of the Service with this number, and returns the
+    /// change's version.
     ///
     /// # Errors
     /// The API server refuses the object, which is a defect.

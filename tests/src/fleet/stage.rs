@@ -66,8 +66,8 @@ impl Stage {
         Ok(usize::try_from(files / FILES_PER_AGENT).unwrap_or(usize::MAX))
     }
 
-    /// Starts everything except replicas and agents. With [`Setup::is_pinned`], the calling thread
-    /// is pinned to the load's core.
+    /// Starts the machines and the source. Replicas and agents are started later. With
+    /// [`Setup::is_pinned`], the calling thread is pinned to the load's core.
     ///
     /// # Errors
     /// A part does not start.

@@ -89,7 +89,7 @@ impl Tls {
         Ok(Progress { has_opened: self.is_open && !was_open })
     }
 
-    /// Encrypts `plain` and appends it to `out`. The handshake must have ended.
+    /// Encrypts `plain` and appends the result to `out`. The handshake must have ended.
     pub(super) fn encrypt(&mut self, plain: &[u8], out: &mut Vec<u8>) -> Result<(), String> {
         let UnbufferedStatus { state, .. } = self.connection.process_tls_records(&mut []);
         match state.map_err(|error| format!("TLS: {error}"))? {

@@ -36,14 +36,14 @@ pub enum Violation {
         /// The number of received resources.
         staged: u64,
     },
-    /// A message has older state than the agent (discovery.proto, section 6).
+    /// A message contains an older state than the agent's state (discovery.proto, section 6).
     #[error("older state: position {sent} of source kind {kind} after {held}")]
     Older {
         /// The number of the kind.
         kind: usize,
         /// The agent's position.
         held: u64,
-        /// The sent position.
+        /// The position in the message.
         sent: u64,
     },
     /// The server was silent for three heartbeat intervals (discovery.proto, section 9).
@@ -90,7 +90,7 @@ impl Point {
     }
 }
 
-/// Counts of what was received on a stream.
+/// Counts of the messages on a stream.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Received {
     /// Messages.
@@ -143,7 +143,7 @@ pub(super) enum Effect {
     None,
     /// The stream begins.
     Welcomed,
-    /// The agent has a new version. The value is its previous point.
+    /// The agent has a new version. The value is the agent's previous point.
     Moved(Point),
     /// The agent's own Node has changed.
     Node,
@@ -181,7 +181,7 @@ impl Tracker {
         *self = Self { point: self.point, ..Self::default() };
     }
 
-    /// Ends the stream, and returns what was received on it.
+    /// Ends the stream, and returns the counts of its messages.
     pub(super) fn end(&mut self) -> Received {
         let received = self.received;
         self.begin();
@@ -206,7 +206,7 @@ impl Tracker {
         self.phase == Phase::Following
     }
 
-    /// What was received on the present stream.
+    /// Counts of the messages on the present stream.
     #[must_use]
     pub fn received(&self) -> &Received {
         &self.received
@@ -360,7 +360,7 @@ impl Tracker {
             return Err(Violation::Order("a snapshot has an older version than the agent"));
         }
         for (kind, (held, sent)) in before.positions.into_iter().zip(positions).enumerate() {
-            // The position is 0 if this replica's source does not have the kind. Such a position
+            // The position is 0 if this replica's source does not have the kind. A position of 0
             // cannot be compared.
             if sent != 0 && sent < held {
                 return Err(Violation::Older { kind, held, sent });

@@ -126,7 +126,7 @@ mod tests {
         let bytes = v1::Welcome { replica: "a".into(), epoch: 1, ..Default::default() }.encode_to_vec();
         for length in 1..bytes.len() {
             let read: Result<Vec<_>, _> = Fields(&bytes[..length]).collect();
-            // The first field has three bytes, which alone are a valid message.
+            // The first field has three bytes. These three bytes alone are a valid message.
             assert_eq!(read.is_ok(), length == 3, "{length}");
         }
         assert_eq!(Fields(&[0xff; 11]).next(), Some(Err(Malformed)));

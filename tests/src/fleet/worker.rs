@@ -42,7 +42,8 @@ enum Due {
     Sweep,
 }
 
-/// All agents of the thread. [`super::Fleet::ask`] gives jobs access to it.
+/// All agents of the fleet, and the loop that runs them. [`super::Fleet::ask`] gives jobs access to
+/// this value.
 pub struct Worker {
     settings: Settings,
     authority: Arc<Authority>,
@@ -69,13 +70,13 @@ pub struct Summary {
     pub by_log: usize,
     /// The number of following agents that resumed with digests.
     pub by_digests: usize,
-    /// The number of following agents that received everything.
+    /// The number of following agents that resumed with a full snapshot.
     pub by_full: usize,
-    /// What was received on the present streams.
+    /// Counts of the messages on the present streams.
     pub present: Received,
-    /// What was received on all streams.
+    /// Counts of the messages on all streams.
     pub received: Received,
-    /// Counts for all connections.
+    /// Counts for all connections, including ended connections.
     pub counts: Counts,
 }
 
@@ -279,7 +280,7 @@ impl Worker {
 
 /// Methods for jobs.
 impl Worker {
-    /// Adds agents. They connect within the limit of simultaneous handshakes.
+    /// Adds agents. The agents connect in parallel, within the limit of simultaneous handshakes.
     ///
     /// # Errors
     /// A certificate cannot be created.
@@ -332,8 +333,8 @@ impl Worker {
         }
     }
 
-    /// Resumes the first `count` agents, or all, with their previous replicas, and suspends the
-    /// others.
+    /// Resumes the first `count` agents with their previous replicas, and suspends the others.
+    /// Resumes all agents if `count` is `None`.
     pub fn resume_at(&mut self, count: Option<usize>) {
         for index in 0..self.clients.len() {
             let is_wanted = count.is_none_or(|count| index < count);
@@ -398,7 +399,8 @@ impl Worker {
         self.clients.iter().filter_map(|client| client.agent().digests().cloned()).collect()
     }
 
-    /// The number of healthy agents. A healthy agent reads, sends no garbage, and is not suspended.
+    /// The number of healthy agents. A healthy agent reads at full speed, sends no garbage, and is
+    /// not suspended.
     #[must_use]
     pub fn healthy(&self) -> usize {
         self.clients.iter().filter(|client| client.is_healthy()).count()
@@ -451,7 +453,7 @@ impl Worker {
         self.clients.iter().filter_map(broken)
     }
 
-    /// The reasons why connections ended, with the number of connections.
+    /// The reasons why connections ended, each with the number of connections.
     #[must_use]
     pub fn ends(&self) -> BTreeMap<String, u64> {
         self.ends.clone()

@@ -208,7 +208,8 @@ impl Testbed {
         self.clean_up_with(node, &AgentSetup::default())
     }
 
-    /// Runs the agent's program with `--cleanup` on a node, with the setup that its agent had.
+    /// Runs the agent's program with `--cleanup` on a node, with the given setup. The setup should
+    /// equal the setup of the node's agent.
     pub fn clean_up_with(&self, node: &str, setup: &AgentSetup) -> Result<()> {
         cluster::run_agent_once(&self.machines, self.backend, node, setup, "--cleanup")
     }

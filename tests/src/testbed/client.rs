@@ -209,8 +209,8 @@ fn unspecified(to: SocketAddr) -> IpAddr {
     if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() }
 }
 
-/// Counts the source ports that were chosen for requests without a source port. The chosen ports
-/// are above the node ports.
+/// Counts the ports that this module has chosen for requests that set no source port. The chosen
+/// ports are above the node ports.
 static NEXT_PORT: AtomicU16 = AtomicU16::new(0);
 const FIRST_PORT: u16 = 33_000;
 const PORTS: u16 = 32_000;
@@ -219,9 +219,9 @@ const PORTS: u16 = 32_000;
 /// for a long time.
 ///
 /// IPVS does not translate source ports. If a client uses one port for two services with the same
-/// endpoint, the endpoint and conntrack cannot distinguish the two connections until they have
-/// forgotten the first one. The kernel allows this case, because it reuses a port for other
-/// destinations.
+/// endpoint, the endpoint and conntrack cannot distinguish the two connections until both have
+/// forgotten the first connection. The kernel could choose such a port, because it reuses a port
+/// for other destinations.
 fn from_a_port<T>(request: &Request, bind: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
     let from = |port| SocketAddr::new(unspecified(request.to), port);
     if let Some(port) = request.from_port {
@@ -230,7 +230,7 @@ fn from_a_port<T>(request: &Request, bind: impl Fn(SocketAddr) -> io::Result<T>)
     loop {
         let port = FIRST_PORT + NEXT_PORT.fetch_add(1, Ordering::Relaxed) % PORTS;
         match bind(from(port)) {
-            // Another socket holds this port. Try the next one.
+            // Another socket holds this port. Try the next port.
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
             bound => return bound,
         }
@@ -418,7 +418,8 @@ impl HeldConnection {
         socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO)).context("asking for a reset")
     }
 
-    /// Sends a line and expects the same line back. An error means that the connection is broken.
+    /// Sends a line and expects that the server sends an equal line back. An error means that the
+    /// connection is broken.
     pub fn check(&mut self) -> Result<()> {
         let line = format!("still there {}", fastrand::u64(..));
         let reply = exchange_line(&mut self.stream, &line)

@@ -90,7 +90,8 @@ fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &Agen
     } else {
         Command::new(program)
     };
-    // Every node has its own state folder. Agents save often, so that tests need not wait long.
+    // Every node has its own state folder. Agents save their state often, so that tests need not
+    // wait long for it.
     let state = machines.folder().join(format!("state-{node}"));
     command.arg("--state-dir").arg(state).args(["--state-save-period", "200ms"]);
     command.args(["--node-name", node]).args(setup.backend.unwrap_or(backend).agent_arguments());
@@ -126,7 +127,7 @@ pub(super) fn run_agent_once(
     machines.machine(node)?.output(command).map(drop)
 }
 
-/// Asks the control plane for its status, its agents and the marker.
+/// Asks the control plane for its status, its agents and the marker Service.
 pub(super) fn glance(machines: &Machines) -> Result<Glance> {
     let url = control_plane_url()?;
     machines.machine(CONTROL)?.run(move || {

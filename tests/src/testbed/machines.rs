@@ -47,8 +47,8 @@ impl Machines {
         self.folder.keep.store(true, Ordering::Relaxed);
     }
 
-    /// The iptables lock file of `machine`. It replaces /run/xtables.lock, which all machines would
-    /// share.
+    /// The iptables lock file of `machine`. The file replaces /run/xtables.lock, which all machines
+    /// would share.
     pub fn xtables_lock(&self, machine: &str) -> PathBuf {
         self.folder.path.join(format!("{machine}.xtables.lock"))
     }

@@ -27,11 +27,11 @@ pub const MARKER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 96, 255, 254);
 #[derive(Debug, Clone, Default)]
 pub struct Manifests {
     services: Vec<Service>,
-    /// Zones of nodes that differ from the plan. `None` leaves out the node's label
+    /// Zones of nodes that differ from the plan. The value `None` leaves out the node's label
     /// `topology.kubernetes.io/zone`.
     pub zones: BTreeMap<&'static str, Option<&'static str>>,
-    /// Additional documents, written unchanged. The testbed does not count them as services or
-    /// endpoints, so they must be documents that Headgate does not serve.
+    /// Additional documents, written unchanged. The testbed does not count the services and
+    /// endpoints in these documents, so Headgate must not serve any of them.
     pub further: Vec<Value>,
 }
 
@@ -64,7 +64,7 @@ pub struct Service {
     pub headless_slices: bool,
     /// Additional slices, beside the slice of `endpoints`.
     pub more_slices: Vec<Slice>,
-    /// A JSON Merge Patch (RFC 7386) for fields of the manifest that have no field here. The patch
+    /// A JSON Merge Patch (RFC 7386) for fields of the manifest that this struct lacks. The patch
     /// must not change the numbers of services and endpoints.
     pub patch: Option<fn(&Service) -> Value>,
 }

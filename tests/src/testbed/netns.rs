@@ -32,7 +32,7 @@ pub(crate) fn unique_prefix() -> String {
 /// namespace.
 ///
 /// # Errors
-/// The process is not root, or `ip` is missing. The error names the remedy.
+/// The process is not root, or the program `ip` is missing. The error names the remedy.
 pub fn check_prerequisites() -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
         bail!("the testbed makes network namespaces and needs root: run the tests as root (`sudo make test`)");
@@ -178,8 +178,8 @@ impl Drop for Namespace {
     }
 }
 
-/// Removes the name of a namespace. The kernel removes the namespace itself with its last socket
-/// and process.
+/// Removes the name of a namespace. The kernel removes the namespace itself when no socket, process
+/// or handle uses it any more.
 fn remove(name: &str) -> Result<()> {
     let path = Path::new(NAMESPACES).join(name);
     umount2(&path, MntFlags::MNT_DETACH).with_context(|| format!("unmounting {}", path.display()))?;

@@ -24,7 +24,7 @@ const SYSCTLS: [(&str, &str); 12] = [
     ("ipv4/conf/default/send_redirects", "0"),
     ("ipv6/conf/all/accept_redirects", "0"),
     ("ipv6/conf/default/accept_redirects", "0"),
-    // Every refusal must reach its client, also when there are many.
+    // Every refusal must reach its client, also when a node sends many refusals.
     ("ipv4/icmp_ratelimit", "0"),
     ("ipv6/icmp/ratelimit", "0"),
 ];

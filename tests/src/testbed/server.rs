@@ -1,5 +1,5 @@
 //! The servers in pods and on nodes. Each server answers with its name, the port at which it was
-//! reached, and the client's address as it saw it.
+//! reached, and the client's address as the server saw it.
 //!
 //! One thread serves a whole testbed. A socket belongs to the namespace in which it was created.
 //! The thread therefore enters each namespace once to open its listeners, and then serves all

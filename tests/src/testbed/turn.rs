@@ -13,7 +13,8 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use super::client::{Request, Transport};
 
 /// Protocol, address and port of a virtual server. Every node has its own virtual server for a
-/// target. Clients on different nodes also wait for each other, which costs little time.
+/// target, so clients of different nodes do not disturb each other. They still wait for each other,
+/// which costs little time.
 type Target = (Transport, SocketAddr);
 
 static TARGETS: LazyLock<Mutex<HashMap<Target, Arc<Mutex<()>>>>> = LazyLock::new(Mutex::default);

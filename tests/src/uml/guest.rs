@@ -20,7 +20,7 @@ use super::slot::open_for_appending;
 
 /// After this time without a request the machine turns itself off.
 const IDLE_LIMIT: Duration = Duration::from_secs(10);
-/// After this time without a heartbeat the test outside no longer waits.
+/// After this time without a heartbeat, the machine assumes that the test outside no longer waits.
 const HEARTBEAT_LIMIT: Duration = Duration::from_secs(15);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 const TEMPORARY: &str = "/run/tmp";
@@ -233,7 +233,7 @@ fn run_test(slot: &Path, request: &Request) -> Result<Outcome> {
     let kept = failure.is_some() && keep_files(&slot.join(request.kept()))?;
     clean_up()?;
     if failure.is_some() {
-        // The test may have ended before it restored modules that it had removed.
+        // The test may have removed modules and ended before it loaded them again.
         load_wanted_modules()?;
     }
     Ok(failure.map_or(Outcome::Passed, |how| Outcome::Failed { how, kept }))
@@ -262,8 +262,9 @@ fn watch(slot: &Path, request: &Request, child: Pid) -> Result<Option<String>> {
     }
 }
 
-/// Tells whether the test outside still waits, by the modification time of a file that it touches.
-/// Only changes of this time are evaluated, so the clocks inside and outside need not agree.
+/// Tells whether the test outside still waits. The test outside touches a file, and this value
+/// watches the modification time of the file for changes. It compares the modification time with no
+/// clock, so the clocks inside and outside need not agree.
 struct Heartbeat {
     path: PathBuf,
     last: Option<SystemTime>,

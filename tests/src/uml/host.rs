@@ -1,4 +1,5 @@
-//! The side of the test outside: asks a machine to run the test, and waits for the outcome.
+//! The part that runs outside the machine: asks a machine to run the test, and waits for the
+//! outcome.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -16,11 +17,12 @@ const BOOT_LIMIT: Duration = Duration::from_secs(60);
 const REPORT_GRACE: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// A machine that turns itself off may leave a request untaken. The next machine then takes it.
+/// The largest number of machines that one request boots. If the first machine turns itself off
+/// before it takes the request, the next machine takes the request.
 const MAX_BOOTS: u32 = 2;
 const CONSOLE_LINES: usize = 40;
 
-/// Why a test did not pass inside.
+/// Why a test did not pass inside User-Mode Linux.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     /// The test failed, and its output was printed.
@@ -72,7 +74,7 @@ fn shown(kept: Option<&Path>) -> String {
     kept.map(|path| format!("\nfiles of the test: {}", path.display())).unwrap_or_default()
 }
 
-/// Runs a test inside, as [`super::run_inside`] does.
+/// Runs a test inside User-Mode Linux. [`super::run_inside`] describes the arguments.
 pub(super) fn run(test: &str, time_limit: Duration) -> Result<(), Failure> {
     let arguments = ["--exact", test, "--nocapture", "--include-ignored"];
     let (output, result) = run_program(test, &arguments, time_limit)?;
@@ -80,7 +82,8 @@ pub(super) fn run(test: &str, time_limit: Duration) -> Result<(), Failure> {
     result
 }
 
-/// Runs the current program inside with these arguments. Returns its output and its result.
+/// Runs the current program inside User-Mode Linux with these arguments. Returns the program's
+/// output and result.
 pub(super) fn run_program(
     name: &str,
     arguments: &[&str],
@@ -170,7 +173,7 @@ fn wait(slot: &Slot, request: &Request) -> Result<Outcome, Failure> {
     }
 }
 
-/// Touches the heartbeat file, to tell the machine that the test still waits.
+/// Touches the heartbeat file, so that the machine knows that the test outside still waits.
 fn beat(folder: &Path) -> Result<()> {
     let path = folder.join(HEARTBEAT);
     let touch = || File::create(&path)?.set_modified(SystemTime::now());

@@ -65,7 +65,7 @@ pub fn try_inside(time_limit: Duration, test: impl FnOnce()) -> Option<Result<()
     Some(run_inside(&own_name(), time_limit))
 }
 
-/// Runs another test of the running program inside, given its full name.
+/// Runs another test of the running program inside User-Mode Linux. `test` is the test's full name.
 ///
 /// # Errors
 /// The test failed or could not run.
@@ -73,8 +73,8 @@ pub fn run_inside(test: &str, time_limit: Duration) -> Result<(), Failure> {
     host::run(test, time_limit)
 }
 
-/// Runs the current program inside, with other arguments, and returns its output. Inside, the
-/// program must call [`guest::mark_entered`].
+/// Runs the current program inside User-Mode Linux with other arguments, and returns its output.
+/// Inside, the program must call [`guest::mark_entered`].
 ///
 /// # Errors
 /// The program failed, and its output has been printed; or the program could not run.

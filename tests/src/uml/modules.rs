@@ -23,7 +23,7 @@ impl<'a> WithoutModules<'a> {
     /// modules.
     ///
     /// # Errors
-    /// A module is still in use, or automatic loading cannot be turned off.
+    /// A module is still in use after 30 seconds, or automatic loading cannot be turned off.
     pub fn new(modules: &'a [&'a str]) -> Result<Self> {
         let loader = std::fs::read_to_string(LOADER)?.trim().to_owned();
         // If a step below fails, dropping this value loads the removed modules again.

@@ -45,22 +45,22 @@ pub(super) struct Request {
 }
 
 impl Request {
-    /// The file in the slot with the test's standard output and standard error.
+    /// The name of the file in the slot with the test's standard output and standard error.
     pub(super) fn output(&self) -> String {
         format!("output-{}.log", self.id)
     }
 
-    /// The file in the slot with the outcome.
+    /// The name of the file in the slot with the outcome.
     pub(super) fn outcome(&self) -> String {
         format!("outcome-{}.json", self.id)
     }
 
-    /// The mark in the slot: a file that the test itself creates.
+    /// The name of the mark in the slot. The mark is a file that the test itself creates.
     pub(super) fn entered(&self) -> String {
         format!("entered-{}", self.id)
     }
 
-    /// The folder in the slot for the `TMPDIR` of a failed test.
+    /// The name of the folder in the slot with the files of a failed test's `TMPDIR`.
     pub(super) fn kept(&self) -> String {
         format!("kept-{}", self.id)
     }

@@ -1,4 +1,5 @@
-//! Prints commands to try while the demo runs, and removes leftover namespaces at its end.
+//! Prints commands that the user can try while the demo runs, and removes leftover namespaces at
+//! the end of the demo.
 
 use std::fs;
 use std::os::unix::process::CommandExt as _;

@@ -85,7 +85,7 @@ impl Screen {
         self.line(text);
     }
 
-    /// Prints a bar for the number of requests that a pod answered. The bar of the count `largest`
+    /// Prints a bar for the number of requests that a pod answered. A bar for `largest` requests
     /// has the full length. `node` determines the colour.
     pub(crate) fn bar(&self, label: &str, node: usize, count: usize, largest: usize) {
         let columns = if count == 0 { 0 } else { (count * BAR_COLUMNS / largest.max(1)).max(1) };

@@ -32,8 +32,8 @@ const VICTIM: &str = "b1";
 /// How long the control plane is stopped.
 const ABSENCE: Duration = Duration::from_secs(3);
 
-/// Runs all steps. With `keep`, prints commands to try and waits for an interruption, which then is
-/// a successful end.
+/// Runs all steps. With `keep`, prints commands to try after the last step, and waits for an
+/// interruption. This interruption counts as success.
 pub(crate) fn tell(backend: Backend, keep: bool, screen: &Screen, interrupt: &Interrupt) -> Result<()> {
     screen.title(
         "Headgate: one control plane, three nodes, one web Service",

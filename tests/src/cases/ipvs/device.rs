@@ -1,6 +1,6 @@
-//! In mode ipvs the node holds the services' addresses on its device. Routing daemons must not
-//! announce them, and rules of other programs for the node's addresses must not apply to the
-//! services' addresses.
+//! In mode ipvs the node holds the services' addresses on the device `kube-ipvs0`. Routing daemons
+//! must not announce the services' addresses. Rules of other programs for the node's addresses must
+//! not apply to the services' addresses.
 
 use anyhow::{Context, Result, ensure};
 
@@ -16,8 +16,9 @@ use crate::testbed::{AgentSetup, Family, Testbed};
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
-/// The device is down, so that routing daemons do not announce its addresses. An earlier version
-/// created a device that is up. The agent replaces such a device, and connections continue.
+/// The device is down, so that routing daemons do not announce its addresses. An earlier version of
+/// the agent created a device that is up. The agent replaces such a device, and connections
+/// continue.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn a_device_that_is_up_is_replaced(bed: &Testbed) -> Result<()> {
@@ -53,9 +54,9 @@ pub fn a_device_that_is_up_is_replaced(bed: &Testbed) -> Result<()> {
     answers()
 }
 
-/// After Headgate's rules, a rule of another program translates packets that are sent to a port of
-/// the node. CNI plugins write such rules for host ports, and Docker for published ports. The rule
-/// must not receive connections to a service's address.
+/// A rule of another program follows Headgate's rules and translates packets that are sent to a
+/// port of the node. CNI plugins write such rules for host ports, and Docker for published ports.
+/// The rule must not receive connections to a service's address.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn rules_of_others_for_node_ports_do_not_get_service_traffic(bed: &Testbed) -> Result<()> {

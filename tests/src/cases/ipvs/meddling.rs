@@ -16,8 +16,8 @@ use Via::{ClusterIp, LoadBalancerIp};
 type Step<'a> = &'a dyn Fn() -> Result<()>;
 
 /// Another program removes objects that a change needs. When the agent programs the next change, it
-/// notices the loss, and restores all objects before it reports the change as programmed. It does
-/// not wait for the periodic check.
+/// notices that objects are missing, and restores all of them before it reports the change as
+/// programmed. The agent does not wait for its periodic check.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn a_change_restores_objects_that_were_removed(bed: &Testbed) -> Result<()> {

@@ -90,8 +90,8 @@ fn difference(one: &[String], other: &[String]) -> Vec<String> {
 }
 
 /// Longest wait until the agent has found a change that another program made. The agent finds some
-/// changes only with its full comparison. It chooses the interval so that comparisons take one
-/// percent of a core.
+/// changes only with its full comparison. The agent chooses the interval of full comparisons so
+/// that they take one percent of a core.
 const CHANGED_BY_HAND: Duration = Duration::from_secs(150);
 
 /// Waits until the state of a node's kernel equals `before`.
@@ -306,8 +306,8 @@ pub fn modes_switch(bed: &Testbed) -> Result<()> {
     answers()
 }
 
-/// A TCP destination that is removed stays at weight 0 until its connections have ended, also when
-/// the agent restarts and the whole service is deleted. A UDP destination is removed at once.
+/// A TCP destination that is removed stays at weight 0 until its connections have ended, even if
+/// the agent restarts or the whole service is deleted. A UDP destination is removed at once.
 ///
 /// Needs a running cluster with [`super::lifecycle::some_services`].
 pub fn destinations_drain(bed: &Testbed) -> Result<()> {

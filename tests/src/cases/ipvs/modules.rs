@@ -59,8 +59,8 @@ pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
 }
 
 /// An agent that cannot set kernel parameters, as in a container that is not privileged, uses
-/// iptables and reports the reason. If the agent's program has set the parameters before with
-/// `--init-only`, the agent uses IPVS.
+/// iptables and reports the reason. If a run of the agent's program with `--init-only` has set the
+/// parameters before, the agent uses IPVS.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn kernel_parameters_can_be_set_by_init_only(bed: &Testbed) -> Result<()> {

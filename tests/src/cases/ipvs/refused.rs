@@ -13,9 +13,9 @@ use SourceAddress::Kept;
 use Via::ClusterIp;
 
 /// The kernel rejects a destination whose address is a broadcast address of the node. The agent
-/// leaves the destination out and reports it, and programs everything else, also later changes. The
-/// agent tries the destination again with each change of its service and from time to time. The
-/// agent never does a full sync for this reason.
+/// leaves the destination out, reports it, and programs everything else, including later changes.
+/// The agent tries the destination again with each change of its service and from time to time. The
+/// agent does no full sync because of the rejected destination.
 ///
 /// Needs a running cluster with [`super::super::lifecycle::some_services`].
 pub fn a_rejected_destination_affects_no_other(bed: &Testbed) -> Result<()> {
@@ -70,7 +70,7 @@ pub fn a_rejected_destination_affects_no_other(bed: &Testbed) -> Result<()> {
 
     // A destination that is added to an existing service is rejected alone, too, and is tried again
     // with the next change of the service. The test uses new destinations, because the kernel does
-    // not check the address of a destination again if it had connections.
+    // not check the address of a destination again if the destination had connections.
     let set_endpoints_of_bad = |endpoints: &[&str]| {
         bed.update(|manifests| {
             manifests.service_mut("bad")?.endpoints = ready(endpoints);

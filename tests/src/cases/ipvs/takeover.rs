@@ -68,10 +68,10 @@ fn rule(bed: &Testbed, rule: &str) -> Result<()> {
     iptables::run(node, Variant::Legacy, Family::V4, &lock, &rule.split(' ').collect::<Vec<_>>())
 }
 
-/// The agent takes over the state that kube-proxy left, also sets of other sizes, options or types.
-/// In the end the kernel's state is as on a new node. The agent cannot replace a set of another
-/// type while foreign rules refer to it. The agent reports the set, and replaces it when the rules
-/// are removed.
+/// The agent takes over the state that kube-proxy left, including sets whose size, options or type
+/// differ from the agent's own sets. In the end the kernel's state is as on a new node. The agent
+/// cannot replace a set of another type while foreign rules refer to the set. The agent reports the
+/// set, and replaces the set when the rules are removed.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {
@@ -115,8 +115,8 @@ pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {
     answers()?;
     returns_to(bed, "node-a", &wanted).context("taking over kube-proxy's state")?;
 
-    // A set of another type cannot be swapped, and a foreign rule that refers to it prevents its
-    // removal.
+    // A set of another type cannot be swapped. A foreign rule that refers to the set prevents the
+    // removal of the set.
     bed.stop_agent("node-a")?;
     bed.clean_up("node-a")?;
     restore_sets(node, "create KUBE-EXTERNAL-IP-LOCAL hash:ip family inet\n")?;

@@ -141,7 +141,8 @@ impl Endpoint {
 }
 
 impl Manifests {
-    /// The number of services, including the marker, and the number of endpoint addresses.
+    /// The number of services that Headgate serves, including the marker, and the number of
+    /// endpoint addresses.
     pub(in crate::testbed) fn counts(&self) -> (u64, u64) {
         let services = self.services.iter().filter(|service| service.is_served()).count();
         let endpoints: usize =
