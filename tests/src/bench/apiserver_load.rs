@@ -16,8 +16,8 @@ use crate::{
 
 /// The numbers of agents, unless the command line sets a number.
 const AGENTS: [usize; 3] = [1, 100, 5_000];
-/// The length of a phase is the given time divided by this number. Short phases suffice, because
-/// the counts per change do not depend on the length.
+/// A phase lasts `--seconds` divided by this number. Short phases suffice, because the counts per
+/// change do not depend on the length.
 const PHASES: u32 = 6;
 /// The largest relative difference of bytes between phases. Small differences occur when a version
 /// gets another digit.
@@ -78,8 +78,8 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
 }
 
 fn measure(stage: &mut Stage, counts: &[usize], load: &Load) -> Result<Vec<Seen>> {
-    // Bookmarks are turned off, because a bookmark in only one phase would make its number of bytes
-    // differ.
+    // Bookmarks are turned off, because a bookmark in only one phase would change the number of
+    // bytes of this phase.
     let rarely = std::time::Duration::from_secs(3_600);
     stage.source.api().set_options(|options: &mut Options| options.bookmark_interval = rarely);
     stage.start_replica(&[])?;

@@ -91,7 +91,7 @@ fn connect_us(target: SocketAddr) -> Result<f64> {
     let mut stream = TcpStream::connect_timeout(&target, Duration::from_secs(5))
         .with_context(|| format!("connecting to {target}"))?;
     let took = start.elapsed().as_secs_f64() * 1e6;
-    // The server closes the connection at once. Waiting for the end keeps the server's backlog
+    // The server closes the connection at once. Waiting for this close keeps the server's backlog
     // empty.
     let _ = stream.read(&mut [0]);
     Ok(took)

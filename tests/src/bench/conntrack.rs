@@ -2,7 +2,7 @@
 //! the connection tracking table, compared with one listing of the whole table.
 //!
 //! The bench creates the entries over netlink in a new namespace. The limit of entries is a setting
-//! of the whole machine. The bench raises it while it runs.
+//! of the whole machine. The bench raises this limit while it runs.
 
 use std::{
     collections::BTreeSet,
@@ -145,8 +145,9 @@ fn endpoint_address(last: u8) -> SocketAddr {
     SocketAddr::from(([10, 244, 0, last], 5353))
 }
 
-/// The tracker's cleanups in two cases: one of ten endpoints is removed, or the tracker does not
-/// know the past of the Service.
+/// The cleanups that the tracker plans in two cases. In the first case, one of ten endpoints is
+/// removed. In the second case, the tracker is new and does not know the earlier endpoints of the
+/// Service.
 fn cleanups() -> Result<(Cleanup, Cleanup)> {
     let key = ServiceKey::new("kube-system", "dns");
     let udp = Protocol::Udp;
@@ -186,7 +187,7 @@ fn others(count: u32) -> impl Iterator<Item = Flow> {
     })
 }
 
-/// Flows to the Service that the removed endpoint answers.
+/// UDP flows to the Service. The removed endpoint answers these flows.
 fn stale(count: u32, run: u32) -> impl Iterator<Item = Flow> {
     (0..count).map(move |i| {
         let [_, _, middle, low] = i.to_be_bytes();

@@ -27,7 +27,8 @@ use crate::{
 
 /// The numbers of Services, unless the command line sets a number.
 const SERVICES: [u32; 4] = [1_000, 10_000, 25_000, 50_000];
-/// From this number of Services on, the fixed memory of the process is negligible.
+/// The goal applies from this number of Services on. The fixed memory of the process is negligible
+/// in such clusters.
 const LARGE: u32 = 50_000;
 /// The goal for a large cluster: memory of the process divided by the number of endpoints, in
 /// bytes.

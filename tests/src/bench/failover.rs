@@ -14,11 +14,12 @@ use tokio::runtime::Builder;
 use super::report::Figure;
 use crate::failover::{Mode, Outcome, Scenario, run as play};
 
-/// Longest time until all agents have programmed everything, at the start, and after a replica lost
-/// the connection to its API server.
+/// Longest time until all agents have programmed everything. The limit applies at the start, and
+/// after one replica has lost the connection to its API server.
 const FAILOVER_LIMIT_SECONDS: f64 = 40.0;
 
-/// Runs the bench twice: the connection to the API server is refused, or drops all packets.
+/// Runs the bench twice. In the first run, cut connections to the API server are refused. In the
+/// second run, they are silent, as if the network dropped all packets.
 ///
 /// # Errors
 /// Agents do not move to the healthy replica in time, move more often than necessary, or move while

@@ -1,6 +1,7 @@
 //! `fleet`: thousands of agents at one replica on one core, each with its own TLS connection, while
-//! endpoints change. The bench measures the memory for each agent, the latency of changes, the
-//! replica's CPU time for each delivered message, and a profile of this CPU time.
+//! endpoints change. The bench measures the replica's memory for each agent, the latency of
+//! changes, the replica's CPU time for each delivered message, and a profile of the replica's CPU
+//! time.
 //!
 //! The replica and the load generator each have one core and one network namespace. The kernel
 //! receives packets on the core of their destination, as on two machines. The replica is a real
@@ -22,7 +23,8 @@ use crate::fleet::{
     stage::{Setup, Stage},
 };
 
-/// The pause before memory is measured, in which temporary memory is released.
+/// The pause before each measurement of memory. The programs release temporary memory during this
+/// pause.
 pub(super) const SETTLING: Duration = Duration::from_secs(5);
 /// The shortest duration of a CPU profile.
 const LEAST_SAMPLED: Duration = Duration::from_secs(5);
@@ -37,8 +39,8 @@ const STOLEN: f64 = 0.02;
 const HELD_P99_MS: f64 = 50.0;
 /// The duration of the measurement of bare writes, in seconds.
 const BARE_SECONDS: u32 = 5;
-/// `--find-largest` ends when the ratio of the smallest number of agents that fails and the largest
-/// number that succeeds is at most this.
+/// `--find-largest` ends when the smallest number of agents that fails is at most this factor above
+/// the largest number that succeeds.
 const CLOSE: f64 = 1.06;
 
 /// Options of the benches with a fleet.
@@ -92,8 +94,8 @@ impl Load {
     }
 }
 
-/// Runs a bench on a new thread. The stage pins this thread to a core, and other benches need all
-/// cores.
+/// Runs a bench on a new thread. The stage pins the new thread to a core. The calling thread stays
+/// unpinned, because other benches need all cores.
 pub(super) fn apart<T: Send>(bench: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     std::thread::scope(|scope| scope.spawn(bench).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
 }
@@ -226,7 +228,7 @@ fn profile(stage: &mut Stage, load: &Load) -> Result<Option<Profile>> {
     sampling.finish()
 }
 
-/// The figures of a CPU profile: the replica's CPU time for a message, divided by purpose.
+/// The figures of a CPU profile: for each purpose, the replica's CPU time for a message.
 fn profile_figures(profile: &Profile, phase: &Phase, label: &str) -> Vec<Figure> {
     let each = phase.server.busy() * 1e6 / phase.messages.max(1) as f64;
     let figure = |(what, share): (&str, f64)| {
@@ -236,8 +238,8 @@ fn profile_figures(profile: &Profile, phase: &Phase, label: &str) -> Vec<Figure>
     profile.shares().into_iter().map(figure).collect()
 }
 
-/// Searches for the largest number of agents with an allowed p99, by adding and suspending agents
-/// of one replica.
+/// Searches for the largest number of agents whose p99 is at most [`HELD_P99_MS`], by adding and
+/// suspending agents of one replica.
 fn find_largest(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let start = load.agents.unwrap_or(5_000);
     let most = (start * 4).min(Stage::most_agents()?).max(start);

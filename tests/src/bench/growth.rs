@@ -1,8 +1,8 @@
 //! `iptables-growth`: the time of the first sync in the nft variant, the memory of the agent, and
 //! the memory of the iptables programs, for several sizes of the cluster. Each size is compared
-//! with the previous size. A value whose ratio is above the ratio of the sizes grows faster than
-//! the cluster. The bench runs real programs: a control plane with a folder of manifests, and an
-//! agent.
+//! with the previous size. If the ratio of two values is above the ratio of the sizes, the value
+//! grows faster than the cluster. The bench runs real programs: a control plane with a folder of
+//! manifests, and an agent.
 
 use anyhow::Result;
 

@@ -1,7 +1,8 @@
 //! `iptables-full` and `iptables-incremental`: the real dataplane on the real kernel, in a
-//! namespace. The bench compares it with a ruleset of kube-proxy's shape, and with a minimal
-//! ruleset for the Services alone. A change is also compared with the smallest possible change
-//! while Headgate's rules are in the kernel: one rule in a chain that no rule jumps to.
+//! namespace. The bench compares the dataplane with a ruleset of kube-proxy's shape, and with a
+//! minimal ruleset for the Services alone. A change is also compared with the smallest possible
+//! change while Headgate's rules are in the kernel. The smallest possible change adds one rule to a
+//! chain that no rule jumps to.
 
 use std::{
     io::Write as _,
@@ -30,7 +31,8 @@ const ENDPOINTS: u32 = 10;
 const CHANGES: u32 = 9;
 
 /// The largest number of Services in kube-proxy's shape in the nft variant. Loading takes quadratic
-/// time: 10,000 Services do not load within 600 s. Larger sizes are measured without this anchor.
+/// time: 10,000 Services do not load within 600 s. Clusters with more Services than this number are
+/// measured without this anchor.
 const NFT_ANCHOR_MAX_SERVICES: u32 = 1_000;
 
 fn sizes(variant: Variant, services: Option<u32>) -> Vec<u32> {
@@ -42,8 +44,8 @@ fn sizes(variant: Variant, services: Option<u32>) -> Vec<u32> {
 }
 
 /// The smallest possible change. In the nft variant, a transaction that adds a rule with a target
-/// makes the kernel walk all rules that base chains lead to. The legacy variant reads and writes
-/// the whole table.
+/// makes the kernel walk all rules that packets can reach from base chains. The legacy variant
+/// reads and writes the whole table.
 const LEAST_CHANGE: &str = "*nat\n:BENCH-LEAST - [0:0]\n-A BENCH-LEAST -j RETURN\nCOMMIT\n";
 
 /// The bench to report. Each run measures the first sync and the change.

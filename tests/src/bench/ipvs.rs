@@ -2,8 +2,8 @@
 //! `ipvsadm` and the same table.
 //!
 //! The kernel of User-Mode Linux has one processor and slow system calls, so only the ratios are
-//! meaningful. Headgate does more work than `ipvsadm`: it also plans, and writes the addresses on
-//! the device, the sets and the rules.
+//! meaningful. Headgate does more work than `ipvsadm`: it also plans its writes, and writes the
+//! addresses of the device, the sets and the rules.
 
 use std::{
     collections::BTreeSet,
@@ -94,9 +94,9 @@ pub fn measure_inside(services: Option<u32>) -> Result<()> {
     Ok(())
 }
 
-/// Measures each load in its own network namespace. The kernel keeps removed real servers for two
-/// minutes, and searches all of them for each new real server (`ip_vs_trash_get_dest`). A second
-/// load in the same namespace would therefore be slower.
+/// Runs the measurements. Each load of the table has its own network namespace. The kernel keeps
+/// removed real servers for two minutes, and searches all of them for each new real server
+/// (`ip_vs_trash_get_dest`). A second load in the same namespace would therefore be slower.
 fn measure(services: u32) -> Result<Measured> {
     let table = table(services);
     let (mut loads, mut restores) = (Vec::new(), Vec::new());
@@ -170,8 +170,8 @@ fn measure_changes(
     Ok(())
 }
 
-/// Starts a new dataplane, which must find everything correct. Returns the time of its full sync in
-/// milliseconds.
+/// Starts a new dataplane, which must find the kernel's state correct and write nothing. Returns
+/// the time of the dataplane's full sync in milliseconds.
 fn start_anew(state: &State) -> Result<f64> {
     let mut anew = backend()?;
     let (ms, report) = wall_ms(|| anew.sync_full(&FixedState(state, &node())));

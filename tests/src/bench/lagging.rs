@@ -13,7 +13,8 @@ use super::{
 };
 use crate::fleet::{Break, Client, relay::Relay, stage::Stage};
 
-/// Longest time until the replica has welcomed all agents and lets them wait.
+/// Longest time until the delayed replica has welcomed all agents, and longest time until all these
+/// agents wait.
 const LIMIT: Duration = Duration::from_secs(120);
 /// The number of random moves.
 const MOVES: u32 = 30;
@@ -31,8 +32,8 @@ pub struct Lagging {
     pub expired: f64,
     /// The number of source positions that agents received and compared with their own position.
     pub points: u64,
-    /// The number of agents that received an older position of the source than their own. It must
-    /// be 0.
+    /// The number of agents that found a violation of the contract, such as a position of the
+    /// source that is older than their own. It must be 0.
     pub older: usize,
     /// The time from the release of the watch until all agents have everything, in seconds.
     pub catching_up_seconds: f64,
@@ -88,9 +89,9 @@ fn metric(stage: &Stage, replica: usize, name: &str) -> Result<f64> {
     stage.replicas[replica].metric(&stage.machines, name)
 }
 
-/// Moves all agents to a replica that is behind them. All agents are welcomed, and none receives a
-/// resource until the replica has caught up. Returns the time from the release until all agents
-/// have everything in seconds, and the number of agents that waited.
+/// Moves all agents to a replica that is behind them. All agents are welcomed, and no agent
+/// receives a resource until the replica has caught up. Returns the time in seconds from the
+/// release of the watch until all agents have everything, and the number of agents that waited.
 fn wait_for_one_behind(stage: &mut Stage, relay: &Relay, agents: usize, behind: usize) -> Result<(f64, f64)> {
     relay.hold();
     let mut version = 0;

@@ -1,7 +1,8 @@
 //! `agent-memory`: the memory of the agent's process, at rest and at its peak, without Services and
 //! with 10,000 Services × 10 endpoints; and the peak memory of the agent together with the programs
-//! that it runs. The programs are compared with `iptables-restore` alone, which loads all rules at
-//! once. The bench runs real programs: a control plane with a folder of manifests, and an agent.
+//! that it runs. The memory of these programs is compared with the memory of `iptables-restore`
+//! alone, which loads all rules at once. The bench runs real programs: a control plane with a
+//! folder of manifests, and an agent.
 
 use std::{
     fmt::Write as _,
@@ -58,7 +59,8 @@ pub(super) struct Measured {
     highest: f64,
     /// The largest sampled memory of the agent and its children together.
     with_programs: f64,
-    /// The largest sampled memory of the children. The first check of all rules may be included.
+    /// The largest sampled memory of the children. The programs of the agent's first check of all
+    /// rules may be included.
     programs: f64,
     /// The largest sampled memory of the children during the first sync.
     pub(super) first_sync_programs: f64,
@@ -192,8 +194,8 @@ impl Page {
         lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
     }
 
-    /// Whether the first sync of `services` Services is complete, by the version and the number of
-    /// rules.
+    /// Whether the first sync of `services` Services is complete. The programmed version and the
+    /// number of programmed rules show this.
     pub(super) fn is_programmed(&self, services: u32) -> bool {
         let rules = f64::from(services) * f64::from(ENDPOINTS);
         self.value("headgate_agent_version_programmed") >= f64::from(services.min(1))

@@ -4,7 +4,7 @@
 //! A timer triggers the samples, so each sample represents an equal CPU time. For a sample in the
 //! kernel, the call chain determines the system call. For a sample in the program, only the
 //! function itself determines the purpose, because the program's call chains are incomplete.
-//! Sampling slows a process down by some percent, so benches measure times without it.
+//! Sampling slows a process down by some percent, so benches measure times without sampling.
 
 use std::{
     collections::BTreeMap,
@@ -29,7 +29,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 const FEWEST: u64 = 50;
 
 /// Purposes of CPU time in the kernel, each with parts of function names. A sample counts for the
-/// first purpose that has such a part in a kernel function of the sample's call chain.
+/// first purpose with a part that occurs in the name of a kernel function of the sample's call
+/// chain.
 const KERNEL: &[(&str, &[&str])] = &[
     ("kernel-writes", &["sys_sendto", "sys_sendmsg", "sys_write", "sys_writev"]),
     ("kernel-reads", &["sys_recvfrom", "sys_recvmsg", "sys_read"]),
@@ -40,7 +41,7 @@ const KERNEL: &[(&str, &[&str])] = &[
 ];
 const KERNEL_REST: &str = "kernel-other";
 /// Purposes of CPU time in the program, each with parts of function names. A sample counts for the
-/// first purpose that has such a part in the sample's innermost function.
+/// first purpose with a part that occurs in the name of the sample's innermost function.
 const PROGRAM: &[(&str, &[&str])] = &[
     ("tls", &["rustls", "ring_core", "ring::aead", "ring::ec", "aes_", "gcm", "ghash", "chacha", "poly1305", "webpki"]),
     ("acks", &["serve::inbound", "serve::agents", "serve::fleet", "AgentMessage", "agent_message", "v1::Ack", "prost"]),

@@ -63,8 +63,8 @@ pub fn publish(bench: &str, figures: &[Figure], folder: &Path) -> Result<()> {
     fs::write(&path, serde_json::to_string_pretty(figures)?).with_context(|| format!("writing {}", path.display()))
 }
 
-/// The median. For an even number of values, the median is the upper of the two middle values.
-/// Without values, it is 0.
+/// The median. For an even number of values, the median is the upper of the two middle values. The
+/// median of no values is 0.
 #[must_use]
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);

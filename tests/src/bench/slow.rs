@@ -1,8 +1,8 @@
 //! `slow`: agents that never read and agents that read 1 KB a second, together with normal agents
 //! on one replica. The replica's memory must not grow with time, and the latency of the normal
-//! agents must not increase. Some slow agents are slow from the beginning. Other agents become slow
-//! only after they have everything; they are called hanging agents. Phases without slow agents,
-//! with slow agents and with hanging agents alternate in one run.
+//! agents must not increase. Some slow agents are slow from the beginning. The other slow agents
+//! become slow only after they have received everything. They are called hanging agents. Phases
+//! without slow agents, with slow agents and with hanging agents alternate in one run.
 
 use std::{
     sync::mpsc::{self, RecvTimeoutError},
@@ -33,18 +33,18 @@ const BYTES_PER_SECOND: u32 = 1_000;
 const ROUNDS: u32 = 8;
 /// The number of phases in a round.
 const PHASES: u32 = 3;
-/// A pause after which the replica has dropped connections that were reset.
+/// The pause after connections were reset. During this pause the replica drops these connections.
 const BREATH: Duration = Duration::from_secs(1);
-/// The time from the moment at which agents hang until latencies are measured.
+/// The pause between the moment at which agents begin to hang and the measurement of latencies.
 const WARMING_UP: Duration = Duration::from_secs(2);
-/// The length of the phase that measures memory is the given time divided by this number.
+/// The phase that measures memory lasts `--seconds` divided by this number.
 const WATCHED: u32 = 3;
 /// How often memory is measured.
 const SAMPLING: Duration = Duration::from_millis(500);
 /// The largest allowed ratio of the p99 with slow agents to the p99 without slow agents.
 const WORSE: f64 = 1.1;
-/// The allowed growth of memory for other reasons than slow agents: the allocator, and the log
-/// until it reaches its bound.
+/// The growth of memory that is always allowed, because memory also grows for other reasons than
+/// slow agents: the allocator, and the log until the log reaches its bound.
 const SLACK_BYTES: u64 = 4 << 20;
 
 /// Runs the bench.
@@ -60,8 +60,8 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     })
 }
 
-/// Describes agents of a replica that are slow from the beginning: `never` agents that never read,
-/// and `slow` agents that read slowly.
+/// Describes agents of a replica. The agents are slow from the beginning: `never` agents never
+/// read, and `slow` agents read slowly.
 #[must_use]
 pub fn slow_members(stage: &Stage, never: usize, slow: usize, replica: usize) -> Vec<Member> {
     let member = |number| Member { fault: fault(number, never), ..unmeasured(stage, "slow", number, replica) };
@@ -168,7 +168,8 @@ fn measure(stage: &mut Stage, agents: usize, load: &Load) -> Result<Vec<Figure>>
     ])
 }
 
-/// Connects the agents that are slow from the beginning.
+/// Connects the agents that are slow from the beginning of their connection, and waits for a
+/// moment.
 fn begin_slow(stage: &Stage, is_first: bool) -> Result<()> {
     let address = stage.replicas[0].address();
     if is_first {
@@ -198,8 +199,8 @@ fn begin_hanging(stage: &Stage) -> Result<()> {
     })
 }
 
-/// The memory of all TCP sockets of this kernel, in bytes. Sent bytes that an agent does not read
-/// wait in sockets, not in the replica.
+/// The memory of all TCP sockets of this kernel, in bytes. If an agent does not read, sent bytes
+/// wait in sockets, and not in the replica.
 fn socket_bytes() -> Result<u64> {
     let text = std::fs::read_to_string("/proc/net/sockstat").context("reading /proc/net/sockstat")?;
     let line = text.lines().find(|line| line.starts_with("TCP:")).context("/proc/net/sockstat has no line for TCP")?;

@@ -1,6 +1,6 @@
 //! `snapshots`: thousands of agents without state connect at the same time, as after a complete
-//! outage. Each agent needs a full snapshot. The replica must serve the agents in the order in
-//! which it welcomed them, with bounded memory.
+//! outage. Each agent needs a full snapshot. The replica must serve the agents approximately in the
+//! order in which it welcomed them, and must use bounded memory.
 
 use std::time::{Duration, Instant};
 
@@ -19,9 +19,9 @@ pub const IN_FLIGHT: usize = 64;
 const BYTES_PER_AGENT: u64 = 16_000;
 /// Memory that may be used in addition, in bytes: encoded buckets, and partly sent snapshots.
 const SHARED_BYTES: u64 = 32 << 20;
-/// The largest allowed share of pairs of agents in which the agent that was welcomed later is
-/// served first. Simultaneous snapshots end in any order, and the load generator reads its
-/// connections in turn. Random order would give 0.5.
+/// The largest allowed share of pairs of agents that are served in the opposite order of their
+/// welcomes. The share is not 0, because simultaneous snapshots end in any order, and because the
+/// load generator reads its connections in turn. A random order would give a share of 0.5.
 const OVERTAKEN: f64 = 0.25;
 /// Longest time until all agents have everything.
 const LIMIT: Duration = Duration::from_secs(400);
@@ -35,7 +35,7 @@ pub struct Snapshots {
     pub seconds: f64,
     /// The CPU time of the replica.
     pub cpu: CpuTime,
-    /// The replica's memory before, and its peak memory, in bytes.
+    /// The replica's memory before the agents connect, and its peak memory, in bytes.
     pub bytes: (u64, u64),
     /// The largest observed number of snapshots that were sent at the same time.
     pub in_flight: usize,
@@ -43,7 +43,7 @@ pub struct Snapshots {
     pub waiting: usize,
     /// The number of agents that had to wait, as counted by the replica.
     pub waited: usize,
-    /// The share of pairs of agents in which the agent that was welcomed later was served first.
+    /// The share of pairs of agents that were served in the opposite order of their welcomes.
     pub overtaken: f64,
     /// The size of the snapshot that each agent received, in bytes.
     pub bytes_each: u64,
@@ -123,8 +123,8 @@ pub fn measure(stage: &mut Stage, agents: usize) -> Result<Snapshots> {
     })
 }
 
-/// The share of pairs of agents in which the agent that was welcomed later was served first. `None`
-/// if an agent was not served.
+/// The share of pairs of agents that were served in the opposite order of their welcomes. `None` if
+/// an agent was not served.
 fn overtaken(worker: &Worker) -> Option<f64> {
     let order: Option<Vec<(u64, u64)>> = worker.clients().iter().map(Client::first_snapshot).collect();
     let mut order = order?;

@@ -1,7 +1,8 @@
-//! `storm`: all agents lose their connections and reconnect at the same time, in three ways. They
-//! move to another replica and nothing has changed; they move to another replica and 20 Services
-//! have changed; or they return to the same replica and nothing has changed. The bench checks that
-//! agents receive exactly the difference, and reports time and CPU.
+//! `storm`: all agents lose their connections and reconnect at the same time, in three ways. In the
+//! first way, they move to another replica, and nothing has changed. In the second way, they move
+//! to another replica, and 20 Services have changed. In the third way, they return to the same
+//! replica, and nothing has changed. The bench checks that agents receive only the buckets that
+//! differ, and reports the time and the CPU time.
 
 use std::time::{Duration, Instant};
 
@@ -22,8 +23,9 @@ use crate::fleet::{
 pub const CHANGED: u32 = 20;
 /// Longest time until all agents have reconnected.
 const LIMIT: Duration = Duration::from_secs(180);
-/// The smallest share of TLS sessions that are resumed when agents return to their replica. An
-/// agent whose connection attempt is refused has used up its ticket.
+/// The smallest share of TLS sessions that are resumed when agents return to their replica. This
+/// limit is below 1, because an agent loses its session ticket when a connection attempt is
+/// refused.
 const RESUMED: f64 = 0.95;
 
 /// The measurements of one way to reconnect.
@@ -57,7 +59,7 @@ pub struct Storm {
 /// Runs the bench.
 ///
 /// # Errors
-/// Agents receive anything that they already have, or their state differs from the source.
+/// Agents receive resources outside the buckets that differ, or their state differs from the source.
 pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let agents = load.agents.unwrap_or(5_000);
     let storm = apart(|| measure(&mut load.stage(agents, services)?, agents))?;
@@ -82,11 +84,11 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Starts replicas on a stage without replicas, and lets the agents reconnect in the three ways. In
-/// the end the agents have the source's state.
+/// Starts replicas on a stage without replicas, and lets the agents reconnect in the three ways.
+/// Checks that the agents have the source's state at the end.
 ///
 /// # Errors
-/// Agents receive anything that they already have, or their state differs from the source.
+/// Agents receive resources outside the buckets that differ, or their state differs from the source.
 pub fn measure(stage: &mut Stage, agents: usize) -> Result<Storm> {
     ensure!(stage.setup().full_agents > 0, "no agent holds a state: --full-agents must be at least 1");
     let (first, second) = (stage.start_replica(&[])?, stage.start_replica(&[])?);
@@ -100,8 +102,8 @@ pub fn measure(stage: &mut Stage, agents: usize) -> Result<Storm> {
     Ok(Storm { elsewhere, changed, same })
 }
 
-/// Lets agents without a state resume with the digests of an agent that holds a state. All agents
-/// are at the same version.
+/// Gives the digests of an agent that holds a state to all agents without a state. The digests fit,
+/// because all agents are at the same version. The agents send the digests when they resume.
 fn give_digests_to_all_agents(stage: &Stage) -> Result<()> {
     let holds_state = stage.fleet.ask(|worker| {
         worker.set_handshakes(usize::MAX);

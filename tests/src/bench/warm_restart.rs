@@ -1,9 +1,10 @@
 //! `warm-restart`: an agent restarts while its rules are in place, after SIGTERM, after SIGKILL,
 //! and while no control plane answers. The bench fails if the agent writes to the kernel or a
-//! connection fails. Clients open connections to the first and the last Service all the time, and
-//! keep some open. The bench compares the time until the agent has verified the rules with the time
-//! of the first sync. The bench runs real programs: a control plane with a folder of manifests, and
-//! an agent.
+//! connection fails. During the restarts, two clients continually open new connections, one to the
+//! first Service and one to the last Service. One older connection to each of these Services stays
+//! open. The bench compares the time until the agent has verified the rules with the time of the
+//! first sync. The bench runs real programs: a control plane with a folder of manifests, and an
+//! agent.
 
 use std::{
     fs,
@@ -187,8 +188,8 @@ impl Programs<'_> {
         Ok(())
     }
 
-    /// Ends the agent, starts another one, and waits until it has verified its rules. Checks that
-    /// the new agent has written nothing to the kernel.
+    /// Ends the agent, starts a new agent, and waits until the new agent has verified the rules.
+    /// Checks that the new agent has written nothing to the kernel.
     fn restart(&mut self, end: End) -> Result<()> {
         let before = self.machine.writes.count()?;
         let agent = self.agent.take().context("no agent runs")?;
@@ -240,7 +241,7 @@ fn wait_for(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
     Ok(())
 }
 
-/// The value of a metric without labels, or 0 if it does not exist.
+/// The value of a metric without labels, or 0 if the page does not contain the metric.
 fn value(page: &str, name: &str) -> f64 {
     let values = page.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse::<f64>().ok());
     values.sum()

@@ -4,8 +4,8 @@
 //! The bench counts the TCP payload for one agent: the message, its gRPC prefix, the headers of its
 //! HTTP/2 DATA frames, and the overhead of its TLS 1.3 records. Names have realistic lengths, and
 //! versions and resourceVersions are as large as in an old cluster. The anchor is the TCP payload
-//! of a watch of the API for this change, counted in the same way: the whole EndpointSlice as JSON,
-//! once for each changed slice.
+//! that a watch of the API receives for this change: the whole EndpointSlice as JSON, once for each
+//! changed slice. This payload includes the same kinds of overhead, except the gRPC prefix.
 //!
 //! The bytes are equal in every run, so a test also checks the goals.
 
@@ -29,8 +29,9 @@ use super::report::Figure;
 /// 6.5.2).
 const HTTP2_FRAME_HEADER_BYTES: usize = 9;
 const HTTP2_FRAME_PAYLOAD_BYTES: usize = 16_384;
-/// The overhead of a TLS 1.3 record, and its largest plaintext (RFC 8446, 5.2). The overhead is a
-/// header of 5 bytes, the inner content type, and the tag of the AEAD.
+/// The overhead of a TLS 1.3 record, and its largest plaintext (RFC 8446, 5.2). The overhead
+/// consists of a header of 5 bytes, the inner content type of one byte, and the AEAD tag of 16
+/// bytes.
 const TLS_RECORD_OVERHEAD_BYTES: usize = 5 + 1 + 16;
 const TLS_RECORD_PLAINTEXT_BYTES: usize = 16_384;
 
@@ -156,7 +157,8 @@ fn burst(pods: Pods, slice: u32, figures: &mut Vec<Figure>) -> Result<()> {
     Ok(())
 }
 
-/// A store, and a stream that has received everything.
+/// A store, and the cursor of a stream. At the start of each measurement, the stream has received
+/// everything.
 struct Replica {
     store: Store,
     cursor: Cursor,
@@ -193,8 +195,8 @@ impl Replica {
         });
     }
 
-    /// The TCP payload of all pending messages of the stream, with the version numbers of an old
-    /// replica.
+    /// The TCP payload of all pending messages of the stream, with version numbers as in a replica
+    /// that has run for months.
     fn take(&mut self) -> Result<usize> {
         let mut bytes = 0;
         while let Some(frame) = self.store.next_frame(&mut self.cursor) {
@@ -231,7 +233,8 @@ impl Replica {
     }
 }
 
-/// The length of a message with its prefix, with the version numbers of an old replica.
+/// The length of a message with its gRPC prefix, with version numbers as in a replica that has run
+/// for months.
 fn aged(frame: &Bytes) -> Result<usize> {
     let message = v1::ServerMessage::decode(frame.get(PREFIX_BYTES..).context("no gRPC prefix")?)?;
     let Some(v1::server_message::Body::Batch(mut batch)) = message.body else { bail!("not a batch: {message:?}") };
@@ -262,7 +265,8 @@ fn service(number: u32) -> Change {
     Change::from(Service::new(key(number), vec![[172, 20, high, low].into()], vec![port]))
 }
 
-/// The watch event that a kube-proxy receives for a change of a slice. It contains the whole slice.
+/// The watch event that a kube-proxy receives for a change of a slice. The event contains the whole
+/// slice.
 #[must_use]
 pub fn slice_event(key: &ServiceKey, endpoints: &[Endpoint]) -> Value {
     let name = key.name.as_str();
