@@ -241,7 +241,7 @@ fn rules_are_correct_after_the_cluster_crosses_the_layout_threshold() {
         let (script, _) = rig.ledger.changed(&rig.state, &rig.node, &Dirty::default());
         assert!(script.is_empty());
         let is_two_level = before.concat().contains("KUBE-SVC-G-");
-        // The layout for 400 services is compact. It becomes classic again at half of the
+        // The layout for 400 services is compact. The layout becomes classic again at half of the
         // threshold.
         assert_eq!(is_two_level, removed < 272, "{removed} removed");
     }

@@ -6,14 +6,14 @@
 //! opens a new connection. A UDP client does not notice, and its entry remains in the table as long
 //! as the client sends. So the agent deletes UDP entries whose replies come from an address that is
 //! no longer an endpoint. kube-proxy 1.36 misses some stale flows and deletes some valid flows.
-//! This module differs from kube-proxy in four points:
+//! This module differs from kube-proxy in four points. The [`Tracker`]
 //!
-//! - It also finds stale flows after a service is deleted or scaled to zero, and after a service
-//!   loses an address or a port, because it remembers the endpoints that the service used.
-//! - It forgets these endpoints only when the caller takes over the cleanup ([`Tracker::commit`]),
-//!   so a failed sync loses nothing.
-//! - It deletes flows to a NodePort only if they were sent to an address of this node.
-//! - It keeps flows of all endpoints that are serving or ready. Such endpoints may be terminating,
+//! - also finds stale flows after a service is deleted or scaled to zero, and after a service loses
+//!   an address or a port, because it remembers the endpoints that the service used;
+//! - forgets these endpoints only when the caller takes over the cleanup ([`Tracker::commit`]), so
+//!   a failed sync loses nothing;
+//! - selects flows to a NodePort only if they were sent to an address of this node;
+//! - keeps flows of all endpoints that are serving or ready. Such endpoints may be terminating,
 //!   ready without serving (publishNotReadyAddresses), or excluded by policy or topology.
 //!
 //! The work is proportional to the change. A service that only gained endpoints causes no search.

@@ -5,10 +5,10 @@
 //! different conditions, nodes and hints.
 //!
 //! 1. The Cluster set contains the ready endpoints that the [topology](crate::behaviours::topology)
-//!    admits. If there are none, it contains all serving and terminating endpoints (KEP-1669);
-//!    topology does not apply to them.
-//! 2. The Local set contains the ready endpoints on this node. If there are none, it contains the
-//!    serving and terminating endpoints on this node. Topology does not apply to this set.
+//!    admits. If no such endpoint exists, the set contains all serving and terminating endpoints
+//!    (KEP-1669), whatever the topology.
+//! 2. The Local set contains the ready endpoints on this node, whatever the topology. If no such
+//!    endpoint exists, the set contains the serving and terminating endpoints on this node.
 //! 3. All other endpoints are in no set.
 
 use std::net::{IpAddr, SocketAddr};

@@ -1,5 +1,5 @@
-//! The dataplanes. Each one translates the views of a service to kernel objects, records what it
-//! has programmed, and plans only the differences.
+//! The dataplanes. Each dataplane translates the views of a service to kernel objects, records what
+//! it has programmed, and plans only the differences.
 //!
 //! [`iptables`] and [`ipvs`] do not import each other. They share [`rules`] (text of iptables
 //! rules, scripts, and the ledger of programmed rules) and [`ipsets`]. `refcount` counts how many

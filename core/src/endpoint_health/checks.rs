@@ -33,7 +33,7 @@ pub struct ServiceTargets {
 pub struct CheckTiming {
     /// Time between two checks of an endpoint whose service sets no interval.
     pub interval_ms: u32,
-    /// Maximum duration of a check. A quarter of the interval applies if it is shorter.
+    /// Maximum duration of a check. A check never takes longer than a quarter of its interval.
     pub timeout_ms: u32,
 }
 
@@ -125,7 +125,8 @@ impl Checks {
         self.failing
     }
 
-    /// Returns the endpoints of a service that fail. The cost is linear in its endpoints.
+    /// Returns the endpoints of a service that fail. The cost is linear in the number of endpoints
+    /// of the service.
     #[must_use]
     pub fn failing(&self, key: &ServiceKey) -> BTreeSet<SocketAddr> {
         let is_failing = |address: &&SocketAddr| self.targets.get(address).is_some_and(|target| target.is_failing);
@@ -137,9 +138,9 @@ impl Checks {
         self.services.keys()
     }
 
-    /// Replaces the checks that a service requests. The first check of a target is due at a random
-    /// time within one interval, so that not all nodes connect to a new endpoint at the same
-    /// time.
+    /// Replaces the checks that a service requests; `None` removes them. The first check of a new
+    /// target is due at a random time within one interval, so that not all nodes connect to a new
+    /// endpoint at the same time.
     pub fn set_service(&mut self, key: &Arc<ServiceKey>, wanted: Option<ServiceTargets>, now_ms: u64) {
         let (interval_ms, wanted) = match wanted {
             Some(wanted) => (wanted.interval_ms.unwrap_or(self.timing.interval_ms).max(1), wanted.addresses),
@@ -181,7 +182,8 @@ impl Checks {
         started
     }
 
-    /// Records the outcome of a check. Returns the services whose set of failing endpoints changed.
+    /// Records the outcome of a check. Ignores a check whose target has been removed since the
+    /// check started. Returns the services whose set of failing endpoints changed.
     pub fn finish(&mut self, check: &Check, has_passed: bool, now_ms: u64) -> Vec<Arc<ServiceKey>> {
         let Some(target) = self.targets.get_mut(&check.address) else { return Vec::new() };
         if target.next != Next::Running(check.ticket) {

@@ -85,7 +85,8 @@ impl Dirty {
 impl State {
     /// Applies one change and adds what it affects to `dirty`.
     ///
-    /// Returns false and does not change `dirty` if the state already had this value.
+    /// Returns false and does not change `dirty` if the state already had this value, or if the
+    /// state does not have the resource to remove.
     pub fn apply(&mut self, change: Change, dirty: &mut Dirty) -> bool {
         match change {
             Change::Service(service) => self.put_service(service, dirty),
@@ -110,7 +111,7 @@ impl State {
     }
 
     /// Returns all entries in no particular order, including entries without a Service. Do not call
-    /// this on the hot path: the caller visits every entry.
+    /// this function on the hot path, because the caller visits every entry.
     pub fn entries(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &ServiceEntry)> {
         self.entries.iter()
     }

@@ -80,8 +80,8 @@ impl Referrer {
     }
 
     /// Returns the reference to a list of ports in the order in which the sender sent them. The
-    /// result equals [`Self::ports`] if this program knows all numbers. It is also correct if the
-    /// list has protocols or conditions that only a newer sender knows.
+    /// result equals [`Self::ports`] if this program knows all numbers. The result is also correct
+    /// if the list has protocols or conditions that only a newer sender knows.
     #[must_use]
     pub fn numbered_ports(self, ports: &[NumberedPort]) -> u32 {
         let mut form = self.form(b'l');

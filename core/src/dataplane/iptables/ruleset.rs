@@ -52,8 +52,8 @@ fn jumps(config: &RenderConfig) -> Vec<Jump> {
     let firewall = "kubernetes load balancer firewall";
     let (nat, filter) = (Table::Nat, Table::Filter);
     let mut jumps = Vec::new();
-    // The guard comes first: KUBE-NODEPORTS accepts packets to health-check node ports, and it must
-    // not accept them if another host sends them to 127.0.0.1.
+    // The guard comes first, because KUBE-NODEPORTS accepts packets to health-check node ports.
+    // Packets that another host sends to 127.0.0.1 must not reach KUBE-NODEPORTS.
     if has_localnet_guard(config) {
         for from in ["INPUT", "OUTPUT"] {
             jumps.push(jump(filter, from, LOCALNET_GUARD, "block incoming localnet connections", false));

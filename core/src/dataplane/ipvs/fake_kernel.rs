@@ -1,8 +1,8 @@
-//! A kernel in memory for tests, with IPVS, ipset, a dummy device and iptables. It is as strict as
-//! a real kernel: it does not add an object that exists, it does not change or remove an object
-//! that does not exist, it accepts only loaded schedulers, and it does not destroy a set that a
-//! rule refers to. In one point it is stricter: it does not remove a virtual server with
-//! destinations, because that would break connections.
+//! A kernel in memory for tests, with IPVS, ipset, a dummy device and iptables. This kernel is as
+//! strict as a real kernel: it does not add an object that exists, it does not change or remove an
+//! object that does not exist, it accepts only loaded schedulers, and it does not destroy a set
+//! that a rule refers to. In one point this kernel is stricter: it does not remove a virtual server
+//! with destinations, because the removal would break connections.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

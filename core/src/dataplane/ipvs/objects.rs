@@ -37,7 +37,7 @@ impl fmt::Display for ServerKey {
 }
 
 /// The settings of a virtual server. As in kube-proxy, one-packet scheduling is never on, because
-/// it would send packets of one UDP flow to different destinations.
+/// with this option the kernel sends packets of one UDP flow to different destinations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Settings {
     /// Scheduler.

@@ -29,8 +29,8 @@ pub enum Scheduler {
     NeverQueue,
     /// Selects by a consistent hash of source address and port (Maglev).
     MaglevHashing,
-    /// Selects the destination with the highest weight. This is the first destination in order of
-    /// address, see [`Scheduler::weight`].
+    /// Selects the destination with the highest weight. Headgate gives the highest weight to the
+    /// first destination in order of address, see [`Scheduler::weight`].
     WeightedFailover,
     /// Selects the first destination in order of address whose active connections do not exceed its
     /// weight, see [`Scheduler::weight`].

@@ -43,7 +43,7 @@ pub struct RenderConfig {
     pub masquerade: MasqueradeConfig,
     /// Addresses on which NodePorts are served.
     pub node_port_addresses: NodePortAddresses,
-    /// NodePorts are served on 127.0.0.0/8. There is no equivalent for ::1.
+    /// NodePorts are also served on 127.0.0.0/8. NodePorts are never served on ::1.
     pub localhost_node_ports: bool,
     /// The sysctl `nf_conntrack_tcp_be_liberal` is on. Packets in the conntrack state INVALID need
     /// not be dropped.

@@ -239,7 +239,7 @@ impl ChainName {
         Self { kind, ..self }
     }
 
-    /// Parses a name. Returns `None` if it is not a hashed name of Headgate.
+    /// Parses a name. Returns `None` if `text` is not a hashed name of Headgate.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         ChainKind::ALL.into_iter().find_map(|kind| {

@@ -35,9 +35,9 @@ pub enum Writing {
     /// built-in chains.
     ///
     /// `iptables-restore` holds one step at a time, so its memory is bounded too. For
-    /// `iptables-nft-restore`, steps also save time. It keeps the chain names of a step in a sorted
-    /// list and searches this list from the start for each rule and each target. The time for a
-    /// step therefore grows with the square of the number of names.
+    /// `iptables-nft-restore`, steps also save time. This program keeps the chain names of a step
+    /// in a sorted list and searches this list from the start for each rule and each target. The
+    /// time for a step therefore grows with the square of the number of names.
     ///
     /// This mode is allowed only if no rule in the kernel jumps to chains of Headgate. Otherwise
     /// packets would pass unfinished rules.
@@ -122,7 +122,8 @@ impl Script {
         self.existing.as_ref().is_some_and(has)
     }
 
-    /// Creates or replaces a chain. `rules` consists of complete lines.
+    /// Creates or replaces a chain. `rules` consists of complete lines. While a full script is
+    /// planned, leaves out a chain that the kernel already has.
     pub fn write_chain(&mut self, table: Table, name: &impl Display, rules: &str) {
         if self.existing.is_none() || !self.is_in_kernel(table, name, RulesHash::of(rules)) {
             self.put_chain(table, name, rules);
@@ -278,8 +279,8 @@ impl Script {
     pub fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
         let services = || self.late.chunks(SERVICES_AT_ONCE).map(Piece::Services);
         let is_in_steps = self.writing == Writing::LateInSteps && !self.late.is_empty();
-        // Chains of services jump to KUBE-MARK-MASQ, so the first step declares it. A later step
-        // writes its rule.
+        // Chains of services jump to KUBE-MARK-MASQ, so the first step declares this chain. A later
+        // step writes its rule.
         let target = self.steps.iter().find_map(|step| step.declarations.get(&declaration(&MARK_MASQ)));
         let target = target.filter(|_| is_in_steps).into_iter();
         let first = target.flat_map(|target| step(Table::Nat, std::iter::once(Piece::Text(target))));

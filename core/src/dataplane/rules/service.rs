@@ -46,7 +46,8 @@ pub enum Selector {
 pub struct DispatchLine {
     /// The chain.
     pub chain: DispatchChain,
-    /// The destination that the rule matches. It selects the group in the compact layout.
+    /// The destination that the rule matches. In the compact layout, the selector also determines
+    /// the group of the rule.
     pub selector: Selector,
     /// The rule without `-A CHAIN`, with a leading space and a line end.
     pub rule: String,

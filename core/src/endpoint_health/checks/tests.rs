@@ -123,7 +123,7 @@ fn outcomes_of_checks_of_a_removed_target_are_ignored() {
     let running = checks.start(10_000, 1);
     checks.set_service(&web, None, 10_000);
     assert!(checks.is_empty() && checks.failing_count() == 0);
-    // The endpoint is added again while the old check still runs. It counts as a new endpoint.
+    // The endpoint is added again while the old check still runs. The endpoint counts as new.
     checks.set_service(&web, Some(wanted(1000, [1])), 10_000);
     assert_eq!(checks.finish(&running[0], false, 10_100), []);
     assert!(checks.failing(&web).is_empty());

@@ -50,7 +50,7 @@ pub struct Ledger {
     rules: rules::Ledger,
     programmed: HashMap<Arc<ServiceKey>, ServicePlan>,
     /// Services that want a virtual server, in order. The first service gets the server. Nearly
-    /// always, only one service wants it.
+    /// always, only one service wants a server.
     candidates: HashMap<ServerKey, Vec<(AddressKind, Arc<ServiceKey>)>>,
     /// The virtual servers in the kernel.
     servers: HashMap<ServerKey, Server>,
@@ -168,7 +168,8 @@ impl Ledger {
         self.deferred().filter(|(object, _)| uses_it(object)).map(|(_, service)| Arc::clone(service)).collect()
     }
 
-    /// Plans the changes of the dirty services. The cost depends only on these services.
+    /// Plans the changes of the dirty services. The cost depends only on these services, except in
+    /// the case that [`rules::Ledger::changed`] describes.
     ///
     /// `now_ms` is the time of a monotonic clock. Only differences between such times count.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty, now_ms: u64) -> Plan {
@@ -194,10 +195,11 @@ impl Ledger {
     }
 
     /// Plans the changes from `existing`, the objects in the kernel, to the wanted objects. The
-    /// plan does not depend on what the ledger recorded before, except for the times at which
-    /// destinations started to drain. Objects of Headgate that no service wants are removed or
-    /// drained. Objects of other programs are not touched. The plan is empty if the kernel already
-    /// has the wanted objects.
+    /// operations do not depend on what the ledger recorded before, except for the times at which
+    /// destinations started to drain; [`rules::Ledger::full`] describes the script. Objects of
+    /// Headgate that no service wants are removed or drained. Objects of other programs are not
+    /// touched, except a virtual server that a service wants: Headgate takes over this server. The
+    /// plan is empty if the kernel already has the wanted objects.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &Existing, now_ms: u64) -> Plan {
         let (script, planned) = self.rules.full(state, node, &existing.tables);
         let before = std::mem::take(&mut self.servers);

@@ -17,8 +17,8 @@ use crate::model::ServiceKey;
 
 impl Ledger {
     /// Records that the kernel carried out all operations of `ops` except those in `rejected`. The
-    /// objects of rejected operations become deferred. Returns the rejected operations whose
-    /// objects no service wants, such as removals. If there are any, the caller must use
+    /// objects of rejected operations become deferred if a service wants them. Returns the other
+    /// rejected operations, such as removals. If the result is not empty, the caller must use
     /// [`Self::full`] for the next plan.
     ///
     /// The cost is linear in the number of operations if any operation is rejected or any object

@@ -105,8 +105,9 @@ impl Ledger {
     }
 
     /// Returns a script with the changes of the dirty services, and the number of services whose
-    /// rules were computed. The cost depends only on the dirty services. The exception is a cluster
-    /// whose size has crossed a threshold of the layout: then the script writes all rules.
+    /// rules were computed. Quarantined services are skipped. The cost depends only on the dirty
+    /// services, with one exception: if the size of the cluster has crossed a threshold of the
+    /// layout or has outgrown the dispatch groups, the script writes all rules.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> (Script, u32) {
         if self.layout_is_outgrown(state) {
             let expected = self.expected();
@@ -132,10 +133,11 @@ impl Ledger {
     }
 
     /// Returns a script that changes `existing`, the rules in the kernel, to the wanted rules. The
-    /// script does not depend on what the ledger recorded before. It writes the chains that differ
-    /// and deletes chains with names of Headgate that are not wanted. It does not touch foreign
-    /// rules. The script is empty if the kernel already has the wanted rules. Also returns the
-    /// number of services whose rules were computed.
+    /// script does not depend on what the ledger recorded before, except for quarantined services
+    /// and undeletable chains. The script writes the chains that differ and deletes chains with
+    /// names of Headgate that are not wanted. It does not touch foreign rules. The script is empty
+    /// if the kernel already has the wanted rules. Also returns the number of services whose rules
+    /// were computed.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &ExistingTables) -> (Script, u32) {
         self.full_by(Writing::Text, state, node, existing.clone())
     }
@@ -385,10 +387,10 @@ impl Ledger {
         wanted
     }
 
-    /// True if `existing`, the rules in the kernel, are the recorded rules: no chain or jump is
-    /// missing, and no chain is superfluous or changed. Empty undeletable chains are allowed. The
-    /// cost is linear in the number of rules, so callers use this check only for verification in
-    /// the background.
+    /// True if `existing`, the rules in the kernel, are the recorded rules: no chain is missing,
+    /// superfluous or changed, and no jump is missing or in the wrong order. Empty undeletable
+    /// chains are allowed. The cost is linear in the number of rules, so callers use this check
+    /// only for verification in the background.
     #[must_use]
     pub fn matches(&self, existing: &ExistingTables) -> bool {
         let mut wanted: HashMap<(Table, String), RulesHash> = HashMap::new();
