@@ -1,8 +1,8 @@
-//! Entry points for fuzzers and their tests. The functions process bytes from an API server, a file
-//! or a peer as the control plane does.
+//! Entry points for fuzzers and their tests. Each function takes bytes that would come from an API
+//! server, a file or a peer, and processes them like the control plane.
 //!
-//! Each function must return for any input, and its memory must be bounded by the size of the
-//! input. The result shows whether the input was valid, so that a test can check that its input
+//! Each function must return for any input. The memory that it uses must be bounded by the size of
+//! the input. The result shows whether the input was valid, so that a test can check that its input
 //! passes the first validation.
 
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::{
     transaction::{Sink as _, Transaction},
 };
 
-/// Reads a manifest as the source `files` does, and serves its objects. `is_json` says whether the
+/// Reads a manifest like the source `files`, and serves its objects. `is_json` says whether the
 /// file has the extension `.json`. Returns the number of objects.
 #[must_use]
 pub fn manifest(bytes: &[u8], is_json: bool) -> usize {
@@ -53,8 +53,8 @@ pub fn agent_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
     serve::fuzz::stream(Arc::new(store), messages)
 }
 
-/// Reads the identity in a certificate (DER) whose chain counts as verified. Returns whether the
-/// certificate names its holder.
+/// Reads the identity in a certificate (DER), without verifying the certificate chain. Returns
+/// whether the certificate names its holder.
 #[must_use]
 pub fn certificate(der: &[u8]) -> bool {
     identity::from_certificate(der)

@@ -7,7 +7,8 @@ use headgate_tls::{Validity, date};
 use tokio::time::Instant;
 use x509_parser::{extensions::GeneralName, prelude::*};
 
-/// Scheme of the URIs in subject alternative names that Headgate reads. Other URIs are ignored.
+/// Scheme of the URIs that Headgate reads in subject alternative names. URIs with another scheme
+/// are ignored.
 const SCHEME: &str = "headgate:";
 
 /// Prefix of the URI in the certificate of a node's agent.
@@ -61,7 +62,7 @@ pub struct Peer {
     pub not_after: Option<SystemTime>,
 }
 
-/// When a certificate expires, as a time of day and as an instant for timers.
+/// When a certificate expires, as a wall-clock time and as an instant for timers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Expiry {
     pub(crate) at: Instant,
@@ -95,7 +96,7 @@ pub enum Denied {
 }
 
 impl Denied {
-    /// The reason as the value of a metric's label, from a small fixed set.
+    /// The reason, as a value of the metric label `reason`, from a small fixed set.
     #[must_use]
     pub fn reason(&self) -> &'static str {
         match self {
@@ -197,8 +198,8 @@ pub fn from_certificate(der: &[u8]) -> Result<(Identity, SystemTime), String> {
 }
 
 /// Returns the identity that the names in a certificate give. The names must identify one holder
-/// and must not contradict each other: if somebody has tricked the authority into adding a second
-/// name, neither name is accepted.
+/// and must not contradict each other. Otherwise no name is accepted, because an attacker may have
+/// tricked the authority into adding a second name.
 fn identify<'a>(
     uris: impl Iterator<Item = &'a str>,
     common_names: impl Iterator<Item = &'a str>,

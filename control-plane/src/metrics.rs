@@ -336,7 +336,7 @@ impl Metrics {
         self.connections_refused.get_or_create(&Reason { reason }).inc();
     }
 
-    /// `limit` is 0 while this replica asks no agent to move.
+    /// Sets the metrics of balance. `limit` is 0 while this replica asks no agent to move.
     pub(crate) fn set_balance(&self, replicas: usize, limit: usize) {
         self.balance_replicas.set(level(replicas));
         self.balance_limit.set(level(limit));

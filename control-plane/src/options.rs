@@ -18,7 +18,7 @@ use crate::{
 /// The default of `--listen`.
 const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 7443);
 
-/// Parses an address to listen at.
+/// Parses an address and a port to listen on.
 fn address(text: &str) -> Result<SocketAddr, &'static str> {
     text.parse().map_err(|_| "write an IP address and a port, such as 127.0.0.1:7443 or [::]:7443")
 }
@@ -118,13 +118,13 @@ pub enum OptionsError {
          --insecure-loopback --listen 127.0.0.1:7443 instead"
     )]
     NoTls {
-        /// The first of these three options that is missing.
+        /// The first missing option of `--tls-cert`, `--tls-key` and `--tls-client-ca`.
         missing: &'static str,
     },
-    /// `--insecure-loopback` without `--listen`.
+    /// `--insecure-loopback` is given without `--listen`.
     #[error("--insecure-loopback needs an explicit --listen, such as --listen 127.0.0.1:7443")]
     ListenNotExplicit,
-    /// `--insecure-loopback` with an address that other machines may reach.
+    /// `--insecure-loopback` is given with an address that other machines may reach.
     #[error(
         "--insecure-loopback: --listen {0} is neither a loopback address nor in a range reserved for tests ({ranges}); choose such an address, or \
          use TLS (--tls-cert, --tls-key, --tls-client-ca)", ranges = plaintext::TEST_RANGES.join(", ")
@@ -165,14 +165,14 @@ impl Options {
         Ok(Security::Tls(tls))
     }
 
-    /// The options of the source.
+    /// The settings of the source.
     #[must_use]
     pub fn source_settings(&self) -> SourceSettings {
         let watch_silence = Duration::from_secs(self.watch_silence_seconds.into());
         SourceSettings { kubeconfig: self.kubeconfig.clone(), watch_silence }
     }
 
-    /// The options of the server.
+    /// The settings of the server.
     #[must_use]
     pub fn settings(&self) -> Settings {
         Settings {
@@ -200,7 +200,7 @@ fn may_be_plaintext(address: IpAddr) -> bool {
     plaintext::is_allowed(address.to_canonical())
 }
 
-/// The host name of the kernel. In a pod this is the name of the pod.
+/// The host name of the kernel. In a pod, the host name is the name of the pod.
 fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = name.trim();

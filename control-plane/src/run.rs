@@ -68,8 +68,8 @@ impl ControlPlane {
         Ok(Self { running, store, source: tokio::spawn(run), shutdown })
     }
 
-    /// Runs until `shutdown` is cancelled or the source fails. Agents are asked to move to another
-    /// replica before the server stops.
+    /// Runs until `shutdown` is cancelled or the source fails. Before the server stops, it asks
+    /// agents to move to another replica.
     ///
     /// # Errors
     ///

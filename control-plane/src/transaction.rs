@@ -60,8 +60,8 @@ impl SourceKind {
     }
 }
 
-/// One step of the source. Changes are grouped by Service. A new resource comes before the
-/// resources that refer to it, and removals come last.
+/// One step of the source. Changes are grouped by Service. A new endpoint comes before its Service.
+/// Removed Services and ServiceCIDRs come last.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Transaction {
     /// Changes for every agent.

@@ -89,7 +89,7 @@ pub(super) struct EndpointChange {
     pub(super) trigger_unix_ms: u64,
 }
 
-/// An address on which slices have begun or ceased to disagree about a port.
+/// The result of a check whether slices disagree about a port of an address.
 #[derive(Debug)]
 pub(super) struct SliceConflict {
     pub(super) service: ServiceKey,
@@ -192,7 +192,7 @@ impl Endpoints {
         self.services.get(service).map(|carriers| carriers[family(address)].of(address)).unwrap_or_default()
     }
 
-    /// Updates the slices of services after a slice has changed from `old` to its present version.
+    /// Updates `services` after a slice has changed from `old` to its present version.
     fn move_carrier(
         &mut self,
         key: &Arc<ObjectKey>,
@@ -293,7 +293,7 @@ impl Endpoints {
         }
     }
 
-    /// The addresses on which slices have begun or ceased to disagree since the last call.
+    /// The results of all checks for disagreeing slices since the last call.
     pub(super) fn take_conflicts(&mut self) -> Vec<SliceConflict> {
         std::mem::take(&mut self.conflicts)
     }
@@ -392,7 +392,8 @@ impl Entry<'_> {
     }
 }
 
-/// Merges the entries of all slices for one address.
+/// Merges the entries of all slices for one address. If the merged endpoint is too large to be
+/// sent, the result has the ports of one slice only.
 fn merge(
     slices: &HashMap<Arc<ObjectKey>, (Slice, bool)>,
     address: IpAddr,

@@ -28,7 +28,7 @@ pub(super) struct Reading<T> {
 }
 
 impl<T> Reading<T> {
-    /// An object that this proxy does not serve.
+    /// The result for an object that this proxy does not serve.
     pub(super) fn nothing() -> Self {
         Self { value: None, findings: Findings::default() }
     }
@@ -57,7 +57,7 @@ impl<T> Reading<T> {
 pub(super) struct Outcome {
     /// The findings about the object.
     pub(super) findings: Findings,
-    /// The end of the messages of problems that concern the object as a whole.
+    /// The last part of each message about a problem that concerns the object as a whole.
     pub(super) consequence: &'static str,
 }
 

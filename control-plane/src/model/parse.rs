@@ -17,7 +17,7 @@ pub(super) fn address(text: &str) -> Result<IpAddr, String> {
     parsed.ok_or_else(|| format!("{text:?} is not an IP address: write an address such as 10.96.0.10 or fd00::10"))
 }
 
-/// Parses an address that a machine can have.
+/// Parses an address, and refuses the unspecified address.
 ///
 /// # Errors
 /// The errors of [`address`], and an error for the unspecified address.

@@ -38,7 +38,7 @@ pub(super) fn check_service(service: &Service) -> Result<(), String> {
     ))
 }
 
-/// Whether an endpoint that several slices define, with all its ports, is small enough.
+/// Whether an endpoint that several slices define is small enough to be sent with all its ports.
 pub(super) fn may_be_sent(endpoint: &Endpoint) -> bool {
     let mut builder = ChangesBuilder::default();
     builder.endpoint(&ServiceKey::new("", ""), endpoint, 0);

@@ -32,7 +32,7 @@ impl Facts {
 pub(super) struct Slice {
     /// The service to which the addresses belong.
     pub(super) service: ServiceKey,
-    /// Ports that each address has; sorted, without duplicates.
+    /// The ports of each address; sorted, without duplicates.
     pub(super) ports: Arc<[EndpointPort]>,
     /// Each address once, sorted.
     pub(super) endpoints: Vec<(IpAddr, Facts)>,

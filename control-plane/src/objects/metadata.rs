@@ -62,7 +62,7 @@ pub struct Annotations {
     pub last_change_trigger_time: Option<String>,
 }
 
-/// A map of which only some keys are read.
+/// A map with a few known keys. All other keys are ignored.
 trait Picked: Default {
     /// The place for the value of a key; `None` for keys that are not read.
     fn place(&mut self, key: &str) -> Option<&mut Option<String>>;

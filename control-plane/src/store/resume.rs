@@ -105,8 +105,8 @@ impl BehindWait {
     }
 }
 
-/// The positions up to which an agent has seen its own Node. The agent never receives an older
-/// Node.
+/// The positions up to which an agent has seen its own Node. The agent receives an older Node only
+/// after its [`BehindWait`] is over.
 #[derive(Debug)]
 pub struct NodeResumption(BTreeMap<SourceKind, u64>);
 

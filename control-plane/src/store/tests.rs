@@ -258,8 +258,8 @@ fn a_stream_in_the_middle_of_a_split_step_receives_the_rest_despite_other_stream
     reader.read_all(&store, &mut cursor);
     store.put((0..300).map(|host| endpoint(1, host, 80)));
     reader.read(&store.next_frame(&mut cursor).unwrap());
-    // The head moves on, so that the cached step is too old for new streams. Then a hostile node
-    // resumes from every version, including the version of the reader.
+    // New versions make the cached step too old for new streams. After that, a hostile node resumes
+    // from every version, including the version of the reader.
     (0..20).for_each(|port| store.put([service(1, port + 1)]));
     for version in 1..=64 {
         let resume = Resume { epoch: store.epoch(), version, ..Resume::default() };
@@ -399,7 +399,7 @@ fn a_reader_at_the_head_receives_references_to_values_that_it_holds() {
     );
 
     // A service that was removed and added again is sent without references, even to readers that
-    // have seen it before.
+    // have received the service before.
     store.put([Change::RemoveService(key(1))]);
     reader.read_all(&store, &mut cursor);
     store.put([service(1, 81), endpoint(1, 3, 80)]);

@@ -36,7 +36,8 @@ fn served(bench: &Bench) -> Vec<Vec<String>> {
     views(bench).iter().map(texts).collect()
 }
 
-/// The states after these slices have arrived in either order.
+/// Two benches with these slices: in the first bench the slices arrive in the order of the array,
+/// in the second bench in reverse order.
 fn in_both_orders(slices: [Value; 2]) -> [Bench; 2] {
     let [first, second] = slices;
     [Bench::with(&[two_ports(), first.clone(), second.clone()]), Bench::with(&[two_ports(), second, first])]

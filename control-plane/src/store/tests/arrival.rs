@@ -1,5 +1,5 @@
-//! Random tests: readers of any speed, with any interruptions and bounds, reach the state of the
-//! store.
+//! Random tests: readers reach the state of the store at any speed, with any interruptions, and
+//! with any limits of the store.
 
 use std::net::Ipv4Addr;
 
@@ -62,8 +62,8 @@ fn any_action() -> impl Strategy<Value = Action> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Each reader ends with the state of the store, at any speed, with any interruptions and any
-    /// bounds.
+    /// Each reader ends with the state of the store, at any speed, with any interruptions, and with
+    /// any limits of the store.
     #[test]
     fn every_reader_reaches_the_state_of_the_store(
         actions in prop::collection::vec(any_action(), 1..80),

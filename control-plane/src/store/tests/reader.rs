@@ -32,7 +32,7 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    /// A reader of the first stream of a store.
+    /// A reader that holds nothing, for the first stream of a store.
     pub(super) fn of(store: &Store) -> Self {
         Self { epoch: store.epoch(), ..Self::default() }
     }
