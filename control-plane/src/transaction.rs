@@ -41,7 +41,8 @@ pub enum SourceKind {
 
 impl SourceKind {
     /// True when replicas that follow the same source have comparable positions. The position of a
-    /// folder comes from the clock of the machine that reads it, so it is not comparable.
+    /// folder comes from the clock of the machine that reads the folder, so two replicas cannot
+    /// compare such positions.
     #[must_use]
     pub fn is_comparable(self) -> bool {
         self != Self::Files

@@ -1,11 +1,11 @@
 //! Turns events of Kubernetes objects into changes of the shared state, and into problems. The
 //! model uses no I/O and no clock.
 //!
-//! The result depends on the present objects, and not on the order of events. The cost of an event
-//! is proportional to what the event changes: after a change of a slice, only the addresses that
-//! differ are visited. Changes accumulate until [`Model::take_changes`] is called. That method
-//! leaves out objects that have returned to their old value. `object_set.rs` describes the
-//! treatment of invalid objects.
+//! If all objects are valid, the result depends only on the present objects, and not on the order
+//! of events. The cost of an event is proportional to what the event changes: after a change of a
+//! slice, only the addresses that differ are visited. Changes accumulate until
+//! [`Model::take_changes`] is called. That method leaves out objects that have returned to their
+//! old value. `object_set.rs` describes the treatment of invalid objects.
 
 mod annotations;
 mod cidrs;

@@ -21,7 +21,8 @@ use super::encode::{Item, Span, batch_frames};
 /// One step in parts may take at most the bytes of the [`SplitBudget`] divided by this number.
 const MAX_SHARE: usize = 8;
 
-/// Limits the bytes of all steps in parts. Cached steps count, and steps that streams are sending.
+/// Limits the bytes of all steps in parts. Both cached steps and steps that streams are sending
+/// count.
 #[derive(Debug)]
 pub(super) struct SplitBudget {
     used: AtomicUsize,

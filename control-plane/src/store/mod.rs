@@ -3,7 +3,7 @@
 //! [`headgate_core::State`] holds the values and their digests. The log holds each recently changed
 //! key once, at the version of its last change. A cursor holds the version of a stream. The log
 //! brings a cursor to the head, at a cost proportional to the number of changed keys. A cursor that
-//! is too far behind receives whole buckets: those with a change since its version. A compacted
+//! is too far behind receives in full the buckets that have changed since its version. A compacted
 //! step contains the current values of all keys that have changed since a version. Messages that
 //! streams share are encoded once: the newest batches, the compacted steps, and the resources of
 //! each bucket.
@@ -55,8 +55,8 @@ use names::Names;
 use nodes::Nodes;
 pub use nodes::{NodeObserver, OwnNode};
 
-/// The number of changes above which a batch is not encoded at its commit, but by the first stream
-/// that needs the batch.
+/// If a commit has more changes than this number, the commit does not encode its batch. Streams
+/// receive a compacted step instead, which the first stream encodes.
 const EAGER_CHANGES: usize = 1024;
 
 /// Number of commits whose time is kept, to measure lag.
