@@ -111,8 +111,8 @@ fn write(target: &str, files: &[(&str, Vec<u8>)]) {
     }
 }
 
-/// Writes the files only if `HEADGATE_WRITE_CORPUS=1` is set. Set the variable after a change of
-/// the protocol.
+/// Checks messages and certificates of the corpus. Writes the files only if
+/// `HEADGATE_WRITE_CORPUS=1` is set. Set the variable after a change of the protocol.
 #[test]
 fn corpus_of_agents_is_written_when_asked_for() {
     let streams = [

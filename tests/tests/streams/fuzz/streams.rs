@@ -136,8 +136,9 @@ fn state_file() -> Vec<u8> {
     file
 }
 
-/// Writes the files only if `HEADGATE_WRITE_CORPUS=1` is set. Set the variable after a change of
-/// the protocol or of the file format.
+/// Checks a stream and a state file of the corpus. Writes the files only if
+/// `HEADGATE_WRITE_CORPUS=1` is set. Set the variable after a change of the protocol or of the file
+/// format.
 #[test]
 fn corpus_of_bytes_is_written_when_asked_for() {
     let (stream, state) = (stream(), state_file());

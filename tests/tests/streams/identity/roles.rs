@@ -52,7 +52,7 @@ async fn nodes_may_inspect_if_the_operator_allows_it() {
     let node = Client::new(&authority, &authority.node("n1")).connect(address).await.unwrap();
     assert_eq!(node.inspect().await.unwrap().services, 1);
     node.reflection().await.unwrap();
-    // The setting does not apply to a certificate without a name.
+    // The setting `nodes_may_inspect` does not apply to a certificate that names no node.
     let nobody = Client::new(&authority, &authority.client(&[], |_| {})).connect(address).await.unwrap();
     assert_eq!(nobody.inspect().await.map(drop).unwrap_err().code(), Code::PermissionDenied);
     server.running.stop().await;

@@ -93,7 +93,8 @@ async fn silent_peers_do_not_keep_an_agent_from_connecting() {
     let address = replica.running.local_addr;
     let silent = || replica.metric("headgate_tls_handshakes_failed_total{reason=\"silent\"}");
 
-    // One host opens enough connections to fill all slots for more than a minute.
+    // One host opens enough connections to fill all slots for more than a minute. Only 64 of its
+    // handshakes may be active at the same time.
     let crowd = Crowd::gather(address, [2], 2_000, b"");
     crowd.until_active(&replica, 64).await;
     agent_gets_everything(&replica, &authority, host(1), "n1").await;
