@@ -27,7 +27,7 @@ fn where_it_runs(backend: Backend, test: impl FnOnce()) {
     if backend.runs_in_uml() { uml::inside(test) } else { test() }
 }
 
-/// Runs a scenario. On failure it panics while the testbed still exists, so that the logs are kept.
+/// Runs a scenario. Panics on failure while the testbed still exists, so that the logs are kept.
 fn on(bed: Result<Testbed>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
     match bed {
         Ok(bed) => check(scenario(&bed)),

@@ -81,7 +81,7 @@ fn everything() -> Vec<Change> {
 }
 
 /// The dataplane on the real kernel. For each family, a ledger with a fake kernel receives the same
-/// changes, and its rules are the expected rules.
+/// changes, and the fake kernel holds the expected rules.
 struct Rig {
     variant: Variant,
     layout: Layout,

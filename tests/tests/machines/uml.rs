@@ -1,5 +1,5 @@
-//! Tests of the runner for User-Mode Linux. Tests run on their own kernel, and the host reports
-//! their failures. Packet cases also pass on the kernel of User-Mode Linux.
+//! Tests of the runner for User-Mode Linux. A test inside User-Mode Linux runs on its own kernel,
+//! and the host reports the test's failure. Packet cases also pass on this kernel.
 
 use std::time::Duration;
 

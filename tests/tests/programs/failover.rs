@@ -1,4 +1,4 @@
-//! The choice of replicas by agents while replicas lose their API servers. No test asserts on time.
+//! Agents choose replicas while replicas lose their API servers. No test asserts on time.
 
 use std::{
     process::Command,

@@ -82,7 +82,7 @@ impl Certificates {
         }
     }
 
-    /// Creates a folder with tls.crt, tls.key and ca.crt. Later renewals update it.
+    /// Creates a folder with tls.crt, tls.key and ca.crt. Later renewals replace these files.
     pub(crate) fn folder(&mut self, path: &Path, holder: Holder) {
         fs::create_dir_all(path).unwrap();
         self.folders.push((path.to_owned(), holder));

@@ -24,8 +24,8 @@ struct Fate {
     /// The relay cuts the connection after this many bytes in both directions together. With
     /// `None`, the number of bytes does not matter.
     after_bytes: Option<u64>,
-    /// Whether the connection ends by a reset. Otherwise it ends by an end of file, possibly in the
-    /// middle of a message.
+    /// Whether the connection ends by a reset. Otherwise the connection ends by an end of file,
+    /// possibly in the middle of a message.
     resets: bool,
 }
 

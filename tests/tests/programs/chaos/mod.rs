@@ -202,7 +202,8 @@ impl World {
     }
 }
 
-/// Reads the clock Service of every agent all the time. Panics when a clock decreases.
+/// Reads the clock Service of every agent all the time. Panics when the port of a clock Service
+/// decreases.
 fn watch_clocks(agents: Arc<Vec<Agent>>) -> JoinHandle<u64> {
     let key = ServiceKey::new(CLOCK.0, CLOCK.1);
     tokio::spawn(async move {

@@ -16,8 +16,8 @@ const NAMESPACE: &str = "chaos";
 const SERVICES: u32 = 30;
 const SLICES: u32 = 2;
 
-/// A Service with one endpoint, whose port counts the steps. If an agent sees the port decrease,
-/// the agent has returned to an older state.
+/// A Service with one endpoint. The port of this endpoint counts the steps. If an agent sees the
+/// port decrease, the agent has returned to an older state.
 pub(crate) const CLOCK: (&str, &str) = (NAMESPACE, "clock");
 
 pub(crate) struct Churn {

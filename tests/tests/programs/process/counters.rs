@@ -21,8 +21,8 @@ fn rig() -> Rig {
 
 fn counts_packets(variant: &str) {
     let rig = rig();
-    // The endpoint is an address of the node, and nothing listens on it. The rules count the
-    // packets although no program answers.
+    // The endpoint is an address of the node, and nothing listens on this address. The rules count
+    // the packets although no program answers.
     rig.ip("addr add 10.244.1.1/32 dev lo\naddr add 10.244.1.2/32 dev lo\n");
     let agent = rig.agent(&[&format!("--iptables-variant={variant}")]);
     rig.until_metric(COUNTS, |value| value == 1.0);

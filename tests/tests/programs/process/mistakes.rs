@@ -178,7 +178,7 @@ fn errors_of_command_lines_say_what_to_write() {
         );
         control_plane(&[&format!("--metrics-listen={wrong}")], "write an IP address and a port, such as");
     }
-    // No machine has this address, because it is reserved for documentation.
+    // No machine has this address, because the address is reserved for documentation.
     control_plane(&["--listen=198.51.100.1:7443", "--insecure-loopback"], "this machine does not have this address");
     let agent = |arguments: &[&str], expected: &str| {
         let required = ["--control-plane=http://127.0.0.1:1", "--insecure-loopback", "--state-dir="];

@@ -91,7 +91,7 @@ fn check_that_a_refused_service_delays_no_other(variant: &Variant) {
         rig.rules(variant.save, table).iter().filter(|rule| rule.starts_with("-A KUBE-PROXY-CANARY")).count()
     };
     // The agent tries the rules of a Service separately, and the agent's next step removes these
-    // trial rules. An agent that is up to date has removed them.
+    // trial rules. An agent that is up to date has removed the trial rules.
     until_listed(&rig, false);
     assert_eq!((canaries("nat"), canaries("filter")), (0, 0), "rules of trials are left");
     assert_eq!(rig.metric("headgate_agent_services_refused"), 0.0);

@@ -10,7 +10,8 @@ fn translates_to(rig: &Rig, address: &str) -> bool {
     rig.rules("iptables-nft-save", "nat").iter().any(|rule| rule.contains("DNAT") && rule.contains(&target))
 }
 
-/// The number of commits for which the replica has measured the time until every kernel had them.
+/// The number of commits for which the replica has measured the time until every node had
+/// programmed the commit.
 fn measured(rig: &Rig) -> u64 {
     let (_, page) = rig.replica_page("/metrics").unwrap();
     let count = "headgate_control_plane_programmed_everywhere_seconds_count ";
@@ -99,8 +100,8 @@ fn acknowledged_rules_that_the_kernel_lost_do_not_count_as_programmed() {
     rig.headgatectl(&["wait", "ns/web"]).unwrap();
     assert!(translates_to(&rig, "10.244.1.1"), "wait returned before the kernel had the rules");
 
-    // The node reboots. Its disk has the state of this replica's last version, and its kernel has
-    // no rules.
+    // The node reboots. The node's disk has the state of this replica's last version, and the
+    // node's kernel has no rules.
     agent.terminate();
     rig.break_tool(RESTORE);
     rig.flush("iptables-nft");

@@ -65,7 +65,8 @@ fn cold_start(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The agent restarts although nothing has changed. It writes no rules, and no connection is lost.
+/// The agent restarts although nothing has changed. The agent writes no rules, and no connection is
+/// lost.
 fn warm_restart(bed: &Testbed) -> Result<()> {
     let writes = Writes::watch(bed)?;
     start(bed, &writes)?;
@@ -122,8 +123,9 @@ fn warm_restart(bed: &Testbed) -> Result<()> {
     held.iter_mut().try_for_each(HeldConnection::check).context("after the endpoints were replaced")
 }
 
-/// After a restart, the agent writes only what changed while it was stopped. It does not replace
-/// rules in the kernel by older rules from disk, because it waits for the control plane first.
+/// After a restart, the agent writes only what changed while it was stopped. The agent does not
+/// replace rules in the kernel by older rules from disk, because it waits for the control plane
+/// first.
 fn restart_with_changes(bed: &Testbed) -> Result<()> {
     let writes = Writes::watch(bed)?;
     start(bed, &writes)?;

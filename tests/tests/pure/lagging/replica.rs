@@ -16,7 +16,7 @@ use v1::{server_message::Body, source_position::Kind};
 
 use super::source::{Event, History, KINDS, NODE, changes_of};
 
-/// The longest time that an agent waits for a replica that is behind it.
+/// The longest time that an agent waits for a replica that is behind the agent.
 pub(crate) const BEHIND_WAIT: Duration = Duration::from_secs(30);
 
 pub(crate) struct Replica {
@@ -61,8 +61,8 @@ impl Replica {
         self.listed_at.is_some()
     }
 
-    /// Lists the source at a version. Does nothing if the replica has listed already or cannot
-    /// reach the API server.
+    /// Lists the source at a version. Does nothing if the replica has already listed the source or
+    /// cannot reach the API server.
     pub(crate) fn list(&mut self, source: &History, version: u64) {
         if self.is_listed() || !self.has_contact {
             return;
@@ -105,7 +105,7 @@ impl Replica {
         }
     }
 
-    /// Delivers everything up to `head`.
+    /// Delivers all events and bookmarks up to `head`.
     pub(crate) fn catch_up(&mut self, source: &History, head: u64) {
         for kind in KINDS {
             while self.next(source, kind).is_some_and(|(version, _)| version <= head) {

@@ -1,4 +1,4 @@
-//! The source of the model: its events in order, and the place of each value in that order.
+//! The source of the model: its events in order, and the version of each value.
 
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
 

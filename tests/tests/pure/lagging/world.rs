@@ -175,7 +175,8 @@ impl World {
     fn assert_better(&self, to: usize) {
         let replica = &self.replicas[to];
         let is_following = replica.store.source_state() == SourceState::Following;
-        // A replica that listed later may have newer values. An agent cannot know whether it has.
+        // A replica that listed later may have newer values. An agent cannot know whether the
+        // replica has newer values.
         let is_listed_later = replica.listed_at.is_some_and(|version| version > BASE);
         if is_following || is_listed_later || self.agent.held.position().is_none() {
             return;
@@ -264,8 +265,8 @@ impl World {
                 "the agent holds version {here} of its own Node, and a replica could serve version {there}"
             );
         }
-        // While the agent follows an unlisted replica, it must not lack anything that a listed
-        // replica could serve, unless the listed replica is behind the agent.
+        // While the agent follows an unlisted replica, the agent must not lack anything that a
+        // listed replica could serve, unless the listed replica is behind the agent.
         let here = self.stream.as_ref().map(|stream| self.replicas[stream.replica].store.source_state());
         if here == Some(SourceState::Unlisted)
             && let Some(point) = self.agent.held.point(false)

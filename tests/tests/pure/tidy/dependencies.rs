@@ -6,8 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::metadata::Metadata;
 
-/// All dependencies of `core`, direct and indirect. None of them opens a socket, reads a clock or
-/// starts a process. Before you add a package, check that it does none of these things either.
+/// All dependencies of `core`, direct and indirect. None of these packages opens a socket, reads a
+/// clock or starts a process. Before you add a package, check that the new package does none of
+/// these things either.
 const CORE: [&str; 25] = [
     "block-buffer",
     "castaway",

@@ -68,7 +68,7 @@ fn faults(krate: &Crate, layers: &Layers) -> Vec<String> {
 
 /// Crates with layers. The modules of a folder must not import each other in a circle.
 const LAYERED: [&str; 3] = ["core", "control-plane", "node-agent"];
-/// Crates without layers. Only their top modules must not import each other in a circle.
+/// Crates without layers. The top modules of these crates must not import each other in a circle.
 const OTHERS: [&str; 7] = ["proto", "tls", "netlink", "ipvs", "ipset", "nftables", "cli"];
 
 fn architecture() -> BTreeMap<String, Layers> {

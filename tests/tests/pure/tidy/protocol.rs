@@ -2,8 +2,8 @@
 //! removed fields are reserved.
 //!
 //! `proto/headgate/v1/descriptor.binpb` is the committed protocol. A change of the `.proto` files
-//! passes this test if it is compatible with the committed protocol, and if `make descriptor` has
-//! rewritten `descriptor.binpb`.
+//! passes this test if the change is compatible with the committed protocol, and if
+//! `make descriptor` has rewritten `descriptor.binpb`.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -45,7 +45,7 @@ async fn agent(channel: Channel, node: &str) -> v1::AgentInfo {
     agents.message().await.unwrap().expect("no such agent")
 }
 
-/// Reads the agent's status until it fulfils a condition.
+/// Reads the agent's status until the status fulfils a condition.
 async fn agent_until(channel: &Channel, node: &str, is_wanted: impl Fn(&v1::AgentInfo) -> bool) -> v1::AgentInfo {
     let ask = async {
         loop {
@@ -110,7 +110,7 @@ async fn messages_of_an_agent_appear_in_its_status() {
     assert_eq!((shown.rejections.len(), shown.rejections[0].object.as_str()), (1, "Service a/b"));
     assert!(shown.last_error.contains("no such table") && shown.degraded == ["no SCTP"]);
 
-    // A rejection stays until it is withdrawn.
+    // A rejection stays until the agent withdraws the rejection.
     let withdrawn = |names: &[&str]| {
         let withdrawn = names.iter().map(|name| (*name).to_owned()).collect();
         v1::agent_message::Body::Nack(v1::Nack { version: 1, rejections: Vec::new(), withdrawn })

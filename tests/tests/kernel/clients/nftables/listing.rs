@@ -1,4 +1,5 @@
-//! Compares our client with the `nft` program. Each lists what the other has created.
+//! Compares our client with the `nft` program. The client must list what `nft` creates, and `nft`
+//! must print what the client creates.
 
 use std::{io::Write as _, process::Stdio};
 

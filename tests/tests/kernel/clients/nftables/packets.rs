@@ -49,7 +49,8 @@ fn note(number: u32) -> Vec<E> {
     ]
 }
 
-/// The expressions under test, for packets to UDP ports of this host. Each result is in register 1.
+/// The expressions under test, for packets to UDP ports of this host. For each element, [`ruleset`]
+/// adds a rule that records the value of register 1.
 fn expressions() -> Vec<Vec<E>> {
     let ct = |key, direction| vec![E::Conntrack { key, direction, to: R1 }];
     let address = |offset, to| E::Payload { base: PayloadBase::Network, offset, length: 4, to };

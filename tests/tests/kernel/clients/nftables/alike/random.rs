@@ -1,5 +1,5 @@
-//! Random transactions over a few names and keys. The kernel refuses most of them, for various
-//! reasons.
+//! Random transactions over a few names and keys. The kernel refuses most of the transactions, for
+//! various reasons.
 
 use fastrand::Rng;
 use nftables_netlink::Existing;
