@@ -142,6 +142,10 @@ impl Replica {
     }
 }
 
+/// Chains that one replaced endpoint may write: the chain of the Service, and in nat and in filter the
+/// hairpin groups of the old and of the new address.
+const MAX_CHAINS: u32 = 5;
+
 impl Agent {
     fn new(epoch: u64) -> Result<Self> {
         let mut machine = Machine::new("node-000".into());
@@ -178,7 +182,7 @@ impl Agent {
         let Some(services) = services else { return Ok(()) };
         for ledger in &mut self.ledgers {
             let (script, planned) = ledger.changed(self.held.state(), &self.node, &dirty);
-            if planned != services || script.chains_written() > 3 {
+            if planned != services || script.chains_written() > MAX_CHAINS {
                 bail!(
                     "one endpoint changed, but {planned} services were planned, with {} chains",
                     script.chains_written()
