@@ -93,8 +93,8 @@ mod tests {
 
     use crate::metrics::Metrics;
 
-    /// `make docs` sets `HEADGATE_WRITE_DOCS`. If this variable is set, the test writes the page
-    /// instead of comparing the page with the file.
+    /// `make docs` sets `HEADGATE_WRITE_DOCS`. If this variable is set, the test writes the file
+    /// before it compares the file with the page.
     #[test]
     fn documents_are_current() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/control-plane-metrics.md");

@@ -1,5 +1,6 @@
-//! The `Discovery` service of the general server ([`crate::serve::transport`]), which serves all
-//! connections except streams. The service answers `Standing`, and refuses other requests.
+//! The `Discovery` service of the general server ([`crate::serve::transport`]). The general server
+//! answers all requests except `Discovery.Sync`. This service answers `Standing`, and refuses other
+//! requests.
 
 use std::{
     convert::Infallible,
@@ -44,8 +45,8 @@ impl Service<Request<Body>> for Discovery {
     }
 }
 
-/// Returns the error for a request other than `Standing`. Valid requests for `Sync` never get here:
-/// [`crate::serve::transport`] handles them.
+/// Returns the error for a request other than `Standing`. Valid requests for `Sync` never reach
+/// this service, because [`crate::serve::transport`] handles them.
 fn refusal(request: &Request<Body>) -> Status {
     let path = request.uri().path();
     if path == SYNC_PATH && request.method() == Method::POST {

@@ -25,8 +25,8 @@ use super::{
 use crate::identity::Peer;
 
 /// Longest message of a request to the general server. Such messages hold little more than names.
-/// The limit is small because the server allocates memory for the whole message when it has read
-/// the message's length.
+/// The limit is small because the server allocates memory for the whole message as soon as it has
+/// read the message's length.
 const MAX_REQUEST_BYTES: usize = 64 << 10;
 
 /// Returns the services of the general server. Starts a task that updates the health service.

@@ -22,7 +22,7 @@ use crate::{
     store::{ResumeMode, Store},
 };
 
-/// One stream of an agent. The stream's session, `Inspect` and the fleet share it.
+/// One stream of an agent. The stream's session, `Inspect` and the fleet share this value.
 #[derive(Debug)]
 pub(crate) struct Agent {
     pub(crate) node: Arc<str>,

@@ -27,7 +27,7 @@ impl End {
         Self { status, reason, is_refusal: false }
     }
 
-    /// Counts the end of a stream and logs it. `node` is empty before `Hello`.
+    /// Counts and logs the end of a stream. `node` is empty if the stream ends before `Hello`.
     pub(crate) fn record(&self, context: &Context, address: SocketAddr, node: &str) {
         let (reason, status) = (self.reason, self.status.message());
         if self.is_refusal {

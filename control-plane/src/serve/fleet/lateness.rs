@@ -22,9 +22,9 @@ pub(crate) struct Lateness {
 }
 
 impl Lateness {
-    /// Returns true if the agent is late at `now`. An agent is late when a version has had no
-    /// answer for [`LATE_AFTER`], until the agent answers this version. Call this often, because
-    /// the wait for an answer is measured from one call to the next.
+    /// Returns true if the agent is late at `now`. An agent becomes late when a version has had no
+    /// answer for [`LATE_AFTER`]. The agent stays late until it answers this version. Call this
+    /// method often, because the wait for an answer is measured from one call to the next.
     pub(crate) fn look(&mut self, sent_version: u64, answered_version: u64, now: Instant) -> bool {
         match self.unanswered {
             Some((version, since)) if version > answered_version => now.saturating_duration_since(since) >= LATE_AFTER,

@@ -37,8 +37,9 @@ pub(crate) struct Record {
 
 impl Record {
     /// Returns the version that the kernel has, as far as the replica knows. The version is 0 if an
-    /// attempt for an acknowledged version failed: the agent programmed that version again because
-    /// another program had changed rules in the kernel, and which rules are left is unknown.
+    /// attempt to program an acknowledged version again has failed. An agent makes such an attempt,
+    /// for example, after another program has changed rules in the kernel. After the failure, it is
+    /// unknown which rules the kernel holds.
     pub(crate) fn kernel_version(&self) -> u64 {
         let is_lost = !self.last_error.is_empty() && self.failed_version <= self.programmed_version;
         if is_lost { 0 } else { self.programmed_version }

@@ -1,10 +1,10 @@
 //! `Inspect.Wait`: waits until every agent has programmed the present value of a Service or an
 //! endpoint.
 //!
-//! The waiter sleeps until an agent reports, connects or leaves, or until a commit. Then it counts
-//! agents with the fleet's map of distinct versions, which is cheap. The waiter looks at each
-//! single agent only when it finds the version to wait for, while agents reject the Service or the
-//! endpoint, and at the end.
+//! The waiter sleeps until an agent reports, connects or leaves, or until a commit. After each of
+//! these events, the waiter counts agents with the fleet's map of distinct versions, which is
+//! cheap. The waiter looks at each single agent only when it finds the version to wait for, while
+//! agents reject the Service or the endpoint, and at the end.
 
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::Duration};
 

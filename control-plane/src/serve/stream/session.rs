@@ -76,7 +76,7 @@ pub(crate) struct Session {
 enum Position {
     /// The stream waits until this replica has listed its source and is not behind the agent.
     Waiting(Box<Waiting>),
-    /// The stream sends what follows this cursor.
+    /// The stream sends the messages that follow this cursor.
     At(Cursor),
 }
 

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 /// fit.
 const BURST: u64 = 1 << 20;
 
-/// The bytes that may be read per second on average.
+/// The number of bytes that may be read per second on average.
 const PER_SECOND: u64 = 256 << 10;
 
 /// The least number of bytes that a read spends. A call to the kernel and a TLS record take time

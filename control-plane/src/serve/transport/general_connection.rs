@@ -1,8 +1,8 @@
-//! The general server: a connection for every method except `Discovery.Sync`. It is hyper's HTTP/2
-//! in front of tonic's services.
+//! The general server: a connection for every method except `Discovery.Sync`. The general server is
+//! hyper's HTTP/2 server in front of tonic's services.
 //!
 //! The server refuses a request for `Sync` with `REFUSED_STREAM`, after a GOAWAY. The client may
-//! repeat a refused request (RFC 9113, 8.7). Because of the GOAWAY, the client must open a new
+//! repeat a refused request (RFC 9113, 8.7). After the GOAWAY, the client must open a new
 //! connection to repeat the request. [`super::sync_connection`] serves the new connection. Some
 //! client libraries repeat such requests themselves.
 

@@ -2,10 +2,11 @@
 //!
 //! Any client that reaches the port can begin a TLS handshake without a certificate and never
 //! finish it. So the number of running handshakes is bounded, in all and for each network. Other
-//! connections wait for a place, which is the right to run a handshake. Networks take turns: only
-//! one connection of each network at a time is in the common queue. A network whose handshakes fail
-//! has to pause before its connection enters that queue. While connections wait, running handshakes
-//! with a silent peer are closed. A normal peer is silent for one round trip at a time.
+//! connections wait for a place, which is the right to run a handshake. Networks take turns: at any
+//! time, only one connection of each network is in the common queue of all networks. A network
+//! whose handshakes fail has to pause before its connection enters the common queue. While
+//! connections wait, running handshakes with a silent peer are closed. A normal peer is silent for
+//! one round trip at a time.
 //!
 //! A handshake consists of steps: the computations between two messages of the peer. One step takes
 //! as much processor time as about fifty messages to agents. So at most one step for each core is
@@ -174,8 +175,8 @@ impl Handshakes {
         Some(Handshake { handshakes: Arc::clone(self), number, network, queue, evict })
     }
 
-    /// Returns true if connections wait. The caller then has to call [`Self::evict_silent`]
-    /// regularly.
+    /// Returns true if connections wait. While this method returns true, the caller must call
+    /// [`Self::evict_silent`] regularly.
     pub(crate) fn has_waiting(&self) -> bool {
         self.connections().waiting > 0
     }

@@ -33,10 +33,10 @@ pub(super) const LEAVING: Duration = Duration::from_secs(10);
 /// this agent again.
 pub(super) const MEMORY: Duration = Duration::from_secs(600);
 
-/// The least number of asked agents by which a replica can judge whether its requests are futile.
+/// The number of asked agents from which on a replica can judge whether its requests are futile.
 const MIN_ASKED: usize = 10;
 
-/// The numbers that a replica decides by at a step.
+/// The numbers by which a replica decides at a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct View {
     /// How many agents the replica may have.

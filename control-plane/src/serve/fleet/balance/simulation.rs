@@ -25,7 +25,8 @@ struct Simulation {
     places: Vec<usize>,
     /// Agents below this number know no other replica than their own.
     pinned: usize,
-    /// Moves that have not happened yet: when the agent moves, its number, and its present replica.
+    /// Moves that have not happened yet. Each entry holds the time of the move, the number of the
+    /// agent, and the present replica of the agent.
     moving: Vec<(Instant, usize, usize)>,
     /// The number of times that an agent was asked to move.
     asked: usize,
@@ -42,7 +43,7 @@ impl Simulation {
     fn new(seed: u64, nodes: usize, unknown: usize, replicas: usize) -> Self {
         let mut rng = Rng::with_seed(seed);
         let now = Instant::now();
-        // The agents are spread evenly, or are all at one replica, or anything in between.
+        // The agents are spread evenly, or most or all of them are at one replica.
         let favourite = rng.usize(0..replicas);
         let evenness = rng.f64();
         let place = |_| if rng.f64() < evenness { rng.usize(0..replicas) } else { favourite };

@@ -323,8 +323,8 @@ impl Stream {
                 }
             }
             Phase::Open(session) => {
-                // The session is checked here too, because `fill` asks the session only if there is
-                // room for a message.
+                // This function also checks whether the session has ended, because `fill` asks the
+                // session only if there is room for a message.
                 if let Some(end) = session.end(now) {
                     self.finish(&end);
                 }

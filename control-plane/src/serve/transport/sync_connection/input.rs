@@ -73,7 +73,7 @@ struct Frame {
     header: Header,
     /// The bytes of payload that have not arrived.
     left: u32,
-    /// The bytes of padding; known once `has_padding_length`.
+    /// The number of bytes of padding; known once `has_padding_length` is true.
     padding: u32,
     has_padding_length: bool,
     /// The last bytes of payload, for frames with fields of fixed size.

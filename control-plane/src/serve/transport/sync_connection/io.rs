@@ -168,7 +168,7 @@ fn poll_socket(
 ) -> Poll<io::Result<usize>> {
     let mut buffer = ReadBuf::new(buffer);
     // After a read that does not fill the buffer, tokio's `poll_read` knows that the socket is
-    // empty. This saves a second call to the kernel, which `try_read` would need.
+    // empty. So `poll_read` makes no second call to the kernel, unlike `try_read`.
     ready!(Pin::new(stream).poll_read(cx, &mut buffer))?;
     budget.spend(buffer.filled().len(), Instant::now());
     Poll::Ready(Ok(buffer.filled().len()))

@@ -53,7 +53,8 @@ const READ_BYTES: usize = 16 << 10;
 /// The maximum size of one write, in bytes of plaintext: one TLS record.
 const WRITE_BYTES: usize = MAX_PAYLOAD_BYTES as usize;
 
-/// The bytes that a connection may read, and may write, before other connections get their turn.
+/// The number of bytes that a connection may read, and may write, before other connections get
+/// their turn.
 const TURN_BYTES: usize = 128 << 10;
 
 thread_local! {
@@ -215,7 +216,7 @@ impl State {
     }
 }
 
-/// Where writing stopped.
+/// Why writing stopped.
 #[derive(PartialEq, Eq)]
 enum Written {
     /// Everything is written.
