@@ -82,7 +82,7 @@ impl Agent {
         })
     }
 
-    /// The number of streams that the agent opened after the first one.
+    /// The number of streams that the agent opened after its first stream.
     #[must_use]
     pub fn moves(&self) -> u64 {
         self.metrics.reconnects.get()

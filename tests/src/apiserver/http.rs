@@ -26,7 +26,7 @@ type Body = UnsyncBoxBody<Bytes, io::Error>;
 /// Answers one request.
 ///
 /// # Errors
-/// A fault cuts the connection. The caller must then close the connection.
+/// A fault cuts the connection. After this error, the caller must close the connection.
 pub(super) async fn answer(
     shared: Arc<Shared>,
     connection: Arc<ConnectionState>,

@@ -334,8 +334,8 @@ impl ApiServer {
         self.shared.store.wake_watches();
     }
 
-    /// Cuts all connections and refuses new ones. The port stays reserved. Does nothing if the
-    /// server is stopped.
+    /// Cuts all connections and refuses new connections. The port stays reserved. Does nothing if
+    /// the server is stopped.
     pub fn stop(&self) {
         self.server.stop();
     }

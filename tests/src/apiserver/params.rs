@@ -93,8 +93,9 @@ fn percent_decode(text: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// A selector. It has the two conditions that Headgate's watch loop sends: the object has no such
-/// label, and the `clusterIP` of a Service differs from a value. The default selects everything.
+/// A selector with the two conditions that Headgate's watch loop sends. The first condition selects
+/// objects without a given label. The second condition selects Services whose `clusterIP` differs
+/// from a given value. The default selects everything.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Selector {
     without_label: Option<String>,

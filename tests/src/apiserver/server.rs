@@ -1,5 +1,5 @@
-//! The thread of the stand-in API server. The thread accepts connections. It can stop listening,
-//! and listen again on the same port.
+//! The thread of the stand-in API server. The thread accepts connections. On request, the thread
+//! stops listening, and listens again on the same port.
 
 use std::{
     net::{SocketAddr, TcpListener as StdListener},

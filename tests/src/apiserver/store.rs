@@ -50,7 +50,7 @@ struct Inner {
     objects: BTreeMap<Kind, BTreeMap<String, Arc<Value>>>,
     /// The version of the last write. All kinds share one counter, like etcd's revision.
     version: u64,
-    /// New watches and exact reads of versions below this one get 410.
+    /// New watches and exact reads of versions below this version get 410.
     compacted: u64,
     /// All writes in order up to `version`, without gaps. The history keeps a write before
     /// `compacted` until every open watch has read it, because compaction does not remove events of

@@ -191,7 +191,7 @@ impl Session {
     }
 
     /// Sends the initial objects, the changes up to a version, and a bookmark if the test has
-    /// ordered one. Sends nothing while the kind is blocked.
+    /// ordered a bookmark. Sends nothing while the kind is blocked.
     fn send_up_to(&mut self, version: u64) {
         if self.shared.faults.is_blocked(self.kind) {
             return;

@@ -1,6 +1,6 @@
 //! `failover`: 100 agents and three replicas. The first replica follows the API server, the second
-//! one never reaches the API server, and the third one loses its connection after a minute. Then
-//! all replicas lose their connections, and later all connections return. Replicas are real
+//! replica never reaches the API server, and the third replica loses its connection after a minute.
+//! Then all replicas lose their connections, and later all connections return. Replicas are real
 //! processes. Agents are the real session and reconcile loop, with a dataplane in memory.
 //!
 //! Unlike other benches, this bench checks a time. The time consists mostly of time-outs and

@@ -1,7 +1,7 @@
 //! `lagging`: agents move to a replica whose watch is delayed. The agents must wait at this
-//! replica, and must not receive older state. Then agents move between the replicas at random,
-//! while the watch is delayed and released at random and endpoints change. No agent may receive an
-//! older position of the source than its own.
+//! replica, and must not receive older state. Afterwards, agents move between the replicas at
+//! random. During these moves, the watch is delayed and released at random, and endpoints change.
+//! No agent may receive an older position of the source than its own.
 
 use std::time::{Duration, Instant};
 

@@ -1,8 +1,8 @@
 //! `slow`: agents that never read and agents that read 1 KB a second, together with normal agents
 //! on one replica. The replica's memory must not grow with time, and the latency of the normal
 //! agents must not increase. Some slow agents are slow from the beginning. The other slow agents
-//! become slow only after they have received everything. They are called hanging agents. Phases
-//! without slow agents, with slow agents and with hanging agents alternate in one run.
+//! become slow only after they have received everything. This module calls them hanging agents.
+//! Phases without slow agents, with slow agents and with hanging agents alternate in one run.
 
 use std::{
     sync::mpsc::{self, RecvTimeoutError},

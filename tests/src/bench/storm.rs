@@ -59,7 +59,8 @@ pub struct Storm {
 /// Runs the bench.
 ///
 /// # Errors
-/// Agents receive resources outside the buckets that differ, or their state differs from the source.
+/// Agents receive resources of buckets that do not differ, or their state differs from the
+/// source.
 pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let agents = load.agents.unwrap_or(5_000);
     let storm = apart(|| measure(&mut load.stage(agents, services)?, agents))?;
@@ -88,7 +89,8 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
 /// Checks that the agents have the source's state at the end.
 ///
 /// # Errors
-/// Agents receive resources outside the buckets that differ, or their state differs from the source.
+/// Agents receive resources of buckets that do not differ, or their state differs from the
+/// source.
 pub fn measure(stage: &mut Stage, agents: usize) -> Result<Storm> {
     ensure!(stage.setup().full_agents > 0, "no agent holds a state: --full-agents must be at least 1");
     let (first, second) = (stage.start_replica(&[])?, stage.start_replica(&[])?);

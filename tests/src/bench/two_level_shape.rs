@@ -1,7 +1,7 @@
 //! A minimal iptables ruleset for the workload, as an expert would write it by hand: one chain with
-//! DNAT rules for each Service, and a dispatch on two levels. It omits everything else that a proxy
-//! needs (hairpins, external addresses, NodePorts, policies). The ruleset therefore shows the
-//! kernel's cost of the Services alone.
+//! DNAT rules for each Service, and a dispatch on two levels. The ruleset omits everything else
+//! that a proxy needs (hairpins, external addresses, NodePorts, policies). The ruleset therefore
+//! shows the kernel's cost of the Services alone.
 
 use std::{collections::BTreeSet, fmt::Write as _, net::IpAddr};
 

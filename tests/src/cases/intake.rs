@@ -26,8 +26,8 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
         change(&mut service);
         all.add(service)
     };
-    // Three slices: one has b1 with all ports, and each of the others has a1 and c1 with some
-    // ports.
+    // Three slices. The first slice has b1 with all ports. Each of the other two slices has a1 and
+    // c1 with some of the ports.
     add("sliced", &["b1"], &|service| {
         let (tcp, others): (Vec<Port>, Vec<Port>) =
             service.ports.iter().cloned().partition(|port| port.transport == Transport::Tcp);

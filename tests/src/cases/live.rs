@@ -195,8 +195,8 @@ pub fn udp_rolling_replacement(bed: &Testbed) -> Result<()> {
             }
         }
     }
-    // All endpoints are replaced by one. Only stale conntrack entries could keep a client away from
-    // the new endpoint.
+    // One new endpoint replaces all endpoints. Only stale conntrack entries could keep a client
+    // away from the new endpoint.
     flow::while_asking(&flows, || {
         bed.update(|manifests| {
             manifests.service_mut("datagrams")?.endpoints = ready(&["c1"]);

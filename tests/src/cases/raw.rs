@@ -132,7 +132,8 @@ pub fn a_packet_outside_the_window_does_not_end_a_connection(bed: &Testbed) -> R
         held.check().with_context(|| format!("over {family}, after a segment outside the window"))?;
         let counted = node.run(|| Ok(packet_counters::read()?))?.invalid_dropped - counted_before;
         ensure!(counted > 0, "over {family} the dropped segment was not counted");
-        // Without the rule the segment must end the connection. Otherwise the test shows nothing.
+        // Without the rule the segment must end the connection. If the connection survived, the
+        // test would not show that the rule has an effect.
         let lock = bed.machines().xtables_lock("node-a");
         iptables::run(node, bed.backend().variant(), family, &lock, &["-F", "KUBE-FORWARD"])?;
         disturb()?;

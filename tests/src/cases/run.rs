@@ -16,8 +16,9 @@ const WORKERS: usize = 12;
 /// expected number of requests of a server is 75 ± 7.5.
 const EVEN_REQUESTS: usize = 300;
 /// The largest distance of a share from its expected value, in standard deviations. By chance about
-/// one share in a million exceeds this distance. If a share exceeds it, the case sends the requests
-/// again, and fails only if a share of the second round exceeds it, too.
+/// one share in a million exceeds this distance. If a share exceeds this distance, the case sends
+/// the requests again. The case fails only if a share of the second round also exceeds this
+/// distance.
 const EVEN_SIGMAS: f64 = 5.0;
 
 /// Runs all cases, each for its ports and families.

@@ -1,7 +1,7 @@
-//! Many agents and three replicas. The first replica follows the API server, the second one never
-//! reaches the API server, and the third one loses its connection after a while. Later all replicas
-//! lose their connections. Replicas are real processes. Each agent consists of the real session and
-//! the real reconcile loop.
+//! Many agents and three replicas. The first replica follows the API server, the second replica
+//! never reaches the API server, and the third replica loses its connection after a while. Later
+//! all replicas lose their connections. Replicas are real processes. Each agent consists of the
+//! real session and the real reconcile loop.
 
 mod gate;
 mod replica;
@@ -202,7 +202,7 @@ impl Scene {
     /// Changes one endpoint.
     ///
     /// # Errors
-    /// The stand-in API server refuses the change. This means a defect of the test.
+    /// The stand-in API server refuses the change, which is a defect of the test.
     pub fn change(&mut self) -> Result<()> {
         self.changes += 1;
         apply(&self.api, slice(0, self.changes))

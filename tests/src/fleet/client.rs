@@ -112,7 +112,7 @@ pub struct Client {
     first_snapshot: Option<(u64, u64)>,
 }
 
-/// Counts for all connections of an agent, including ended ones.
+/// Counts for all connections of an agent, including ended connections.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Counts {
     /// Full TLS handshakes.

@@ -175,7 +175,7 @@ impl Fleet {
         answer.recv().context("the fleet's thread ended before it answered")
     }
 
-    /// Adds agents. They connect in parallel, within the limit of [`Settings::handshakes`].
+    /// Adds agents. The agents connect in parallel, within the limit of [`Settings::handshakes`].
     ///
     /// # Errors
     /// A certificate cannot be created, or the thread has ended.

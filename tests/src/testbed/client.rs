@@ -22,8 +22,8 @@ use super::netns::Namespace;
 use super::sctp;
 use super::turn::in_turn;
 
-/// How long to wait for an expected answer. This time is generous, because it expires only when a
-/// test fails.
+/// How long to wait for an expected answer. This time is long, because a client waits for the whole
+/// time only when a test fails.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(8);
 /// How long to wait where silence is expected. An answer or a refusal takes about a millisecond.
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(1);

@@ -15,7 +15,7 @@ use super::spawn;
 const NAMESPACES: &str = "/run/netns";
 const PREFIX: &str = "hg";
 
-/// One network namespace. It is removed when this value is dropped.
+/// One network namespace. Dropping this value removes the namespace.
 #[derive(Debug)]
 pub struct Namespace {
     name: String,

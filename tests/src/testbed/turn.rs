@@ -1,10 +1,10 @@
 //! Serialises series of requests to one target.
 //!
 //! IPVS's scheduler `rr` gives connections to the endpoints in a fixed rotation. If two clients
-//! alternate their requests, each client sees only every second endpoint: two of four. This rarely
-//! happens by chance, but on a machine with one CPU the threads may alternate for a long time.
-//! Therefore only one series at a time may send requests to a target. The tests follow this rule
-//! for every backend, so that all backends receive equal requests.
+//! alternate their requests, each client sees only every second endpoint: two of four. Such an
+//! alternation rarely happens by chance, but on a machine with one CPU the threads may alternate
+//! for a long time. Therefore only one series at a time may send requests to a target. The tests
+//! follow this rule for every backend, so that all backends receive equal requests.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;

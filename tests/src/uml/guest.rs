@@ -263,8 +263,8 @@ fn watch(slot: &Path, request: &Request, child: Pid) -> Result<Option<String>> {
 }
 
 /// Tells whether the test outside still waits. The test outside touches a file, and this value
-/// watches the modification time of the file for changes. It compares the modification time with no
-/// clock, so the clocks inside and outside need not agree.
+/// watches the modification time of the file for changes. This value does not compare the
+/// modification time with a clock, so the clocks inside and outside need not agree.
 struct Heartbeat {
     path: PathBuf,
     last: Option<SystemTime>,

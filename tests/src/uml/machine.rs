@@ -56,7 +56,7 @@ pub(super) fn is_running(folder: &Path) -> bool {
     matches!(console.try_lock_shared(), Err(TryLockError::WouldBlock))
 }
 
-/// Kills the machine in `slot`, if one runs.
+/// Kills the machine in `slot`, if a machine runs there.
 pub(super) fn kill(slot: &Slot) -> Result<()> {
     if !is_running(slot.folder()) {
         return Ok(());
