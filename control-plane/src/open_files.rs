@@ -1,8 +1,8 @@
 //! The limit of open files of this process, which also limits its connections.
 //!
-//! The limit has two parts (getrlimit(2)). The kernel enforces the soft limit, and a process may
-//! raise it up to the hard limit. Container runtimes often set the soft limit to 1,024, and the
-//! hard limit to half a million or more.
+//! The limit has two parts (getrlimit(2)). The kernel enforces the soft limit. A process may raise
+//! the soft limit up to the hard limit. Container runtimes often set the soft limit to 1,024, and
+//! the hard limit to half a million or more.
 
 use nix::{
     errno::Errno,

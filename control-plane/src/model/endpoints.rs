@@ -1,12 +1,12 @@
 //! Endpoints: the union of a service's EndpointSlices.
 //!
-//! Several slices may contain the same address. The address then has the ports of all these slices.
-//! Conditions, node, zone and hints belong to an address and a port, and come from the slice that
-//! lists this port. If several slices list the same port, the slice whose name comes last counts,
-//! but a terminating entry never replaces another entry. kube-proxy decides by the same rule
-//! (`addEndpoints` in `pkg/proxy/endpointslicecache.go`), but visits the slices in random order. In
-//! this module the result depends only on the present slices, and not on the order in which they
-//! arrived. A change of one slice visits only the addresses that the change affects.
+//! An address that several slices contain has the ports of all these slices. Conditions, node, zone
+//! and hints belong to an address and a port, and come from the slice that lists this port. If
+//! several slices list the same port, the slice whose name comes last counts, but a terminating
+//! entry never replaces another entry. kube-proxy decides by the same rule (`addEndpoints` in
+//! `pkg/proxy/endpointslicecache.go`), but visits the slices in random order. In this module the
+//! result depends only on the present slices, and not on the order in which they arrived. A change
+//! of one slice visits only the addresses that the change affects.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -24,9 +24,9 @@ use super::{
 };
 use crate::objects::ObjectKey;
 
-/// The slices of a service with addresses of one family. A slice is a carrier of the addresses that
-/// it contains. Endpoints are computed when they are needed and are not stored, because nearly all
-/// services have only one slice for each family.
+/// The slices of a service whose addresses belong to one IP family. A slice is a carrier of the
+/// addresses that it contains. Endpoints are computed when they are needed and are not stored,
+/// because nearly all services have only one slice for each family.
 #[derive(Debug, Default)]
 enum Carriers {
     #[default]
@@ -115,8 +115,8 @@ pub(super) struct Endpoints {
 
 impl Endpoints {
     /// Applies a version of a slice. `trigger_is_new` says whether the trigger time of the slice
-    /// belongs to this change. It is false for slices of a list, because their trigger times may
-    /// belong to earlier changes.
+    /// belongs to this change. The flag is false for slices of a list, because their trigger times
+    /// may belong to earlier changes.
     pub(super) fn put(
         &mut self,
         key: &ObjectKey,

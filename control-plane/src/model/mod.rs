@@ -48,7 +48,7 @@ pub enum Event {
     Undecodable {
         /// The object.
         key: ObjectKey,
-        /// The field, such as `spec.ports[0].port`; empty if it is unknown.
+        /// The field, such as `spec.ports[0].port`; empty if the field is unknown.
         field: String,
         /// What is wrong.
         message: String,

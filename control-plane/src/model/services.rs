@@ -167,8 +167,8 @@ fn read_external_addresses(
     service.load_balancer_ips = load_balancer_ips;
 }
 
-/// The source ranges. If an IP family has a range of length zero, all ranges of this family are
-/// left out: the family is open to all clients, like a family without ranges. `None` if a range
+/// The source ranges. If an IP family has a range with prefix length 0, all ranges of this family
+/// are left out: the family is open to all clients, like a family without ranges. `None` if a range
 /// cannot be read.
 fn source_ranges(spec: &objects::ServiceSpec, findings: &mut Findings) -> Option<Vec<IpNet>> {
     let mut ranges = Vec::new();
@@ -191,8 +191,8 @@ fn source_ranges(spec: &objects::ServiceSpec, findings: &mut Findings) -> Option
     are_all_valid.then_some(ranges)
 }
 
-/// Reads the traffic policies, and the health-check port that belongs to them. The external policy
-/// is ignored for Services that have neither external addresses nor NodePorts.
+/// Reads the traffic policies, and the health-check node port. The external policy is ignored for
+/// Services that have neither external addresses nor NodePorts.
 fn read_policies(spec: &objects::ServiceSpec, service: &mut Service, findings: &mut Findings) {
     service.internal_traffic_policy = policy("spec.internalTrafficPolicy", &spec.internal_traffic_policy, findings);
     let external = policy("spec.externalTrafficPolicy", &spec.external_traffic_policy, findings);

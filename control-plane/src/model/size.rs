@@ -1,6 +1,6 @@
-//! Bounds of the size of one resource. A resource is never divided between messages. So a resource
-//! that is larger than a message may be would end the stream of every agent each time the resource
-//! is sent.
+//! Bounds of the size of one resource. A resource is never divided between messages. A resource
+//! that exceeds the size limit of messages would end the stream of every agent each time the
+//! resource is sent.
 
 use headgate_core::{Endpoint, EndpointPort, Service, ServiceKey};
 use headgate_proto::{ChangesBuilder, MAX_SERVER_MESSAGE_BYTES};

@@ -210,7 +210,7 @@ impl Kept {
         Arc::clone(&self.by_start.entry(start).or_insert_with(empty).slot)
     }
 
-    /// Replaces `old` with an empty slot, unless another caller has already replaced it. Returns
+    /// Replaces `old` with an empty slot, unless another caller has already replaced `old`. Returns
     /// the present slot.
     fn renewed(&mut self, start: Start, old: &Slot) -> Slot {
         if self.by_start.get(&start).is_some_and(|entry| Arc::ptr_eq(&entry.slot, old)) {

@@ -48,7 +48,7 @@ impl NotYet {
 /// bounded, because the source may have been restored from a backup.
 #[derive(Debug, Default)]
 pub struct BehindWait {
-    /// When the wait ends; `None` before it begins.
+    /// When the wait ends; `None` before the wait begins.
     until: Option<Instant>,
     has_expired: bool,
     /// The kinds whose current position was requested from the source.

@@ -6,7 +6,7 @@
 //!   [`SETTLE`]. So nothing is removed while an editor empties, truncates, deletes or renames a
 //!   file and then writes it again.
 //! - While a document of a file cannot be read, all objects that the file defined before are kept,
-//!   because the unreadable document may define them.
+//!   because the unreadable document may define these objects.
 //! - If two files define the same object, the definition in the first file in order of path is
 //!   used, and a problem names both files.
 //! - If the folder itself cannot be read, its last known content stays in use. An empty folder
@@ -340,9 +340,9 @@ impl Folder {
         update
     }
 
-    /// Reads the definitions of `keys` in `file`. They come into use because the definitions that
-    /// were in use before are gone. If a definition in `file` has changed since the last read of
-    /// `file`, the object keeps its old value until the next scan reads `file`.
+    /// Reads the definitions of `keys` in `file`. These definitions come into use because the
+    /// definitions that were in use before are gone. If a definition in `file` has changed since
+    /// the last read of `file`, the object keeps its old value until the next scan reads `file`.
     fn read_again(&mut self, file: &Arc<Path>, keys: Vec<Arc<ObjectKey>>, update: &mut Update) {
         let content = read_file(&self.root.join(file)).ok().flatten().map(|(_, content)| content).unwrap_or_default();
         let definitions = documents::parse(&file.display().to_string(), &content).definitions;

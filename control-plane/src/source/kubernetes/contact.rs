@@ -142,7 +142,8 @@ impl Contact {
         }
     }
 
-    /// Checks the source every [`TICK`], and probes the server while it is silent. Never returns.
+    /// Checks the source every [`TICK`], and probes the server while the server is silent. Never
+    /// returns.
     pub(super) async fn run(self: Arc<Self>, client: Client) {
         let mut next_probe = Instant::now();
         loop {

@@ -115,8 +115,8 @@ pub(super) struct KindUpdate {
 enum StreamingLists {
     /// The next list is read as a stream.
     Used,
-    /// A streaming list has begun and has not succeeded. If it fails, the next list is read by
-    /// pages.
+    /// A streaming list has begun and has not succeeded. If this list fails, the next list is read
+    /// by pages.
     Broken,
     /// The server has no streaming lists.
     Refused,
@@ -466,8 +466,8 @@ impl Watch {
         }
     }
 
-    /// The label selector and the field selector. They exclude objects that a service proxy does
-    /// not serve. An object that no longer matches arrives as a deletion.
+    /// The label selector and the field selector. The selectors exclude objects that a service
+    /// proxy does not serve. An object that no longer matches arrives as a deletion.
     fn selectors(&self) -> (Option<&'static str>, Option<&'static str>) {
         match self.kind {
             ObjectKind::Service => {
@@ -495,8 +495,8 @@ impl Watch {
     }
 }
 
-/// The time limit of a watch. It is random, so that replicas that started together do not open
-/// their watches together.
+/// The time limit of a watch. The time limit is random, so that replicas that started together do
+/// not open their watches together.
 fn time_limit() -> Duration {
     Duration::from_secs(fastrand::u64(200..290))
 }
