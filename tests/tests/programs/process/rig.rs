@@ -396,7 +396,8 @@ impl Rig {
         self.request("GET", METRICS, path, accept).map(|(code, _, body)| (code, body))
     }
 
-    /// Sends DELETE to a page of the metrics port. The agent resets the metrics of the page.
+    /// Sends DELETE to a page of the metrics port. For `/metrics/slis`, the agent resets the
+    /// counts.
     pub(super) fn delete(&self, path: &str) -> Result<(u16, String), String> {
         self.request("DELETE", METRICS, path, "*/*").map(|(code, _, body)| (code, body))
     }

@@ -60,7 +60,8 @@ async fn the_old_files_stay_in_use_until_the_new_ones_match() {
     };
     let (renewed, expired) =
         (authority.server(|_| {}), authority.server(|params| params.not_after = date_time_ymd(2020, 1, 1)));
-    // Write a certificate without its key, next an expired certificate, and last remove `tls.crt`.
+    // Write a certificate without its key, and next an expired certificate. Last, remove `tls.crt`
+    // and write an invalid `ca.crt`.
     fs::write(server.path("tls.crt"), &renewed.certificate).unwrap();
     server.until_metric(FAILURE, 1).await;
     assert_eq!(served().await, own.der);

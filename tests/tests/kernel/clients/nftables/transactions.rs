@@ -136,7 +136,9 @@ fn large_transactions_are_atomic() {
         let generation = kernel.generation()?.id;
         kernel.commit(&all)?;
         assert_eq!(kernel.generation()?.id, generation + 1);
-        // The kernel lists this set unreliably until its hash table has grown to fit the elements.
+        // Until the kernel has grown the hash table of this set to fit the elements, a list may
+        // lack elements or contain an element twice. The client must detect these lists and return
+        // all elements.
         let found: BTreeSet<_> =
             kernel.elements(&table, "pairs")?.into_iter().map(|found| (found.key, found.data)).collect();
         assert_eq!(found, (0..count).map(|key| entry(key, !key)).map(|entry| (entry.key, entry.data)).collect());
