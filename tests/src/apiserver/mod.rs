@@ -60,15 +60,15 @@ pub struct Options {
     /// The time between BOOKMARK events on watches that allow them. A real server sends a bookmark
     /// about every minute.
     pub bookmark_interval: Duration,
-    /// Whether watches may ask for `sendInitialEvents`. If false, such a watch gets 422, as from
-    /// older servers.
+    /// Whether watches may ask for `sendInitialEvents`. If false, the server answers such a watch
+    /// with 422, like older servers.
     pub streaming_lists: bool,
     /// Whether requests may select Services by `spec.clusterIP`. If false, such a request gets 400.
     pub service_field_selectors: bool,
     /// Whether the server has ServiceCIDRs. If false, their paths get 404.
     pub service_cidrs: bool,
-    /// Whether a watch from a version that is too old gets HTTP code 410. If false, the watch gets
-    /// 200 and an ERROR event, as from current servers.
+    /// Whether the server answers a watch from a version that is too old with HTTP code 410. If
+    /// false, the server answers with code 200 and an ERROR event, like current servers.
     pub gone_as_http_status: bool,
 }
 

@@ -68,7 +68,7 @@ impl ProvingTest {
         format!("{package}::{}", target.trim_end_matches(".rs"))
     }
 
-    /// The path of the test's module, with which the full name of the test begins. The path is
+    /// The path of the test's module. The full name of the test begins with this path. The path is
     /// empty if the file is not a module of an integration test.
     #[must_use]
     pub fn module(&self) -> String {

@@ -167,7 +167,7 @@ fn by_hand(variant: Variant, services: u32) -> Result<Timings> {
     Ok(Timings { full_ms, change_ms })
 }
 
-/// The median time of scripts, each of which changes one Service in the middle of the list.
+/// The median time of several scripts. Each script changes one Service in the middle of the list.
 fn changes(variant: Variant, services: u32, script: impl Fn(u32) -> String) -> Result<f64> {
     let mut times = Vec::new();
     for i in 0..CHANGES {

@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 const MOVES: u32 = 30;
 /// Longest time between two moves, in milliseconds.
 const PAUSE_MS: u64 = 300;
-/// Options with which a delayed replica lets agents wait longer than the bench takes.
+/// Options of the replicas. Agents may wait at a delayed replica for longer than the bench takes.
 const BEHIND_WAIT: &[&str] = &["--behind-wait-seconds", "600"];
 
 /// The results of a run.

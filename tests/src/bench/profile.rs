@@ -25,7 +25,7 @@ use nix::{
 const FREQUENCY: &str = "199";
 /// Longest time that `perf` may take to begin or to end.
 const LIMIT: Duration = Duration::from_secs(60);
-/// The smallest number of samples from which shares are computed.
+/// If a profile has fewer samples than this number, the profile is discarded.
 const FEWEST: u64 = 50;
 
 /// Purposes of CPU time in the kernel, each with parts of function names. A sample counts for the

@@ -235,7 +235,7 @@ fn growth(samples: &[u64]) -> Result<Growth> {
     Ok(Growth { first: highest(&samples[..third])?, last: highest(&samples[samples.len() - third..])? })
 }
 
-/// Runs a phase, and samples the replica's memory meanwhile.
+/// Runs a phase, and samples the replica's memory during the phase.
 fn with_memory(stage: &mut Stage, time: Duration, rate: u32) -> Result<(Phase, Vec<u64>)> {
     let memory = stage.replicas[0].memory();
     std::thread::scope(|scope| {

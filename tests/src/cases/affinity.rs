@@ -36,8 +36,8 @@ fn only_server(bed: &Testbed, from: &str, service: &str, via: Via, family: Famil
     Ok(answers[0].server.clone())
 }
 
-/// A client stays with its server, whichever address of the service it uses. The choices of
-/// different clients are independent.
+/// A client stays with its server at all addresses of the service. The choices of different clients
+/// are independent.
 pub fn a_client_stays_with_its_server(bed: &Testbed) -> Result<()> {
     let mut seen = BTreeSet::new();
     for family in Family::BOTH {

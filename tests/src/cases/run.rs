@@ -12,8 +12,8 @@ use crate::testbed::{Answer, Family, Outcome, Request, Testbed, client, plan};
 
 /// The number of cases that run in parallel. Cases spend most of their time waiting for time-outs.
 const WORKERS: usize = 12;
-/// The number of requests with which a case checks for equal shares. With four servers, the
-/// expected number of requests of a server is 75 ± 7.5.
+/// The number of requests in a check for equal shares. With four servers, the expected number of
+/// requests of a server is 75 ± 7.5.
 const EVEN_REQUESTS: usize = 300;
 /// The largest distance of a share from its expected value, in standard deviations. By chance about
 /// one share in a million exceeds this distance. If a share exceeds this distance, the case sends
@@ -107,7 +107,8 @@ fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
     Ok(())
 }
 
-/// The number of requests with which the probability of missing one of `servers` is below 10⁻⁹.
+/// The number of requests that a case sends to see all servers. The probability that one of
+/// `servers` servers gets none of these requests is below 10⁻⁹.
 fn requests_to_see_all(servers: usize) -> usize {
     match servers {
         0 | 1 => 3,

@@ -150,7 +150,7 @@ impl Client {
         }
     }
 
-    /// The description with which the agent was added.
+    /// The description that was given when the agent was added.
     #[must_use]
     pub fn member(&self) -> &Member {
         &self.member

@@ -323,7 +323,7 @@ impl Worker {
         }
     }
 
-    /// Connects the suspended agents for which `chooses` returns true to `replicas`.
+    /// Connects suspended agents to `replicas`, if `chooses` returns true for them.
     pub fn resume(&mut self, replicas: &[SocketAddr], chooses: impl Fn(&Client) -> bool) {
         for index in 0..self.clients.len() {
             if chooses(&self.clients[index]) && std::mem::take(&mut self.clients[index].is_suspended) {
@@ -358,8 +358,8 @@ impl Worker {
         self.clients[index].set_replicas(replicas);
     }
 
-    /// Changes the fault of the agents for which `chooses` returns true. An agent that may read
-    /// normally again reads all pending bytes at once.
+    /// Changes the fault of the agents for which `chooses` returns true. If the new fault does not
+    /// restrict reading, the agent reads all pending bytes at once.
     pub fn set_fault(&mut self, fault: Fault, chooses: impl Fn(&Client) -> bool) {
         for index in 0..self.clients.len() {
             if !chooses(&self.clients[index]) {

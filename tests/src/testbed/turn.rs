@@ -56,7 +56,8 @@ mod tests {
             }
         });
         assert_eq!(most.into_inner(), 1);
-        // Other targets are free meanwhile. One lock for all targets would deadlock.
+        // Requests to other targets need not wait for this series. One lock for all targets would
+        // deadlock.
         let others = [(Transport::Udp, 80), (Transport::Tcp, 81)];
         let asked = in_turn(&Request::new(Transport::Tcp, to(80)), || {
             others.map(|(transport, port)| in_turn(&Request::new(transport, to(port)), || port))

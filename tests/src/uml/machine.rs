@@ -79,8 +79,8 @@ pub(super) fn console_tail(slot: &Slot, lines: usize) -> String {
     }
 }
 
-/// The folder for the file from which the kernel maps its memory: /dev/shm, or the slot if /dev/shm
-/// is too small, as in many containers.
+/// The folder for the file that holds the machine's memory: /dev/shm, or the slot's folder if
+/// /dev/shm is too small. In many containers, /dev/shm is too small.
 fn memory_folder(slot: &Path) -> Result<PathBuf> {
     let has_room = statvfs(SHARED_MEMORY)
         .is_ok_and(|stat| stat.blocks_available() * stat.fragment_size() / 1024 / 1024 >= 2 * MEMORY_MIB);

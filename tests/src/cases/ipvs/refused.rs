@@ -68,9 +68,10 @@ pub fn a_rejected_destination_affects_no_other(bed: &Testbed) -> Result<()> {
     expect_reported(None)?;
     run(bed, &[all().answered(&["a1", "a2"], Kept)])?;
 
-    // A destination that is added to an existing service is rejected alone, too, and is tried again
-    // with the next change of the service. The test uses new destinations, because the kernel does
-    // not check the address of a destination again if the destination had connections.
+    // The kernel rejects a destination that is added to an existing service, and the other
+    // destinations of the service still work. The agent tries the destination again with the next
+    // change of the service. The test uses new destinations, because the kernel does not check the
+    // address of a destination again if the destination had connections.
     let set_endpoints_of_bad = |endpoints: &[&str]| {
         bed.update(|manifests| {
             manifests.service_mut("bad")?.endpoints = ready(endpoints);
