@@ -1,5 +1,5 @@
-//! The model as a whole: the changes and problems that result from objects. A comment such as `//
-//! rows: 1` names the rows of docs/behaviours.md that a test covers.
+//! The model as a whole: the changes and problems that result from objects. Above a test, a comment
+//! such as `// rows: 1` names the rows of docs/behaviours.md that the test covers.
 
 #![allow(clippy::unwrap_used, clippy::needless_pass_by_value)]
 

@@ -71,7 +71,7 @@ impl Nodes {
         Some(name)
     }
 
-    /// Adds an observer, which is notified until it is dropped.
+    /// Adds an observer, which is notified until the observer is dropped.
     pub(super) fn observe(&mut self, observer: Weak<dyn NodeObserver>) {
         self.observers.retain(|observer| observer.strong_count() > 0);
         self.observers.push(observer);

@@ -222,7 +222,7 @@ impl Contact {
             }
             None => tracing::info!("the API server answers again"),
         }
-        // The lock is still held, so that verdicts arrive in order.
+        // The lock is held until the end of this function, so that verdicts arrive in order.
         self.sink.cut_off(problem);
     }
 

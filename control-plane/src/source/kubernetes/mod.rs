@@ -117,7 +117,8 @@ async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
     Client::try_from(config).map_err(|error| SourceError::Client(error.to_string()))
 }
 
-/// The first update, and the updates that arrive right after it.
+/// Returns the first update, and the updates that arrive within [`LINGER`] of one another after the
+/// first update.
 async fn together(first: KindUpdate, updates: &mut mpsc::Receiver<KindUpdate>) -> Vec<KindUpdate> {
     let mut batch = vec![first];
     let until = Instant::now() + LONGEST_LINGER;

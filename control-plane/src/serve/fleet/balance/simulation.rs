@@ -43,7 +43,7 @@ impl Simulation {
     fn new(seed: u64, nodes: usize, unknown: usize, replicas: usize) -> Self {
         let mut rng = Rng::with_seed(seed);
         let now = Instant::now();
-        // The agents are spread evenly, or most or all of them are at one replica.
+        // A random part of the agents is spread evenly. The other agents are at one replica.
         let favourite = rng.usize(0..replicas);
         let evenness = rng.f64();
         let place = |_| if rng.f64() < evenness { rng.usize(0..replicas) } else { favourite };
