@@ -8,8 +8,8 @@
 //! - A Headgate *annotation*: the annotation is ignored, and the rest of the version is used.
 //! - The *object* (ports, ClusterIPs, policies, source ranges, labels that name the owner, text
 //!   that cannot be decoded): the last good version stays in use as a whole while the object is
-//!   invalid. Without a good version, the valid parts are used, unless they would allow traffic
-//!   that the object is meant to block.
+//!   invalid. Without a good version, the valid parts are used, unless these parts alone would
+//!   allow traffic that the object is meant to block.
 //!
 //! A deleted object is removed, valid or not. An object is also removed when its new version is not
 //! for this proxy (headless, ExternalName, or served by another proxy).

@@ -86,8 +86,8 @@ pub(super) struct Problems {
 }
 
 impl Problems {
-    /// Replaces the problems of a subject; an empty list removes them. Returns the number of new
-    /// problems.
+    /// Replaces the problems of a subject; an empty list removes all problems of the subject.
+    /// Returns the number of new problems.
     pub(super) fn set(&mut self, subject: Subject, problems: Vec<Problem>) -> usize {
         let before = self.by_subject.get(&subject).map(Vec::as_slice).unwrap_or_default();
         if before == problems.as_slice() {

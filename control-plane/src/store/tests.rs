@@ -479,7 +479,7 @@ fn equal_references_of_placements_collide_only_if_both_exist_at_the_same_time() 
     cursor = reader.resume(&store, store.epoch()).1;
     store.put([endpoint_on(&other, 3)]);
     reader.read_all(&store, &mut cursor);
-    // Then both placements exist at the same time, and one of them is removed.
+    // Next, both placements exist at the same time, and one placement is removed.
     store.put([endpoint_on(&one, 4)]);
     reader.read_all(&store, &mut cursor);
     store.put([remove_endpoint(1, 4)]);

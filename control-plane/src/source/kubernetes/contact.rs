@@ -178,7 +178,7 @@ impl Contact {
 
     fn probe_is_late(&self) {
         let mut inner = self.lock();
-        // A watch may have received something meanwhile.
+        // A watch may have received something since the probe was sent.
         if inner.answered.elapsed() >= PROBE_AFTER {
             inner.is_probe_late = true;
             self.judge(inner);

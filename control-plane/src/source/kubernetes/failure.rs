@@ -161,8 +161,8 @@ impl BackOff {
         self.failures = 0;
     }
 
-    /// The time to wait before the next retry. `retry_after` is the pause that the server asks for;
-    /// a random pause is added to it.
+    /// The time to wait before the next retry. `retry_after` is the pause that the server asks for.
+    /// A random pause is added to `retry_after`.
     pub(super) fn pause(&mut self, retry_after: Option<Duration>) -> Duration {
         let bound = FIRST_PAUSE.saturating_mul(1 << self.failures.min(16)).min(LONGEST_PAUSE);
         self.failures = self.failures.saturating_add(1);
