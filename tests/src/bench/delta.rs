@@ -142,8 +142,8 @@ impl Replica {
     }
 }
 
-/// Chains that one replaced endpoint may write: the chain of the Service, and in nat and in filter the
-/// hairpin groups of the old and of the new address.
+/// The largest number of chains that the replacement of one endpoint may write: the chain of the
+/// Service, and in nat and in filter the hairpin groups of the old and of the new address.
 const MAX_CHAINS: u32 = 5;
 
 impl Agent {
