@@ -28,8 +28,8 @@ pub(crate) async fn run(args: &Args, wait: &WaitArgs, service: Selected, out: &m
     let started = Instant::now();
     let deadline = started + wait.timeout + GRACE;
     let mut clients = Vec::new();
-    // The newest source positions that any replica has seen. Answers of other replicas count only
-    // after they have reached these positions.
+    // The newest source positions that any replica has seen. The answer of a replica counts only
+    // after the replica has reached these positions.
     let mut positions: BTreeMap<i32, u64> = BTreeMap::new();
     for (server, tls) in client::replicas(&args.server, &args.tls).await.map_err(Failure::Connect)? {
         let mut client = client::connect(&server, &tls).await.map_err(Failure::Connect)?;

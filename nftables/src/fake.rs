@@ -15,6 +15,7 @@
 //! - Limits always match.
 //! - Translation to a range of ports or addresses selects the first port or address.
 //! - Expressions that this crate does not know are accepted and end a rule.
+//! - Verdicts that this crate does not know, such as `NF_QUEUE`, have no effect.
 
 mod apply;
 mod elements;

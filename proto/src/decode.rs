@@ -75,12 +75,13 @@ impl Decoder {
     }
 
     /// Converts the changes of one message and returns them in an order in which they can be
-    /// applied: services, endpoints, removals. The second list describes the resources and removals
-    /// that cannot be used; the first list omits them.
+    /// applied: changed Services, changed and removed endpoints, changed ServiceCIDRs, removed
+    /// Services, removed ServiceCIDRs. The second list describes the resources and removals that
+    /// cannot be used; the first list omits them.
     ///
     /// # Errors
-    /// [`UnknownReference`]: the message refers to a target that this side does not hold. No part
-    /// of the message may be used.
+    /// [`UnknownReference`]: the message contains a reference whose target this side does not hold,
+    /// or that has several targets. No part of the message may be used.
     pub fn changes(&mut self, wire: v1::Changes) -> Result<(Vec<Change>, Vec<v1::Rejection>), UnknownReference> {
         let (mut changes, mut rejections) = (Vec::new(), Vec::new());
         let tables = self.tables(&wire)?;

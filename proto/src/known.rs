@@ -62,7 +62,7 @@ struct Unusable {
 }
 
 impl Known {
-    /// Replaces the known targets by the targets in a state.
+    /// Replaces the known targets by the targets in a state and by parts of unusable resources.
     pub(crate) fn replace(&mut self, referrer: Referrer, referable: Referable) {
         let unusable = std::mem::take(&mut self.unusable);
         *self = Self { referrer: Some(referrer), ..Self::default() };

@@ -51,7 +51,7 @@ pub fn explain(error: &io::Error, files: &Files) -> Option<Refusal> {
     })
 }
 
-/// This side rejects the other side's certificate.
+/// Explains why this side rejects the other side's certificate.
 fn certificate(error: &CertificateError, files: &Files) -> Refusal {
     let (whose, usage) = match files.side {
         Side::Server => ("the client's certificate", "clientAuth"),
@@ -99,7 +99,7 @@ fn moment(time: UnixTime) -> String {
     date(UNIX_EPOCH + Duration::from_secs(time.as_secs()))
 }
 
-/// The other side rejects this side's certificate.
+/// Explains why the other side rejects this side's certificate or ends the handshake.
 fn alerted(alert: AlertDescription, files: &Files) -> Refusal {
     let cert = files.cert.display();
     if files.side == Side::Server {

@@ -103,7 +103,7 @@ impl Files {
     ///
     /// # Errors
     ///
-    /// The first file that cannot be read.
+    /// Returns the error of the first file that cannot be read.
     pub(crate) fn read(&self) -> Result<Contents, FileError> {
         Ok(Contents {
             cert: self.read_one("--tls-cert", &self.cert)?,
@@ -148,7 +148,7 @@ impl Files {
     ///
     /// # Errors
     ///
-    /// The first fault.
+    /// Returns the first fault of the files.
     pub(crate) fn check(&self, contents: &Contents, now: SystemTime) -> Result<Material, FileError> {
         let (authorities, authorities_not_after) = self.authorities(&contents.ca, now)?;
         let chain = self.certificates("--tls-cert", &self.cert, &contents.cert)?;

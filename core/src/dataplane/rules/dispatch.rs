@@ -179,7 +179,7 @@ impl Dispatch {
                 prefix(address, length).map_or(Group::Top, Group::ClusterIps)
             }
             (Some(length), Selector::Address(address)) => prefix(address, length).map_or(Group::Top, Group::Addresses),
-            // The endpoints of a node usually share a prefix of this length.
+            // The endpoints of a node usually share a prefix of length 24 in IPv4 and 120 in IPv6.
             (Some(_), Selector::Hairpin(address)) => {
                 prefix(address, self.ruleset.config.family.host_prefix_length() - 8)
                     .map_or(Group::Top, Group::Addresses)
