@@ -50,7 +50,7 @@ pub enum ConnectError {
 }
 
 /// Connects to `server`. Connections without TLS are possible only to loopback and test addresses,
-/// because they do not authenticate the server.
+/// because such connections do not authenticate the server.
 pub async fn connect(server: &str, tls: &TlsArgs) -> Result<InspectClient<Channel>, ConnectError> {
     let endpoint = endpoint(server, tls)?;
     // The endpoint's own connect timeout covers only TCP, and the kernel completes TCP connections

@@ -218,9 +218,9 @@ impl Header {
         self.type_name == wanted.set_type.name() && (is_bitmap || self.family == Some(wanted.family))
     }
 
-    /// Whether the set already has the wanted properties, so that no swap is needed. Hash sizes are
-    /// compared only if they were specified, and hashes may have grown. Options that do not affect
-    /// entries, such as counters, are ignored.
+    /// Whether the set already has the wanted properties, so that no swap is needed. The maximum
+    /// number of entries is compared only if it was specified. Hash sizes are not compared, because
+    /// hashes grow. Options that do not affect entries, such as counters, are ignored.
     #[must_use]
     pub fn fits(&self, wanted: &Specification) -> bool {
         let is_bitmap = wanted.set_type == SetType::BitmapPort;

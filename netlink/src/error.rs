@@ -28,8 +28,8 @@ pub enum NetlinkError {
 }
 
 impl NetlinkError {
-    /// Whether a retry of the same request may succeed at once, because answers were lost or the
-    /// kernel was interrupted.
+    /// Whether a retry of the same request may succeed at once, because answers were lost or late,
+    /// or because the kernel was interrupted or busy.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         let code = match self {

@@ -109,11 +109,12 @@ impl Nftables {
         Ok(dumped?)
     }
 
-    /// Returns the elements of a set that have one of these keys. The query is cheap, because the
+    /// Returns the elements of a set that have one of these keys. Keys without an element are
+    /// skipped, and the list is empty if the set does not exist. The query is cheap, because the
     /// kernel looks up each key.
     ///
     /// # Errors
-    /// The kernel rejects the query or does not answer: `ENOENT` if the set does not exist.
+    /// The kernel rejects the query or does not answer.
     pub fn find_elements(
         &mut self,
         table: &TableName,

@@ -78,7 +78,8 @@ fn key(element: &Element) -> String {
     }
 }
 
-/// The reason for a rejection: the kernel's own text, or the meaning of its error number.
+/// The reason for a rejection: the meaning of the error number, followed by the kernel's own text
+/// if the kernel sent one.
 pub(crate) fn reason(refusal: &Refusal) -> String {
     let text = match refusal.code {
         libc::ERESTART => "the generation changed in the meantime: read the state again".into(),

@@ -49,6 +49,7 @@ pub trait Kernel {
     /// that the kernel has not removed yet.
     ///
     /// # Errors
-    /// The kernel does not return the list: `ENOENT` if the set does not exist.
+    /// The kernel does not return the list: `ENOENT` if the set does not exist, `EINTR` if the set
+    /// changed during every attempt.
     fn elements(&mut self, table: &TableName, set: &str) -> Result<Vec<Element>, NftablesError>;
 }

@@ -150,7 +150,8 @@ fn bind<'a>(table: &'a FakeTable, name: &mut SetName) -> Result<&'a FakeSet, Rej
 
 fn check_dynamic(table: &FakeTable, registers: &Registers, change: &mut DynamicSet) -> Applied {
     let set = &bind(table, &mut change.set)?.set;
-    // A set that has a size and is not dynamic uses fixed buckets, which packets cannot change.
+    // A set with a size that is neither dynamic nor has timeouts uses fixed buckets, which packets
+    // cannot change.
     require(set.flags.dynamic || set.flags.timeout || set.size.is_none(), libc::EOPNOTSUPP)?;
     require(!set.flags.constant, libc::EBUSY)?;
     require(change.timeout_ms.is_none() || set.flags.timeout, libc::EOPNOTSUPP)?;

@@ -10,7 +10,8 @@ use super::{
 /// set is full, or if the element to delete does not exist.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DynamicSet {
-    /// The set, which must be dynamic. The kernel rejects verdict maps.
+    /// The set. The kernel rejects verdict maps, and sets with a size that are neither dynamic nor
+    /// have timeouts.
     pub set: SetName,
     /// The operation.
     pub operation: DynamicSetOperation,

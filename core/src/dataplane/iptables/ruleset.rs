@@ -94,7 +94,8 @@ fn external_output_jump(comment: &str) -> Jump {
 }
 
 /// Creates the chain that protects 127.0.0.0/8. With `route_localnet`, other hosts could reach
-/// programs that listen on 127.0.0.1 (CVE-2020-8558). The chain admits only translated connections.
+/// programs that listen on 127.0.0.1 (CVE-2020-8558). From sources outside 127.0.0.0/8, the chain
+/// admits only packets of translated, established or related connections.
 fn localnet_guard() -> FixedChain {
     let mut rules = String::new();
     Line::append(&mut rules, LOCALNET_GUARD)

@@ -220,7 +220,7 @@ fn out_filter(family: Family) -> String {
 
 /// Renders the rules for packets that the node receives. In this mode, addresses of services are
 /// addresses of the node. Without these rules, programs that listen on all addresses would answer
-/// packets to addresses of services. Pings to these addresses are answered.
+/// packets to ports that the services do not have. Pings to these addresses are answered.
 fn in_filter(family: Family) -> String {
     let mut rules = reject_and_drop(IN_FILTER, family);
     let served = [Set::LoadBalancer, Set::ClusterIp, Set::ExternalIp, Set::ExternalIpLocal];
