@@ -48,14 +48,14 @@ impl<C> Reloader<C> {
         &self.files
     }
 
-    /// Reads the files. If their contents have not changed and are still valid, returns the
-    /// previous configuration (`Arc::ptr_eq`) with its session cache and ticket keys. Otherwise it
-    /// returns a new configuration with a new session cache and new ticket keys. Blocks while
-    /// reading.
+    /// Reads the files. If their contents have not changed and this side's certificate has not
+    /// expired, returns the previous configuration (`Arc::ptr_eq`) with its session cache and
+    /// ticket keys. Otherwise returns a new configuration with a new session cache and new ticket
+    /// keys. Blocks while reading.
     ///
     /// # Errors
     ///
-    /// The first fault of the files. Retry after they have changed.
+    /// Returns the first fault of the files. Retry after the files have changed.
     pub fn load(&mut self, now: SystemTime) -> Result<Arc<Loaded<C>>, FileError> {
         let contents = self.files.read()?;
         if let Some((known, loaded)) = &self.last

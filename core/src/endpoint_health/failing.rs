@@ -47,9 +47,9 @@ impl FailingEndpoints {
     }
 
     /// Returns the endpoints that must not get new connections when a port of `service` chooses
-    /// among `choice`. The set is empty if the Service requests no checks for this protocol. It is
-    /// also empty if all endpoints of `choice` fail, because using all of them is better than using
-    /// none.
+    /// among `choice`. The set may also contain failing endpoints outside `choice`. The set is
+    /// empty if the Service requests no checks for this protocol. It is also empty if all endpoints
+    /// of `choice` fail, because using all of them is better than using none.
     pub fn among(
         &self,
         service: &Service,

@@ -76,7 +76,7 @@ pub struct Hints {
 /// have equal placements, so they share one value.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Placement {
-    /// The node, in lower case; `None` if the EndpointSlice does not name it.
+    /// The node, in lower case; `None` if the EndpointSlice does not name a node.
     pub node: Option<Arc<str>>,
     /// The zone of the endpoint.
     pub zone: Option<Arc<str>>,
@@ -93,7 +93,7 @@ impl Placement {
 }
 
 /// One address behind a service. The Service and the address identify an endpoint. Endpoints share
-/// port lists and placements, because a cluster has few different ones.
+/// port lists and placements, because a cluster has few different values of them.
 ///
 /// Digests are computed from this value, so equal endpoints must have equal fields. The control
 /// plane therefore sets the conditions and the placement of the endpoint to the conditions and the

@@ -3,7 +3,7 @@
 
 use std::{borrow::Borrow, collections::HashSet, hash::Hash, sync::Arc};
 
-/// The number of values from which a pool searches for unused values.
+/// A pool with fewer values does not search for unused values.
 const SWEEP_FROM: usize = 1_024;
 
 /// Shared values of one type. The pool drops unused values each time its size has doubled, so the

@@ -109,8 +109,8 @@ fn numbered_port(
 ) {
     form.text(name);
     form.number(u64::from(protocol.cast_unsigned()) << 32 | u64::from(port));
-    // These two numbers say whether the port carries conditions and a placement, and whether the
-    // placement has hints.
+    // The first number contains the conditions, or is 0 if the port carries no conditions. The
+    // second number says whether the port carries a placement, and whether the placement has hints.
     form.number(conditions.map_or(0, |bits| u64::from(bits) + 1));
     form.number(placement.map_or(0, |placement| 1 + u64::from(placement.hints.is_some())));
     if let Some(placement) = placement {
