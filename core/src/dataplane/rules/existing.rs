@@ -65,8 +65,8 @@ impl ExistingReader {
         Self { table, is_in_table: false, existing: Existing::default() }
     }
 
-    /// Reads the next line. Lines of other tables and other programs are ignored, and no line
-    /// causes an error.
+    /// Reads the next line. Ignores lines of other tables, and rules of foreign chains that do not
+    /// jump to a chain of Headgate. No line causes an error.
     pub fn line(&mut self, line: &str) {
         if let Some(name) = line.strip_prefix('*') {
             self.is_in_table = name.trim() == self.table.as_str();

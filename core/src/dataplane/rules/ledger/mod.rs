@@ -143,8 +143,8 @@ impl Ledger {
     }
 
     /// Like [`Self::full`]. `writing` says how the script holds the rules of services' chains.
-    /// [`Writing::LateInSteps`] becomes [`Writing::Late`] if a rule in the kernel already jumps to
-    /// chains of Headgate.
+    /// [`Writing::LateInSteps`] becomes [`Writing::Late`] if a rule outside of Headgate's chains
+    /// already jumps to a chain of Headgate in nat.
     pub fn full_by(
         &mut self,
         writing: Writing,
