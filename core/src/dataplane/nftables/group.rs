@@ -1,0 +1,100 @@
+//! Groups of endpoints, and their slots.
+
+use std::{
+    collections::{BTreeSet, HashSet, VecDeque},
+    net::IpAddr,
+};
+
+use super::element::Element;
+use crate::model::Protocol;
+
+/// What identifies a group in its Service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct GroupKey {
+    pub(super) protocol: Protocol,
+    pub(super) port: u16,
+    /// Policy Local.
+    pub(super) is_local: bool,
+}
+
+/// Endpoints that share traffic.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Group {
+    pub(super) key: GroupKey,
+    pub(super) number: u32,
+    pub(super) affinity_timeout_seconds: Option<u32>,
+    /// The endpoint of each slot.
+    pub(super) slots: Vec<(IpAddr, u16)>,
+}
+
+impl Group {
+    /// Brings the slots to the wanted endpoints and moves as few of the others as possible.
+    pub(super) fn set_endpoints(&mut self, wanted: &BTreeSet<(IpAddr, u16)>) {
+        let present: HashSet<(IpAddr, u16)> = self.slots.iter().copied().collect();
+        let mut added = wanted.iter().filter(|endpoint| !present.contains(*endpoint)).copied();
+        let mut slot = 0;
+        while let Some(endpoint) = self.slots.get_mut(slot) {
+            if !wanted.contains(endpoint) {
+                let Some(new) = added.next() else {
+                    // The endpoint of the last slot moves here, and is examined next.
+                    self.slots.swap_remove(slot);
+                    continue;
+                };
+                *endpoint = new;
+            }
+            slot += 1;
+        }
+        self.slots.extend(added);
+    }
+
+    /// The elements of the group.
+    pub(super) fn elements(&self) -> impl Iterator<Item = Element> + '_ {
+        let count = u32::try_from(self.slots.len()).unwrap_or(u32::MAX);
+        let timeout = self.affinity_timeout_seconds;
+        let slots = (0u32..).zip(&self.slots);
+        let endpoints = slots.map(|(slot, (address, port))| Element::Endpoint(self.number, slot, *address, *port));
+        let with_affinity = self.slots.iter().filter(move |_| timeout.is_some());
+        let members = with_affinity.map(|(address, port)| Element::Member(self.number, *address, *port));
+        std::iter::once(Element::Count(self.number, count))
+            .chain(timeout.map(|timeout| Element::Affinity(self.number, timeout)))
+            .chain(endpoints)
+            .chain(members)
+    }
+}
+
+/// The numbers of groups. A free number is used again as late as possible.
+#[derive(Debug, Default)]
+pub(super) struct Numbers {
+    /// The highest number in use or free. 0 is not used, so that a rule can compare with it.
+    last: u32,
+    free: VecDeque<u32>,
+}
+
+impl Numbers {
+    /// The highest number that is adopted from the kernel. Higher ones can only be foreign, and
+    /// would exhaust the numbers.
+    pub(super) const MAX_ADOPTED: u32 = 1 << 24;
+
+    /// The numbers beside those in use.
+    pub(super) fn besides(in_use: &HashSet<u32>) -> Self {
+        let last = in_use.iter().copied().max().unwrap_or_default();
+        Self { last, free: (1..last).filter(|number| !in_use.contains(number)).collect() }
+    }
+
+    pub(super) fn take(&mut self) -> u32 {
+        // A number that was released a moment ago may still be in use by packets and by recorded
+        // clients.
+        const RESERVE: usize = 64;
+        if self.free.len() > RESERVE
+            && let Some(number) = self.free.pop_front()
+        {
+            return number;
+        }
+        self.last += 1;
+        self.last
+    }
+
+    pub(super) fn release(&mut self, number: u32) {
+        self.free.push_back(number);
+    }
+}

@@ -1,0 +1,399 @@
+//! What is programmed in one family, and the plans that change it.
+//!
+//! A plan is one transaction: the kernel takes all of it or nothing. The ledger assumes that it
+//! takes it. After a failure, [`Ledger::full`] brings ledger and kernel together again.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use super::{
+    config::NftablesConfig,
+    element::{Element, Lookup, Pick, Shape},
+    group::{Group, GroupKey, Numbers},
+    service::{self, PortPlan},
+};
+use crate::{
+    behaviours::view::{NoLocalEndpoints, service_views},
+    dataplane::refcount::{RefCounts, Touched},
+    model::ServiceKey,
+    node_facts::NodeFacts,
+    state::{Dirty, State, frontends::Frontend},
+};
+
+/// One family's programmed state.
+#[derive(Debug)]
+pub struct Ledger {
+    config: NftablesConfig,
+    programmed: HashMap<Arc<ServiceKey>, Programmed>,
+    /// The elements that several services may need.
+    shared: RefCounts<Element>,
+    shape: Shape,
+    numbers: Numbers,
+    no_local: NoLocalEndpoints,
+    element_count: usize,
+    quarantined: BTreeSet<Arc<ServiceKey>>,
+}
+
+/// What one service has in the kernel.
+#[derive(Debug, Default)]
+struct Programmed {
+    groups: Vec<Group>,
+    /// The elements that no group has, sorted.
+    elements: Vec<Element>,
+    no_local: NoLocalEndpoints,
+}
+
+/// What the kernel has of one family.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Existing {
+    /// The elements.
+    pub elements: HashSet<Element>,
+    /// What the rules were made for.
+    pub shape: Shape,
+}
+
+/// One transaction.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// Elements to delete. The deletions come before the additions, because an element that is
+    /// added may have the key of one that is deleted.
+    pub delete: Vec<Element>,
+    /// Elements to add.
+    pub add: Vec<Element>,
+    /// The shape, if it changed. Its chains are added before the elements.
+    pub shape: Option<Shape>,
+    /// Services whose elements were computed.
+    pub services_planned: u32,
+}
+
+impl Plan {
+    /// Whether the kernel already has everything.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.delete.is_empty() && self.add.is_empty() && self.shape.is_none()
+    }
+}
+
+/// Changes of one step. An element that one service releases and another needs stays.
+#[derive(Debug, Default)]
+struct Round {
+    shared: Touched<Element>,
+    removed: BTreeSet<Element>,
+    added: BTreeSet<Element>,
+    is_shape_changed: bool,
+}
+
+/// The groups that the kernel has, by the frontends that lead to them.
+#[derive(Debug, Default)]
+struct Found {
+    numbers: HashMap<(Lookup, Frontend), u32>,
+    slots: HashMap<u32, BTreeMap<u32, (IpAddr, u16)>>,
+    taken: HashSet<u32>,
+}
+
+impl Ledger {
+    /// Shapes that no group needs any more are kept up to this number of chains, so that a group
+    /// that grows and shrinks does not add and delete chains each time.
+    const MAX_UNUSED_PICKS: usize = 128;
+
+    /// Nothing is programmed.
+    #[must_use]
+    pub fn new(config: NftablesConfig) -> Self {
+        Self {
+            config,
+            programmed: HashMap::new(),
+            shared: RefCounts::default(),
+            shape: Shape::default(),
+            numbers: Numbers::default(),
+            no_local: NoLocalEndpoints::default(),
+            element_count: 0,
+            quarantined: BTreeSet::new(),
+        }
+    }
+
+    /// The configuration.
+    #[must_use]
+    pub fn config(&self) -> &NftablesConfig {
+        &self.config
+    }
+
+    /// Takes another configuration of the same family. The kernel has the elements of the old one
+    /// until the next [`Self::full`].
+    pub fn set_config(&mut self, config: NftablesConfig) {
+        self.config = config;
+    }
+
+    /// What the rules depend on.
+    #[must_use]
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// The number of elements in all maps and sets.
+    #[must_use]
+    pub fn element_count(&self) -> usize {
+        self.element_count
+    }
+
+    /// Service ports whose Local policies find no endpoint on this node.
+    #[must_use]
+    pub fn no_local_endpoints(&self) -> NoLocalEndpoints {
+        self.no_local
+    }
+
+    /// Leaves these services as they are programmed, and no others.
+    pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
+        self.quarantined.clone_from(services);
+    }
+
+    /// The services that need an element with the key of `element`. The cost grows with the number
+    /// of services: for errors only.
+    #[must_use]
+    pub fn services_of(&self, element: &Element) -> BTreeSet<Arc<ServiceKey>> {
+        let key = element.key();
+        let needs = |programmed: &Programmed| programmed.all_elements().any(|element| element.key() == key);
+        let found = self.programmed.iter().filter(|(_, programmed)| needs(programmed));
+        found.map(|(service, _)| Arc::clone(service)).collect()
+    }
+
+    /// Plans what changed for the dirty services. The cost depends on these services alone.
+    pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
+        let mut round = Round::default();
+        let services = dirty.services.iter().filter(|key| !self.quarantined.contains(*key));
+        let services: Vec<&Arc<ServiceKey>> = services.collect();
+        for key in &services {
+            self.program(state, node, key, None, &mut round);
+        }
+        if dirty.service_cidrs {
+            self.program_service_cidrs(state, &mut round);
+        }
+        let planned = u32::try_from(services.len()).unwrap_or(u32::MAX);
+        self.finish(round, planned)
+    }
+
+    /// Plans from what the kernel has, whatever was programmed before. Adopts the numbers and slots
+    /// of groups. If the kernel has what is wanted, the plan is empty.
+    pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &Existing) -> Plan {
+        let mut found = Found::of(&existing.elements);
+        self.numbers = Numbers::besides(&found.slots.keys().copied().collect());
+        let quarantined: Vec<(Arc<ServiceKey>, Programmed)> = {
+            let kept = self.quarantined.iter();
+            kept.filter_map(|key| self.programmed.remove_entry(key)).collect()
+        };
+        self.programmed.clear();
+        self.shared.clear();
+        self.no_local = NoLocalEndpoints::default();
+        self.element_count = 0;
+        self.shape = Shape { service_cidrs: self.shape.service_cidrs.clone(), ..Shape::default() };
+
+        let mut round = Round::default();
+        for (key, mut programmed) in quarantined {
+            programmed.groups.iter_mut().for_each(|group| group.number = self.numbers.take());
+            self.hold(&programmed, &mut round);
+            self.programmed.insert(key, programmed);
+        }
+        let keys: BTreeSet<&Arc<ServiceKey>> = state.entries().map(|(key, _)| key).collect();
+        let mut planned = 0u32;
+        for key in keys.into_iter().filter(|key| !self.quarantined.contains(*key)).collect::<Vec<_>>() {
+            self.program(state, node, key, Some(&mut found), &mut round);
+            planned += 1;
+        }
+        self.program_service_cidrs(state, &mut round);
+        let unused: Vec<Pick> = existing.shape.picks.difference(&self.shape.picks).copied().collect();
+        if unused.len() <= Self::MAX_UNUSED_PICKS {
+            self.shape.picks.extend(unused);
+        }
+        let mut plan = self.finish(round, planned);
+        // All wanted elements are in `plan.add`: nothing was programmed.
+        let mut surplus = existing.elements.clone();
+        plan.add.retain(|element| !surplus.remove(element));
+        plan.delete = surplus.into_iter().collect();
+        plan.delete.sort_unstable();
+        plan.shape = (self.shape != existing.shape).then(|| self.shape.clone());
+        plan
+    }
+
+    /// Whether the kernel has what is programmed.
+    #[must_use]
+    pub fn matches(&self, found: &Existing) -> bool {
+        let own = self.programmed.values().flat_map(Programmed::own_elements);
+        found.elements.len() == self.element_count
+            && found.shape == self.shape
+            && own.chain(self.shared.iter().copied()).all(|element| found.elements.contains(&element))
+    }
+
+    fn program(
+        &mut self,
+        state: &State,
+        node: &NodeFacts,
+        key: &Arc<ServiceKey>,
+        found: Option<&mut Found>,
+        round: &mut Round,
+    ) {
+        let old = self.programmed.remove(key).unwrap_or_default();
+        let views = service_views(state, key, self.config.family, node);
+        let mut new = Programmed::default();
+        let mut old_groups = old.groups.clone();
+        let mut found = found;
+        for view in &views {
+            let plan = service::plan(&self.config, view);
+            let group_key = |is_local| GroupKey { protocol: view.protocol, port: view.port, is_local };
+            let mut numbers = [None; 2];
+            for (is_local, endpoints) in [(false, &plan.cluster), (true, &plan.local)] {
+                if endpoints.is_empty() {
+                    continue;
+                }
+                let key = group_key(is_local);
+                let mut group = match old_groups.iter().position(|group| group.key == key) {
+                    Some(position) => old_groups.swap_remove(position),
+                    None => self.new_group(key, &plan, found.as_deref_mut()),
+                };
+                group.affinity_timeout_seconds = view.affinity_timeout_seconds;
+                group.set_endpoints(endpoints);
+                if let Some(number) = numbers.get_mut(usize::from(is_local)) {
+                    *number = Some(group.number);
+                }
+                new.groups.push(group);
+            }
+            let [cluster, local] = numbers;
+            let services = plan.services.iter().filter_map(|(frontend, is_local)| {
+                Some(Element::Service(*frontend, if *is_local { local? } else { cluster? }))
+            });
+            let inside = plan.inside.iter().filter_map(|frontend| Some(Element::Inside(*frontend, cluster?)));
+            new.elements.extend(services.chain(inside).chain(plan.elements.iter().copied()));
+            new.no_local.add(view.no_local_endpoints());
+        }
+        new.elements.sort_unstable();
+        new.elements.dedup();
+        self.hold(&new, round);
+        self.release(&old, round);
+        old_groups.iter().for_each(|group| self.numbers.release(group.number));
+        if !new.elements.is_empty() {
+            self.programmed.insert(Arc::clone(key), new);
+        }
+    }
+
+    /// A group of which the ledger knows nothing. In a full sync it may be in the kernel.
+    fn new_group(&mut self, key: GroupKey, plan: &PortPlan, found: Option<&mut Found>) -> Group {
+        let adopted = found.and_then(|found| found.take(key.is_local, plan));
+        let (number, slots) = adopted.unwrap_or_else(|| (self.numbers.take(), Vec::new()));
+        Group { key, number, affinity_timeout_seconds: None, slots }
+    }
+
+    fn hold(&mut self, programmed: &Programmed, round: &mut Round) {
+        self.no_local.add(programmed.no_local);
+        for element in programmed.all_elements() {
+            if is_shared(&element) {
+                self.element_count += usize::from(self.shared.add(element, false, &mut round.shared));
+            } else {
+                self.element_count += 1;
+                round.added.insert(element);
+            }
+            if let Element::Admitted(_, range) = element {
+                round.is_shape_changed |= self.shape.prefix_lengths.insert(range.prefix_len());
+            }
+        }
+        for pick in programmed.picks() {
+            round.is_shape_changed |= self.shape.picks.insert(pick);
+        }
+    }
+
+    fn release(&mut self, programmed: &Programmed, round: &mut Round) {
+        self.no_local.subtract(programmed.no_local);
+        for element in programmed.all_elements() {
+            if is_shared(&element) {
+                self.element_count -= usize::from(self.shared.remove(element, false, &mut round.shared));
+            } else {
+                self.element_count -= 1;
+                round.removed.insert(element);
+            }
+        }
+    }
+
+    fn program_service_cidrs(&mut self, state: &State, round: &mut Round) {
+        let family = self.config.family;
+        let cidrs = state.service_cidrs().flat_map(|cidr| cidr.cidrs.iter().copied());
+        let cidrs = cidrs.filter(|cidr| crate::model::Family::of(cidr.addr()) == family).collect();
+        if self.shape.service_cidrs != cidrs {
+            self.shape.service_cidrs = cidrs;
+            round.is_shape_changed = true;
+        }
+    }
+
+    fn finish(&self, round: Round, services_planned: u32) -> Plan {
+        let Round { shared, removed, added, is_shape_changed } = round;
+        let mut delete: Vec<Element> = removed.difference(&added).copied().collect();
+        delete.extend(self.shared.to_remove(&shared));
+        let mut add: Vec<Element> = added.difference(&removed).copied().collect();
+        add.extend(self.shared.to_add(&shared));
+        Plan { delete, add, shape: is_shape_changed.then(|| self.shape.clone()), services_planned }
+    }
+}
+
+impl Programmed {
+    fn all_elements(&self) -> impl Iterator<Item = Element> + '_ {
+        self.elements.iter().copied().chain(self.groups.iter().flat_map(Group::elements))
+    }
+
+    /// The elements that no other service may need.
+    fn own_elements(&self) -> impl Iterator<Item = Element> + '_ {
+        self.all_elements().filter(|element| !is_shared(element))
+    }
+
+    /// The chains that this service needs.
+    fn picks(&self) -> impl Iterator<Item = Pick> + '_ {
+        self.elements.iter().filter_map(|element| {
+            let (lookup, number) = Lookup::of(element)?;
+            let group = self.groups.iter().find(|group| group.number == number)?;
+            let count = u32::try_from(group.slots.len()).unwrap_or(u32::MAX);
+            Some(Pick { lookup, affinity_timeout_seconds: group.affinity_timeout_seconds, count })
+        })
+    }
+}
+
+/// Several services may need the same element.
+fn is_shared(element: &Element) -> bool {
+    matches!(element, Element::ClusterIp(_) | Element::Hairpin(_))
+}
+
+impl Found {
+    fn of(elements: &HashSet<Element>) -> Self {
+        let mut found = Self::default();
+        for element in elements {
+            match *element {
+                Element::Endpoint(group, slot, address, port) if group <= Numbers::MAX_ADOPTED => {
+                    found.slots.entry(group).or_default().insert(slot, (address, port));
+                }
+                Element::Service(frontend, group) | Element::Inside(frontend, group) => {
+                    if let Some((lookup, _)) = Lookup::of(element) {
+                        found.numbers.insert((lookup, frontend), group);
+                    }
+                }
+                _ => {}
+            }
+        }
+        found
+    }
+
+    /// The group that the frontends of a service port lead to in the kernel, with its slots. Each
+    /// group is returned once.
+    fn take(&mut self, is_local: bool, plan: &PortPlan) -> Option<(u32, Vec<(IpAddr, u16)>)> {
+        let services = plan.services.iter().filter(|(_, is_for_local)| *is_for_local == is_local);
+        let services = services.map(|(frontend, _)| Element::Service(*frontend, 0));
+        let inside = plan.inside.iter().filter(|_| !is_local).map(|frontend| Element::Inside(*frontend, 0));
+        let lookups = services.chain(inside).filter_map(|element| {
+            let frontend = match element {
+                Element::Service(frontend, _) | Element::Inside(frontend, _) => frontend,
+                _ => return None,
+            };
+            Some((Lookup::of(&element)?.0, frontend))
+        });
+        let mut numbers = lookups.filter_map(|lookup| self.numbers.get(&lookup));
+        let number = *numbers.find(|number| !self.taken.contains(*number) && self.slots.contains_key(*number))?;
+        self.taken.insert(number);
+        Some((number, self.slots.remove(&number)?.into_values().collect()))
+    }
+}

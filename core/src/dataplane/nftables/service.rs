@@ -1,0 +1,113 @@
+//! What one service port contributes.
+
+use std::{collections::BTreeSet, net::IpAddr};
+
+use super::{
+    config::NftablesConfig,
+    element::{Element, MasqueradeSources, Refusal},
+};
+use crate::{
+    behaviours::{endpoint_choice::Destination, view::ServicePortView},
+    model::TrafficPolicy,
+    state::frontends::Frontend,
+};
+
+/// Whether a frontend's connections go to the endpoints for policy Local, not for policy Cluster.
+type IsLocal = bool;
+
+/// What one service port contributes, before groups have numbers.
+#[derive(Debug, Default)]
+pub(super) struct PortPlan {
+    /// Endpoints for policy Cluster, if a frontend uses them.
+    pub(super) cluster: BTreeSet<(IpAddr, u16)>,
+    /// Endpoints for policy Local, if a frontend uses them.
+    pub(super) local: BTreeSet<(IpAddr, u16)>,
+    /// Frontends that lead to a group.
+    pub(super) services: Vec<(Frontend, IsLocal)>,
+    /// Frontends that lead local pods and the node itself to the endpoints for policy Cluster.
+    pub(super) inside: Vec<Frontend>,
+    /// The other elements.
+    pub(super) elements: Vec<Element>,
+}
+
+/// The contribution of a service port.
+pub(super) fn plan(config: &NftablesConfig, view: &ServicePortView) -> PortPlan {
+    let mut plan = PortPlan::default();
+    let at = |address: &IpAddr| Frontend::Address(*address, view.protocol, view.port);
+    if let Some(address) = &view.cluster_ip {
+        plan.elements.push(Element::ClusterIp(*address));
+        plan.add_frontend(view, at(address), view.internal_traffic_policy, cluster_ip_masquerade(config));
+    }
+    // An address may be in several lists; the first one counts.
+    let mut external: Vec<Frontend> = Vec::new();
+    for address in view.external_ips.iter().chain(&view.load_balancer_ips) {
+        if view.cluster_ip != Some(*address) && !external.contains(&at(address)) {
+            external.push(at(address));
+        }
+    }
+    if view.node_port != 0 {
+        external.push(Frontend::NodePort(view.family, view.protocol, view.node_port));
+    }
+    let is_local = view.external_traffic_policy.is_local();
+    let masquerade = if is_local { MasqueradeSources::Node } else { MasqueradeSources::Everyone };
+    for frontend in external {
+        plan.add_frontend(view, frontend, view.external_traffic_policy, masquerade);
+        if is_local && !view.cluster_endpoints.is_empty() {
+            plan.inside.push(frontend);
+        }
+    }
+    for address in view.load_balancer_ips.iter().filter(|_| !view.source_ranges.is_open()) {
+        plan.elements.push(Element::Guarded(at(address)));
+        let admitted = view.source_ranges.ranges.iter().copied();
+        let admitted = admitted.chain(view.source_ranges.admits_node.then_some((*address).into()));
+        plan.elements.extend(admitted.map(|range| Element::Admitted(at(address), range)));
+    }
+    plan.add_endpoints(view);
+    plan
+}
+
+/// Whose connections to ClusterIPs are masqueraded.
+fn cluster_ip_masquerade(config: &NftablesConfig) -> MasqueradeSources {
+    if config.masquerade.all {
+        MasqueradeSources::Everyone
+    } else if config.masquerade.covers_cluster_ips(config.family) {
+        MasqueradeSources::Outside
+    } else {
+        MasqueradeSources::Nobody
+    }
+}
+
+impl PortPlan {
+    fn add_frontend(
+        &mut self,
+        view: &ServicePortView,
+        frontend: Frontend,
+        policy: TrafficPolicy,
+        masquerade: MasqueradeSources,
+    ) {
+        let is_local = policy.is_local();
+        let endpoints = if is_local { &view.local_endpoints } else { &view.cluster_endpoints };
+        if endpoints.is_empty() {
+            let refusal = if view.has_any_endpoint { Refusal::Drop } else { Refusal::Reject };
+            self.elements.push(Element::Unserved(frontend, refusal));
+        } else {
+            self.services.push((frontend, is_local));
+        }
+        self.elements.push(Element::Masquerade(frontend, masquerade));
+    }
+
+    fn add_endpoints(&mut self, view: &ServicePortView) {
+        let uses_cluster = !self.inside.is_empty() || self.services.iter().any(|(_, is_local)| !is_local);
+        let uses_local = self.services.iter().any(|(_, is_local)| *is_local);
+        let mut use_endpoints = |endpoints: &[Destination], is_used: bool| {
+            let used = endpoints.iter().filter(|_| is_used);
+            let here = used.clone().filter(|endpoint| endpoint.may_be_here);
+            self.elements.extend(here.map(|endpoint| Element::Hairpin(endpoint.address)));
+            used.map(|endpoint| (endpoint.address, endpoint.port)).collect()
+        };
+        self.cluster = use_endpoints(&view.cluster_endpoints, uses_cluster);
+        self.local = use_endpoints(&view.local_endpoints, uses_local);
+        self.elements.sort_unstable();
+        self.elements.dedup();
+    }
+}
