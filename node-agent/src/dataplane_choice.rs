@@ -1,10 +1,10 @@
 //! Chooses and configures the dataplane for the settings, and prepares the machine for it.
 
-use headgate_core::masquerade::MasqueradeConfig;
+use headgate_core::{Family, masquerade::MasqueradeConfig};
 use tracing::error;
 
 use crate::{
-    dataplane::{DataplaneError, ErrorKind, Leftover, NodeDataplane, iptables, ipvs, xtables},
+    dataplane::{DataplaneError, ErrorKind, Leftover, NodeDataplane, iptables, ipvs, nftables, xtables},
     interfaces,
     node_inputs::{NodeInputs, NodeSettings},
     options::Options,
@@ -32,6 +32,17 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
             }
             Err(error) => Err(error),
         },
+        ProxyMode::Nftables => match nftables::NftablesDataplane::new(nftables_config(settings)) {
+            Ok(dataplane) => Ok(Box::new(dataplane.with_leftovers(leftovers))),
+            Err(error) if error.kind == ErrorKind::Unavailable => {
+                let sentence = format!(
+                    "mode nftables was asked for but cannot run on this machine; iptables runs instead: {error}"
+                );
+                error!("{sentence}");
+                Ok(Box::new(iptables()?.with_leftovers(leftovers).in_place_of(sentence)))
+            }
+            Err(error) => Err(error),
+        },
     }
 }
 
@@ -49,7 +60,7 @@ pub fn prepare(settings: &Settings) -> Result<(), DataplaneError> {
     let inputs = node.resolve(None, &interfaces);
     let prepare_iptables = || iptables::prepare(settings.localhost_node_ports, &inputs);
     match settings.mode {
-        ProxyMode::Iptables => prepare_iptables(),
+        ProxyMode::Iptables | ProxyMode::Nftables => prepare_iptables(),
         ProxyMode::Ipvs => match ipvs::prepare(settings.ipvs.strict_arp) {
             Err(error) if error.kind == ErrorKind::Unavailable => {
                 error!("mode ipvs was asked for but cannot run on this machine; the agent will run iptables: {error}");
@@ -68,6 +79,7 @@ pub fn leftovers(settings: &Settings) -> Vec<Leftover> {
         xtables::rules_of(iptables::Variant::Legacy),
         xtables::rules_of(iptables::Variant::Nft),
         xtables::packet_counters(),
+        nftables::tables(),
         ipvs::servers_and_sets(settings.ipvs.exclude_cidrs.clone()),
     ]
 }
@@ -75,6 +87,15 @@ pub fn leftovers(settings: &Settings) -> Vec<Leftover> {
 fn masquerade(settings: &Settings) -> MasqueradeConfig {
     let NodeInputs { detector_v4, detector_v6, .. } = NodeSettings::of(settings).resolve(None, &[]);
     MasqueradeConfig { all: settings.masquerade_all, bit: settings.masquerade_bit, detector_v4, detector_v6 }
+}
+
+fn nftables_config(settings: &Settings) -> nftables::Config {
+    nftables::Config {
+        families: Family::BOTH.into(),
+        masquerade: masquerade(settings),
+        localhost_node_ports: settings.localhost_node_ports,
+        conntrack_tcp_be_liberal: Sysctls::default().is_tcp_liberal(),
+    }
 }
 
 fn ipvs_config(options: &Options, settings: &Settings) -> ipvs::Config {

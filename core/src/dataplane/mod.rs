@@ -8,5 +8,6 @@
 mod ipsets;
 pub mod iptables;
 pub mod ipvs;
+pub mod nftables;
 mod refcount;
 mod rules;

@@ -13,6 +13,7 @@ pub mod in_memory;
 pub mod iptables;
 pub mod ipvs;
 mod leftovers;
+pub mod nftables;
 mod retries;
 pub(crate) mod xtables;
 

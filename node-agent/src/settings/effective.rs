@@ -25,6 +25,8 @@ pub enum ProxyMode {
     Iptables,
     /// The agent uses virtual servers of IPVS.
     Ipvs,
+    /// With maps of nftables.
+    Nftables,
 }
 
 /// Settings of mode ipvs. A timeout of zero keeps the kernel's value.
@@ -180,10 +182,14 @@ impl Checker<'_> {
         let [sync_period, min_sync_period] = match mode {
             ProxyMode::Iptables => ["iptables.syncPeriod", "iptables.minSyncPeriod"],
             ProxyMode::Ipvs => ["ipvs.syncPeriod", "ipvs.minSyncPeriod"],
+            ProxyMode::Nftables => ["nftables.syncPeriod", "nftables.minSyncPeriod"],
         };
         self.periods(sync_period, min_sync_period);
         if mode != ProxyMode::Ipvs {
             self.note_unused_section("ipvs.");
+        }
+        if mode != ProxyMode::Nftables {
+            self.note_unused_section("nftables.");
         }
         let [allow_external_ips, serves_flagz, serves_statusz] = self.gates();
         let mut settings = Settings {
@@ -196,7 +202,9 @@ impl Checker<'_> {
             detect_local: self.detect_local(),
             node_ports: self.node_ports(),
             localhost_node_ports: raw.bool("iptables.localhostNodePorts"),
-            masquerade_all: raw.bool("iptables.masqueradeAll"),
+            // The flag `--masquerade-all` sets the field of iptables. It counts in each mode.
+            masquerade_all: raw.bool("iptables.masqueradeAll")
+                || (mode == ProxyMode::Nftables && raw.bool("nftables.masqueradeAll")),
             masquerade_bit: u8::try_from(raw.int("iptables.masqueradeBit")).unwrap_or(14),
             sync_period: raw.duration(sync_period),
             min_sync_period: raw.duration(min_sync_period),
@@ -220,8 +228,9 @@ impl Checker<'_> {
         match self.raw.text("mode").as_str() {
             "" | "auto" | "iptables" => ProxyMode::Iptables,
             "ipvs" => ProxyMode::Ipvs,
+            "nftables" => ProxyMode::Nftables,
             other => {
-                self.problem("mode", &format!("{other} is not supported; pass auto, iptables or ipvs"));
+                self.problem("mode", &format!("{other} is not supported; pass auto, iptables, ipvs or nftables"));
                 ProxyMode::Iptables
             }
         }

@@ -89,7 +89,7 @@ pub fn type_switches(bed: &Testbed) -> Result<()> {
 /// the request gets no answer.
 fn expect_unserved(bed: &Testbed, to: std::net::SocketAddr) -> Result<()> {
     let outcome = bed.machines().ask("a3", &Request::new(Transport::Tcp, to).expecting_silence())?;
-    let expected = if bed.backend().binds_addresses() { Outcome::Refused } else { Outcome::TimedOut };
+    let expected = if bed.backend().refuses_unused_ports() { Outcome::Refused } else { Outcome::TimedOut };
     ensure!(outcome == expected, "a request to a removed port: {outcome}, expected: {expected}");
     Ok(())
 }

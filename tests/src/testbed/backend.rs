@@ -52,6 +52,11 @@ impl Backend {
         self == Self::Ipvs
     }
 
+    /// Whether a node refuses connections to ports of a ClusterIP that no service has.
+    pub fn refuses_unused_ports(self) -> bool {
+        self.binds_addresses() || self == Self::Nftables
+    }
+
     /// Whether the backend uses the layout for large clusters.
     pub fn is_compact(self) -> bool {
         matches!(self, Self::IptablesLegacyCompact | Self::IptablesNftCompact)

@@ -17,6 +17,16 @@ pub(super) struct GroupKey {
     pub(super) is_local: bool,
 }
 
+/// The number of the service port that a group belongs to.
+pub(super) fn port_number(group: u32) -> u32 {
+    group & !1
+}
+
+/// The number of a service port's group.
+pub(super) fn group_number(port: u32, is_local: bool) -> u32 {
+    port | u32::from(is_local)
+}
+
 /// Endpoints that share traffic.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Group {
@@ -62,10 +72,13 @@ impl Group {
     }
 }
 
-/// The numbers of groups. A free number is used again as late as possible.
+/// The numbers of service ports, which are even. The group for policy Cluster has the number of its
+/// port, and the group for policy Local has the next one. So the rules know that both groups belong
+/// to the same port: a client that is recorded for one is recorded for the other. A free number is
+/// used again as late as possible.
 #[derive(Debug, Default)]
 pub(super) struct Numbers {
-    /// The highest number in use or free. 0 is not used, so that a rule can compare with it.
+    /// The highest number in use or free. 0 is not used, because rules compare with it.
     last: u32,
     free: VecDeque<u32>,
 }
@@ -75,10 +88,10 @@ impl Numbers {
     /// would exhaust the numbers.
     pub(super) const MAX_ADOPTED: u32 = 1 << 24;
 
-    /// The numbers beside those in use.
+    /// The numbers of service ports beside those in use.
     pub(super) fn besides(in_use: &HashSet<u32>) -> Self {
         let last = in_use.iter().copied().max().unwrap_or_default();
-        Self { last, free: (1..last).filter(|number| !in_use.contains(number)).collect() }
+        Self { last, free: (1..last / 2).map(|half| half * 2).filter(|number| !in_use.contains(number)).collect() }
     }
 
     pub(super) fn take(&mut self) -> u32 {
@@ -90,7 +103,7 @@ impl Numbers {
         {
             return number;
         }
-        self.last += 1;
+        self.last += 2;
         self.last
     }
 

@@ -12,13 +12,13 @@ use std::{
 use super::{
     config::NftablesConfig,
     element::{Element, Lookup, Pick, Shape},
-    group::{Group, GroupKey, Numbers},
+    group::{Group, GroupKey, Numbers, group_number, port_number},
     service::{self, PortPlan},
 };
 use crate::{
     behaviours::view::{NoLocalEndpoints, service_views},
     dataplane::refcount::{RefCounts, Touched},
-    model::ServiceKey,
+    model::{Protocol, ServiceKey},
     node_facts::NodeFacts,
     state::{Dirty, State, frontends::Frontend},
 };
@@ -178,7 +178,7 @@ impl Ledger {
     /// of groups. If the kernel has what is wanted, the plan is empty.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &Existing) -> Plan {
         let mut found = Found::of(&existing.elements);
-        self.numbers = Numbers::besides(&found.slots.keys().copied().collect());
+        self.numbers = Numbers::besides(&found.slots.keys().copied().map(port_number).collect());
         let quarantined: Vec<(Arc<ServiceKey>, Programmed)> = {
             let kept = self.quarantined.iter();
             kept.filter_map(|key| self.programmed.remove_entry(key)).collect()
@@ -191,7 +191,7 @@ impl Ledger {
 
         let mut round = Round::default();
         for (key, mut programmed) in quarantined {
-            programmed.groups.iter_mut().for_each(|group| group.number = self.numbers.take());
+            programmed.renumber(&mut self.numbers);
             self.hold(&programmed, &mut round);
             self.programmed.insert(key, programmed);
         }
@@ -236,33 +236,32 @@ impl Ledger {
         let old = self.programmed.remove(key).unwrap_or_default();
         let views = service_views(state, key, self.config.family, node);
         let mut new = Programmed::default();
-        let mut old_groups = old.groups.clone();
         let mut found = found;
         for view in &views {
             let plan = service::plan(&self.config, view);
-            let group_key = |is_local| GroupKey { protocol: view.protocol, port: view.port, is_local };
-            let mut numbers = [None; 2];
+            let port = self.port_number(view.protocol, view.port, &old.groups, &plan, found.as_deref_mut());
             for (is_local, endpoints) in [(false, &plan.cluster), (true, &plan.local)] {
                 if endpoints.is_empty() {
                     continue;
                 }
-                let key = group_key(is_local);
-                let mut group = match old_groups.iter().position(|group| group.key == key) {
-                    Some(position) => old_groups.swap_remove(position),
-                    None => self.new_group(key, &plan, found.as_deref_mut()),
+                let key = GroupKey { protocol: view.protocol, port: view.port, is_local };
+                let number = group_number(port, is_local);
+                let slots = match old.groups.iter().find(|group| group.key == key) {
+                    Some(group) => group.slots.clone(),
+                    None => found.as_deref_mut().and_then(|found| found.slots.remove(&number)).unwrap_or_default(),
                 };
-                group.affinity_timeout_seconds = view.affinity_timeout_seconds;
+                let mut group = Group { key, number, affinity_timeout_seconds: view.affinity_timeout_seconds, slots };
                 group.set_endpoints(endpoints);
-                if let Some(number) = numbers.get_mut(usize::from(is_local)) {
-                    *number = Some(group.number);
-                }
                 new.groups.push(group);
             }
-            let [cluster, local] = numbers;
-            let services = plan.services.iter().filter_map(|(frontend, is_local)| {
-                Some(Element::Service(*frontend, if *is_local { local? } else { cluster? }))
-            });
-            let inside = plan.inside.iter().filter_map(|frontend| Some(Element::Inside(*frontend, cluster?)));
+            if plan.cluster.is_empty() && plan.local.is_empty() {
+                self.numbers.release(port);
+            }
+            let (cluster, local) = (group_number(port, false), group_number(port, true));
+            let services = plan.services.iter();
+            let services = services
+                .map(|(frontend, is_local)| Element::Service(*frontend, if *is_local { local } else { cluster }));
+            let inside = plan.inside.iter().map(|frontend| Element::Inside(*frontend, cluster));
             new.elements.extend(services.chain(inside).chain(plan.elements.iter().copied()));
             new.no_local.add(view.no_local_endpoints());
         }
@@ -270,17 +269,27 @@ impl Ledger {
         new.elements.dedup();
         self.hold(&new, round);
         self.release(&old, round);
-        old_groups.iter().for_each(|group| self.numbers.release(group.number));
+        let still_used: HashSet<u32> = new.groups.iter().map(|group| port_number(group.number)).collect();
+        let unused: BTreeSet<u32> = old.groups.iter().map(|group| port_number(group.number)).collect();
+        unused.difference(&still_used.into_iter().collect()).for_each(|port| self.numbers.release(*port));
         if !new.elements.is_empty() {
             self.programmed.insert(Arc::clone(key), new);
         }
     }
 
-    /// A group of which the ledger knows nothing. In a full sync it may be in the kernel.
-    fn new_group(&mut self, key: GroupKey, plan: &PortPlan, found: Option<&mut Found>) -> Group {
-        let adopted = found.and_then(|found| found.take(key.is_local, plan));
-        let (number, slots) = adopted.unwrap_or_else(|| (self.numbers.take(), Vec::new()));
-        Group { key, number, affinity_timeout_seconds: None, slots }
+    /// The number of a service port: the number that it has, or the one that the kernel has for it,
+    /// or a new one.
+    fn port_number(
+        &mut self,
+        protocol: Protocol,
+        port: u16,
+        groups: &[Group],
+        plan: &PortPlan,
+        found: Option<&mut Found>,
+    ) -> u32 {
+        let own = groups.iter().find(|group| group.key.protocol == protocol && group.key.port == port);
+        let own = own.map(|group| port_number(group.number));
+        own.or_else(|| found?.take_port(plan)).unwrap_or_else(|| self.numbers.take())
     }
 
     fn hold(&mut self, programmed: &Programmed, round: &mut Round) {
@@ -334,6 +343,22 @@ impl Ledger {
 }
 
 impl Programmed {
+    /// Gives every port another number.
+    fn renumber(&mut self, numbers: &mut Numbers) {
+        let mut ports: BTreeMap<u32, u32> = BTreeMap::new();
+        let mut renumbered = |group: u32| {
+            let port = *ports.entry(port_number(group)).or_insert_with(|| numbers.take());
+            port | (group & 1)
+        };
+        self.groups.iter_mut().for_each(|group| group.number = renumbered(group.number));
+        for element in &mut self.elements {
+            if let Element::Service(_, group) | Element::Inside(_, group) = element {
+                *group = renumbered(*group);
+            }
+        }
+        self.elements.sort_unstable();
+    }
+
     fn all_elements(&self) -> impl Iterator<Item = Element> + '_ {
         self.elements.iter().copied().chain(self.groups.iter().flat_map(Group::elements))
     }
@@ -367,7 +392,9 @@ impl Found {
                 Element::Endpoint(group, slot, address, port) if group <= Numbers::MAX_ADOPTED => {
                     found.slots.entry(group).or_default().insert(slot, (address, port));
                 }
-                Element::Service(frontend, group) | Element::Inside(frontend, group) => {
+                Element::Service(frontend, group) | Element::Inside(frontend, group)
+                    if group <= Numbers::MAX_ADOPTED =>
+                {
                     if let Some((lookup, _)) = Lookup::of(element) {
                         found.numbers.insert((lookup, frontend), group);
                     }
@@ -378,22 +405,18 @@ impl Found {
         found
     }
 
-    /// The group that the frontends of a service port lead to in the kernel, with its slots. Each
-    /// group is returned once.
-    fn take(&mut self, is_local: bool, plan: &PortPlan) -> Option<(u32, Vec<(IpAddr, u16)>)> {
-        let services = plan.services.iter().filter(|(_, is_for_local)| *is_for_local == is_local);
-        let services = services.map(|(frontend, _)| Element::Service(*frontend, 0));
-        let inside = plan.inside.iter().filter(|_| !is_local).map(|frontend| Element::Inside(*frontend, 0));
+    /// The number of the service port that the plan's frontends lead to in the kernel. Each number
+    /// is returned once.
+    fn take_port(&mut self, plan: &PortPlan) -> Option<u32> {
+        let services = plan.services.iter().map(|(frontend, _)| Element::Service(*frontend, 0));
+        let inside = plan.inside.iter().map(|frontend| Element::Inside(*frontend, 0));
         let lookups = services.chain(inside).filter_map(|element| {
-            let frontend = match element {
-                Element::Service(frontend, _) | Element::Inside(frontend, _) => frontend,
-                _ => return None,
-            };
+            let (Element::Service(frontend, _) | Element::Inside(frontend, _)) = element else { return None };
             Some((Lookup::of(&element)?.0, frontend))
         });
-        let mut numbers = lookups.filter_map(|lookup| self.numbers.get(&lookup));
-        let number = *numbers.find(|number| !self.taken.contains(*number) && self.slots.contains_key(*number))?;
+        let mut numbers = lookups.filter_map(|lookup| self.numbers.get(&lookup)).map(|group| port_number(*group));
+        let number = numbers.find(|number| !self.taken.contains(number) && *number != 0)?;
         self.taken.insert(number);
-        Some((number, self.slots.remove(&number)?.into_values().collect()))
+        Some(number)
     }
 }

@@ -56,7 +56,9 @@ pub(super) fn plan(config: &NftablesConfig, view: &ServicePortView) -> PortPlan 
             plan.inside.push(frontend);
         }
     }
-    for address in view.load_balancer_ips.iter().filter(|_| !view.source_ranges.is_open()) {
+    // Without endpoints there is nothing to guard, and all clients get the same answer.
+    let is_guarded = view.has_any_endpoint && !view.source_ranges.is_open();
+    for address in view.load_balancer_ips.iter().filter(|_| is_guarded) {
         plan.elements.push(Element::Guarded(at(address)));
         let admitted = view.source_ranges.ranges.iter().copied();
         let admitted = admitted.chain(view.source_ranges.admits_node.then_some((*address).into()));
@@ -101,7 +103,7 @@ impl PortPlan {
         let uses_local = self.services.iter().any(|(_, is_local)| *is_local);
         let mut use_endpoints = |endpoints: &[Destination], is_used: bool| {
             let used = endpoints.iter().filter(|_| is_used);
-            let here = used.clone().filter(|endpoint| endpoint.may_be_here);
+            let here = used.clone().filter(|endpoint| endpoint.may_be_local);
             self.elements.extend(here.map(|endpoint| Element::Hairpin(endpoint.address)));
             used.map(|endpoint| (endpoint.address, endpoint.port)).collect()
         };

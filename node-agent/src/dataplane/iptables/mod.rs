@@ -9,6 +9,7 @@ mod counters;
 mod sysctl;
 
 pub use config::Config;
+pub(super) use sysctl::route_localnet;
 
 use std::{collections::BTreeSet, mem, sync::Arc, time::Instant};
 

@@ -10,7 +10,7 @@ const ROUTE_LOCALNET: &str = "/proc/sys/net/ipv4/conf/all/route_localnet";
 /// # Errors
 /// The parameter cannot be written. The error is a sentence for the operator. Everything except
 /// NodePorts on localhost works without the parameter.
-pub(super) fn route_localnet() -> Result<(), String> {
+pub(in super::super) fn route_localnet() -> Result<(), String> {
     let path = ROUTE_LOCALNET;
     set(path, "1").map_err(|error| format!("NodePorts do not answer on 127.0.0.1: cannot write 1 to {path}: {error}"))
 }

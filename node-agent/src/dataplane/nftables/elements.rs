@@ -73,8 +73,7 @@ pub(super) fn fixed_sets(table: &TableName, family: Family) -> Vec<Set> {
         Set::new(table, names::MEMBERS, &[Mark, address, Port]),
     ];
     sets.extend(Lookup::ALL.into_iter().map(|lookup| {
-        let key: &[DataType] =
-            if matches!(lookup, Lookup::Service | Lookup::Inside) { &frontend } else { &node_port };
+        let key: &[DataType] = if matches!(lookup, Lookup::Service | Lookup::Inside) { &frontend } else { &node_port };
         map(lookup_map(lookup), key, &[Mark])
     }));
     sets

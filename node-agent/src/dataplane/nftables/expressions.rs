@@ -1,0 +1,241 @@
+//! Parts of rules.
+
+use headgate_core::{Family, masquerade::LocalDetector};
+use ipnet::IpNet;
+use nftables_netlink::{
+    AddressFamily, Comparison, CtKey, Direction, DynamicSet, DynamicSetOperation, Expression, FibFlags, FibResult,
+    Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register, Reject, Value, Verdict,
+};
+
+/// `NF_CT_STATE_INVALID_BIT` of `linux/netfilter/nf_conntrack_common.h`.
+const STATE_INVALID: u32 = 1;
+/// `NF_CT_STATE_BIT(IP_CT_NEW)` of `linux/netfilter/nf_conntrack_common.h`.
+const STATE_NEW: u32 = 8;
+/// The bits of established and related connections.
+const STATE_ESTABLISHED_OR_RELATED: u32 = 2 | 4;
+/// `IPS_DST_NAT` of `linux/netfilter/nf_conntrack_common.h`.
+const STATUS_DNAT: u32 = 32;
+/// `RTN_LOCAL` of `linux/rtnetlink.h`.
+const LOCAL: u32 = 2;
+/// `ICMP_PORT_UNREACH` of `linux/icmp.h`.
+const ICMP_PORT_UNREACHABLE: u8 = 3;
+/// `ICMPV6_PORT_UNREACH` of `linux/icmpv6.h`.
+const ICMP6_PORT_UNREACHABLE: u8 = 4;
+
+/// Builds expressions for one family.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Expressions {
+    pub(super) family: Family,
+}
+
+/// A side of a packet or of a connection's original direction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Side {
+    Source,
+    Destination,
+}
+
+impl Expressions {
+    /// The length of an address in bytes.
+    pub(super) fn address_bytes(self) -> u32 {
+        match self.family {
+            Family::V4 => 4,
+            Family::V6 => 16,
+        }
+    }
+
+    /// Loads an address of the IP header.
+    pub(super) fn address(self, side: Side, to: Register) -> Expression {
+        let offset = match (self.family, side) {
+            (Family::V4, Side::Source) => 12,
+            (Family::V4, Side::Destination) => 16,
+            (Family::V6, Side::Source) => 8,
+            (Family::V6, Side::Destination) => 24,
+        };
+        Expression::Payload { base: PayloadBase::Network, offset, length: self.address_bytes(), to }
+    }
+
+    /// Loads the packet's protocol and destination port into two words.
+    pub(super) fn node_port(self, to: Register) -> Vec<Expression> {
+        vec![
+            Expression::Meta { key: MetaKey::L4Protocol, to },
+            Expression::Payload { base: PayloadBase::Transport, offset: 2, length: 2, to: to.after(1) },
+        ]
+    }
+
+    /// Loads the packet's destination address, protocol and destination port.
+    pub(super) fn frontend(self, to: Register) -> Vec<Expression> {
+        let mut all = vec![self.address(Side::Destination, to)];
+        all.extend(self.node_port(to.after(self.address_bytes())));
+        all
+    }
+
+    /// Loads protocol and destination port of the connection's first packet, as its client sent it.
+    pub(super) fn original_node_port(self, to: Register) -> Vec<Expression> {
+        let direction = Some(Direction::Original);
+        vec![
+            Expression::Meta { key: MetaKey::L4Protocol, to },
+            Expression::Conntrack { key: CtKey::DestinationPort, direction, to: to.after(1) },
+        ]
+    }
+
+    /// Loads destination address, protocol and destination port of the connection's first packet,
+    /// as its client sent it.
+    pub(super) fn original_frontend(self, to: Register) -> Vec<Expression> {
+        let key = match self.family {
+            Family::V4 => CtKey::DestinationIp,
+            Family::V6 => CtKey::DestinationIp6,
+        };
+        let mut all = vec![Expression::Conntrack { key, direction: Some(Direction::Original), to }];
+        all.extend(self.original_node_port(to.after(self.address_bytes())));
+        all
+    }
+
+    /// The packet begins a connection.
+    pub(super) fn is_new(self) -> Vec<Expression> {
+        ct_bits(CtKey::State, STATE_NEW, Comparison::NotEqual)
+    }
+
+    /// The packet belongs to a connection but does not fit its state.
+    pub(super) fn is_invalid(self) -> Vec<Expression> {
+        ct_bits(CtKey::State, STATE_INVALID, Comparison::NotEqual)
+    }
+
+    /// The packet belongs to no connection that is established or related to another.
+    pub(super) fn is_not_established(self) -> Vec<Expression> {
+        ct_bits(CtKey::State, STATE_ESTABLISHED_OR_RELATED, Comparison::Equal)
+    }
+
+    /// The connection's destination is translated.
+    pub(super) fn is_translated(self) -> Vec<Expression> {
+        ct_bits(CtKey::Status, STATUS_DNAT, Comparison::NotEqual)
+    }
+
+    /// The connection's destination is not translated.
+    pub(super) fn is_not_translated(self) -> Vec<Expression> {
+        ct_bits(CtKey::Status, STATUS_DNAT, Comparison::Equal)
+    }
+
+    /// The address belongs to this node.
+    pub(super) fn is_local(self, side: Side) -> Vec<Expression> {
+        let flags = if side == Side::Source { FibFlags::SOURCE } else { FibFlags::DESTINATION };
+        vec![
+            Expression::Fib { result: FibResult::AddressType, flags, to: Register::R1 },
+            Expression::equal(Register::R1, Value::host_u32(LOCAL)),
+        ]
+    }
+
+    /// Compares an address of the packet with a range.
+    pub(super) fn in_range(self, side: Side, range: &IpNet, comparison: Comparison) -> Vec<Expression> {
+        let mut all = vec![self.address(side, Register::R1)];
+        all.extend(self.mask(range.prefix_len(), Register::R1));
+        all.push(Expression::Compare { register: Register::R1, comparison, value: range.network().into() });
+        all
+    }
+
+    /// Keeps the first bits of an address in a register. Nothing for a whole address.
+    pub(super) fn mask(self, prefix_length: u8, register: Register) -> Option<Expression> {
+        let bits = usize::from(prefix_length);
+        let length = usize::try_from(self.address_bytes()).unwrap_or(16);
+        if bits >= length * 8 {
+            return None;
+        }
+        let byte = |index: usize| match bits.saturating_sub(index * 8).min(8) {
+            0 => 0,
+            ones => 0xff_u8 << (8 - ones),
+        };
+        let mask = Value((0..length).map(byte).collect());
+        Some(Expression::Bitwise { from: register, to: register, mask, xor: Value(vec![0; length]) })
+    }
+
+    /// The packet comes from a local pod.
+    pub(super) fn is_from_pod(self, detector: &LocalDetector) -> Vec<Expression> {
+        let name = |value: Value| {
+            vec![
+                Expression::Meta { key: MetaKey::InputInterfaceName, to: Register::R1 },
+                Expression::equal(Register::R1, value),
+            ]
+        };
+        match detector {
+            LocalDetector::Cidr(range) => self.in_range(Side::Source, range, Comparison::Equal),
+            LocalDetector::BridgeInterface(bridge) => name(Value::interface_name(bridge)),
+            // The kernel compares as many bytes as the value has.
+            LocalDetector::InterfaceNamePrefix(prefix) => name(Value(prefix.bytes().take(15).collect())),
+        }
+    }
+
+    /// Looks a key up, and loads the result.
+    pub(super) fn lookup(self, set: &str, key: Register, to: Register) -> Expression {
+        Expression::Lookup { set: set.into(), key, result: LookupResult::Into(to) }
+    }
+
+    /// Continues if the key is in a set.
+    pub(super) fn is_in(self, set: &str, key: Register) -> Expression {
+        Expression::Lookup { set: set.into(), key, result: LookupResult::Present }
+    }
+
+    /// Ends with the verdict of a map, if the key is there.
+    pub(super) fn verdict_of(self, map: &str, key: Register) -> Expression {
+        Expression::Lookup { set: map.into(), key, result: LookupResult::Verdict }
+    }
+
+    /// A random number below `count`.
+    pub(super) fn random(self, count: u32, to: Register) -> Expression {
+        Expression::NumberGenerator { generator: Generator::Random, modulus: count, offset: 0, to }
+    }
+
+    /// Continues if the number in a register is not 0.
+    pub(super) fn is_found(self, register: Register) -> Expression {
+        Expression::Compare { register, comparison: Comparison::NotEqual, value: Value::host_u32(0) }
+    }
+
+    /// Translates the destination to the address and port in registers.
+    pub(super) fn translate(self, address: Register) -> Expression {
+        let port = address.after(self.address_bytes());
+        let family = match self.family {
+            Family::V4 => AddressFamily::Ip,
+            Family::V6 => AddressFamily::Ip6,
+        };
+        let (kind, flags) = (NatKind::Destination, NatFlags::NONE);
+        Expression::Nat { kind, family, address: Some(address.into()), port: Some(port.into()), flags }
+    }
+
+    /// Replaces the source with the node's address.
+    pub(super) fn masquerade(self) -> Expression {
+        Expression::Masquerade { port: None, flags: NatFlags::FULLY_RANDOM }
+    }
+
+    /// Answers that nobody listens.
+    pub(super) fn reject(self) -> Expression {
+        Expression::Reject(Reject::Icmp(match self.family {
+            Family::V4 => ICMP_PORT_UNREACHABLE,
+            Family::V6 => ICMP6_PORT_UNREACHABLE,
+        }))
+    }
+
+    /// Changes an element of a dynamic set.
+    pub(super) fn record(
+        self,
+        set: &str,
+        operation: DynamicSetOperation,
+        key: Register,
+        data: Option<Register>,
+    ) -> Expression {
+        let (set, timeout_ms, expressions) = (set.into(), None, Vec::new());
+        Expression::DynamicSet(DynamicSet { set, operation, key, data, timeout_ms, expressions })
+    }
+}
+
+/// Continues in another chain and returns.
+pub(super) fn jump(chain: &str) -> Expression {
+    Expression::Verdict(Verdict::Jump(chain.to_owned()))
+}
+
+fn ct_bits(key: CtKey, bits: u32, comparison: Comparison) -> Vec<Expression> {
+    let register = Register::R1;
+    vec![
+        Expression::Conntrack { key, direction: None, to: register },
+        Expression::Bitwise { from: register, to: register, mask: Value::host_u32(bits), xor: Value::host_u32(0) },
+        Expression::Compare { register, comparison, value: Value::host_u32(0) },
+    ]
+}
