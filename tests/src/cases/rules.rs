@@ -207,7 +207,9 @@ pub fn rules_of_the_other_variant_are_removed(bed: &Testbed) -> Result<()> {
         Backend::IptablesLegacy | Backend::IptablesLegacyCompact | Backend::Ipvs => {
             (Backend::IptablesNft, Variant::Nft)
         }
-        Backend::IptablesNft | Backend::IptablesNftCompact => (Backend::IptablesLegacy, Variant::Legacy),
+        Backend::IptablesNft | Backend::IptablesNftCompact | Backend::Nftables => {
+            (Backend::IptablesLegacy, Variant::Legacy)
+        }
     };
     bed.start_control_plane()?;
     for node in &NODES {

@@ -17,18 +17,30 @@ pub enum Backend {
     IptablesNftCompact,
     /// IPVS, with iptables rules over the legacy kernel interface.
     Ipvs,
+    /// nftables without iptables.
+    Nftables,
 }
 
 impl Backend {
     /// All backends.
-    pub const ALL: [Self; 5] =
-        [Self::IptablesLegacy, Self::IptablesNft, Self::IptablesLegacyCompact, Self::IptablesNftCompact, Self::Ipvs];
+    pub const ALL: [Self; 6] = [
+        Self::IptablesLegacy,
+        Self::IptablesNft,
+        Self::IptablesLegacyCompact,
+        Self::IptablesNftCompact,
+        Self::Ipvs,
+        Self::Nftables,
+    ];
 
     /// The agent's flags that choose this backend.
     pub fn agent_arguments(self) -> Vec<&'static str> {
         let variant = if self.variant() == Variant::Legacy { "legacy" } else { "nft" };
         let layout = if self.is_compact() { "compact" } else { "classic" };
-        let mode = if self == Self::Ipvs { "ipvs" } else { "iptables" };
+        let mode = match self {
+            Self::Ipvs => "ipvs",
+            Self::Nftables => "nftables",
+            _ => "iptables",
+        };
         vec!["--proxy-mode", mode, "--iptables-variant", variant, "--iptables-layout", layout]
     }
 
@@ -36,7 +48,7 @@ impl Backend {
     pub fn variant(self) -> Variant {
         match self {
             Self::IptablesLegacy | Self::IptablesLegacyCompact | Self::Ipvs => Variant::Legacy,
-            Self::IptablesNft | Self::IptablesNftCompact => Variant::Nft,
+            Self::IptablesNft | Self::IptablesNftCompact | Self::Nftables => Variant::Nft,
         }
     }
 
@@ -71,6 +83,7 @@ impl fmt::Display for Backend {
             Self::IptablesLegacyCompact => "iptables-legacy, compact",
             Self::IptablesNftCompact => "iptables-nft, compact",
             Self::Ipvs => "ipvs",
+            Self::Nftables => "nftables",
         })
     }
 }

@@ -299,6 +299,7 @@ packet_tests! {
     iptables_legacy_compact: Backend::IptablesLegacyCompact;
     iptables_nft_compact: Backend::IptablesNftCompact;
     ipvs: Backend::Ipvs;
+    nftables: Backend::Nftables;
 }
 
 /// Tests of rules, for each iptables backend.
