@@ -485,7 +485,7 @@ impl Builder<'_> {
             let mut recording = self.client(lookup, SECOND);
             recording.extend(draw);
             let clients = clients_map(timeout);
-            recording.push(to.record(&clients, DynamicSetOperation::Delete, SECOND, None));
+            recording.push(to.record(&clients, DynamicSetOperation::Delete, SECOND, Some(FIRST)));
             recording.push(to.record(&clients, DynamicSetOperation::Add, SECOND, Some(FIRST)));
             recording.push(to.translate(FIRST));
             rules.push(recording);
