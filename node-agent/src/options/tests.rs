@@ -26,9 +26,11 @@ fn refused(arguments: &[&str]) -> String {
 }
 
 #[test]
-fn unsupported_modes_are_rejected_and_the_error_names_the_mode() {
-    let error = refused(&["--proxy-mode=nftables"]);
-    assert!(error.contains("--proxy-mode: nftables is not supported; pass auto, iptables or ipvs"), "{error}");
+fn unsupported_modes_are_refused_by_name() {
+    let error = refused(&["--proxy-mode=userspace"]);
+    let expected = "--proxy-mode: userspace is not supported; pass auto, iptables, ipvs or nftables";
+    assert!(error.contains(expected), "{error}");
+    assert_eq!(settings(&["--proxy-mode=nftables"]).mode, ProxyMode::Nftables);
     assert_eq!(settings(&["--proxy-mode=ipvs"]).mode, ProxyMode::Ipvs);
     assert_eq!(settings(&["--proxy-mode=iptables"]).mode, ProxyMode::Iptables);
     assert_eq!(settings(&[]).mode, ProxyMode::Iptables);

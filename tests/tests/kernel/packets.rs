@@ -156,12 +156,6 @@ macro_rules! packet_tests {
                 on_machines(BACKEND, settings::services(), settings::masquerading);
             }
 
-            // rows: 36
-            #[test]
-            fn a_pod_reaches_itself_where_forwarding_is_denied() {
-                scenario(BACKEND, settings::a_pod_reaches_itself_where_forwarding_is_denied);
-            }
-
             #[test]
             fn host_bits_of_ranges_are_cleared() {
                 on_machines(BACKEND, lifecycle::some_services(), rules::host_bits_of_ranges_are_cleared);
@@ -235,6 +229,24 @@ macro_rules! packet_tests {
     )* };
 }
 
+/// Tests of rules that accept packets. A table of nftables cannot accept a packet that another
+/// table drops.
+macro_rules! accept_tests {
+    ($($module:ident: $backend:expr;)*) => { $(
+        mod $module {
+            use super::*;
+
+            const BACKEND: Backend = $backend;
+
+            // rows: 36
+            #[test]
+            fn a_pod_reaches_itself_where_forwarding_is_denied() {
+                scenario(BACKEND, settings::a_pod_reaches_itself_where_forwarding_is_denied);
+            }
+        }
+    )* };
+}
+
 /// Tests of behaviour that only iptables has.
 macro_rules! rule_tests {
     ($($module:ident: $backend:expr;)*) => { $(
@@ -300,6 +312,19 @@ packet_tests! {
     iptables_nft_compact: Backend::IptablesNftCompact;
     ipvs: Backend::Ipvs;
     nftables: Backend::Nftables;
+}
+
+/// Tests of rules that accept packets.
+mod accepting {
+    use super::*;
+
+    accept_tests! {
+        iptables_legacy: Backend::IptablesLegacy;
+        iptables_nft: Backend::IptablesNft;
+        iptables_legacy_compact: Backend::IptablesLegacyCompact;
+        iptables_nft_compact: Backend::IptablesNftCompact;
+        ipvs: Backend::Ipvs;
+    }
 }
 
 /// Tests of rules, for each iptables backend.

@@ -248,7 +248,10 @@ impl Ledger {
                 let number = group_number(port, is_local);
                 let slots = match old.groups.iter().find(|group| group.key == key) {
                     Some(group) => group.slots.clone(),
-                    None => found.as_deref_mut().and_then(|found| found.slots.remove(&number)).unwrap_or_default(),
+                    None => {
+                        let found = found.as_deref_mut().and_then(|found| found.slots.remove(&number));
+                        found.unwrap_or_default().into_values().collect()
+                    }
                 };
                 let mut group = Group { key, number, affinity_timeout_seconds: view.affinity_timeout_seconds, slots };
                 group.set_endpoints(endpoints);

@@ -13,11 +13,10 @@ pub(crate) use leftover::tables;
 use std::collections::HashSet;
 
 use headgate_core::{
-    Dirty, Family, State,
+    Dirty, Family, NodeFacts, State,
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
     nftables::{Existing, Ledger, NftablesConfig, Plan, Shape},
-    view::NodeFacts,
 };
 use nftables_netlink::{BaseChain, Feature, Kernel as _, Nftables, NftablesError, Table, Transaction, Verdict, probe};
 
