@@ -95,8 +95,8 @@ struct Found {
 }
 
 impl Ledger {
-    /// Shapes that no group needs any more are kept up to this number of chains, so that a group
-    /// that grows and shrinks does not add and delete chains each time.
+    /// A full sync keeps chains that no group needs any more up to this number. A step deletes none,
+    /// so a group that grows and shrinks does not add and delete chains each time.
     const MAX_UNUSED_PICKS: usize = 128;
 
     /// Nothing is programmed.
@@ -205,6 +205,7 @@ impl Ledger {
         let unused: Vec<Pick> = existing.shape.picks.difference(&self.shape.picks).copied().collect();
         if unused.len() <= Self::MAX_UNUSED_PICKS {
             self.shape.picks.extend(unused);
+            self.shape.prefix_lengths.extend(&existing.shape.prefix_lengths);
         }
         let mut plan = self.finish(round, planned);
         // All wanted elements are in `plan.add`: nothing was programmed.
@@ -216,12 +217,14 @@ impl Ledger {
         plan
     }
 
-    /// Whether the kernel has what is programmed.
+    /// Whether the kernel has what is programmed. The caller compares the rules, which show the
+    /// ranges of ClusterIPs.
     #[must_use]
     pub fn matches(&self, found: &Existing) -> bool {
         let own = self.programmed.values().flat_map(Programmed::own_elements);
         found.elements.len() == self.element_count
-            && found.shape == self.shape
+            && found.shape.picks == self.shape.picks
+            && found.shape.prefix_lengths == self.shape.prefix_lengths
             && own.chain(self.shared.iter().copied()).all(|element| found.elements.contains(&element))
     }
 

@@ -1,0 +1,209 @@
+//! Replayed, split and squashed changes produce the same nftables elements, up to the numbers of
+//! groups and the order of slots. The kernel accepts every plan.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+
+use headgate_core::{
+    Dirty, Family, NodeFacts, State,
+    frontends::Frontend,
+    masquerade::LocalDetector,
+    nftables::{Element, ElementKey, Existing, Ledger, Lookup, NftablesConfig, Pick, Plan, Shape},
+};
+use proptest::prelude::*;
+
+mod changes;
+use changes::{any_event, node, squash};
+
+/// Maps and sets in memory. They reject what the kernel rejects.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+struct Sets {
+    elements: HashMap<ElementKey, Element>,
+    shape: Shape,
+}
+
+impl Sets {
+    fn commit(&mut self, plan: &Plan) -> Result<(), String> {
+        if let Some(shape) = &plan.shape {
+            self.shape = shape.clone();
+        }
+        for element in &plan.delete {
+            match self.elements.remove(&element.key()) {
+                Some(found) if found == *element => {}
+                found => return Err(format!("deletes {element:?}, but the set holds {found:?}")),
+            }
+        }
+        for element in &plan.add {
+            if let Some(found) = self.elements.insert(element.key(), *element) {
+                return Err(format!("adds {element:?}, but the set holds {found:?}"));
+            }
+        }
+        self.check()
+    }
+
+    /// Every frontend leads to a group whose slots are complete and whose chain exists.
+    fn check(&self) -> Result<(), String> {
+        for element in self.elements.values() {
+            let Some((lookup, group)) = Lookup::of(element) else { continue };
+            let number = |key| match self.elements.get(&key) {
+                Some(Element::Count(_, number) | Element::Affinity(_, number)) => Some(*number),
+                _ => None,
+            };
+            let count = number(ElementKey::Count(group)).ok_or(format!("group {group} has no count"))?;
+            let pick = Pick { lookup, affinity_timeout_seconds: number(ElementKey::Affinity(group)), count };
+            if !self.shape.picks.contains(&pick) {
+                return Err(format!("{pick:?} has no chain"));
+            }
+            for slot in 0..count {
+                if !self.elements.contains_key(&ElementKey::Endpoint(group, slot)) {
+                    return Err(format!("slot {slot} of group {group} is empty"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn existing(&self) -> Existing {
+        Existing { elements: self.elements.values().copied().collect(), shape: self.shape.clone() }
+    }
+
+    /// The endpoints of each frontend, and the elements that belong to no group.
+    fn flat(&self) -> (BTreeMap<(Lookup, Frontend), BTreeSet<String>>, BTreeSet<Element>) {
+        let mut endpoints: HashMap<u32, BTreeSet<String>> = HashMap::new();
+        let (mut frontends, mut others) = (BTreeMap::new(), BTreeSet::new());
+        for element in self.elements.values() {
+            match element {
+                Element::Endpoint(group, _, address, port) => {
+                    endpoints.entry(*group).or_default().insert(format!("{address} {port}"));
+                }
+                Element::Member(group, address, port) => {
+                    endpoints.entry(*group).or_default().insert(format!("{address} {port} is recorded"));
+                }
+                Element::Affinity(group, timeout) => {
+                    endpoints.entry(*group).or_default().insert(format!("for {timeout} s"));
+                }
+                Element::Count(..) | Element::Service(..) | Element::Inside(..) => {}
+                other => {
+                    others.insert(*other);
+                }
+            }
+        }
+        for element in self.elements.values() {
+            if let (Some((lookup, group)), Element::Service(frontend, _) | Element::Inside(frontend, _)) =
+                (Lookup::of(element), element)
+            {
+                frontends.insert((lookup, *frontend), endpoints[&group].clone());
+            }
+        }
+        (frontends, others)
+    }
+}
+
+struct Rig {
+    sets: Sets,
+    ledger: Ledger,
+    state: State,
+    node: NodeFacts,
+}
+
+fn ledger(family: Family) -> Ledger {
+    let mut config = NftablesConfig::new(family);
+    config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap()));
+    Ledger::new(config)
+}
+
+impl Rig {
+    fn new(family: Family) -> Self {
+        Self { sets: Sets::default(), ledger: ledger(family), state: State::default(), node: node() }
+    }
+
+    fn full(&mut self) -> Result<Plan, TestCaseError> {
+        let plan = self.ledger.full(&self.state, &self.node, &self.sets.existing());
+        self.sets.commit(&plan).map_err(TestCaseError::fail)?;
+        Ok(plan)
+    }
+
+    fn step(&mut self, events: &[changes::Event]) -> Result<Plan, TestCaseError> {
+        let mut dirty = Dirty::default();
+        events.iter().for_each(|event| event.apply(&mut self.state, &mut self.node, &mut dirty));
+        let plan = self.ledger.changed(&self.state, &self.node, &dirty);
+        self.sets.commit(&plan).map_err(TestCaseError::fail)?;
+        Ok(plan)
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    // rows of nftables: 19, 93, 98
+    #[test]
+    fn replayed_split_and_squashed_changes_produce_the_same_elements(
+        changes in prop::collection::vec(any_event(8), 1..60),
+        chunk in 1usize..10,
+        family in prop_oneof![Just(Family::V4), Just(Family::V6)],
+    ) {
+        let mut wanted = Rig::new(family);
+        changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default()));
+        wanted.full()?;
+
+        let squashed = squash(&changes);
+        let mut reversed = squashed.clone();
+        reversed.reverse();
+        for sequence in [&changes, &squashed, &reversed] {
+            let mut rig = Rig::new(family);
+            rig.full()?;
+            for part in sequence.chunks(chunk) {
+                rig.step(part)?;
+            }
+            prop_assert_eq!(rig.sets.flat(), wanted.sets.flat());
+            prop_assert_eq!(rig.ledger.element_count(), rig.sets.elements.len());
+            prop_assert!(rig.ledger.matches(&rig.sets.existing()));
+            // An agent that restarts adopts the numbers and the slots, and writes nothing.
+            let before = rig.sets.clone();
+            rig.ledger = ledger(family);
+            let plan = rig.full()?;
+            prop_assert!(plan.is_empty(), "{:?}", plan);
+            prop_assert_eq!(&rig.sets, &before);
+            prop_assert!(rig.step(&[])?.is_empty());
+            // A foreign edit is detected and repaired.
+            let some = rig.sets.elements.keys().min().copied();
+            if let Some(key) = some {
+                rig.sets.elements.remove(&key);
+                prop_assert!(!rig.ledger.matches(&rig.sets.existing()));
+                rig.full()?;
+                prop_assert_eq!(rig.sets.flat(), wanted.sets.flat());
+            }
+        }
+    }
+}
+
+/// One endpoint's change costs the same, however many endpoints and frontends the service has.
+// rows of nftables: 93
+#[test]
+fn an_endpoint_change_replaces_the_count_and_at_most_two_slots() {
+    use headgate_core::{Change, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort};
+    let key = ServiceKey::new("ns", "web");
+    let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port: 80, node_port: 30080 };
+    let mut service = Service::new(key.clone(), vec!["10.96.0.10".parse().unwrap()], vec![port]);
+    service.external_ips = (1..100).map(|last| [198, 51, 100, last].into()).collect();
+    let endpoint =
+        |last: u8| Endpoint::new([10, 244, 0, last].into(), [EndpointPort::new("http", Protocol::Tcp, 8080)].into());
+    let mut rig = Rig::new(Family::V4);
+    rig.state.apply(Change::from(service), &mut Dirty::default());
+    for last in 1..=100 {
+        rig.state.apply(Change::Endpoint(key.clone(), endpoint(last)), &mut Dirty::default());
+    }
+    rig.full().unwrap();
+    let mut change = |change: Change| {
+        let mut dirty = Dirty::default();
+        rig.state.apply(change, &mut dirty);
+        let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty);
+        rig.sets.commit(&plan).unwrap();
+        let hairpins: HashSet<Element> = plan.add.iter().chain(&plan.delete).copied().collect();
+        let hairpins = hairpins.iter().filter(|element| matches!(element, Element::Hairpin(_))).count();
+        (plan.delete.len() + plan.add.len()) - hairpins
+    };
+    assert_eq!(change(Change::Endpoint(key.clone(), endpoint(101))), 3, "the count is replaced, a slot is added");
+    assert_eq!(change(Change::RemoveEndpoint(key.clone(), [10, 244, 0, 101].into())), 3, "the last slot is removed");
+    assert_eq!(change(Change::RemoveEndpoint(key, [10, 244, 0, 1].into())), 5, "the last endpoint moves");
+}
