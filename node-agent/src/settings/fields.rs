@@ -60,7 +60,7 @@ const fn ignored(
 const NO_API: &str = "the agent holds no API credentials: it receives its state from --control-plane";
 const WINDOWS: &str = "for Windows only";
 const NO_MARK: &str = "rules of mode nftables need no packet mark";
-const LIBRARY: &str = "kube-proxy does not use it either: it belongs to a library";
+const LIBRARY: &str = "kube-proxy does not use this setting either: it belongs to a library";
 const LOGS: &str = "--log (or HEADGATE_LOG) sets what is logged; logs go to standard error as text";
 
 const NATURAL: Kind = Kind::Int(0, i64::MAX);
@@ -73,7 +73,7 @@ pub const FIELDS: &[Field] = &[
         "proxy-mode",
         Kind::Choice(&["", "auto", "iptables", "ipvs", "nftables", "userspace"]),
         "auto",
-        "How the kernel is programmed: `iptables` writes iptables rules, `ipvs` uses virtual servers of IPVS, `nftables` uses maps of nftables (a preview, see docs/nftables.md), and `auto` (also when empty) means `iptables`. Other modes are refused. If a node lacks what `ipvs` or `nftables` needs, it runs `iptables`, and reports this in the log, in `headgatectl agents` and in `/status` on the metrics port",
+        "How the kernel is programmed: `iptables` writes iptables rules, `ipvs` uses virtual servers of IPVS, `nftables` uses maps of nftables (a preview, see docs/nftables.md), and `auto` (also when empty) means `iptables`. Other modes are rejected. If a node does not support `ipvs` or `nftables`, the agent uses `iptables`, and reports this in the log, in `headgatectl agents` and in `/status` on the metrics port",
     ),
     used(
         "hostnameOverride",

@@ -9,7 +9,7 @@
 //! - [`health`]: active health checks.
 //! - [`rules`]: rules that the agent writes and other programs change. [`raw`]: packets that
 //!   well-behaved clients do not send.
-//! - [`ipvs`]: cases of mode ipvs alone.
+//! - [`ipvs`], [`nftables`]: cases of one mode alone.
 //! - [`live`]: Services that change while connections run. [`lifecycle`]: programs that stop and
 //!   crash, rules of other programs, and `--cleanup`.
 //!
@@ -26,6 +26,7 @@ mod intake;
 pub mod ipvs;
 pub mod lifecycle;
 pub mod live;
+pub mod nftables;
 pub mod payloads;
 pub mod raw;
 pub mod rules;
