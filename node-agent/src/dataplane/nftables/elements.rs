@@ -58,7 +58,7 @@ pub(super) fn fixed_sets(table: &TableName, family: Family) -> Vec<Set> {
     use DataType::{Mark, Port, Protocol};
     let address = address_type(family);
     let (frontend, node_port) = ([address, Protocol, Port], [Protocol, Port]);
-    let map = |name: &str, key: &[DataType], data: &[DataType]| numbers_in_host_order(Set::map(table, name, key, data));
+    let map = |name: &str, key: &[DataType], data: &[DataType]| Set::map(table, name, key, data);
     let mut sets = vec![
         map(names::AFFINITIES, &[Mark], &[Mark]).with_key_in_host_order(),
         map(names::COUNTS, &[Mark], &[Mark]).with_key_in_host_order(),
@@ -77,11 +77,6 @@ pub(super) fn fixed_sets(table: &TableName, family: Family) -> Vec<Set> {
         map(lookup_map(lookup), key, &[Mark])
     }));
     sets
-}
-
-/// `nft` prints numbers of single-value maps in the machine's byte order only with this note.
-fn numbers_in_host_order(set: Set) -> Set {
-    set.with_data_in_host_order()
 }
 
 /// The set of clients that source ranges of a prefix length admit.
@@ -132,21 +127,23 @@ pub(super) fn encode(element: &Element) -> (String, nftables_netlink::Element) {
         let (name, element) = of(name, key);
         (name, element.with_value(value))
     };
-    let number = Value::host_u32;
+    // Numbers in keys are in host byte order, like the registers that hold them. Numbers in values
+    // are in network byte order, see [`super::expressions::Expressions::number`].
+    let (number, value) = (Value::host_u32, Value::network_u32);
     match *element {
         Element::ClusterIp(address) => (names::CLUSTER_IPS.into(), nftables_netlink::Element::new(address.into())),
         Element::Hairpin(address) => of(names::HAIRPINS, &[address.into(), address.into()]),
         Element::Service(frontend, group) | Element::Inside(frontend, group) => {
             let lookup = Lookup::of(element).map_or(Lookup::Service, |(lookup, _)| lookup);
-            map(lookup_map(lookup), &frontend_key(frontend), number(group))
+            map(lookup_map(lookup), &frontend_key(frontend), value(group))
         }
         Element::Unserved(frontend, refusal) => {
             let name = by_frontend(frontend, names::UNSERVED, names::UNSERVED_NODE_PORTS);
-            map(name, &frontend_key(frontend), number(refusal_number(refusal)))
+            map(name, &frontend_key(frontend), value(refusal_number(refusal)))
         }
         Element::Masquerade(frontend, sources) => {
             let name = by_frontend(frontend, names::MASQUERADE, names::MASQUERADE_NODE_PORTS);
-            map(name, &frontend_key(frontend), number(masquerade_number(sources)))
+            map(name, &frontend_key(frontend), value(masquerade_number(sources)))
         }
         Element::Guarded(frontend) => of(names::GUARDED, &frontend_key(frontend)),
         Element::Admitted(frontend, range) => {
@@ -154,8 +151,8 @@ pub(super) fn encode(element: &Element) -> (String, nftables_netlink::Element) {
             key.push(range.addr().into());
             of(&admitted(range.prefix_len()), &key)
         }
-        Element::Count(group, count) => map(names::COUNTS, &[number(group)], number(count)),
-        Element::Affinity(group, timeout) => map(names::AFFINITIES, &[number(group)], number(timeout)),
+        Element::Count(group, count) => map(names::COUNTS, &[number(group)], value(count)),
+        Element::Affinity(group, timeout) => map(names::AFFINITIES, &[number(group)], value(timeout)),
         Element::Endpoint(group, slot, address, port) => {
             let endpoint = Value::concatenation(&[address.into(), Value::port(port)]);
             map(names::ENDPOINTS, &[number(group), number(slot)], endpoint)
@@ -200,20 +197,20 @@ pub(super) fn decode(family: Family, set: &str, element: &nftables_netlink::Elem
         }
         names::UNSERVED | names::UNSERVED_NODE_PORTS => {
             let frontend = key.frontend(set == names::UNSERVED)?;
-            let number = value.number()?;
+            let number = value.network_number()?;
             let refusal = [Refusal::Reject, Refusal::Drop].into_iter().find(|one| refusal_number(*one) == number)?;
             Element::Unserved(frontend, refusal)
         }
         names::MASQUERADE | names::MASQUERADE_NODE_PORTS => {
             use MasqueradeSources::{Everyone, Nobody, Node, Outside};
             let frontend = key.frontend(set == names::MASQUERADE)?;
-            let number = value.number()?;
+            let number = value.network_number()?;
             let all = [Nobody, Outside, Node, Everyone];
             Element::Masquerade(frontend, all.into_iter().find(|one| masquerade_number(*one) == number)?)
         }
         names::GUARDED => Element::Guarded(key.frontend(true)?),
-        names::COUNTS => Element::Count(key.number()?, value.number()?),
-        names::AFFINITIES => Element::Affinity(key.number()?, value.number()?),
+        names::COUNTS => Element::Count(key.number()?, value.network_number()?),
+        names::AFFINITIES => Element::Affinity(key.number()?, value.network_number()?),
         names::ENDPOINTS => Element::Endpoint(key.number()?, key.number()?, value.address()?, value.port()?),
         names::MEMBERS => Element::Member(key.number()?, key.address()?, key.port()?),
         _ => {
@@ -224,8 +221,8 @@ pub(super) fn decode(family: Family, set: &str, element: &nftables_netlink::Elem
                 let lookup = Lookup::ALL.into_iter().find(|lookup| lookup_map(*lookup) == set)?;
                 let frontend = key.frontend(matches!(lookup, Lookup::Service | Lookup::Inside))?;
                 match lookup {
-                    Lookup::Service | Lookup::NodePort => Element::Service(frontend, value.number()?),
-                    Lookup::Inside | Lookup::InsideNodePort => Element::Inside(frontend, value.number()?),
+                    Lookup::Service | Lookup::NodePort => Element::Service(frontend, value.network_number()?),
+                    Lookup::Inside | Lookup::InsideNodePort => Element::Inside(frontend, value.network_number()?),
                 }
             }
         }
@@ -248,6 +245,10 @@ impl Reader<'_> {
 
     fn number(&mut self) -> Option<u32> {
         self.take().map(u32::from_ne_bytes)
+    }
+
+    fn network_number(&mut self) -> Option<u32> {
+        self.take().map(u32::from_be_bytes)
     }
 
     fn port(&mut self) -> Option<u16> {

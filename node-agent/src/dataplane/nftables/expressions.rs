@@ -3,8 +3,8 @@
 use headgate_core::{Family, masquerade::LocalDetector};
 use ipnet::IpNet;
 use nftables_netlink::{
-    AddressFamily, Comparison, CtKey, Direction, DynamicSet, DynamicSetOperation, Expression, FibFlags, FibResult,
-    Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register, Reject, Value, Verdict,
+    AddressFamily, Comparison, Conversion, CtKey, Direction, DynamicSet, DynamicSetOperation, Expression, FibFlags,
+    FibResult, Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register, Reject, Value, Verdict,
 };
 
 /// `NF_CT_STATE_INVALID_BIT` of `linux/netfilter/nf_conntrack_common.h`.
@@ -162,6 +162,16 @@ impl Expressions {
             // The kernel compares as many bytes as the value has.
             LocalDetector::InterfaceNamePrefix(prefix) => name(Value(prefix.bytes().take(15).collect())),
         }
+    }
+
+    /// Looks a key up in a map of numbers, and loads the number.
+    ///
+    /// The numbers are stored in network byte order and converted here. The conversion costs next
+    /// to nothing, and old versions of `nft` (1.0.6) abort when the result of one lookup is directly
+    /// the key of another.
+    pub(super) fn number(self, map: &str, key: Register, to: Register) -> [Expression; 2] {
+        let convert = Expression::ByteOrder { from: to, to, conversion: Conversion::ToHost, length: 4, size: 4 };
+        [self.lookup(map, key, to), convert]
     }
 
     /// Looks a key up, and loads the result.

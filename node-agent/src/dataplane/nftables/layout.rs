@@ -361,7 +361,7 @@ impl Builder<'_> {
     /// Loads the number of the packet's group.
     fn group(&self, lookup: Lookup, key: Register, to: Register) -> Vec<Expression> {
         let mut all = self.key(lookup, key);
-        all.push(self.expressions.lookup(lookup_map(lookup), key, to));
+        all.extend(self.expressions.number(lookup_map(lookup), key, to));
         all
     }
 
@@ -404,7 +404,7 @@ impl Builder<'_> {
         layout.add_set(Set::verdict_map(table, picks_map(lookup, None), &[DataType::Mark]).with_key_in_host_order());
         let by = |numbers: &str, chains: &str| {
             let mut all = self.group(lookup, FIRST, FIRST);
-            all.push(to.lookup(numbers, FIRST, FIRST));
+            all.extend(to.number(numbers, FIRST, FIRST));
             all.push(to.verdict_of(chains, FIRST));
             all
         };
@@ -452,7 +452,7 @@ impl Builder<'_> {
         recorded.push(to.record(&clients_map(timeout), DynamicSetOperation::Update, SECOND, Some(endpoint)));
         recorded.push(to.translate(endpoint));
         let mut unrecorded = self.group(lookup, FIRST, FIRST);
-        unrecorded.push(to.lookup(names::COUNTS, FIRST, FIRST));
+        unrecorded.extend(to.number(names::COUNTS, FIRST, FIRST));
         unrecorded.push(to.verdict_of(&by_count, FIRST));
         let chain = affinity_chain(lookup, timeout);
         layout.add_chain(&chain, vec![recorded, unrecorded.clone(), unrecorded]);
@@ -505,7 +505,7 @@ impl Builder<'_> {
         ];
         hairpin.push(to.masquerade());
         let by = |mut key: Vec<Expression>, map: &str| {
-            key.push(to.lookup(map, FIRST, FIRST));
+            key.extend(to.number(map, FIRST, FIRST));
             key.push(to.verdict_of(MASQUERADING, FIRST));
             key
         };
@@ -547,7 +547,7 @@ impl Builder<'_> {
         layout.add_verdict(REFUSALS, refusal_number(Refusal::Drop), Verdict::Drop);
         layout.add_chain(REJECT, vec![vec![to.reject()]]);
         let refuse = |mut key: Vec<Expression>, map: &str| {
-            key.push(to.lookup(map, FIRST, FIRST));
+            key.extend(to.number(map, FIRST, FIRST));
             key.push(to.verdict_of(REFUSALS, FIRST));
             key
         };
