@@ -28,6 +28,31 @@ pub enum MasqueradeSources {
     Everyone,
 }
 
+/// The group that a frontend leads to, with what the rules need to know of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Target {
+    /// The number of the group.
+    pub group: u32,
+    /// The number of its endpoints, at least 1.
+    pub count: u32,
+    /// The timeout of ClientIP affinity.
+    pub affinity_timeout_seconds: Option<u32>,
+}
+
+impl Target {
+    /// The number of the service port. The groups for both policies share it.
+    #[must_use]
+    pub fn port_number(&self) -> u32 {
+        self.group & !1
+    }
+
+    /// The chain that draws a slot.
+    #[must_use]
+    pub fn pick(&self, lookup: Lookup) -> Pick {
+        Pick { lookup, affinity_timeout_seconds: self.affinity_timeout_seconds, count: self.count }
+    }
+}
+
 /// An element of a map or of a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Element {
@@ -36,10 +61,10 @@ pub enum Element {
     /// An endpoint that may run on this node. Its connections to itself are masqueraded.
     Hairpin(IpAddr),
     /// Connections to a frontend go to a group.
-    Service(Frontend, u32),
+    Service(Frontend, Target),
     /// Connections of local pods and of the node itself to a frontend go to this group, and not to
     /// the group of [`Self::Service`].
-    Inside(Frontend, u32),
+    Inside(Frontend, Target),
     /// A frontend without endpoints.
     Unserved(Frontend, Refusal),
     /// Whose connections to a frontend are masqueraded.
@@ -48,10 +73,6 @@ pub enum Element {
     Guarded(Frontend),
     /// Clients that may use a guarded frontend.
     Admitted(Frontend, IpNet),
-    /// The number of endpoints of a group.
-    Count(u32, u32),
-    /// The timeout of a group's ClientIP affinity, in seconds.
-    Affinity(u32, u32),
     /// The endpoint in a slot of a group: group, slot, address, port.
     Endpoint(u32, u32, IpAddr, u16),
     /// An endpoint of a group with affinity. Recorded clients stay with it while this element
@@ -69,14 +90,6 @@ pub enum ElementKey {
     Service(Frontend),
     /// [`Element::Inside`].
     Inside(Frontend),
-    /// [`Element::Unserved`].
-    Unserved(Frontend),
-    /// [`Element::Masquerade`].
-    Masquerade(Frontend),
-    /// [`Element::Count`].
-    Count(u32),
-    /// [`Element::Affinity`].
-    Affinity(u32),
     /// [`Element::Endpoint`].
     Endpoint(u32, u32),
 }
@@ -88,10 +101,6 @@ impl Element {
         match *self {
             Self::Service(frontend, _) => ElementKey::Service(frontend),
             Self::Inside(frontend, _) => ElementKey::Inside(frontend),
-            Self::Unserved(frontend, _) => ElementKey::Unserved(frontend),
-            Self::Masquerade(frontend, _) => ElementKey::Masquerade(frontend),
-            Self::Count(group, _) => ElementKey::Count(group),
-            Self::Affinity(group, _) => ElementKey::Affinity(group),
             Self::Endpoint(group, slot, ..) => ElementKey::Endpoint(group, slot),
             whole => ElementKey::Whole(whole),
         }
@@ -115,14 +124,16 @@ impl Lookup {
     /// All maps.
     pub const ALL: [Self; 4] = [Self::Service, Self::Inside, Self::NodePort, Self::InsideNodePort];
 
-    /// The map of an element that leads to a group, with the group.
+    /// The map of an element that leads to a group, with the frontend and the group.
     #[must_use]
-    pub fn of(element: &Element) -> Option<(Self, u32)> {
-        match element {
-            Element::Service(Frontend::Address(..), group) => Some((Self::Service, *group)),
-            Element::Service(Frontend::NodePort(..), group) => Some((Self::NodePort, *group)),
-            Element::Inside(Frontend::Address(..), group) => Some((Self::Inside, *group)),
-            Element::Inside(Frontend::NodePort(..), group) => Some((Self::InsideNodePort, *group)),
+    pub fn of(element: &Element) -> Option<(Self, Frontend, Target)> {
+        match *element {
+            Element::Service(frontend @ Frontend::Address(..), target) => Some((Self::Service, frontend, target)),
+            Element::Service(frontend @ Frontend::NodePort(..), target) => Some((Self::NodePort, frontend, target)),
+            Element::Inside(frontend @ Frontend::Address(..), target) => Some((Self::Inside, frontend, target)),
+            Element::Inside(frontend @ Frontend::NodePort(..), target) => {
+                Some((Self::InsideNodePort, frontend, target))
+            }
             _ => None,
         }
     }

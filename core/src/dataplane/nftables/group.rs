@@ -5,7 +5,7 @@ use std::{
     net::IpAddr,
 };
 
-use super::element::Element;
+use super::element::{Element, Target};
 use crate::model::Protocol;
 
 /// What identifies a group in its Service.
@@ -57,18 +57,19 @@ impl Group {
         self.slots.extend(added);
     }
 
+    /// Where frontends of the group lead.
+    pub(super) fn target(&self) -> Target {
+        let count = u32::try_from(self.slots.len()).unwrap_or(u32::MAX);
+        Target { group: self.number, count, affinity_timeout_seconds: self.affinity_timeout_seconds }
+    }
+
     /// The elements of the group.
     pub(super) fn elements(&self) -> impl Iterator<Item = Element> + '_ {
-        let count = u32::try_from(self.slots.len()).unwrap_or(u32::MAX);
-        let timeout = self.affinity_timeout_seconds;
         let slots = (0u32..).zip(&self.slots);
         let endpoints = slots.map(|(slot, (address, port))| Element::Endpoint(self.number, slot, *address, *port));
-        let with_affinity = self.slots.iter().filter(move |_| timeout.is_some());
+        let with_affinity = self.slots.iter().filter(|_| self.affinity_timeout_seconds.is_some());
         let members = with_affinity.map(|(address, port)| Element::Member(self.number, *address, *port));
-        std::iter::once(Element::Count(self.number, count))
-            .chain(timeout.map(|timeout| Element::Affinity(self.number, timeout)))
-            .chain(endpoints)
-            .chain(members)
+        endpoints.chain(members)
     }
 }
 

@@ -11,7 +11,7 @@ use std::{
 
 use super::{
     config::NftablesConfig,
-    element::{Element, Lookup, Pick, Shape},
+    element::{Element, Lookup, Pick, Shape, Target},
     group::{Group, GroupKey, Numbers, group_number, port_number},
     service::{self, PortPlan},
 };
@@ -263,12 +263,16 @@ impl Ledger {
             if plan.cluster.is_empty() && plan.local.is_empty() {
                 self.numbers.release(port);
             }
-            let (cluster, local) = (group_number(port, false), group_number(port, true));
+            let target = |is_local| -> Option<Target> {
+                let number = group_number(port, is_local);
+                new.groups.iter().find(|group| group.number == number).map(Group::target)
+            };
             let services = plan.services.iter();
-            let services = services
-                .map(|(frontend, is_local)| Element::Service(*frontend, if *is_local { local } else { cluster }));
-            let inside = plan.inside.iter().map(|frontend| Element::Inside(*frontend, cluster));
-            new.elements.extend(services.chain(inside).chain(plan.elements.iter().copied()));
+            let services =
+                services.filter_map(|(frontend, is_local)| Some(Element::Service(*frontend, target(*is_local)?)));
+            let inside = plan.inside.iter().filter_map(|frontend| Some(Element::Inside(*frontend, target(false)?)));
+            let elements: Vec<Element> = services.chain(inside).chain(plan.elements.iter().copied()).collect();
+            new.elements.extend(elements);
             new.no_local.add(view.no_local_endpoints());
         }
         new.elements.sort_unstable();
@@ -358,8 +362,8 @@ impl Programmed {
         };
         self.groups.iter_mut().for_each(|group| group.number = renumbered(group.number));
         for element in &mut self.elements {
-            if let Element::Service(_, group) | Element::Inside(_, group) = element {
-                *group = renumbered(*group);
+            if let Element::Service(_, target) | Element::Inside(_, target) = element {
+                target.group = renumbered(target.group);
             }
         }
         self.elements.sort_unstable();
@@ -377,10 +381,8 @@ impl Programmed {
     /// The chains that this service needs.
     fn picks(&self) -> impl Iterator<Item = Pick> + '_ {
         self.elements.iter().filter_map(|element| {
-            let (lookup, number) = Lookup::of(element)?;
-            let group = self.groups.iter().find(|group| group.number == number)?;
-            let count = u32::try_from(group.slots.len()).unwrap_or(u32::MAX);
-            Some(Pick { lookup, affinity_timeout_seconds: group.affinity_timeout_seconds, count })
+            let (lookup, _, target) = Lookup::of(element)?;
+            Some(target.pick(lookup))
         })
     }
 }
@@ -398,11 +400,9 @@ impl Found {
                 Element::Endpoint(group, slot, address, port) if group <= Numbers::MAX_ADOPTED => {
                     found.slots.entry(group).or_default().insert(slot, (address, port));
                 }
-                Element::Service(frontend, group) | Element::Inside(frontend, group)
-                    if group <= Numbers::MAX_ADOPTED =>
-                {
-                    if let Some((lookup, _)) = Lookup::of(element) {
-                        found.numbers.insert((lookup, frontend), group);
+                Element::Service(_, target) | Element::Inside(_, target) if target.group <= Numbers::MAX_ADOPTED => {
+                    if let Some((lookup, frontend, _)) = Lookup::of(element) {
+                        found.numbers.insert((lookup, frontend), target.group);
                     }
                 }
                 _ => {}
@@ -414,11 +414,12 @@ impl Found {
     /// The number of the service port that the plan's frontends lead to in the kernel. Each number
     /// is returned once.
     fn take_port(&mut self, plan: &PortPlan) -> Option<u32> {
-        let services = plan.services.iter().map(|(frontend, _)| Element::Service(*frontend, 0));
-        let inside = plan.inside.iter().map(|frontend| Element::Inside(*frontend, 0));
+        let none = Target { group: 0, count: 0, affinity_timeout_seconds: None };
+        let services = plan.services.iter().map(|(frontend, _)| Element::Service(*frontend, none));
+        let inside = plan.inside.iter().map(|frontend| Element::Inside(*frontend, none));
         let lookups = services.chain(inside).filter_map(|element| {
-            let (Element::Service(frontend, _) | Element::Inside(frontend, _)) = element else { return None };
-            Some((Lookup::of(&element)?.0, frontend))
+            let (lookup, frontend, _) = Lookup::of(&element)?;
+            Some((lookup, frontend))
         });
         let mut numbers = lookups.filter_map(|lookup| self.numbers.get(&lookup)).map(|group| port_number(*group));
         let number = numbers.find(|number| !self.taken.contains(number) && *number != 0)?;

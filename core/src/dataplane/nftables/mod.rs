@@ -8,16 +8,16 @@
 //! # From a frontend to an endpoint
 //!
 //! Endpoints that share traffic form a *group* with a number: the endpoints of one Service port for
-//! policy Cluster, or for policy Local. Three maps lead to an endpoint:
+//! policy Cluster, or for policy Local. Two maps lead to an endpoint:
 //!
-//! 1. [`Element::Service`]: address, protocol and port → group. NodePorts have a map of their own.
-//! 2. [`Element::Count`]: group → number of its endpoints. A small map leads from the number *n* to
-//!    a chain that draws a slot between 0 and *n* - 1 ([`Pick`]).
-//! 3. [`Element::Endpoint`]: group and slot → address and port.
+//! 1. [`Element::Service`]: address, protocol and port → [`Target`], the group with the number of
+//!    its endpoints. NodePorts have a map of their own. A small map leads from the number *n* to a
+//!    chain that draws a slot between 0 and *n* - 1 ([`Pick`]).
+//! 2. [`Element::Endpoint`]: group and slot → address and port.
 //!
 //! An endpoint that joins a group takes the slot after the last one. The last endpoint takes the
-//! slot of an endpoint that leaves. So both replace the count and write at most two slots, however
-//! many frontends lead to the group.
+//! slot of an endpoint that leaves. So a change writes at most two slots, and the target of each
+//! frontend that leads to the group.
 //!
 //! Numbers and slots are arbitrary. After a restart, [`Ledger::full`] adopts those that the kernel
 //! has.
@@ -32,5 +32,5 @@ mod service;
 mod tests;
 
 pub use config::NftablesConfig;
-pub use element::{Element, ElementKey, Lookup, MasqueradeSources, Pick, Refusal, Shape};
+pub use element::{Element, ElementKey, Lookup, MasqueradeSources, Pick, Refusal, Shape, Target};
 pub use ledger::{Existing, Ledger, Plan};
