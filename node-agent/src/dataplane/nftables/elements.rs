@@ -8,7 +8,7 @@ use std::{
 use headgate_core::{
     Family, Protocol,
     frontends::Frontend,
-    nftables::{Element, Lookup, MasqueradeSources, Refusal},
+    nftables::{Element, Lookup, MasqueradeSources, Pick, Refusal, Target},
 };
 use ipnet::IpNet;
 use nftables_netlink::{DataType, ElementData, Set, TableName, Value};
@@ -25,19 +25,45 @@ pub(super) fn lookup_map(lookup: Lookup) -> &'static str {
 
 /// Names of maps and sets.
 pub(super) mod names {
-    pub(in super::super) const AFFINITIES: &str = "affinities";
     pub(in super::super) const CLUSTER_IPS: &str = "cluster-ips";
-    pub(in super::super) const COUNTS: &str = "counts";
     pub(in super::super) const ENDPOINTS: &str = "endpoints";
     pub(in super::super) const GUARDED: &str = "guarded";
     pub(in super::super) const HAIRPINS: &str = "hairpins";
-    pub(in super::super) const MASQUERADE: &str = "masquerade";
-    pub(in super::super) const MASQUERADE_NODE_PORTS: &str = "masquerade-node-ports";
     pub(in super::super) const MEMBERS: &str = "members";
-    pub(in super::super) const UNSERVED: &str = "unserved";
-    pub(in super::super) const UNSERVED_NODE_PORTS: &str = "unserved-node-ports";
     /// The start of the names of sets of admitted clients; the prefix length follows.
     pub(in super::super) const ADMITTED: &str = "admitted-";
+    /// The end of the names of sets and maps of NodePorts.
+    pub(in super::super) const NODE_PORTS: &str = "-node-ports";
+}
+
+/// The set of frontends without endpoints.
+pub(super) fn refusal_set(refusal: Refusal) -> &'static str {
+    match refusal {
+        Refusal::Reject => "rejected",
+        Refusal::Drop => "dropped",
+    }
+}
+
+/// The set of frontends whose clients are masqueraded.
+pub(super) fn masquerade_set(sources: MasqueradeSources) -> &'static str {
+    match sources {
+        MasqueradeSources::Nobody => "masquerade-nobody",
+        MasqueradeSources::Outside => "masquerade-outside",
+        MasqueradeSources::Node => "masquerade-node",
+        MasqueradeSources::Everyone => "masquerade-everyone",
+    }
+}
+
+/// All clients that are masqueraded, in the order of the rules.
+pub(super) const MASQUERADE_SOURCES: [MasqueradeSources; 4] =
+    [MasqueradeSources::Nobody, MasqueradeSources::Outside, MasqueradeSources::Node, MasqueradeSources::Everyone];
+
+/// Both answers to packets for frontends without endpoints.
+pub(super) const REFUSALS: [Refusal; 2] = [Refusal::Reject, Refusal::Drop];
+
+/// The name of the set for NodePorts.
+pub(super) fn of_node_ports(set: &str) -> String {
+    format!("{set}{}", names::NODE_PORTS)
 }
 
 /// The set of admitted clients for a prefix length.
@@ -58,49 +84,34 @@ pub(super) fn fixed_sets(table: &TableName, family: Family) -> Vec<Set> {
     use DataType::{Mark, Port, Protocol};
     let address = address_type(family);
     let (frontend, node_port) = ([address, Protocol, Port], [Protocol, Port]);
-    let map = |name: &str, key: &[DataType], data: &[DataType]| Set::map(table, name, key, data);
     let mut sets = vec![
-        map(names::AFFINITIES, &[Mark], &[Mark]).with_key_in_host_order(),
-        map(names::COUNTS, &[Mark], &[Mark]).with_key_in_host_order(),
         Set::map(table, names::ENDPOINTS, &[Mark, Mark], &[address, Port]),
-        map(names::MASQUERADE, &frontend, &[Mark]),
-        map(names::MASQUERADE_NODE_PORTS, &node_port, &[Mark]),
-        map(names::UNSERVED, &frontend, &[Mark]),
-        map(names::UNSERVED_NODE_PORTS, &node_port, &[Mark]),
         Set::new(table, names::CLUSTER_IPS, &[address]),
         Set::new(table, names::GUARDED, &frontend),
         Set::new(table, names::HAIRPINS, &[address, address]),
-        Set::new(table, names::MEMBERS, &[Mark, address, Port]),
+        Set::new(table, names::MEMBERS, &[address, Port, Mark]),
     ];
+    let by_frontend = MASQUERADE_SOURCES.map(masquerade_set).into_iter().chain(REFUSALS.map(refusal_set));
+    for name in by_frontend {
+        sets.push(Set::new(table, name, &frontend));
+        sets.push(Set::new(table, of_node_ports(name), &node_port));
+    }
     sets.extend(Lookup::ALL.into_iter().map(|lookup| {
-        let key: &[DataType] = if matches!(lookup, Lookup::Service | Lookup::Inside) { &frontend } else { &node_port };
-        map(lookup_map(lookup), key, &[Mark])
+        let key: &[DataType] = if has_address(lookup) { &frontend } else { &node_port };
+        Set::map(table, lookup_map(lookup), key, &[Mark; 5])
     }));
     sets
+}
+
+/// Whether the keys of a map begin with an address.
+pub(super) fn has_address(lookup: Lookup) -> bool {
+    matches!(lookup, Lookup::Service | Lookup::Inside)
 }
 
 /// The set of clients that source ranges of a prefix length admit.
 pub(super) fn admitted_set(table: &TableName, family: Family, prefix_length: u8) -> Set {
     let address = address_type(family);
     Set::new(table, admitted(prefix_length), &[address, DataType::Protocol, DataType::Port, address])
-}
-
-/// The number of a value in a map.
-pub(super) fn refusal_number(refusal: Refusal) -> u32 {
-    match refusal {
-        Refusal::Reject => 1,
-        Refusal::Drop => 2,
-    }
-}
-
-/// The number of a value in a map.
-pub(super) fn masquerade_number(sources: MasqueradeSources) -> u32 {
-    match sources {
-        MasqueradeSources::Nobody => 1,
-        MasqueradeSources::Outside => 2,
-        MasqueradeSources::Node => 3,
-        MasqueradeSources::Everyone => 4,
-    }
 }
 
 fn protocol_number(protocol: Protocol) -> u8 {
@@ -120,53 +131,58 @@ fn frontend_key(frontend: Frontend) -> Vec<Value> {
     address.into_iter().chain([Value::byte(protocol_number(protocol)), Value::port(port)]).collect()
 }
 
+/// The words of a [`Target`] in the data of a map, from the first. Rules use no word before
+/// [`TIMEOUT_WORD`]: old versions of `nft` (1.0.6) abort when the first word of a lookup's result is
+/// the key of another lookup.
+pub(super) const TIMEOUT_WORD: u32 = 1;
+/// The number of endpoints follows the timeout: together they are the key of a pick.
+pub(super) const PORT_WORD: u32 = 3;
+/// The number of the group.
+pub(super) const GROUP_WORD: u32 = 4;
+
+fn target_value(target: Target) -> Value {
+    let Target { group, count, affinity_timeout_seconds } = target;
+    let words = [0, affinity_timeout_seconds.unwrap_or_default(), count, target.port_number(), group];
+    Value::concatenation(&words.map(Value::host_u32))
+}
+
+/// The key of a pick in its map.
+pub(super) fn pick_key(pick: &Pick) -> Value {
+    let timeout = pick.affinity_timeout_seconds.unwrap_or_default();
+    Value::concatenation(&[timeout, pick.count].map(Value::host_u32))
+}
+
 /// The set of an element, and the element in the form of the kernel.
 pub(super) fn encode(element: &Element) -> (String, nftables_netlink::Element) {
     let of = |name: &str, key: &[Value]| (name.to_owned(), nftables_netlink::Element::new(Value::concatenation(key)));
-    let map = |name: &str, key: &[Value], value: Value| {
-        let (name, element) = of(name, key);
-        (name, element.with_value(value))
+    let by_frontend = |set: &str, frontend: Frontend| match frontend {
+        Frontend::Address(..) => of(set, &frontend_key(frontend)),
+        Frontend::NodePort(..) => of(&of_node_ports(set), &frontend_key(frontend)),
     };
-    // Numbers in keys are in host byte order, like the registers that hold them. Numbers in values
-    // are in network byte order, see [`super::expressions::Expressions::number`].
-    let (number, value) = (Value::host_u32, Value::network_u32);
+    let number = Value::host_u32;
     match *element {
         Element::ClusterIp(address) => (names::CLUSTER_IPS.into(), nftables_netlink::Element::new(address.into())),
         Element::Hairpin(address) => of(names::HAIRPINS, &[address.into(), address.into()]),
-        Element::Service(frontend, group) | Element::Inside(frontend, group) => {
-            let lookup = Lookup::of(element).map_or(Lookup::Service, |(lookup, _)| lookup);
-            map(lookup_map(lookup), &frontend_key(frontend), value(group))
+        Element::Service(frontend, target) | Element::Inside(frontend, target) => {
+            let lookup = Lookup::of(element).map_or(Lookup::Service, |(lookup, ..)| lookup);
+            let (name, element) = of(lookup_map(lookup), &frontend_key(frontend));
+            (name, element.with_value(target_value(target)))
         }
-        Element::Unserved(frontend, refusal) => {
-            let name = by_frontend(frontend, names::UNSERVED, names::UNSERVED_NODE_PORTS);
-            map(name, &frontend_key(frontend), value(refusal_number(refusal)))
-        }
-        Element::Masquerade(frontend, sources) => {
-            let name = by_frontend(frontend, names::MASQUERADE, names::MASQUERADE_NODE_PORTS);
-            map(name, &frontend_key(frontend), value(masquerade_number(sources)))
-        }
+        Element::Unserved(frontend, refusal) => by_frontend(refusal_set(refusal), frontend),
+        Element::Masquerade(frontend, sources) => by_frontend(masquerade_set(sources), frontend),
         Element::Guarded(frontend) => of(names::GUARDED, &frontend_key(frontend)),
         Element::Admitted(frontend, range) => {
             let mut key = frontend_key(frontend);
             key.push(range.addr().into());
             of(&admitted(range.prefix_len()), &key)
         }
-        Element::Count(group, count) => map(names::COUNTS, &[number(group)], value(count)),
-        Element::Affinity(group, timeout) => map(names::AFFINITIES, &[number(group)], value(timeout)),
         Element::Endpoint(group, slot, address, port) => {
-            let endpoint = Value::concatenation(&[address.into(), Value::port(port)]);
-            map(names::ENDPOINTS, &[number(group), number(slot)], endpoint)
+            let (name, element) = of(names::ENDPOINTS, &[number(group), number(slot)]);
+            (name, element.with_value(Value::concatenation(&[address.into(), Value::port(port)])))
         }
         Element::Member(group, address, port) => {
-            of(names::MEMBERS, &[number(group), address.into(), Value::port(port)])
+            of(names::MEMBERS, &[address.into(), Value::port(port), number(group)])
         }
-    }
-}
-
-fn by_frontend(frontend: Frontend, addresses: &'static str, node_ports: &'static str) -> &'static str {
-    match frontend {
-        Frontend::Address(..) => addresses,
-        Frontend::NodePort(..) => node_ports,
     }
 }
 
@@ -195,35 +211,34 @@ pub(super) fn decode(family: Family, set: &str, element: &nftables_netlink::Elem
             let address = key.address()?;
             (key.address()? == address).then_some(Element::Hairpin(address))?
         }
-        names::UNSERVED | names::UNSERVED_NODE_PORTS => {
-            let frontend = key.frontend(set == names::UNSERVED)?;
-            let number = value.network_number()?;
-            let refusal = [Refusal::Reject, Refusal::Drop].into_iter().find(|one| refusal_number(*one) == number)?;
-            Element::Unserved(frontend, refusal)
-        }
-        names::MASQUERADE | names::MASQUERADE_NODE_PORTS => {
-            use MasqueradeSources::{Everyone, Nobody, Node, Outside};
-            let frontend = key.frontend(set == names::MASQUERADE)?;
-            let number = value.network_number()?;
-            let all = [Nobody, Outside, Node, Everyone];
-            Element::Masquerade(frontend, all.into_iter().find(|one| masquerade_number(*one) == number)?)
-        }
         names::GUARDED => Element::Guarded(key.frontend(true)?),
-        names::COUNTS => Element::Count(key.number()?, value.network_number()?),
-        names::AFFINITIES => Element::Affinity(key.number()?, value.network_number()?),
         names::ENDPOINTS => Element::Endpoint(key.number()?, key.number()?, value.address()?, value.port()?),
-        names::MEMBERS => Element::Member(key.number()?, key.address()?, key.port()?),
+        names::MEMBERS => {
+            let (address, port) = (key.address()?, key.port()?);
+            Element::Member(key.number()?, address, port)
+        }
         _ => {
             if let Some(length) = set.strip_prefix(names::ADMITTED) {
                 let (frontend, address) = (key.frontend(true)?, key.address()?);
-                Element::Admitted(frontend, IpNet::new(address, length.parse().ok()?).ok()?)
-            } else {
-                let lookup = Lookup::ALL.into_iter().find(|lookup| lookup_map(*lookup) == set)?;
-                let frontend = key.frontend(matches!(lookup, Lookup::Service | Lookup::Inside))?;
-                match lookup {
-                    Lookup::Service | Lookup::NodePort => Element::Service(frontend, value.network_number()?),
-                    Lookup::Inside | Lookup::InsideNodePort => Element::Inside(frontend, value.network_number()?),
-                }
+                return Some(Element::Admitted(frontend, IpNet::new(address, length.parse().ok()?).ok()?));
+            }
+            if let Some(lookup) = Lookup::ALL.into_iter().find(|lookup| lookup_map(*lookup) == set) {
+                let (frontend, target) = (key.frontend(has_address(lookup))?, value.target()?);
+                return Some(match lookup {
+                    Lookup::Service | Lookup::NodePort => Element::Service(frontend, target),
+                    Lookup::Inside | Lookup::InsideNodePort => Element::Inside(frontend, target),
+                });
+            }
+            let (set, has_address) = match set.strip_suffix(names::NODE_PORTS) {
+                Some(set) => (set, false),
+                None => (set, true),
+            };
+            let frontend = key.frontend(has_address)?;
+            let sources = MASQUERADE_SOURCES.into_iter().find(|sources| masquerade_set(*sources) == set);
+            let refusal = || REFUSALS.into_iter().find(|refusal| refusal_set(*refusal) == set);
+            match sources {
+                Some(sources) => Element::Masquerade(frontend, sources),
+                None => Element::Unserved(frontend, refusal()?),
             }
         }
     };
@@ -247,8 +262,12 @@ impl Reader<'_> {
         self.take().map(u32::from_ne_bytes)
     }
 
-    fn network_number(&mut self) -> Option<u32> {
-        self.take().map(u32::from_be_bytes)
+    fn target(&mut self) -> Option<Target> {
+        let [_, timeout, count, _, group] =
+            [self.number()?, self.number()?, self.number()?, self.number()?, self.number()?];
+        let target = Target { group, count, affinity_timeout_seconds: Some(timeout).filter(|timeout| *timeout != 0) };
+        // Another form than ours makes the agent write the element again.
+        (target.count > 0).then_some(target)
     }
 
     fn port(&mut self) -> Option<u16> {

@@ -3,8 +3,8 @@
 use headgate_core::{Family, masquerade::LocalDetector};
 use ipnet::IpNet;
 use nftables_netlink::{
-    AddressFamily, Comparison, Conversion, CtKey, Direction, DynamicSet, DynamicSetOperation, Expression, FibFlags,
-    FibResult, Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register, Reject, Value, Verdict,
+    AddressFamily, Comparison, CtKey, Direction, DynamicSet, DynamicSetOperation, Expression, FibFlags, FibResult,
+    Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register, Reject, Value, Verdict,
 };
 
 /// `NF_CT_STATE_INVALID_BIT` of `linux/netfilter/nf_conntrack_common.h`.
@@ -55,12 +55,14 @@ impl Expressions {
         Expression::Payload { base: PayloadBase::Network, offset, length: self.address_bytes(), to }
     }
 
+    /// Loads the packet's destination port.
+    pub(super) fn destination_port(self, to: Register) -> Expression {
+        Expression::Payload { base: PayloadBase::Transport, offset: 2, length: 2, to }
+    }
+
     /// Loads the packet's protocol and destination port into two words.
     pub(super) fn node_port(self, to: Register) -> Vec<Expression> {
-        vec![
-            Expression::Meta { key: MetaKey::L4Protocol, to },
-            Expression::Payload { base: PayloadBase::Transport, offset: 2, length: 2, to: to.after(1) },
-        ]
+        vec![Expression::Meta { key: MetaKey::L4Protocol, to }, self.destination_port(to.after(4))]
     }
 
     /// Loads the packet's destination address, protocol and destination port.
@@ -164,14 +166,11 @@ impl Expressions {
         }
     }
 
-    /// Looks a key up in a map of numbers, and loads the number.
-    ///
-    /// The numbers are stored in network byte order and converted here. The conversion costs next
-    /// to nothing, and old versions of `nft` (1.0.6) abort when the result of one lookup is directly
-    /// the key of another.
-    pub(super) fn number(self, map: &str, key: Register, to: Register) -> [Expression; 2] {
-        let convert = Expression::ByteOrder { from: to, to, conversion: Conversion::ToHost, length: 4, size: 4 };
-        [self.lookup(map, key, to), convert]
+    /// Loads a number that the next lookup overwrites. `nft` knows the content of a register from
+    /// the last expression that begins there, and fails where there is none: the result of a lookup
+    /// begins in its first word alone.
+    pub(super) fn placeholder(self, to: Register) -> Expression {
+        Expression::Meta { key: MetaKey::Mark, to }
     }
 
     /// Looks a key up, and loads the result.
@@ -192,11 +191,6 @@ impl Expressions {
     /// A random number below `count`.
     pub(super) fn random(self, count: u32, to: Register) -> Expression {
         Expression::NumberGenerator { generator: Generator::Random, modulus: count, offset: 0, to }
-    }
-
-    /// Continues if the number in a register is not 0.
-    pub(super) fn is_found(self, register: Register) -> Expression {
-        Expression::Compare { register, comparison: Comparison::NotEqual, value: Value::host_u32(0) }
     }
 
     /// Translates the destination to the address and port in registers.

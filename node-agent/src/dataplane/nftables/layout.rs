@@ -16,12 +16,13 @@ use headgate_core::{
 use ipnet::IpNet;
 use nftables_netlink::{
     BaseChain, Chain, ChainType, Comparison, DataType, DynamicSetOperation, Element, Expression, Hook, Policy,
-    Register, Rule, Set, TableName, Transaction, Value, Verdict,
+    Register, Rule, Set, TableName, Transaction, Value, Verdict, comment,
 };
 
 use super::{
     elements::{
-        address_type, admitted, admitted_set, fixed_sets, lookup_map, masquerade_number, names, refusal_number,
+        GROUP_WORD, MASQUERADE_SOURCES, PORT_WORD, REFUSALS, TIMEOUT_WORD, address_type, admitted, admitted_set,
+        fixed_sets, lookup_map, masquerade_set, names, of_node_ports, pick_key, refusal_set,
     },
     expressions::{Expressions, Side, jump},
 };
@@ -42,11 +43,7 @@ const SERVICES: &str = "services";
 const UNSERVED: &str = "unserved";
 const UNSERVED_NODE_PORTS: &str = "unserved-node-ports";
 const LOOPBACK_GUARD: &str = "loopback-guard";
-/// The map from the number of a [`MasqueradeSources`] to what happens.
 const MASQUERADING: &str = "masquerading";
-/// The map from the number of a [`Refusal`] to a verdict.
-const REFUSALS: &str = "refusals";
-
 /// The most clients that a timeout's map of ClientIP affinity records.
 const MAX_RECORDED_CLIENTS: u32 = 1 << 17;
 
@@ -76,7 +73,27 @@ impl LayoutConfig {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct ChainContent {
     pub(super) base: Option<BaseChain>,
-    pub(super) rules: Vec<Vec<Expression>>,
+    pub(super) rules: Vec<RuleContent>,
+}
+
+/// A rule.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct RuleContent {
+    pub(super) expressions: Vec<Expression>,
+    /// The comment that `nft` prints, encoded.
+    pub(super) user_data: Vec<u8>,
+}
+
+impl From<Vec<Expression>> for RuleContent {
+    fn from(expressions: Vec<Expression>) -> Self {
+        Self { expressions, user_data: Vec::new() }
+    }
+}
+
+impl RuleContent {
+    fn with_comment(expressions: Vec<Expression>, text: &str) -> Self {
+        Self { expressions, user_data: comment(text) }
+    }
 }
 
 /// Everything in a table except the elements that services add.
@@ -85,7 +102,7 @@ pub(super) struct Layout {
     pub(super) sets: BTreeMap<String, Set>,
     pub(super) chains: BTreeMap<String, ChainContent>,
     /// Maps from a number to a verdict.
-    pub(super) verdicts: BTreeMap<(String, u32), Verdict>,
+    pub(super) verdicts: BTreeMap<(String, Value), Verdict>,
 }
 
 /// The table of a family.
@@ -118,22 +135,9 @@ pub(super) fn pick_of_chain(name: &str) -> Option<Pick> {
     })
 }
 
-/// The map from endpoint counts to chains.
-fn picks_map(lookup: Lookup, affinity_timeout_seconds: Option<u32>) -> String {
-    match affinity_timeout_seconds {
-        Some(timeout) => format!("{}-by-count-affinity-{timeout}s", lookup_map(lookup)),
-        None => format!("{}-by-count", lookup_map(lookup)),
-    }
-}
-
-/// The map from affinity timeouts to chains.
-fn affinity_map(lookup: Lookup) -> String {
-    format!("{}-by-affinity", lookup_map(lookup))
-}
-
-/// The chain that looks for the endpoint of a recorded client.
-fn affinity_chain(lookup: Lookup, timeout_seconds: u32) -> String {
-    format!("{}-affinity-{timeout_seconds}s", lookup_map(lookup))
+/// The map from affinity timeouts and endpoint counts to chains.
+fn picks_map(lookup: Lookup) -> String {
+    format!("{}-by-count", lookup_map(lookup))
 }
 
 /// The map of recorded clients.
@@ -168,12 +172,9 @@ impl Layout {
         self.sets.insert(set.name.clone(), set);
     }
 
-    fn add_chain(&mut self, name: &str, rules: Vec<Vec<Expression>>) {
+    fn add_chain(&mut self, name: &str, rules: Vec<impl Into<RuleContent>>) {
+        let rules = rules.into_iter().map(Into::into).collect();
         self.chains.insert(name.to_owned(), ChainContent { base: None, rules });
-    }
-
-    fn add_verdict(&mut self, map: &str, number: u32, verdict: Verdict) {
-        self.verdicts.insert((map.to_owned(), number), verdict);
     }
 
     /// Adds what leads from one layout to another to a transaction. Returns the number of chains
@@ -195,21 +196,20 @@ impl Layout {
         for (name, _) in self.chains.iter().filter(|(name, content)| changed(name) && !content.rules.is_empty()) {
             transaction.flush_chain(table, name);
         }
-        let element = |number: &u32| Element::new(Value::host_u32(*number));
-        for ((map, number), verdict) in &self.verdicts {
-            if new.verdicts.get(&(map.clone(), *number)) != Some(verdict) {
-                transaction.delete_elements(table, map.as_str(), [element(number)]);
-            }
+        for (place, _) in self.verdicts.iter().filter(|(place, verdict)| new.verdicts.get(*place) != Some(*verdict)) {
+            transaction.delete_elements(table, place.0.as_str(), [Element::new(place.1.clone())]);
         }
         for (name, content) in new.chains.iter().filter(|(name, _)| changed(name)) {
             written += 1;
             for rule in &content.rules {
-                transaction.add_rule(&Rule::new(table, name, rule.clone()));
+                let RuleContent { expressions, user_data } = rule.clone();
+                transaction.add_rule(&Rule { user_data, ..Rule::new(table, name, expressions) });
             }
         }
-        for ((map, number), verdict) in &new.verdicts {
-            if self.verdicts.get(&(map.clone(), *number)) != Some(verdict) {
-                transaction.add_elements(table, map.as_str(), [element(number).with_verdict(verdict.clone())]);
+        for (place, verdict) in &new.verdicts {
+            if self.verdicts.get(place) != Some(verdict) {
+                let element = Element::new(place.1.clone()).with_verdict(verdict.clone());
+                transaction.add_elements(table, place.0.as_str(), [element]);
             }
         }
         for name in self.chains.keys().filter(|name| !new.chains.contains_key(*name)) {
@@ -232,8 +232,10 @@ struct Builder<'a> {
 
 /// The first word of the registers.
 const FIRST: Register = Register::word(0);
-/// A word that no key reaches: in IPv6, the key of a frontend has 6 words.
+/// Where targets are loaded. No key reaches this word: in IPv6, the key of a frontend has 6 words.
 const SECOND: Register = Register::word(8);
+/// The number of the service port, in a target that is loaded there. The client's address follows.
+const CLIENT: Register = Register::word(8 + PORT_WORD);
 
 impl Builder<'_> {
     fn add_base_chains(&self, layout: &mut Layout) {
@@ -245,6 +247,7 @@ impl Builder<'_> {
         };
         let mut base = |name: &str, kind, hook, priority, rules: Vec<Vec<Expression>>| {
             let base = Some(BaseChain { kind, hook, priority, policy: Policy::Accept });
+            let rules = rules.into_iter().map(Into::into).collect();
             layout.chains.insert(name.to_owned(), ChainContent { base, rules });
         };
         for (name, hook) in [("firewall-prerouting", Hook::Prerouting), ("firewall-output", Hook::Output)] {
@@ -358,10 +361,21 @@ impl Builder<'_> {
         }
     }
 
-    /// Loads the number of the packet's group.
-    fn group(&self, lookup: Lookup, key: Register, to: Register) -> Vec<Expression> {
-        let mut all = self.key(lookup, key);
-        all.extend(self.expressions.number(lookup_map(lookup), key, to));
+    /// Loads the five words of the packet's target, and continues if there is one.
+    fn target(&self, lookup: Lookup, to: Register) -> Vec<Expression> {
+        let words = TIMEOUT_WORD..=GROUP_WORD;
+        let mut all: Vec<Expression> =
+            words.map(|word| self.expressions.placeholder(Register::word(to.index() + word))).collect();
+        all.extend(self.key(lookup, FIRST));
+        all.push(self.expressions.lookup(lookup_map(lookup), FIRST, to));
+        all
+    }
+
+    /// Continues if the packet has a target.
+    fn has_target(&self, lookup: Lookup) -> Vec<Expression> {
+        let mut all = self.target(lookup, SECOND);
+        // The first word is always 0. The comparison makes `nft` print the lookup.
+        all.push(Expression::equal(SECOND, Value::host_u32(0)));
         all
     }
 
@@ -370,19 +384,18 @@ impl Builder<'_> {
             let sources = self.config.detector.iter().map(|detector| self.expressions.is_from_pod(detector));
             let sources = sources.chain([self.expressions.is_local(Side::Source)]);
             let rule = |source: Vec<Expression>| {
-                let mut all = self.group(outer, FIRST, FIRST);
-                all.push(self.expressions.is_found(FIRST));
+                let mut all = self.has_target(outer);
                 all.extend(source);
                 all.push(jump(chain));
                 all
             };
-            sources.map(rule).collect::<Vec<_>>()
+            sources.map(|source| RuleContent::from(rule(source))).collect::<Vec<_>>()
         };
         let mut services = inside(Lookup::Inside, INSIDE);
         services.extend(self.dispatch(Lookup::Service, shape, layout));
         for mut destination in self.node_port_destinations() {
             destination.push(jump(NODE_PORTS));
-            services.push(destination);
+            services.push(destination.into());
         }
         let mut node_ports = inside(Lookup::InsideNodePort, INSIDE_NODE_PORTS);
         node_ports.extend(self.dispatch(Lookup::NodePort, shape, layout));
@@ -398,74 +411,38 @@ impl Builder<'_> {
     }
 
     /// The rules that lead from a map of frontends to the chains that draw a slot.
-    fn dispatch(&self, lookup: Lookup, shape: &Shape, layout: &mut Layout) -> Vec<Vec<Expression>> {
+    fn dispatch(&self, lookup: Lookup, shape: &Shape, layout: &mut Layout) -> Vec<RuleContent> {
         let to = self.expressions;
-        let table = &self.table;
-        layout.add_set(Set::verdict_map(table, picks_map(lookup, None), &[DataType::Mark]).with_key_in_host_order());
-        let by = |numbers: &str, chains: &str| {
-            let mut all = self.group(lookup, FIRST, FIRST);
-            all.extend(to.number(numbers, FIRST, FIRST));
-            all.push(to.verdict_of(chains, FIRST));
-            all
-        };
-        let mut rules = Vec::new();
-        let timeouts: BTreeSet<u32> = shape
-            .picks
-            .iter()
-            .filter(|pick| pick.lookup == lookup)
-            .filter_map(|pick| pick.affinity_timeout_seconds)
-            .collect();
-        if !timeouts.is_empty() {
-            let map = affinity_map(lookup);
-            layout.add_set(Set::verdict_map(table, &map, &[DataType::Mark]).with_key_in_host_order());
-            rules.push(by(names::AFFINITIES, &map));
+        let map = picks_map(lookup);
+        layout.add_set(Set::verdict_map(&self.table, &map, &[DataType::Mark, DataType::Mark]));
+        let timeouts = shape.picks.iter().filter(|pick| pick.lookup == lookup);
+        for timeout in timeouts.filter_map(|pick| pick.affinity_timeout_seconds) {
+            layout.add_set(self.clients_set(timeout));
         }
-        for timeout in timeouts {
-            self.add_affinity(lookup, timeout, layout);
-        }
+        let mut by_count = self.target(lookup, SECOND);
+        by_count.push(to.verdict_of(&map, SECOND.after(4 * TIMEOUT_WORD)));
+        let text = format!("affinity timeout and number of endpoints, from @{}", lookup_map(lookup));
+        let by_count = RuleContent::with_comment(by_count, &text);
+        let mut drop = self.has_target(lookup);
+        drop.push(Expression::Verdict(Verdict::Drop));
         // Before Linux 6.17 a lookup may miss while a transaction replaces the key. The second
         // lookup sees the new element.
-        rules.extend([by(names::COUNTS, &picks_map(lookup, None)), by(names::COUNTS, &picks_map(lookup, None))]);
-        let mut drop = self.group(lookup, FIRST, FIRST);
-        drop.extend([to.is_found(FIRST), Expression::Verdict(Verdict::Drop)]);
-        rules.push(drop);
-        rules
+        vec![by_count.clone(), by_count, drop.into()]
     }
 
-    /// The chain of an affinity timeout: recorded clients keep their endpoint, others get one.
-    fn add_affinity(&self, lookup: Lookup, timeout: u32, layout: &mut Layout) {
-        let to = self.expressions;
-        let table = &self.table;
+    /// The map of clients with an affinity timeout.
+    fn clients_set(&self, timeout: u32) -> Set {
         let address = address_type(self.config.family);
-        let (key, data) = ([DataType::Mark, address], [address, DataType::Port]);
-        let clients = Set::map(table, clients_map(timeout), &key, &data).with_size(MAX_RECORDED_CLIENTS);
-        layout.add_set(clients.with_timeout_ms(u64::from(timeout) * 1000).dynamic());
-        let by_count = picks_map(lookup, Some(timeout));
-        layout.add_set(Set::verdict_map(table, &by_count, &[DataType::Mark]).with_key_in_host_order());
-
-        // The group and the endpoint, side by side, are the key of a member.
-        let endpoint = FIRST.after(4);
-        let mut recorded = self.client(lookup, SECOND);
-        recorded.extend(self.group(lookup, FIRST, FIRST));
-        recorded.push(to.lookup(&clients_map(timeout), SECOND, endpoint));
-        recorded.push(to.is_in(names::MEMBERS, FIRST));
-        recorded.push(to.record(&clients_map(timeout), DynamicSetOperation::Update, SECOND, Some(endpoint)));
-        recorded.push(to.translate(endpoint));
-        let mut unrecorded = self.group(lookup, FIRST, FIRST);
-        unrecorded.extend(to.number(names::COUNTS, FIRST, FIRST));
-        unrecorded.push(to.verdict_of(&by_count, FIRST));
-        let chain = affinity_chain(lookup, timeout);
-        layout.add_chain(&chain, vec![recorded, unrecorded.clone(), unrecorded]);
-        layout.add_verdict(&affinity_map(lookup), timeout, Verdict::Jump(chain));
+        let (key, data) = ([DataType::Mark, address], [DataType::Mark, address, DataType::Port]);
+        let clients = Set::map(&self.table, clients_map(timeout), &key, &data).with_size(MAX_RECORDED_CLIENTS);
+        clients.with_timeout_ms(u64::from(timeout) * 1000).dynamic()
     }
 
     /// Loads the number of the packet's service port and the address of its client. The groups for
     /// both policies share the records of the port.
-    fn client(&self, lookup: Lookup, at: Register) -> Vec<Expression> {
-        let mut all = self.group(lookup, FIRST, at);
-        let (mask, xor) = (Value::host_u32(!1), Value::host_u32(0));
-        all.push(Expression::Bitwise { from: at, to: at, mask, xor });
-        all.push(self.expressions.address(Side::Source, at.after(4)));
+    fn client(&self, lookup: Lookup) -> Vec<Expression> {
+        let mut all = self.target(lookup, SECOND);
+        all.push(self.expressions.address(Side::Source, CLIENT.after(4)));
         all
     }
 
@@ -473,50 +450,76 @@ impl Builder<'_> {
     fn add_pick(&self, pick: &Pick, layout: &mut Layout) {
         let Pick { lookup, affinity_timeout_seconds, count } = *pick;
         let to = self.expressions;
-        let mut draw = self.group(lookup, FIRST, FIRST);
-        draw.push(to.random(count, FIRST.after(4)));
-        draw.push(to.lookup(names::ENDPOINTS, FIRST, FIRST));
-        let mut plain = draw.clone();
-        plain.push(to.translate(FIRST));
-        let chain = pick_chain(pick);
+        let group = |target: Register| target.after(4 * GROUP_WORD);
+        let text = format!("a random endpoint of the group, from @{}", lookup_map(lookup));
         let mut rules = Vec::new();
         if let Some(timeout) = affinity_timeout_seconds {
-            // A full map ends the rule; the next one sends the client on without a record.
-            let mut recording = self.client(lookup, SECOND);
-            recording.extend(draw);
             let clients = clients_map(timeout);
-            recording.push(to.record(&clients, DynamicSetOperation::Delete, SECOND, Some(FIRST)));
-            recording.push(to.record(&clients, DynamicSetOperation::Add, SECOND, Some(FIRST)));
-            recording.push(to.translate(FIRST));
-            rules.push(recording);
+            rules.push(self.recorded(lookup, &clients));
+            // A full map ends this rule; the next one sends the client on without a record.
+            let (target, slot) = (Register::word(3), Register::word(8));
+            let mut recording = self.client(lookup);
+            recording.extend(self.target(lookup, target));
+            recording.push(to.random(count, slot));
+            recording.push(to.lookup(names::ENDPOINTS, group(target), FIRST.after(4)));
+            recording.push(to.record(&clients, DynamicSetOperation::Delete, CLIENT, Some(FIRST)));
+            recording.push(to.record(&clients, DynamicSetOperation::Add, CLIENT, Some(FIRST)));
+            recording.push(to.translate(FIRST.after(4)));
+            rules.push(RuleContent::with_comment(recording, &format!("{text}; the client is recorded")));
         }
-        rules.push(plain);
+        let mut plain = self.target(lookup, SECOND);
+        plain.push(to.random(count, group(SECOND).after(4)));
+        plain.push(to.lookup(names::ENDPOINTS, group(SECOND), FIRST));
+        plain.push(to.translate(FIRST));
+        rules.push(RuleContent::with_comment(plain, &text));
+        let chain = pick_chain(pick);
         layout.add_chain(&chain, rules);
-        layout.add_verdict(&picks_map(lookup, affinity_timeout_seconds), count, Verdict::Jump(chain));
+        layout.verdicts.insert((picks_map(lookup), pick_key(pick)), Verdict::Jump(chain));
+    }
+
+    /// Sends a recorded client to its endpoint, if the endpoint is still in the group.
+    fn recorded(&self, lookup: Lookup, clients: &str) -> RuleContent {
+        let to = self.expressions;
+        // A record has a word that no rule uses, then the endpoint. The group follows the endpoint,
+        // so that the three are the key of a member.
+        let record = FIRST.after(4);
+        let endpoint = record.after(4);
+        let port = endpoint.after(to.address_bytes());
+        let target = Register::word(port.index() + 1 - GROUP_WORD);
+        let mut all = self.client(lookup);
+        all.extend(self.target(lookup, target));
+        all.push(to.address(Side::Source, endpoint));
+        all.push(to.destination_port(port));
+        all.push(to.lookup(clients, CLIENT, record));
+        all.push(to.is_in(names::MEMBERS, endpoint));
+        all.push(to.record(clients, DynamicSetOperation::Update, CLIENT, Some(record)));
+        all.push(to.translate(endpoint));
+        RuleContent::with_comment(all, &format!("the endpoint of the client, from @{clients}"))
     }
 
     fn add_masquerading(&self, layout: &mut Layout) {
         let to = self.expressions;
-        layout.add_set(Set::verdict_map(&self.table, MASQUERADING, &[DataType::Mark]).with_key_in_host_order());
-        let mut hairpin = vec![
+        let hairpin = vec![
             to.address(Side::Source, FIRST),
             to.address(Side::Destination, FIRST.after(to.address_bytes())),
             to.is_in(names::HAIRPINS, FIRST),
+            to.masquerade(),
         ];
-        hairpin.push(to.masquerade());
-        let by = |mut key: Vec<Expression>, map: &str| {
-            key.extend(to.number(map, FIRST, FIRST));
-            key.push(to.verdict_of(MASQUERADING, FIRST));
-            key
+        let mut rules = vec![hairpin];
+        let mut add = |key: Vec<Expression>, set: &str, sources: MasqueradeSources| {
+            let verdict = match sources {
+                MasqueradeSources::Nobody => Verdict::Return,
+                sources => Verdict::Goto(masquerade_set(sources).to_owned()),
+            };
+            rules.push([key, vec![to.is_in(set, FIRST), Expression::Verdict(verdict)]].concat());
         };
-        layout.add_chain(
-            MASQUERADING,
-            vec![
-                hairpin,
-                by(to.original_frontend(FIRST), names::MASQUERADE),
-                by(to.original_node_port(FIRST), names::MASQUERADE_NODE_PORTS),
-            ],
-        );
+        for sources in MASQUERADE_SOURCES {
+            add(to.original_frontend(FIRST), masquerade_set(sources), sources);
+        }
+        for sources in MASQUERADE_SOURCES {
+            add(to.original_node_port(FIRST), &of_node_ports(masquerade_set(sources)), sources);
+        }
+        layout.add_chain(MASQUERADING, rules);
         let mut outside = Vec::new();
         if let Some(detector) = &self.config.detector {
             let mut pods = to.is_from_pod(detector);
@@ -527,14 +530,12 @@ impl Builder<'_> {
         let mut node = to.is_local(Side::Source);
         node.push(to.masquerade());
         let chains = [
-            (MasqueradeSources::Outside, "masquerade-outside", outside),
-            (MasqueradeSources::Node, "masquerade-node", vec![node]),
-            (MasqueradeSources::Everyone, "masquerade-everyone", vec![vec![to.masquerade()]]),
+            (MasqueradeSources::Outside, outside),
+            (MasqueradeSources::Node, vec![node]),
+            (MasqueradeSources::Everyone, vec![vec![to.masquerade()]]),
         ];
-        layout.add_verdict(MASQUERADING, masquerade_number(MasqueradeSources::Nobody), Verdict::Return);
-        for (sources, chain, rules) in chains {
-            layout.add_chain(chain, rules);
-            layout.add_verdict(MASQUERADING, masquerade_number(sources), Verdict::Goto(chain.to_owned()));
+        for (sources, rules) in chains {
+            layout.add_chain(masquerade_set(sources), rules);
         }
     }
 
@@ -542,23 +543,20 @@ impl Builder<'_> {
     /// and ports.
     fn add_unserved(&self, service_cidrs: &BTreeSet<IpNet>, layout: &mut Layout) {
         let to = self.expressions;
-        layout.add_set(Set::verdict_map(&self.table, REFUSALS, &[DataType::Mark]).with_key_in_host_order());
-        layout.add_verdict(REFUSALS, refusal_number(Refusal::Reject), Verdict::Goto(REJECT.to_owned()));
-        layout.add_verdict(REFUSALS, refusal_number(Refusal::Drop), Verdict::Drop);
         layout.add_chain(REJECT, vec![vec![to.reject()]]);
-        let refuse = |mut key: Vec<Expression>, map: &str| {
-            key.extend(to.number(map, FIRST, FIRST));
-            key.push(to.verdict_of(REFUSALS, FIRST));
-            key
+        let refuse = |key: Vec<Expression>, set: &str, refusal: Refusal| {
+            let verdict = match refusal {
+                Refusal::Reject => Verdict::Goto(REJECT.to_owned()),
+                Refusal::Drop => Verdict::Drop,
+            };
+            [key, vec![to.is_in(set, FIRST), Expression::Verdict(verdict)]].concat()
         };
         // A Service may have got its first endpoint since the packet passed the rules that
         // translate. Its client sends again.
-        let drop_served = |lookup| {
-            let mut all = self.group(lookup, FIRST, FIRST);
-            all.extend([to.is_found(FIRST), Expression::Verdict(Verdict::Drop)]);
-            all
-        };
-        let mut rules = vec![refuse(to.frontend(FIRST), names::UNSERVED), drop_served(Lookup::Service)];
+        let drop_served = |lookup| [self.has_target(lookup), vec![Expression::Verdict(Verdict::Drop)]].concat();
+        let addresses = REFUSALS.map(|refusal| refuse(to.frontend(FIRST), refusal_set(refusal), refusal));
+        let mut rules: Vec<Vec<Expression>> = addresses.into();
+        rules.push(drop_served(Lookup::Service));
         rules.push(vec![
             to.address(Side::Destination, FIRST),
             to.is_in(names::CLUSTER_IPS, FIRST),
@@ -570,7 +568,10 @@ impl Builder<'_> {
             rules.push(unused);
         }
         layout.add_chain(UNSERVED, rules);
-        let rules = vec![refuse(to.node_port(FIRST), names::UNSERVED_NODE_PORTS), drop_served(Lookup::NodePort)];
+        let node_ports =
+            REFUSALS.map(|refusal| refuse(to.node_port(FIRST), &of_node_ports(refusal_set(refusal)), refusal));
+        let mut rules: Vec<Vec<Expression>> = node_ports.into();
+        rules.push(drop_served(Lookup::NodePort));
         layout.add_chain(UNSERVED_NODE_PORTS, rules);
     }
 }

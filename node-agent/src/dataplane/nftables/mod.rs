@@ -18,9 +18,9 @@ use headgate_core::{
     masquerade::MasqueradeConfig,
     nftables::{Existing, Ledger, NftablesConfig, Plan, Shape},
 };
-use nftables_netlink::{BaseChain, Feature, Kernel as _, Nftables, NftablesError, Table, Transaction, Verdict, probe};
+use nftables_netlink::{ElementData, Feature, Kernel as _, Nftables, NftablesError, Rule, Table, Transaction, probe};
 
-use self::layout::{ChainContent, Layout, LayoutConfig, table_name};
+use self::layout::{ChainContent, Layout, LayoutConfig, RuleContent, table_name};
 use super::{
     Dataplane, DataplaneError, DualStack, ErrorKind, KernelHandle, Report, StateSource, Statistics, TableStatistics,
     iptables::route_localnet,
@@ -294,12 +294,15 @@ fn read(nftables: &mut Nftables, family: Family) -> Result<Found, NftablesError>
     }
     found.has_table = true;
     for chain in nftables.chains(&name)? {
-        let base = chain.object.base.map(|base| BaseChain { ..base });
+        let base = chain.object.base;
         found.layout.chains.insert(chain.object.name, ChainContent { base, rules: Vec::new() });
     }
     for rule in nftables.rules(&name, None)? {
         match found.layout.chains.get_mut(&rule.object.chain) {
-            Some(chain) => chain.rules.push(rule.object.expressions),
+            Some(chain) => {
+                let Rule { expressions, user_data, .. } = rule.object;
+                chain.rules.push(RuleContent { expressions, user_data });
+            }
             None => found.is_foreign = true,
         }
     }
@@ -308,13 +311,8 @@ fn read(nftables: &mut Nftables, family: Family) -> Result<Found, NftablesError>
         if !set.flags.dynamic {
             for element in nftables.elements(&name, &set.name)? {
                 match &element.data {
-                    Some(nftables_netlink::ElementData::Verdict(verdict)) => {
-                        let number = element.key.0.as_slice().try_into().map(u32::from_ne_bytes);
-                        let Ok(number) = number else {
-                            found.is_foreign = true;
-                            continue;
-                        };
-                        found.layout.verdicts.insert((set.name.clone(), number), Verdict::clone(verdict));
+                    Some(ElementData::Verdict(verdict)) => {
+                        found.layout.verdicts.insert((set.name.clone(), element.key), verdict.clone());
                     }
                     _ => match elements::decode(family, &set.name, &element) {
                         Some(element) => drop(found.existing.elements.insert(element)),
