@@ -124,7 +124,7 @@ impl Rig {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    // rows of nftables: 19, 93, 98
+
     #[test]
     fn replayed_split_and_squashed_changes_produce_the_same_elements(
         changes in prop::collection::vec(any_event(8), 1..60),
@@ -167,7 +167,6 @@ proptest! {
 }
 
 /// One endpoint's change costs the same, however many endpoints the service has.
-// rows of nftables: 93
 #[test]
 fn an_endpoint_change_replaces_the_targets_and_at_most_two_slots() {
     use headgate_core::{Change, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort};

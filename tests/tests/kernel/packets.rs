@@ -459,20 +459,20 @@ mod tables {
 
     const BACKEND: Backend = Backend::Nftables;
 
-    // rows of nftables: 92, 93, 98
+
     #[test]
     fn a_change_writes_a_handful_of_elements() {
         on_machines(BACKEND, lifecycle::some_services(), nftables::a_change_writes_a_handful_of_elements);
     }
 
-    // rows of nftables: 97, 103
+
     #[test]
     fn the_table_survives_a_flush_and_is_repaired_after_a_change() {
         let scenario = nftables::the_table_survives_a_flush_and_is_repaired_after_a_change;
         on_machines(BACKEND, lifecycle::some_services(), scenario);
     }
 
-    // rows of nftables: 89, 103
+
     #[test]
     fn modes_switch_without_losing_connections() {
         on_machines(BACKEND, lifecycle::some_services(), nftables::modes_switch_without_losing_connections);
