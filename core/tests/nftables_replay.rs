@@ -15,6 +15,9 @@ use proptest::prelude::*;
 mod changes;
 use changes::{any_event, node, squash};
 
+/// The endpoints of each frontend, as text.
+type Frontends = BTreeMap<(Lookup, Frontend), BTreeSet<String>>;
+
 /// Maps and sets in memory. They reject what the kernel rejects.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 struct Sets {
@@ -62,7 +65,7 @@ impl Sets {
     }
 
     /// The endpoints of each frontend, and the elements that belong to no group.
-    fn flat(&self) -> (BTreeMap<(Lookup, Frontend), BTreeSet<String>>, BTreeSet<Element>) {
+    fn flat(&self) -> (Frontends, BTreeSet<Element>) {
         let mut endpoints: HashMap<u32, BTreeSet<String>> = HashMap::new();
         let (mut frontends, mut others) = (BTreeMap::new(), BTreeSet::new());
         for element in self.elements.values() {

@@ -32,7 +32,7 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
             }
             Err(error) => Err(error),
         },
-        ProxyMode::Nftables => match nftables::NftablesDataplane::new(nftables_config(settings)) {
+        ProxyMode::Nftables => match nftables::NftablesDataplane::new(&nftables_config(settings)) {
             Ok(dataplane) => Ok(Box::new(dataplane.with_leftovers(leftovers))),
             Err(error) if error.kind == ErrorKind::Unavailable => {
                 let sentence = format!(

@@ -459,19 +459,16 @@ mod tables {
 
     const BACKEND: Backend = Backend::Nftables;
 
-
     #[test]
     fn a_change_writes_a_handful_of_elements() {
         on_machines(BACKEND, lifecycle::some_services(), nftables::a_change_writes_a_handful_of_elements);
     }
-
 
     #[test]
     fn the_table_survives_a_flush_and_is_repaired_after_a_change() {
         let scenario = nftables::the_table_survives_a_flush_and_is_repaired_after_a_change;
         on_machines(BACKEND, lifecycle::some_services(), scenario);
     }
-
 
     #[test]
     fn modes_switch_without_losing_connections() {

@@ -128,7 +128,7 @@ impl DualStack<NftablesFamily> {
     /// # Errors
     /// [`ErrorKind::Unavailable`] if the kernel lacks nftables or an expression; the message names
     /// it.
-    pub fn new(config: Config) -> Result<Self, DataplaneError> {
+    pub fn new(config: &Config) -> Result<Self, DataplaneError> {
         let mut connection = Nftables::open().map_err(|error| failure("mode nftables cannot run", &error))?;
         let unavailable = |message: String| DataplaneError::new(ErrorKind::Unavailable, message);
         let family = nftables_netlink::Family::Ip;
