@@ -95,8 +95,8 @@ struct Found {
 }
 
 impl Ledger {
-    /// A full sync keeps chains that no group needs any more up to this number. A step deletes none,
-    /// so a group that grows and shrinks does not add and delete chains each time.
+    /// A full sync keeps chains that no group needs any more up to this number. A step deletes no
+    /// chain, so a group that grows and shrinks does not add and delete chains each time.
     const MAX_UNUSED_PICKS: usize = 128;
 
     /// Nothing is programmed.
@@ -147,16 +147,6 @@ impl Ledger {
     /// Leaves these services as they are programmed, and no others.
     pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         self.quarantined.clone_from(services);
-    }
-
-    /// The services that need an element with the key of `element`. The cost grows with the number
-    /// of services: for errors only.
-    #[must_use]
-    pub fn services_of(&self, element: &Element) -> BTreeSet<Arc<ServiceKey>> {
-        let key = element.key();
-        let needs = |programmed: &Programmed| programmed.all_elements().any(|element| element.key() == key);
-        let found = self.programmed.iter().filter(|(_, programmed)| needs(programmed));
-        found.map(|(service, _)| Arc::clone(service)).collect()
     }
 
     /// Plans what changed for the dirty services. The cost depends on these services alone.

@@ -131,9 +131,9 @@ fn frontend_key(frontend: Frontend) -> Vec<Value> {
     address.into_iter().chain([Value::byte(protocol_number(protocol)), Value::port(port)]).collect()
 }
 
-/// The words of a [`Target`] in the data of a map, from the first. Rules use no word before
-/// [`TIMEOUT_WORD`]: old versions of `nft` (1.0.6) abort when the first word of a lookup's result is
-/// the key of another lookup.
+/// The position of the affinity timeout among the words of a [`Target`] in the data of a map. Rules
+/// do not use the first word: old versions of `nft` (1.0.6) abort when the first word of a lookup's
+/// result is the key of another lookup.
 pub(super) const TIMEOUT_WORD: u32 = 1;
 /// The number of endpoints follows the timeout: together they are the key of a pick.
 pub(super) const PORT_WORD: u32 = 3;
