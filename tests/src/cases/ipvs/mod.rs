@@ -337,7 +337,7 @@ pub fn destinations_drain(bed: &Testbed) -> Result<()> {
     drains()?;
     held.check()?;
     // A connection that ends with a reset does not wait in TIME_WAIT.
-    let mut other = HeldConnection::open(client, to)?;
+    let other = HeldConnection::open(client, to)?;
     let server = &other.answer.server;
     ensure!(rest.contains(&server.as_str()), "{server} answers a new connection, expected one of {rest:?}");
     other.reset()?;
@@ -355,7 +355,7 @@ pub fn destinations_drain(bed: &Testbed) -> Result<()> {
         ensure!(!addresses.contains(&format!("{}/", to.ip())), "the address still exists: {addresses}");
         Ok(())
     };
-    // IPVS remembers ended connections for up to two minutes (TIME_WAIT).
+    // IPVS forgets a connection ten seconds after its reset.
     within(Duration::from_secs(150), is_gone).context("after the last connection was reset")
 }
 
