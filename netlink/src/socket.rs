@@ -33,7 +33,7 @@ impl Socket {
         // SAFETY: the descriptor is open, and nothing else owns it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         let socket = Self { fd, send_buffer_bytes: BUFFER_BYTES };
-        // The kernel omits the copy of the request in its error answers.
+        // Makes the kernel repeat only the header of a request in its error answers.
         socket.set_option(libc::SOL_NETLINK, libc::NETLINK_CAP_ACK, &1_i32)?;
         // Kernels before 4.12 have no extended acknowledgements, and kernels before 4.20 no strict
         // checks.

@@ -50,7 +50,7 @@ appears with its first value.
 the number of results, as in every component of Kubernetes. `DELETE` resets them.
 `kubernetes_build_info` has the labels of the Kubernetes components and describes Headgate's build.
 
-The agent does not serve kube-proxy's metrics of mode nftables, because it does not have that mode.
+The agent does not serve the metrics that kube-proxy has in mode nftables alone.
 ";
 
 /// One metric.

@@ -221,7 +221,7 @@ mod tests {
             table.release(&other);
         }
         assert_eq!(table.reference(1, &u64::MAX), None);
-        assert!(matches!(table.collisions, Collisions::Many), "the collided references are still stored");
+        assert!(matches!(table.collisions, Collisions::Many), "the collided references are no longer stored");
         table.release(&u64::MAX);
         table.take(2, &u64::MAX, || last + 1);
         assert_eq!(table.reference(2, &u64::MAX), None, "references stay unused");

@@ -1,11 +1,11 @@
 //! Topology: which ready endpoints this node prefers (KEP-2433 hints by zone, KEP-3015 hints by
 //! node).
 //!
-//! An address with a port may have hints by node and hints by zone. Only ready endpoints decide
-//! which kind of hint applies. A kind applies only if every ready endpoint has a hint of that kind
-//! and at least one of these hints names this node or its zone. If both kinds apply, the node uses
-//! the hints by node. If neither kind applies, the node uses all ready endpoints. Hints therefore
-//! never leave a node without endpoints.
+//! A ready endpoint (here, one address and port) may have hints by node, hints by zone, or both.
+//! Only ready endpoints decide which kind of hint applies. A kind applies only if every ready
+//! endpoint has a hint of that kind and at least one of these hints names this node or its zone. If
+//! both kinds apply, the node uses the hints by node. If neither kind applies, the node uses all
+//! ready endpoints. Hints therefore never leave a node without endpoints.
 
 use crate::{model::PortState, node_facts::NodeFacts};
 

@@ -133,7 +133,7 @@ impl State {
         &self.frontends
     }
 
-    /// The numbers of Services that use a feature.
+    /// For each feature that a node may lack, the number of Services that use it.
     #[must_use]
     pub fn demand(&self) -> &Demand {
         &self.demand

@@ -8,8 +8,9 @@ use headgate_proto::v1::{self, welcome::ResumeMode};
 
 use crate::state::held::Snapshot;
 
-/// Maximum number of remembered rejections. A replica remembers fewer rejections of each agent.
-/// Rejections beyond this number are never withdrawn, but end with the stream.
+/// Maximum number of rejections that the agent remembers. It exceeds the number that a replica
+/// remembers for each agent. Rejections beyond this number are never withdrawn, but end with the
+/// stream.
 const MAX_KEPT: usize = 1024;
 
 /// The rejections in force, by the resource's name as in [`v1::Rejection`].

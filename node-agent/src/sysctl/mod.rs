@@ -95,7 +95,7 @@ impl Sysctls {
         Ok(self.warnings)
     }
 
-    /// True when conntrack does not mark TCP packets outside of the window INVALID.
+    /// True if conntrack accepts TCP packets outside the window instead of marking them as INVALID.
     #[must_use]
     pub fn is_tcp_liberal(&self) -> bool {
         let path = self.root.join(PARAMETERS).join("nf_conntrack_tcp_be_liberal");

@@ -259,8 +259,8 @@ impl ApiServer {
 
 /// Methods that cause faults. `kind: None` means every kind. Methods that act on open watches
 /// return the number of these watches. A watch first sends the events of all writes that preceded
-/// the call, and then executes the fault. While the kind of a watch is blocked, the watch does not
-/// send these events first.
+/// the call, and then executes the fault. A watch whose kind is blocked executes the fault at once,
+/// without sending these events.
 impl ApiServer {
     /// Applies the fault to the next `count` requests that match the filter.
     pub fn fail_next(&self, count: u64, filter: RequestFilter, fault: RequestFault) {

@@ -111,7 +111,7 @@ fn wait_for_one_behind(stage: &mut Stage, relay: &Relay, agents: usize, behind: 
     })?;
     let until = Instant::now() + LIMIT;
     while metric(stage, behind, "headgate_behind_waits_total")? < agents as f64 {
-        ensure!(Instant::now() < until, "a replica that is behind does not let its agents wait");
+        ensure!(Instant::now() < until, "not all agents wait at the replica that is behind them");
         std::thread::sleep(Duration::from_millis(20));
     }
     let waiting = stage.fleet.ask(|worker| worker.summary())?;

@@ -15,7 +15,7 @@ use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
 const PODS: &[&str] = &["a1", "c1"];
-/// Longest wait for a change whose programming the agent does not report.
+/// Longest wait for the effect of a change that the agent does not report as programmed.
 const EVENTUALLY: Duration = Duration::from_secs(120);
 
 /// Repeats `check` until it succeeds. Returns its last error after [`EVENTUALLY`].

@@ -260,9 +260,9 @@ impl Worker {
         self.due.push(Reverse((at + SLOW_READ_INTERVAL, Due::SlowRead(index))));
     }
 
-    /// Checks all agents for silence of the server. A real agent reconnects after silence
-    /// (discovery.proto, section 9). In the fleet, silence is a violation, because the replica must
-    /// send heartbeats.
+    /// Checks that no handshake takes too long, and that every agent that reads at full speed hears
+    /// from its server. A real agent reconnects after silence (discovery.proto, section 9). In the
+    /// fleet, silence is a violation, because the replica must send heartbeats.
     fn sweep(&mut self, now: Instant) {
         self.due.push(Reverse((now + SWEEP_INTERVAL, Due::Sweep)));
         for index in 0..self.clients.len() {

@@ -141,7 +141,8 @@ struct Applier {
     model: Model,
     shown_problems: Vec<Problem>,
     positions: BTreeMap<SourceKind, u64>,
-    /// Positions of bookmarks, for kinds without a change after the bookmark.
+    /// The position of the last bookmark of each kind. A list or a change that arrives later
+    /// removes it.
     bookmarks: BTreeMap<SourceKind, u64>,
     /// When the oldest update arrived that is not committed yet.
     received: Option<SystemTime>,

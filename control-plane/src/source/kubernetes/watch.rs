@@ -1,7 +1,7 @@
 //! Lists one kind and then watches it, until shutdown.
 //!
 //! ```text
-//!       ┌──────── status 410, or the server went back ───────┐
+//!       ┌──────── status 410, or an older server ────────────┐
 //!       ▼                                                    │
 //!   no version ── complete list ──► version ──► watch ───────┤
 //!                                      ▲                     │

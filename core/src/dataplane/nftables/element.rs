@@ -15,7 +15,8 @@ pub enum Refusal {
     Drop,
 }
 
-/// The clients of a frontend whose source address is replaced by the node's.
+/// Which clients of a frontend are masqueraded: the address of the node replaces their source
+/// address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum MasqueradeSources {
     /// No client.
@@ -40,13 +41,14 @@ pub struct Target {
 }
 
 impl Target {
-    /// The number of the service port. The groups for both policies share it.
+    /// An identifier of the service port, which is not its TCP or UDP port number. The groups for
+    /// policies Cluster and Local of a port differ in the lowest bit alone.
     #[must_use]
     pub fn port_number(&self) -> u32 {
         self.group & !1
     }
 
-    /// The chain that draws a slot.
+    /// The chain that selects a slot of the group at random. Each slot holds one endpoint.
     #[must_use]
     pub fn pick(&self, lookup: Lookup) -> Pick {
         Pick { lookup, affinity_timeout_seconds: self.affinity_timeout_seconds, count: self.count }
@@ -56,7 +58,7 @@ impl Target {
 /// An element of a map or of a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Element {
-    /// Packets to any port of a ClusterIP that no Service has are rejected.
+    /// A ClusterIP. Packets to it are rejected on ports that no Service has.
     ClusterIp(IpAddr),
     /// An endpoint that may run on this node. Its connections to itself are masqueraded.
     Hairpin(IpAddr),
@@ -80,8 +82,8 @@ pub enum Element {
     Member(u32, IpAddr, u16),
 }
 
-/// What identifies an element in its map or set. The kernel cannot change the value of a key: it is
-/// deleted and added again.
+/// What identifies an element in its map or set. The kernel cannot change the value of an existing
+/// key, so a changed element is deleted and added again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ElementKey {
     /// The whole element.
@@ -157,7 +159,8 @@ pub struct Shape {
     pub picks: BTreeSet<Pick>,
     /// The prefix lengths of source ranges.
     pub prefix_lengths: BTreeSet<u8>,
-    /// The ranges of ClusterIPs. Packets to addresses of them that no Service has are dropped.
+    /// The ranges of ClusterIPs. A packet to an address in a range is dropped if no Service has the
+    /// address.
     pub service_cidrs: BTreeSet<IpNet>,
 }
 

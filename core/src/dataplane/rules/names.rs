@@ -57,7 +57,7 @@ pub const IN_FILTER: &str = "KUBE-IPVS-FILTER";
 /// packets. In mangle it checks source ranges.
 pub const OUT_FILTER: &str = "KUBE-IPVS-OUT-FILTER";
 
-/// Returns the names, without hashed names, of all chains that a dataplane of Headgate may have
+/// Returns the fixed names of all chains that a dataplane of Headgate may have
 /// created in a table. A cleanup removes these chains.
 #[must_use]
 pub fn all(table: Table) -> &'static [&'static str] {
