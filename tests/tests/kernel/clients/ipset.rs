@@ -213,7 +213,7 @@ fn errors_name_the_change_and_the_reason() {
                 "adding 10.0.0.2 to the set small: the set is full: it has the maximum number of entries (maxelem)",
                 "adding 10.0.0.1 to the set none: there is no such set",
                 "adding 10.0.0.1 to the set of-v6: the family or type of the entry differs from the \
-                 set's, or the kernel uses another protocol version",
+                 family or type of the set, or the kernel uses another protocol version",
                 "adding 11 to the set ports: the entry is out of the set's range",
             ]
         );
