@@ -198,7 +198,7 @@ impl StateFile {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.folder).map_err(fail)?;
         // If the path is a named pipe, opening it would block until a reader opens the pipe.
         if fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
-            return Err(fail(io::Error::other("it is not an ordinary file")));
+            return Err(fail(io::Error::other("it is not a regular file")));
         }
         let open = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
         let file = open.map_err(fail)?;

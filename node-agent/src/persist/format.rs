@@ -51,7 +51,7 @@ impl Kind {
 pub(super) enum FormatError {
     #[error("cannot be read: {0}")]
     Io(#[from] io::Error),
-    #[error("is not an ordinary file")]
+    #[error("is not a regular file")]
     NoFile,
     #[error("is not a state file of Headgate")]
     Magic,

@@ -318,7 +318,7 @@ fn a_named_pipe_in_place_of_the_file_does_not_block() {
     let folder = tempfile::tempdir().unwrap();
     let mut file = StateFile::new(folder.path(), "node-1".into());
     assert!(Command::new("mkfifo").arg(file.path()).status().unwrap().success());
-    assert_eq!(file.load().map(drop).unwrap_err().to_string(), "is not an ordinary file");
+    assert_eq!(file.load().map(drop).unwrap_err().to_string(), "is not a regular file");
 }
 
 #[test]

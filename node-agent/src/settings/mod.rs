@@ -79,7 +79,7 @@ pub fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
     let read = || {
         // Opening a pipe would block until another process opens the pipe for writing.
         if !std::fs::metadata(path)?.is_file() {
-            return Err(io::Error::other("it is not an ordinary file"));
+            return Err(io::Error::other("it is not a regular file"));
         }
         std::fs::read_to_string(path)
     };

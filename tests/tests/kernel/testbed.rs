@@ -252,7 +252,10 @@ fn wrong_cases_fail() {
     cases::run(&bed, &[question.answered_evenly(table::WEB, SourceAddress::Kept)]).unwrap();
 
     let mistakes = [
-        (question.answered(table::WEB, SourceAddress::Masqueraded("node-a")), "saw 10.244.1.12, not 192.0.2.11"),
+        (
+            question.answered(table::WEB, SourceAddress::Masqueraded("node-a")),
+            "saw the source 10.244.1.12, expected 192.0.2.11",
+        ),
         (question.answered(&["a1", "a2", "b1"], SourceAddress::Kept), "answered by"),
         (question.answered(&["a1", "a2", "b1", "c1", "c2"], SourceAddress::Kept), "answered by"),
         (question.refused(), "answered by"),

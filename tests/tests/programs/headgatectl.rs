@@ -320,7 +320,7 @@ async fn a_file_without_a_certificate_is_named() {
     std::fs::write(&file, "hello").unwrap();
     let (code, error) = refusal("https://127.0.0.1:7443", &["--tls-ca", file.to_str().unwrap(), "status"]).await;
     assert_eq!(code, 1);
-    assert!(error.contains("--tls-ca") && error.contains("ca.pem") && error.contains("no PEM"), "{error}");
+    assert!(error.contains("--tls-ca") && error.contains("ca.pem") && error.contains("not in PEM format"), "{error}");
 }
 
 #[tokio::test]

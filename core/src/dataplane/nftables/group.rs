@@ -89,10 +89,14 @@ impl Numbers {
     /// would exhaust the numbers.
     pub(super) const MAX_ADOPTED: u32 = 1 << 24;
 
+    /// The most free numbers that are looked for after a restart.
+    const MAX_FREE: usize = 4096;
+
     /// The numbers of service ports beside those in use.
     pub(super) fn besides(in_use: &HashSet<u32>) -> Self {
         let last = in_use.iter().copied().max().unwrap_or_default();
-        Self { last, free: (1..last / 2).map(|half| half * 2).filter(|number| !in_use.contains(number)).collect() }
+        let free = (1..last / 2).map(|half| half * 2).filter(|number| !in_use.contains(number));
+        Self { last, free: free.take(Self::MAX_FREE).collect() }
     }
 
     pub(super) fn take(&mut self) -> u32 {

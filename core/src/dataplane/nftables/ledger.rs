@@ -168,7 +168,8 @@ impl Ledger {
     /// of groups. If the kernel has what is wanted, the plan is empty.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &Existing) -> Plan {
         let mut found = Found::of(&existing.elements);
-        self.numbers = Numbers::besides(&found.slots.keys().copied().map(port_number).collect());
+        let in_use = found.slots.keys().chain(found.numbers.values());
+        self.numbers = Numbers::besides(&in_use.copied().map(port_number).collect());
         let quarantined: Vec<(Arc<ServiceKey>, Programmed)> = {
             let kept = self.quarantined.iter();
             kept.filter_map(|key| self.programmed.remove_entry(key)).collect()
@@ -195,8 +196,8 @@ impl Ledger {
         let unused: Vec<Pick> = existing.shape.picks.difference(&self.shape.picks).copied().collect();
         if unused.len() <= Self::MAX_UNUSED_PICKS {
             self.shape.picks.extend(unused);
-            self.shape.prefix_lengths.extend(&existing.shape.prefix_lengths);
         }
+        self.shape.prefix_lengths.extend(&existing.shape.prefix_lengths);
         let mut plan = self.finish(round, planned);
         // All wanted elements are in `plan.add`: nothing was programmed.
         let mut surplus = existing.elements.clone();
@@ -230,9 +231,22 @@ impl Ledger {
         let views = service_views(state, key, self.config.family, node);
         let mut new = Programmed::default();
         let mut found = found;
-        for view in &views {
-            let plan = service::plan(&self.config, view);
-            let port = self.port_number(view.protocol, view.port, &old.groups, &plan, found.as_deref_mut());
+        let (mut ports, mut node_ports) = (HashSet::new(), HashSet::new());
+        for mut view in views {
+            // A malformed Service may list a port twice. The first one counts.
+            if !ports.insert((view.protocol, view.port)) {
+                continue;
+            }
+            if view.node_port != 0 && !node_ports.insert((view.protocol, view.node_port)) {
+                view.node_port = 0;
+            }
+            let plan = service::plan(&self.config, &view);
+            let needs_number = !(plan.cluster.is_empty() && plan.local.is_empty());
+            let port = if needs_number {
+                self.port_number(view.protocol, view.port, &old.groups, &plan, found.as_deref_mut())
+            } else {
+                0
+            };
             for (is_local, endpoints) in [(false, &plan.cluster), (true, &plan.local)] {
                 if endpoints.is_empty() {
                     continue;
@@ -249,9 +263,6 @@ impl Ledger {
                 let mut group = Group { key, number, affinity_timeout_seconds: view.affinity_timeout_seconds, slots };
                 group.set_endpoints(endpoints);
                 new.groups.push(group);
-            }
-            if plan.cluster.is_empty() && plan.local.is_empty() {
-                self.numbers.release(port);
             }
             let target = |is_local| -> Option<Target> {
                 let number = group_number(port, is_local);

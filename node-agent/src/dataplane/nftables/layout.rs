@@ -131,7 +131,8 @@ pub(super) fn pick_of_chain(name: &str) -> Option<Pick> {
             Some((count, timeout)) => (count, Some(timeout.strip_suffix('s')?.parse().ok()?)),
             None => (rest, None),
         };
-        Some(Pick { lookup, affinity_timeout_seconds: timeout, count: count.parse().ok()? })
+        let count = count.parse().ok().filter(|count| *count > 0)?;
+        Some(Pick { lookup, affinity_timeout_seconds: timeout, count })
     })
 }
 
@@ -175,6 +176,16 @@ impl Layout {
     fn add_chain(&mut self, name: &str, rules: Vec<impl Into<RuleContent>>) {
         let rules = rules.into_iter().map(Into::into).collect();
         self.chains.insert(name.to_owned(), ChainContent { base: None, rules });
+    }
+
+    /// Whether the sets and base chains that both layouts have are the same. The kernel cannot
+    /// change them.
+    pub(super) fn can_become(&self, new: &Self) -> bool {
+        let sets = self.sets.iter().all(|(name, set)| new.sets.get(name).is_none_or(|wanted| wanted == set));
+        let is_same = |(name, chain): (&String, &ChainContent)| {
+            new.chains.get(name).is_none_or(|wanted| wanted.base == chain.base)
+        };
+        sets && self.chains.iter().all(is_same)
     }
 
     /// Adds what leads from one layout to another to a transaction. Returns the number of chains
@@ -552,11 +563,13 @@ impl Builder<'_> {
             [key, vec![to.is_in(set, FIRST), Expression::Verdict(verdict)]].concat()
         };
         // A Service may have got its first endpoint since the packet passed the rules that
-        // translate. Its client sends again.
-        let drop_served = |lookup| [self.has_target(lookup), vec![Expression::Verdict(Verdict::Drop)]].concat();
+        // translate: it is not refused. The rule does not drop the packet, because an endpoint on
+        // the node's network may have the address and port of the frontend. Conntrack does not
+        // count that as a translation.
+        let leave_served = |lookup| [self.has_target(lookup), vec![Expression::Verdict(Verdict::Return)]].concat();
         let addresses = REFUSALS.map(|refusal| refuse(to.frontend(FIRST), refusal_set(refusal), refusal));
         let mut rules: Vec<Vec<Expression>> = addresses.into();
-        rules.push(drop_served(Lookup::Service));
+        rules.push(leave_served(Lookup::Service));
         rules.push(vec![
             to.address(Side::Destination, FIRST),
             to.is_in(names::CLUSTER_IPS, FIRST),
@@ -571,7 +584,7 @@ impl Builder<'_> {
         let node_ports =
             REFUSALS.map(|refusal| refuse(to.node_port(FIRST), &of_node_ports(refusal_set(refusal)), refusal));
         let mut rules: Vec<Vec<Expression>> = node_ports.into();
-        rules.push(drop_served(Lookup::NodePort));
+        rules.push(leave_served(Lookup::NodePort));
         layout.add_chain(UNSERVED_NODE_PORTS, rules);
     }
 }

@@ -1,5 +1,7 @@
 //! The removal of this dataplane's tables.
 
+use std::fs;
+
 use headgate_core::Family;
 use nftables_netlink::{Kernel as _, Nftables, NftablesError, Transaction};
 
@@ -12,6 +14,9 @@ use super::{
 /// The tables of this dataplane.
 pub(crate) fn tables() -> Leftover {
     Leftover::new("nftables", || {
+        if !has_nftables() {
+            return Ok(());
+        }
         let result = remove().map_err(|error| failure("removing the tables of mode nftables", &error));
         match result {
             Err(DataplaneError { kind: super::ErrorKind::Unavailable, .. }) => Ok(()),
@@ -30,3 +35,12 @@ fn remove() -> Result<(), NftablesError> {
     }
     if transaction.message_count() == 0 { Ok(()) } else { nftables.commit(&transaction) }
 }
+
+/// Whether the kernel has nftables now. A question over netlink would make it load the module.
+fn has_nftables() -> bool {
+    let has_symbol = |symbols: Vec<u8>| symbols.windows(SYMBOL.len()).any(|window| window == SYMBOL);
+    fs::exists("/sys/module/nf_tables").unwrap_or(true) || fs::read("/proc/kallsyms").is_ok_and(has_symbol)
+}
+
+/// A function of the kernel's nftables, which is also listed where nftables is built in.
+const SYMBOL: &[u8] = b" nft_do_chain";

@@ -192,13 +192,16 @@ impl Dataplane for NftablesFamily {
     }
 
     fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut Found) -> Step {
-        if found.is_foreign {
+        let mut plan = self.ledger.full(state, node, &found.existing);
+        let mut layout = Layout::new(&self.layout_config, self.ledger.shape());
+        if found.is_foreign || !found.layout.can_become(&layout) {
             // The table is written anew, in the same transaction.
+            found.is_foreign = true;
             found.existing = Existing::default();
             found.layout = Layout::default();
+            plan = self.ledger.full(state, node, &found.existing);
+            layout = Layout::new(&self.layout_config, self.ledger.shape());
         }
-        let plan = self.ledger.full(state, node, &found.existing);
-        let layout = Layout::new(&self.layout_config, self.ledger.shape());
         let found = (found.has_table, found.is_foreign, std::mem::take(&mut found.layout));
         Step { plan, layout: Some(layout), found: Some(found) }
     }

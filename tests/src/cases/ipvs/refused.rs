@@ -39,7 +39,7 @@ pub fn a_rejected_destination_affects_no_other(bed: &Testbed) -> Result<()> {
             };
             let address = plan::address(pod).with_context(|| format!("the plan has no address for {pod}"))?.v4;
             let parts =
-                ["testbed/bad", &format!("{address}:"), "no unicast", "all of the service is programmed but this"];
+                ["testbed/bad", &format!("{address}:"), "unicast address", "all of the service is programmed but this"];
             ensure!(parts.iter().all(|part| reported.contains(part)), "the agent reports {reported}");
             Ok(())
         })

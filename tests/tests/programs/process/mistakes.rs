@@ -84,7 +84,7 @@ fn the_agent_reports_a_wrong_scheme_or_port_of_its_control_plane() {
         });
     };
     says("http://127.0.0.1:7444", "the control plane speaks TLS, and its URL begins with http://; write https:// in");
-    says("https://127.0.0.1:7443", "does not speak TLS, though its URL begins with https://; give the control plane");
+    says("https://127.0.0.1:7443", "does not speak TLS, although its URL begins with https://; give the control plane");
     says("http://127.0.0.1:7480", "no control plane answers; check the port in --control-plane");
     // The control plane with TLS also logs a clear message about the agent that did not use TLS.
     let log = with_tls.log();
@@ -133,14 +133,14 @@ fn a_pipe_in_place_of_a_file_is_reported_and_blocks_no_program() {
     rig.until_programmed();
     eventually("the agent logs why it cannot save its state", || {
         let log = agent.log();
-        let is_logged = log.contains("the state cannot be saved") && log.contains("lock: it is not an ordinary file");
+        let is_logged = log.contains("the state cannot be saved") && log.contains("lock: it is not a regular file");
         if is_logged { Ok(()) } else { Err(log) }
     });
     assert!(agent.terminate().0.success());
 
     let (status, log) =
         rig.run_agent(&["--control-plane=http://127.0.0.1:7443", "--insecure-loopback", &format!("--config={pipe}")]);
-    assert!(!status.success() && log.contains(&format!("--config {pipe}: it is not an ordinary file")), "{log}");
+    assert!(!status.success() && log.contains(&format!("--config {pipe}: it is not a regular file")), "{log}");
 
     let files: Vec<String> = ["cert", "key", "ca"].iter().map(|file| format!("--tls-{file}={pipe}")).collect();
     let mut arguments = vec!["--control-plane=https://127.0.0.1:7444"];
@@ -155,7 +155,7 @@ fn a_pipe_in_place_of_a_file_is_reported_and_blocks_no_program() {
 
     let files: Vec<String> = ["cert", "key", "client-ca"].iter().map(|file| format!("--tls-{file}={pipe}")).collect();
     let (status, log) = rig.control_plane(&["--listen=127.0.0.1:7444", "--metrics-listen=127.0.0.1:0"], &files).ended();
-    assert!(!status.success() && log.contains("it is not an ordinary file"), "{log}");
+    assert!(!status.success() && log.contains("it is not a regular file"), "{log}");
 }
 
 #[test]

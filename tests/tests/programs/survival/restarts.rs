@@ -101,7 +101,9 @@ fn warm_restart(bed: &Testbed) -> Result<()> {
         bed.stop_control_plane()?;
         bed.kill_agent(NODE)?;
         bed.start_agent_with(NODE, &writes.setup())?;
-        wait_until("the agent to look at the rules", || Ok(agent_log(bed)?.contains("stay as they are until")))?;
+        wait_until("the agent to check the rules", || {
+            Ok(agent_log(bed)?.contains("the agent does not change them until"))
+        })?;
         ensure!(writes.count()? == before, "the agent wrote without a control plane:\n{}", writes.take_input()?);
         bed.start_control_plane()?;
         bed.wait_programmed()?;
