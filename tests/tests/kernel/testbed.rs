@@ -278,5 +278,5 @@ fn wrong_cases_fail() {
     );
     iptables::run(node, Variant::Legacy, Family::V4, &lock, &favour.split(' ').collect::<Vec<_>>()).unwrap();
     let error = cases::run(&bed, &[question.answered_evenly(table::WEB, SourceAddress::Kept)]).unwrap_err();
-    assert!(format!("{error:#}").contains(" of 300 requests, more than "), "{error:#}");
+    assert!(format!("{error:#}").contains(" of 300 requests, expected "), "{error:#}");
 }
