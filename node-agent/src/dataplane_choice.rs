@@ -4,7 +4,9 @@ use headgate_core::{Family, masquerade::MasqueradeConfig};
 use tracing::error;
 
 use crate::{
-    dataplane::{DataplaneError, ErrorKind, Leftover, NodeDataplane, iptables, ipvs, nftables, xtables},
+    dataplane::{
+        Dataplane, DataplaneError, DualStack, ErrorKind, Leftover, NodeDataplane, iptables, ipvs, nftables, xtables,
+    },
     interfaces,
     node_inputs::{NodeInputs, NodeSettings},
     options::Options,
@@ -12,38 +14,39 @@ use crate::{
     sysctl::Sysctls,
 };
 
-/// Returns the dataplane of the configured mode. If this machine cannot run mode ipvs, returns
+/// Returns the dataplane of the configured mode. If this machine cannot run the mode, returns
 /// iptables, and [`NodeDataplane::degraded`] says what is missing. Changes no rules.
 ///
 /// # Errors
 /// This machine cannot run iptables either. The message names the missing program.
 pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
-    let leftovers = leftovers(settings);
-    let iptables = || iptables::IptablesDataplane::new(iptables_config(options, settings));
-    match settings.mode {
-        ProxyMode::Iptables => Ok(Box::new(iptables()?.with_leftovers(leftovers))),
-        ProxyMode::Ipvs => match ipvs::IpvsDataplane::new(ipvs_config(options, settings)) {
-            Ok(dataplane) => Ok(Box::new(dataplane.with_leftovers(leftovers))),
-            Err(error) if error.kind == ErrorKind::Unavailable => {
-                let sentence =
-                    format!("mode ipvs was asked for but cannot run on this machine; iptables runs instead: {error}");
-                error!("{sentence}");
-                Ok(Box::new(iptables()?.with_leftovers(leftovers).in_place_of(sentence)))
-            }
-            Err(error) => Err(error),
-        },
-        ProxyMode::Nftables => match nftables::NftablesDataplane::new(&nftables_config(settings)) {
-            Ok(dataplane) => Ok(Box::new(dataplane.with_leftovers(leftovers))),
-            Err(error) if error.kind == ErrorKind::Unavailable => {
-                let sentence = format!(
-                    "mode nftables was asked for but cannot run on this machine; iptables runs instead: {error}"
-                );
-                error!("{sentence}");
-                Ok(Box::new(iptables()?.with_leftovers(leftovers).in_place_of(sentence)))
-            }
-            Err(error) => Err(error),
-        },
+    let (mode, chosen) = match settings.mode {
+        ProxyMode::Iptables => return Ok(Box::new(iptables(options, settings)?)),
+        ProxyMode::Ipvs => ("ipvs", boxed(ipvs::IpvsDataplane::new(ipvs_config(options, settings)), settings)),
+        ProxyMode::Nftables => {
+            ("nftables", boxed(nftables::NftablesDataplane::new(&nftables_config(settings)), settings))
+        }
+    };
+    match chosen {
+        Err(error) if error.kind == ErrorKind::Unavailable => {
+            let sentence =
+                format!("mode {mode} was asked for but cannot run on this machine; iptables runs instead: {error}");
+            error!("{sentence}");
+            Ok(Box::new(iptables(options, settings)?.in_place_of(sentence)))
+        }
+        chosen => chosen,
     }
+}
+
+fn iptables(options: &Options, settings: &Settings) -> Result<iptables::IptablesDataplane, DataplaneError> {
+    Ok(iptables::IptablesDataplane::new(iptables_config(options, settings))?.with_leftovers(leftovers(settings)))
+}
+
+fn boxed<D: Dataplane + 'static>(
+    chosen: Result<DualStack<D>, DataplaneError>,
+    settings: &Settings,
+) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
+    Ok(Box::new(chosen?.with_leftovers(leftovers(settings))))
 }
 
 /// Sets the kernel parameters of the dataplane, for `--init-only`. A process that runs with

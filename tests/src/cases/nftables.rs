@@ -1,12 +1,10 @@
 //! Cases of mode nftables: the table in the kernel, and what other programs see and change of it.
 
-use std::process::Command;
-
 use anyhow::{Result, ensure};
 
 use super::case::{SourceAddress, ask};
 use super::changes::eventually;
-use super::ipvs::restart;
+use super::ipvs::{restart, tool};
 use super::run::run;
 use crate::testbed::client::HeldConnection;
 use crate::testbed::iptables;
@@ -18,16 +16,10 @@ use Via::ClusterIp;
 
 /// Runs `nft` on node-a and returns its output.
 fn nft(bed: &Testbed, arguments: &[&str]) -> Result<String> {
-    let mut command = Command::new("nft");
-    command.args(arguments);
-    bed.machines().machine("node-a")?.output(command)
+    tool(bed.machines().machine("node-a")?, "nft", arguments)
 }
 
-fn answers(bed: &Testbed, servers: &[&str]) -> Result<()> {
-    let servers: &'static [&'static str] = match servers {
-        ["a1", "b1"] => &["a1", "b1"],
-        _ => &["a1", "b2"],
-    };
+fn answers(bed: &Testbed, servers: &'static [&'static str]) -> Result<()> {
     run(bed, &[ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(servers, Kept)])
 }
 

@@ -1,19 +1,13 @@
 //! The rules of iptables mode.
 
-use std::net::IpAddr;
-
 use super::service_rules;
-use crate::{
-    dataplane::rules::{
-        FixedChain, Jump, NodePortAddresses, RenderConfig, Ruleset, Table,
-        line::Line,
-        names::{
-            DispatchChain, EXTERNAL_SERVICES, FORWARD, LOCALNET_GUARD, NODE_PORTS, POSTROUTING, PROXY_FIREWALL,
-            SERVICES,
-        },
-        ruleset::{canaries, drop_invalid, forward, jump, mark_masq, node_ports_jumps, postrouting},
+use crate::dataplane::rules::{
+    FixedChain, Jump, RenderConfig, Ruleset, Table,
+    line::Line,
+    names::{
+        DispatchChain, EXTERNAL_SERVICES, FORWARD, LOCALNET_GUARD, NODE_PORTS, POSTROUTING, PROXY_FIREWALL, SERVICES,
     },
-    model::Family,
+    ruleset::{canaries, drop_invalid, forward, jump, mark_masq, node_ports_jumps, postrouting},
 };
 
 /// Returns the rules of iptables mode for one family.
@@ -39,11 +33,7 @@ pub fn ruleset(config: RenderConfig) -> Ruleset {
 /// sysctl `route_localnet` and the chain [`LOCALNET_GUARD`].
 #[must_use]
 pub fn has_localnet_guard(config: &RenderConfig) -> bool {
-    let includes_loopback = match &config.node_port_addresses {
-        NodePortAddresses::All => true,
-        NodePortAddresses::Only(addresses) => addresses.iter().any(IpAddr::is_loopback),
-    };
-    config.family == Family::V4 && config.localhost_node_ports && includes_loopback
+    config.node_port_addresses.include_localhost(config.family, config.localhost_node_ports)
 }
 
 fn jumps(config: &RenderConfig) -> Vec<Jump> {

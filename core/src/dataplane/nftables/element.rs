@@ -29,6 +29,11 @@ pub enum MasqueradeSources {
     Everyone,
 }
 
+/// The number of the service port that a group belongs to.
+pub(super) fn port_number(group: u32) -> u32 {
+    group & !1
+}
+
 /// The group that a frontend leads to, with what the rules need to know of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Target {
@@ -45,7 +50,7 @@ impl Target {
     /// policies Cluster and Local of a port differ in the lowest bit alone.
     #[must_use]
     pub fn port_number(&self) -> u32 {
-        self.group & !1
+        port_number(self.group)
     }
 
     /// The chain that selects a slot of the group at random. Each slot holds one endpoint.

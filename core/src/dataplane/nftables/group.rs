@@ -17,11 +17,6 @@ pub(super) struct GroupKey {
     pub(super) is_local: bool,
 }
 
-/// The number of the service port that a group belongs to.
-pub(super) fn port_number(group: u32) -> u32 {
-    group & !1
-}
-
 /// The number of a service port's group.
 pub(super) fn group_number(port: u32, is_local: bool) -> u32 {
     port | u32::from(is_local)

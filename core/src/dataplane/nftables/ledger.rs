@@ -11,8 +11,8 @@ use std::{
 
 use super::{
     config::NftablesConfig,
-    element::{Element, Lookup, Pick, Shape, Target},
-    group::{Group, GroupKey, Numbers, group_number, port_number},
+    element::{Element, Lookup, Pick, Shape, Target, port_number},
+    group::{Group, GroupKey, Numbers, group_number},
     service::{self, PortPlan},
 };
 use crate::{
@@ -34,7 +34,6 @@ pub struct Ledger {
     numbers: Numbers,
     no_local: NoLocalEndpoints,
     element_count: usize,
-    quarantined: BTreeSet<Arc<ServiceKey>>,
 }
 
 /// What one service has in the kernel.
@@ -110,7 +109,6 @@ impl Ledger {
             numbers: Numbers::default(),
             no_local: NoLocalEndpoints::default(),
             element_count: 0,
-            quarantined: BTreeSet::new(),
         }
     }
 
@@ -144,24 +142,16 @@ impl Ledger {
         self.no_local
     }
 
-    /// Leaves these services as they are programmed, and no others.
-    pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
-        self.quarantined.clone_from(services);
-    }
-
     /// Plans what changed for the dirty services. The cost depends on these services alone.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
         let mut round = Round::default();
-        let services = dirty.services.iter().filter(|key| !self.quarantined.contains(*key));
-        let services: Vec<&Arc<ServiceKey>> = services.collect();
-        for key in &services {
+        for key in &dirty.services {
             self.program(state, node, key, None, &mut round);
         }
         if dirty.service_cidrs {
             self.program_service_cidrs(state, &mut round);
         }
-        let planned = u32::try_from(services.len()).unwrap_or(u32::MAX);
-        self.finish(round, planned)
+        self.finish(round, dirty.services.len())
     }
 
     /// Plans from what the kernel has, whatever was programmed before. Adopts the numbers and slots
@@ -170,10 +160,6 @@ impl Ledger {
         let mut found = Found::of(&existing.elements);
         let in_use = found.slots.keys().chain(found.numbers.values());
         self.numbers = Numbers::besides(&in_use.copied().map(port_number).collect());
-        let quarantined: Vec<(Arc<ServiceKey>, Programmed)> = {
-            let kept = self.quarantined.iter();
-            kept.filter_map(|key| self.programmed.remove_entry(key)).collect()
-        };
         self.programmed.clear();
         self.shared.clear();
         self.no_local = NoLocalEndpoints::default();
@@ -181,16 +167,10 @@ impl Ledger {
         self.shape = Shape { service_cidrs: self.shape.service_cidrs.clone(), ..Shape::default() };
 
         let mut round = Round::default();
-        for (key, mut programmed) in quarantined {
-            programmed.renumber(&mut self.numbers);
-            self.hold(&programmed, &mut round);
-            self.programmed.insert(key, programmed);
-        }
         let keys: BTreeSet<&Arc<ServiceKey>> = state.entries().map(|(key, _)| key).collect();
-        let mut planned = 0u32;
-        for key in keys.into_iter().filter(|key| !self.quarantined.contains(*key)).collect::<Vec<_>>() {
+        let planned = keys.len();
+        for key in keys {
             self.program(state, node, key, Some(&mut found), &mut round);
-            planned += 1;
         }
         self.program_service_cidrs(state, &mut round);
         let unused: Vec<Pick> = existing.shape.picks.difference(&self.shape.picks).copied().collect();
@@ -343,7 +323,8 @@ impl Ledger {
         }
     }
 
-    fn finish(&self, round: Round, services_planned: u32) -> Plan {
+    fn finish(&self, round: Round, services_planned: usize) -> Plan {
+        let services_planned = u32::try_from(services_planned).unwrap_or(u32::MAX);
         let Round { shared, removed, added, is_shape_changed } = round;
         let mut delete: Vec<Element> = removed.difference(&added).copied().collect();
         delete.extend(self.shared.to_remove(&shared));
@@ -354,22 +335,6 @@ impl Ledger {
 }
 
 impl Programmed {
-    /// Gives every port another number.
-    fn renumber(&mut self, numbers: &mut Numbers) {
-        let mut ports: BTreeMap<u32, u32> = BTreeMap::new();
-        let mut renumbered = |group: u32| {
-            let port = *ports.entry(port_number(group)).or_insert_with(|| numbers.take());
-            port | (group & 1)
-        };
-        self.groups.iter_mut().for_each(|group| group.number = renumbered(group.number));
-        for element in &mut self.elements {
-            if let Element::Service(_, target) | Element::Inside(_, target) = element {
-                target.group = renumbered(target.group);
-            }
-        }
-        self.elements.sort_unstable();
-    }
-
     fn all_elements(&self) -> impl Iterator<Item = Element> + '_ {
         self.elements.iter().copied().chain(self.groups.iter().flat_map(Group::elements))
     }

@@ -34,6 +34,19 @@ pub enum NodePortAddresses {
     Only(Vec<IpAddr>),
 }
 
+impl NodePortAddresses {
+    /// Whether NodePorts of a family are served on addresses in 127.0.0.0/8. `is_wanted` is the
+    /// setting `localhostNodePorts`. NodePorts are never served on ::1.
+    #[must_use]
+    pub fn include_localhost(&self, family: Family, is_wanted: bool) -> bool {
+        let includes_loopback = match self {
+            Self::All => true,
+            Self::Only(addresses) => addresses.iter().any(IpAddr::is_loopback),
+        };
+        family == Family::V4 && is_wanted && includes_loopback
+    }
+}
+
 /// The configuration of the rules of one family.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RenderConfig {

@@ -13,7 +13,7 @@ use headgate_core::{
 use ipnet::IpNet;
 use nftables_netlink::{DataType, ElementData, Set, TableName, Value};
 
-/// Map from a frontend to its group, for each [`Lookup`].
+/// The name of the map from frontends to targets.
 pub(super) fn lookup_map(lookup: Lookup) -> &'static str {
     match lookup {
         Lookup::Service => "services",

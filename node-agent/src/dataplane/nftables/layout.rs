@@ -1,4 +1,4 @@
-//! The rules: base chains, the chains that they call, and the maps from numbers to chains.
+//! The rules: base chains, the chains that they call, and the maps from endpoint counts to chains.
 //!
 //! `docs/nftables.md` shows the way of a packet.
 
@@ -44,7 +44,8 @@ const UNSERVED: &str = "unserved";
 const UNSERVED_NODE_PORTS: &str = "unserved-node-ports";
 const LOOPBACK_GUARD: &str = "loopback-guard";
 const MASQUERADING: &str = "masquerading";
-/// The most clients that a timeout's map of ClientIP affinity records.
+
+/// Maximum number of clients that the map of one affinity timeout records.
 const MAX_RECORDED_CLIENTS: u32 = 1 << 17;
 
 /// The configuration that rules depend on.
@@ -61,11 +62,7 @@ pub(super) struct LayoutConfig {
 impl LayoutConfig {
     /// Whether NodePorts answer on 127.0.0.0/8, which needs `route_localnet` and a guard.
     pub(super) fn has_loopback_guard(&self) -> bool {
-        let may_answer = match &self.node_port_addresses {
-            NodePortAddresses::All => true,
-            NodePortAddresses::Only(addresses) => addresses.iter().any(IpAddr::is_loopback),
-        };
-        self.family == Family::V4 && self.localhost_node_ports && may_answer
+        self.node_port_addresses.include_localhost(self.family, self.localhost_node_ports)
     }
 }
 
@@ -101,7 +98,7 @@ impl RuleContent {
 pub(super) struct Layout {
     pub(super) sets: BTreeMap<String, Set>,
     pub(super) chains: BTreeMap<String, ChainContent>,
-    /// Maps from a number to a verdict.
+    /// The verdicts of the maps from endpoint counts to chains, by map and key.
     pub(super) verdicts: BTreeMap<(String, Value), Verdict>,
 }
 

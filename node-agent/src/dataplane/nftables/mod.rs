@@ -105,7 +105,9 @@ pub struct Step {
     plan: Plan,
     layout: Option<Layout>,
     /// The layout in the kernel, as a full sync found it.
-    found: Option<(bool, bool, Layout)>,
+    found: Option<Layout>,
+    /// The step deletes the table first, because it holds something that this agent never writes.
+    replaces_table: bool,
 }
 
 fn failure(what: &str, error: &NftablesError) -> DataplaneError {
@@ -130,16 +132,16 @@ impl DualStack<NftablesFamily> {
     /// it.
     pub fn new(config: &Config) -> Result<Self, DataplaneError> {
         let mut connection = Nftables::open().map_err(|error| failure("mode nftables cannot run", &error))?;
-        let unavailable = |message: String| DataplaneError::new(ErrorKind::Unavailable, message);
-        let family = nftables_netlink::Family::Ip;
-        let support = probe(&mut connection, family, &NEEDED)
-            .map_err(|error| failure("finding out what this kernel's nftables supports", &error))?;
-        if let Some((feature, fault)) = support.into_iter().find_map(|one| Some((one.feature, one.fault?))) {
-            return Err(unavailable(format!("this kernel's nftables lacks {feature:?}: {fault}")));
+        let mut lacking = |features: &[Feature]| {
+            let support = probe(&mut connection, nftables_netlink::Family::Ip, features)
+                .map_err(|error| failure("finding out what this kernel's nftables supports", &error))?;
+            Ok(support.into_iter().find_map(|one| Some((one.feature, one.fault?))))
+        };
+        if let Some((feature, fault)) = lacking(&NEEDED)? {
+            let message = format!("this kernel's nftables lacks {feature:?}: {fault}");
+            return Err(DataplaneError::new(ErrorKind::Unavailable, message));
         }
-        let owners = probe(&mut connection, family, &[Feature::OwnerAndPersist])
-            .map_err(|error| failure("finding out what this kernel's nftables supports", &error))?;
-        let supports_owners = owners.iter().all(|support| support.fault.is_none());
+        let supports_owners = lacking(&[Feature::OwnerAndPersist])?.is_none();
         let kernel = Connection { connection: Some(connection), supports_owners, adopted: HashSet::new() };
         let make = |family| {
             let core = NftablesConfig { masquerade: config.masquerade.clone(), ..NftablesConfig::new(family) };
@@ -202,14 +204,18 @@ impl Dataplane for NftablesFamily {
             plan = self.ledger.full(state, node, &found.existing);
             layout = Layout::new(&self.layout_config, self.ledger.shape());
         }
-        let found = (found.has_table, found.is_foreign, std::mem::take(&mut found.layout));
-        Step { plan, layout: Some(layout), found: Some(found) }
+        Step {
+            plan,
+            layout: Some(layout),
+            found: Some(std::mem::take(&mut found.layout)),
+            replaces_table: found.has_table && found.is_foreign,
+        }
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Step {
         let plan = self.ledger.changed(state, node, dirty);
         let layout = plan.shape.as_ref().map(|shape| Layout::new(&self.layout_config, shape));
-        Step { plan, layout, found: None }
+        Step { plan, layout, ..Step::default() }
     }
 
     fn apply(
@@ -220,16 +226,16 @@ impl Dataplane for NftablesFamily {
     ) -> Result<Report, DataplaneError> {
         let family = self.family();
         let table = table_name(family);
-        let Step { plan, layout, found } = step;
+        let Step { plan, layout, found, replaces_table } = step;
         let mut transaction = Transaction::new();
         let mut report = Report { services_planned: plan.services_planned, ..Report::default() };
         let is_full = found.is_some();
         let needs_table = !kernel.adopted.contains(&family);
-        if let Some((has_table, is_foreign, found)) = found {
-            if has_table && is_foreign {
-                report.warnings.push(format!("the table {table} was changed by another program; it is written anew"));
-                transaction.delete_table(&table);
-            }
+        if replaces_table {
+            report.warnings.push(format!("the table {table} was changed by another program; it is written anew"));
+            transaction.delete_table(&table);
+        }
+        if let Some(found) = found {
             self.layout = found;
         }
         if is_full || needs_table {

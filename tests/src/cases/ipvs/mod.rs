@@ -41,7 +41,7 @@ use Via::{ClusterIp, ExternalIp, NodePort};
 const DRAIN_LOOK: Duration = Duration::from_secs(7);
 
 /// Runs a program on a machine, and returns its output.
-fn tool(machine: &Namespace, program: &str, arguments: &[&str]) -> Result<String> {
+pub(super) fn tool(machine: &Namespace, program: &str, arguments: &[&str]) -> Result<String> {
     let mut command = Command::new(program);
     command.args(arguments);
     machine.output(command)
