@@ -64,8 +64,7 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
         for services in &sizes {
             let seen = measure(from, *services)?;
             let name = |what: &str| format!("control-plane-memory/{source}/{what}/{services}x{ENDPOINTS}");
-            // status_mb divides KiB by 1,000, so its megabyte has 1,024,000 bytes.
-            let per_endpoint = |mb: f64| mb * 1.024e6 / f64::from(services * ENDPOINTS);
+            let per_endpoint = |mb: f64| mb * 1e6 / f64::from(services * ENDPOINTS);
             let (all, grown) =
                 (per_endpoint(seen.control_plane), per_endpoint(seen.control_plane - empty.control_plane));
             let agent = "an agent with the same state";

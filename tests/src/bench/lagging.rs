@@ -13,8 +13,7 @@ use super::{
 };
 use crate::fleet::{Break, Client, relay::Relay, stage::Stage};
 
-/// Longest time until the delayed replica has welcomed all agents, and longest time until all these
-/// agents wait.
+/// The time limit for two steps: the delayed replica welcomes all agents, and then all agents wait.
 const LIMIT: Duration = Duration::from_secs(120);
 /// The number of random moves.
 const MOVES: u32 = 30;
@@ -51,8 +50,8 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let figure = |what: &str, value: f64, unit| Figure::alone(format!("lagging/{what}/{agents}"), value, unit);
     Ok(vec![
         figure("agents-that-waited", lagging.waits, ""),
-        figure("agents-with-older-state", lagging.older as f64, ""),
-        figure("points-checked", lagging.points as f64, ""),
+        figure("agents-that-found-a-violation", lagging.older as f64, ""),
+        figure("positions-checked", lagging.points as f64, ""),
         figure("caught-up-after-release", lagging.catching_up_seconds, "s"),
         figure("streams-in-random-moves", lagging.streams as f64, ""),
     ])

@@ -51,16 +51,16 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Measurements of an agent. Memory is in megabytes.
+/// Measurements of an agent. Memory is in megabytes of 1,000,000 bytes.
 pub(super) struct Measured {
-    /// The memory of the agent, some seconds after the first sync.
+    /// The memory of the agent, five seconds after the first sync.
     pub(super) resident: f64,
     /// The peak memory of the agent.
     highest: f64,
     /// The largest sampled memory of the agent and its children together.
     with_programs: f64,
-    /// The largest sampled memory of the children. The programs of the agent's first check of all
-    /// rules may be included.
+    /// The largest sampled memory of the children during the whole measurement. The agent's first
+    /// check of all rules may also start children.
     programs: f64,
     /// The largest sampled memory of the children during the first sync.
     pub(super) first_sync_programs: f64,
@@ -107,7 +107,7 @@ pub(super) fn measure(variant: &str, services: u32, alone: Alone) -> Result<Meas
     measured.with_context(|| format!("the agent's log ends with:\n{log}"))
 }
 
-/// Samples memory until some seconds after the first sync.
+/// Samples memory until five seconds after the first sync.
 fn watch(namespace: &Namespace, agent: &mut Process, services: u32) -> Result<Measured> {
     let started = Instant::now();
     let (mut with_programs, mut programs): (f64, f64) = (0.0, 0.0);
@@ -203,12 +203,14 @@ impl Page {
     }
 }
 
+/// A memory field of `/proc/PID/status`, in megabytes of 1,000,000 bytes. The kernel prints the field
+/// in KiB.
 pub(super) fn status_mb(process: u32, field: &str) -> Result<f64> {
     let path = format!("/proc/{process}/status");
     let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
     let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
-    let kilobytes = line.and_then(|line| line.trim().split(' ').next()?.parse::<f64>().ok());
-    Ok(kilobytes.with_context(|| format!("{path} has no {field}"))? / 1e3)
+    let kibibytes = line.and_then(|line| line.trim().split(' ').next()?.parse::<f64>().ok());
+    Ok(kibibytes.with_context(|| format!("{path} has no {field}"))? * 1_024.0 / 1e6)
 }
 
 /// The resident memory of all children in megabytes. A child that has just ended counts as 0.

@@ -104,8 +104,9 @@ pub fn measure(stage: &mut Stage, agents: usize) -> Result<Storm> {
     Ok(Storm { elsewhere, changed, same })
 }
 
-/// Gives the digests of an agent that holds a state to all agents without a state. The digests fit,
-/// because all agents are at the same version. The agents send the digests when they resume.
+/// Copies the digests of an agent that holds a state to all agents without a state. The digests are
+/// also correct for the agents without a state, because all agents are at the same version. The
+/// agents send the digests when they resume.
 fn give_digests_to_all_agents(stage: &Stage) -> Result<()> {
     let holds_state = stage.fleet.ask(|worker| {
         worker.set_handshakes(usize::MAX);

@@ -31,7 +31,8 @@ use crate::{
 
 const ENDPOINTS: u32 = 10;
 const SERVERS: &str = "0.0.0.0:8080";
-/// Longest wait for any state of the agent. The agent usually needs seconds or less.
+/// The time limit of each wait for the agent's metrics or log. A wait usually ends after a few
+/// seconds.
 const LONGEST_SYNC: Duration = Duration::from_secs(240);
 const LONGEST_ANSWER: Duration = Duration::from_secs(5);
 /// The pause between two connections of a client.

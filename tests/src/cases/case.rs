@@ -50,8 +50,8 @@ pub enum Expect {
 pub enum SourceAddress {
     /// The client's own address.
     Kept,
-    /// The address of this node, which masquerades the client. If the client is this node, only its
-    /// source port changes.
+    /// The address of the named node, which masquerades the client's packets. If the client is the
+    /// named node, only the source port changes.
     Masqueraded(&'static str),
 }
 

@@ -168,7 +168,7 @@ pub fn connections_survive(bed: &Testbed) -> Result<()> {
     expect_servers(bed, "steady", &["a2"])
 }
 
-/// The text in every IPv4 rule that translates to a pod.
+/// The text that every IPv4 rule contains which translates a destination to the pod's address.
 fn translation_to(pod: &str) -> Result<String> {
     let address = plan::address(pod).with_context(|| format!("no pod called {pod}"))?;
     Ok(format!("--to-destination {}:", address.v4))

@@ -1,4 +1,5 @@
-//! Cases of mode nftables: the table in the kernel, and what other programs see and change of it.
+//! Cases of mode nftables: the table in the kernel, and other programs that list or change the
+//! table.
 
 use anyhow::{Result, ensure};
 
@@ -23,8 +24,8 @@ fn answers(bed: &Testbed, servers: &'static [&'static str]) -> Result<()> {
     run(bed, &[ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(servers, Kept)])
 }
 
-/// An endpoint's change writes a handful of elements. A warm restart writes nothing. `nft` lists
-/// the table, and there are no rules of iptables.
+/// The change of one endpoint writes at most 60 objects. A warm restart writes nothing. `nft` lists
+/// the table. The kernel has no iptables rules of Headgate.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn a_change_writes_a_handful_of_elements(bed: &Testbed) -> Result<()> {
@@ -39,8 +40,9 @@ pub fn a_change_writes_a_handful_of_elements(bed: &Testbed) -> Result<()> {
     answers(bed, &["a1", "b2"])?;
     let agents = bed.agents()?;
     let written = agents.iter().map(|agent| agent.objects_written).max().unwrap_or_default();
-    // Per family, one slot of each port is replaced, and the frontend of the testbed's marker
-    // Service, which changes with each generation.
+    // In each family, the change replaces one endpoint slot of each port. The change also replaces
+    // the port of the testbed's marker Service, because this port changes with each change of the
+    // manifests.
     ensure!(0 < written && written <= 60, "{written} objects were written");
     let listed = nft(bed, &["list", "table", "ip", "headgate"])?;
     for expected in ["map services", "map endpoints", "chain nat-prerouting", "masquerade"] {
@@ -57,15 +59,16 @@ pub fn a_change_writes_a_handful_of_elements(bed: &Testbed) -> Result<()> {
     answers(bed, &["a1", "b2"])
 }
 
-/// `nft flush ruleset` of another program does not remove the table: the agent owns it. A table
-/// that was changed while no agent ran is written again.
+/// The agent owns the table, so `nft flush ruleset` of another program does not remove the table.
+/// If the table was changed while no agent ran, the next agent writes the table again.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn the_table_survives_a_flush_and_is_repaired_after_a_change(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     bed.start_agent("node-a")?;
     bed.wait_programmed()?;
-    // The kernel rejects the deletion of a table that another program owns, or skips it.
+    // The kernel skips tables that another program owns, or rejects the command. Both results are
+    // correct.
     let _ = nft(bed, &["flush", "ruleset"]);
     answers(bed, &["a1", "b1"])?;
     ensure!(nft(bed, &["delete", "table", "ip", "headgate"]).is_err(), "another program deleted the table");

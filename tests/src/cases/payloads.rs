@@ -7,7 +7,7 @@ use crate::testbed::manifests::Via;
 use crate::testbed::{Backend, Family, Outcome, Request, Testbed, Transport, client};
 
 const BODY_BYTES: usize = 4_000_000;
-/// Fourteen fragments on links of 1,500 bytes.
+/// The size of a datagram that needs 14 fragments on links with an MTU of 1,500 bytes.
 const DATAGRAM_BYTES: usize = 20_000;
 
 /// Large HTTP bodies and fragmented datagrams arrive complete, over several kinds of addresses.

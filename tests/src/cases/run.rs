@@ -115,7 +115,7 @@ fn requests_to_see_all(servers: usize) -> usize {
         2 => 31,
         3 => 54,
         4 => 77,
-        // Slightly more than necessary.
+        // This number is slightly larger than necessary.
         more => 24 * more,
     }
 }

@@ -320,8 +320,8 @@ pub fn source_ranges() -> Vec<Case> {
             .over(&[Family::V6])
             .answered(WEB, Masqueraded("node-b"))
             .rows(&[11, 64]),
-        // A range of length zero admits all clients, and so do its two halves. White space around
-        // ranges is ignored.
+        // A range with prefix length 0 admits all clients. The two ranges with prefix length 1 also
+        // admit all clients. White space around ranges is ignored.
         ask("outside-2", "ranges-open", LoadBalancerIp).answered(WEB, Masqueraded("node-b")).rows(&[64]),
         ask("a3", "ranges-open", LoadBalancerIp).answered(WEB, Masqueraded("node-a")).rows(&[64]),
         ask("outside-2", "ranges-halves", LoadBalancerIp).answered(WEB, Masqueraded("node-b")).rows(&[64]),

@@ -20,7 +20,8 @@ use super::slot::open_for_appending;
 
 /// After this time without a request the machine turns itself off.
 const IDLE_LIMIT: Duration = Duration::from_secs(10);
-/// After this time without a heartbeat, the machine assumes that the test outside no longer waits.
+/// After this time without a heartbeat, the machine assumes that the test process on the host no
+/// longer waits.
 const HEARTBEAT_LIMIT: Duration = Duration::from_secs(15);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 const TEMPORARY: &str = "/run/tmp";
@@ -215,7 +216,7 @@ fn run_test(slot: &Path, request: &Request) -> Result<Outcome> {
         .env("PATH", PATH)
         .envs(request.environment.iter().map(|(name, value)| (name, value)))
         .env("TMPDIR", TEMPORARY)
-        // For programs that call modprobe themselves.
+        // Programs that call modprobe themselves use this variable.
         .env("MODPROBE_OPTIONS", format!("-d {MODULES_ROOT}"))
         .env(ENTERED_VARIABLE, slot.join(request.entered()))
         .stdin(Stdio::null())
@@ -262,9 +263,9 @@ fn watch(slot: &Path, request: &Request, child: Pid) -> Result<Option<String>> {
     }
 }
 
-/// Tells whether the test outside still waits. The test outside touches a file, and this value
-/// watches the modification time of the file for changes. This value does not compare the
-/// modification time with a clock, so the clocks inside and outside need not agree.
+/// Tells whether the test process on the host still waits. The test process touches a file, and
+/// this value watches the modification time of the file for changes. This value does not compare
+/// the modification time with a clock, so the clocks of the machine and of the host may differ.
 struct Heartbeat {
     path: PathBuf,
     last: Option<SystemTime>,

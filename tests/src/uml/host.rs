@@ -1,5 +1,4 @@
-//! The part that runs outside the machine: asks a machine to run the test, and waits for the
-//! outcome.
+//! The host's side: asks a machine to run the test, and waits for the outcome.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -173,7 +172,8 @@ fn wait(slot: &Slot, request: &Request) -> Result<Outcome, Failure> {
     }
 }
 
-/// Touches the heartbeat file, so that the machine knows that the test outside still waits.
+/// Touches the heartbeat file, so that the machine knows that the test process on the host still
+/// waits.
 fn beat(folder: &Path) -> Result<()> {
     let path = folder.join(HEARTBEAT);
     let touch = || File::create(&path)?.set_modified(SystemTime::now());

@@ -55,7 +55,8 @@ pub fn inside(test: impl FnOnce()) {
 }
 
 /// Runs `test` like [`inside`], with the given time limit, and returns the result instead of
-/// panicking. Inside the machine it runs `test` and returns `None`.
+/// panicking. When the calling process runs inside the machine, this function runs `test` and
+/// returns `None`.
 pub fn try_inside(time_limit: Duration, test: impl FnOnce()) -> Option<Result<(), Failure>> {
     if guest::is_here() {
         guest::mark_entered();
@@ -87,8 +88,8 @@ pub fn run_program_inside(name: &str, arguments: &[&str], time_limit: Duration) 
     Ok(output)
 }
 
-/// The name of the running test. nextest sets the name in a variable, and libtest gives it to the
-/// thread.
+/// The name of the running test. nextest sets an environment variable to the name. libtest gives
+/// the test's thread the test's name.
 fn own_name() -> String {
     std::env::var("NEXTEST_TEST_NAME")
         .ok()

@@ -11,19 +11,19 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// The request. The test writes this file, and the machine takes the request by renaming the file
-/// to [`TAKEN`].
+/// The file with a request. The test writes this file. The machine accepts the request by renaming
+/// the file to [`TAKEN`].
 pub(super) const REQUEST: &str = "request.json";
-/// The request that the machine runs, or ran last.
+/// The file with the request that the machine runs or has run last.
 pub(super) const TAKEN: &str = "taken.json";
 /// A file that the test touches while it waits.
 pub(super) const HEARTBEAT: &str = "heartbeat";
 /// The output of the kernel and of process 1. The file is locked while the machine runs.
 pub(super) const CONSOLE: &str = "console.log";
-/// The variable with the slot's folder, for process 1.
+/// The environment variable that tells process 1 the path of the slot's folder.
 pub(super) const SLOT_VARIABLE: &str = "HEADGATE_UML_SLOT";
-/// The variable that is set for a test inside. Its value is the path of the mark that the test
-/// creates when it begins.
+/// The environment variable that is set only for a test inside the machine. The value is the path
+/// of the mark that the test creates when it begins.
 pub(super) const ENTERED_VARIABLE: &str = "HEADGATE_UML_ENTERED";
 
 /// A request to run one test.

@@ -62,7 +62,7 @@ impl Slot {
     }
 }
 
-/// Removes the files of earlier runs, except the newest [`KEPT_RUNS`] runs.
+/// Removes the files of earlier runs, except the files of the newest [`KEPT_RUNS`] earlier runs.
 pub(super) fn sweep() -> Result<()> {
     let mut runs = Vec::new();
     for entry in std::fs::read_dir(all_runs()?)? {
@@ -75,7 +75,8 @@ pub(super) fn sweep() -> Result<()> {
     runs.reverse();
     for (_, run) in runs.into_iter().skip(KEPT_RUNS) {
         let is_used = std::fs::read_dir(&run)?.flatten().any(|slot| machine::is_running(&slot.path()));
-        // Removing the folder fails if another run removes the files at the same time.
+        // The removal may fail because another run removes the folder at the same time, so a
+        // failure is only a warning.
         if !is_used && let Err(error) = std::fs::remove_dir_all(&run) {
             eprintln!("warning: {} cannot be removed: {error}", run.display());
         }

@@ -382,11 +382,11 @@ mod virtual_servers {
 
     // rows of ipvs: 31, 40, 58
     #[test]
-    fn rules_of_others_for_node_ports_do_not_get_service_traffic() {
+    fn rules_of_others_for_host_ports_do_not_get_service_traffic() {
         on_machines(
             BACKEND,
             lifecycle::some_services(),
-            ipvs::rules_of_others_for_node_ports_do_not_get_service_traffic,
+            ipvs::rules_of_others_for_host_ports_do_not_get_service_traffic,
         );
     }
 

@@ -77,8 +77,8 @@ pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
     Ok(())
 }
 
-/// The path of grpcurl: `target/tools/grpcurl`, which `make demo KEEP=1` installs, or else
-/// `grpcurl` for a search on `PATH`.
+/// The command for grpcurl: the path of `target/tools/grpcurl`, which `make demo KEEP=1` installs.
+/// If this file does not exist, the command is `grpcurl`, which the shell finds on `PATH`.
 fn grpcurl() -> String {
     let own = std::env::current_exe().ok();
     let fetched = own.as_deref().and_then(|own| own.parent()?.parent()).map(|target| target.join("tools/grpcurl"));

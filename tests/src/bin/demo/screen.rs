@@ -32,7 +32,7 @@ impl Screen {
         if !self.colour {
             return text.to_owned();
         }
-        // A colour for each node, in the order of their names.
+        // Each node has a colour, in the order of the nodes' names.
         let bars = ["36", "35", "33"];
         let code = match ink {
             Ink::Bold => "1",

@@ -59,7 +59,7 @@ pub fn a_device_that_is_up_is_replaced(bed: &Testbed) -> Result<()> {
 /// The rule must not receive connections to a service's address.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
-pub fn rules_of_others_for_node_ports_do_not_get_service_traffic(bed: &Testbed) -> Result<()> {
+pub fn rules_of_others_for_host_ports_do_not_get_service_traffic(bed: &Testbed) -> Result<()> {
     bed.write(|manifests| manifests.add(Service { external_local: true, ..Service::new("local", &["a1"]) }))?;
     bed.start_control_plane()?;
     bed.start_agent("node-a")?;

@@ -7,7 +7,7 @@ mod modules;
 mod refused;
 mod takeover;
 
-pub use device::{a_device_that_is_up_is_replaced, rules_of_others_for_node_ports_do_not_get_service_traffic};
+pub use device::{a_device_that_is_up_is_replaced, rules_of_others_for_host_ports_do_not_get_service_traffic};
 pub use meddling::{
     a_change_restores_objects_that_were_removed, changes_of_other_programs_are_reverted,
     ipv6_is_turned_on_for_the_device,
@@ -37,7 +37,7 @@ use crate::testbed::{AgentInfo, AgentSetup, Backend, Family, Namespace, Outcome,
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, NodePort};
 
-/// Longer than the agent's interval between two checks of draining destinations.
+/// A pause that is longer than the agent's interval between two checks of draining destinations.
 const DRAIN_LOOK: Duration = Duration::from_secs(7);
 
 /// Runs a program on a machine, and returns its output.
@@ -78,7 +78,8 @@ fn kernel(bed: &Testbed, node: &str) -> Result<Vec<String>> {
     Ok(lines)
 }
 
-/// Removes lines about the testbed's marker, whose port changes with each generation.
+/// Removes lines about the testbed's marker Service, whose port changes with each change of the
+/// manifests.
 fn without_marker(lines: Vec<String>) -> Vec<String> {
     let marker = MARKER_ADDRESS.to_string();
     lines.into_iter().filter(|line| !line.contains(&marker)).collect()
