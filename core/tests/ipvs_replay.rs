@@ -1,6 +1,6 @@
-//! Replay for IPVS. Changes that are replayed in another order, in other parts, or squashed produce
-//! equal virtual servers, sets, addresses and rules. The kernel accepts every plan, no plan breaks
-//! connections, and objects of other programs are not changed.
+//! Replay for IPVS. Changes that are replayed in another order, split into other steps, or squashed
+//! produce equal virtual servers, sets, addresses and rules. The kernel accepts every plan, no plan
+//! breaks connections, and objects of other programs are not changed.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -127,7 +127,7 @@ impl Rig {
                 let key = ServerKey { address, protocol, port };
                 let weights = self.kernel.servers.get(&key).map(|(_, destinations)| destinations);
                 let is_served = weights.is_some_and(|weights| weights.values().any(|weight| *weight > 0));
-                // A server that no service wants any more may only drain.
+                // A virtual server of a removed service port may only have draining destinations.
                 let drains = weights.is_some_and(|weights| !weights.is_empty());
                 assert!(
                     is_served || is_rejected_or_dropped(&key) || drains,

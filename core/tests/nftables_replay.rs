@@ -1,5 +1,5 @@
-//! Replayed, split and squashed changes produce the same nftables elements, up to the numbers of
-//! groups and the order of slots. The kernel accepts every plan.
+//! Replayed, split and squashed changes produce equal nftables elements. Only the numbers of groups
+//! and the order of slots may differ. The kernel accepts every plan.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -18,7 +18,8 @@ use changes::{any_event, node, squash};
 /// The endpoints of each frontend, as text.
 type Frontends = BTreeMap<(Lookup, Frontend), BTreeSet<String>>;
 
-/// Maps and sets in memory. They reject what the kernel rejects.
+/// Maps and sets in memory. Like the kernel, these maps and sets reject the deletion of a missing
+/// element and the addition of an existing element.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 struct Sets {
     elements: HashMap<ElementKey, Element>,
@@ -44,7 +45,8 @@ impl Sets {
         self.check()
     }
 
-    /// Every frontend leads to a group whose slots are complete and whose chain exists.
+    /// Checks that every frontend refers to a group whose slots are complete and whose chain
+    /// exists.
     fn check(&self) -> Result<(), String> {
         for element in self.elements.values() {
             let Some((lookup, _, target)) = Lookup::of(element) else { continue };
@@ -157,7 +159,7 @@ proptest! {
             prop_assert!(plan.is_empty(), "{:?}", plan);
             prop_assert_eq!(&rig.sets, &before);
             prop_assert!(rig.step(&[])?.is_empty());
-            // A foreign edit is detected and repaired.
+            // The agent detects and repairs a change that another program made.
             let some = rig.sets.elements.keys().min().copied();
             if let Some(key) = some {
                 rig.sets.elements.remove(&key);
@@ -169,7 +171,8 @@ proptest! {
     }
 }
 
-/// One endpoint's change costs the same, however many endpoints the service has.
+/// The change of one endpoint writes the targets of the service and at most two slots. The number
+/// of these elements does not depend on the number of endpoints.
 #[test]
 fn an_endpoint_change_replaces_the_targets_and_at_most_two_slots() {
     use headgate_core::{Change, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort};

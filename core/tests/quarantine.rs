@@ -109,7 +109,7 @@ fn addresses(name: &str) -> [IpAddr; 2] {
     [IpAddr::from([10, 96, 0, low]), IpAddr::from([192, 0, 2, low])]
 }
 
-/// True for the name of a chain that belongs to a single service.
+/// Returns whether a word is the name of a chain that belongs to a single service.
 fn is_chain_of_service(word: &str) -> bool {
     let prefixes = ["KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-"];
     // The names of dispatch groups contain another dash.

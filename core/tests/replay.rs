@@ -1,5 +1,5 @@
-//! Changes that are replayed in another order, in other parts, or squashed produce equal states,
-//! digests and rules. The kernel accepts every script.
+//! Changes that are replayed in another order, split into other steps, or squashed produce equal
+//! states, digests and rules. The kernel accepts every script.
 #![allow(clippy::unwrap_used)]
 
 use std::{net::IpAddr, sync::Arc};
@@ -100,8 +100,8 @@ impl Rig {
         self.ledger.matches(&ExistingTables::parse(&saves))
     }
 
-    /// Returns the last chain of Headgate in nat by name. The chain belongs to a service if any
-    /// service exists.
+    /// Returns the chain of Headgate in nat whose name is the last in alphabetical order. The chain
+    /// belongs to a service if any service exists.
     fn some_chain(&self) -> String {
         let save = self.kernel.save(Table::Nat);
         let mut names = save.lines().filter_map(|line| line.strip_prefix(":KUBE")?.split(' ').next());
@@ -177,7 +177,7 @@ proptest! {
         layout in prop_oneof![Just(Layout::Classic), Just(Layout::Compact)],
     ) {
         // The kernel has rules of an earlier run. Another program may have deleted the jumps to
-        // them.
+        // Headgate's chains.
         let mut rig = Rig::new(config(Family::V4, layout));
         if !earlier.is_empty() {
             rig.full();

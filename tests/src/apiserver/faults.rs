@@ -163,7 +163,7 @@ impl Faults {
         lock(&self.inner).blocked.contains(&kind)
     }
 
-    /// Gives an order to all open watches of a kind, or of all kinds. Returns the number of these
+    /// Sends an order to all open watches of a kind, or of all kinds. Returns the number of these
     /// watches.
     pub(super) fn order(&self, kind: Option<Kind>, order: &Order, version: u64) -> usize {
         let mut inner = lock(&self.inner);

@@ -29,7 +29,7 @@ enum Control {
 }
 
 /// The capacity of the queue of orders. Each caller waits until its order is executed, so the queue
-/// is full only if 64 threads give orders at the same time.
+/// is full only if 64 threads send orders at the same time.
 const ORDERS: usize = 64;
 
 /// The handle of the thread. Dropping it ends the thread.

@@ -12,7 +12,7 @@ pub enum Column {
 }
 
 impl Column {
-    /// All backends.
+    /// All backends of the checklist.
     pub const ALL: [Self; 2] = [Self::Iptables, Self::Ipvs];
 
     /// The backend's name in comments and on the page.
@@ -24,8 +24,8 @@ impl Column {
         }
     }
 
-    /// The backend of the testbed that represents this backend of the checklist. A packet case that
-    /// excludes the testbed's backend shows no rows for this one.
+    /// The backend of the testbed that represents this backend of the checklist. If a packet case
+    /// excludes the testbed's backend, the case does not test its rows for the checklist's backend.
     #[must_use]
     pub fn backend(self) -> Backend {
         match self {

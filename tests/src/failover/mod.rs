@@ -66,7 +66,7 @@ pub struct Scenario {
 /// The results of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Outcome {
-    /// The time from the start of the agents until all had programmed everything.
+    /// The time from the start of the agents until all agents had programmed everything.
     pub start_seconds: f64,
     /// The number of agents at the replica whose connection to its API server is cut, at the time
     /// of the cut.
@@ -80,8 +80,8 @@ pub struct Outcome {
     pub moves_in_calm: u64,
     /// The number of moves of agents with state while no replica was connected to its API server.
     pub moves_while_all_cut_off: u64,
-    /// The time from the start of the agents without state until all had programmed the state of a
-    /// replica. No replica was connected to its API server in this time.
+    /// The time from the start of the agents without state until all of these agents had programmed
+    /// the state of a replica. No replica was connected to its API server in this time.
     pub newcomers_seconds: f64,
     /// The time from the return of the API server until all agents had programmed a change made
     /// after the return.
@@ -140,8 +140,8 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// Starts the API server, and a replica for each of `modes`. The mode says how the replica is
-    /// connected to the API server. Agents are not started.
+    /// Starts the API server, and a replica for each of `modes`. The mode determines how the
+    /// replica is connected to the API server. This function starts no agents.
     ///
     /// # Errors
     /// A program does not start, or a replica does not list the objects of the API server.

@@ -286,7 +286,7 @@ impl Http2 {
                 let more = i64::from(word(0).ok_or(short)? & 0x7fff_ffff);
                 if stream == 0 { self.send_window += more } else { self.stream_send_window += more }
             }
-            // Acknowledgements, and kinds that the client ignores.
+            // The client ignores acknowledgements and all other kinds of frames.
             _ => {}
         }
         Ok(())

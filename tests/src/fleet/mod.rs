@@ -148,7 +148,7 @@ impl Fleet {
         let work = move || {
             let entered = doorway.enter().and_then(|()| core.map_or(Ok(()), rig::pin_this_thread));
             let may_run = entered.is_ok();
-            // The starting thread waits for this result.
+            // The thread that starts the fleet waits for this result, so sending cannot fail.
             let _ = ready.send(entered);
             if may_run {
                 worker.run(&queue);

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result};
 
 use crate::testbed::netns::{Doorway, Namespace};
 
-/// Whether bytes of the API server have to wait.
+/// Whether the relay holds back the API server's bytes.
 #[derive(Debug, Default)]
 struct Gate {
     is_held: Mutex<bool>,

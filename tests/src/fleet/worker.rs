@@ -42,8 +42,8 @@ enum Due {
     Sweep,
 }
 
-/// All agents of the fleet, and the loop that runs them. [`super::Fleet::ask`] gives jobs access to
-/// this value.
+/// All agents of the fleet, and the loop that runs them. Jobs of [`super::Fleet::ask`] receive this
+/// value.
 pub struct Worker {
     settings: Settings,
     authority: Arc<Authority>,
@@ -260,9 +260,9 @@ impl Worker {
         self.due.push(Reverse((at + SLOW_READ_INTERVAL, Due::SlowRead(index))));
     }
 
-    /// Checks that no handshake takes too long, and that every agent that reads at full speed hears
-    /// from its server. A real agent reconnects after silence (discovery.proto, section 9). In the
-    /// fleet, silence is a violation, because the replica must send heartbeats.
+    /// Checks that no handshake takes too long, and that every agent that reads at full speed
+    /// receives messages from its server. A real agent reconnects after silence (discovery.proto,
+    /// section 9). In the fleet, silence is a violation, because the replica must send heartbeats.
     fn sweep(&mut self, now: Instant) {
         self.due.push(Reverse((now + SWEEP_INTERVAL, Due::Sweep)));
         for index in 0..self.clients.len() {
@@ -379,9 +379,9 @@ impl Worker {
         self.settings.handshakes = handshakes;
     }
 
-    /// Updates the digests that agents without a state send in `Hello`. The digests come from the
-    /// first agent with a state, and only agents with equal epoch and version send them. Returns
-    /// false if no agent holds a state.
+    /// Copies the digests of the first agent that holds a state. Agents without a state send the
+    /// copied digests in `Hello` if they have the epoch and version of the copy. Returns false if
+    /// no agent holds a state.
     pub fn refresh_reference(&mut self) -> bool {
         self.reference = self.clients.iter().find_map(|client| client.agent().reference()).map(Arc::new);
         self.reference.is_some()
@@ -406,7 +406,7 @@ impl Worker {
         self.clients.iter().filter(|client| client.is_healthy()).count()
     }
 
-    /// The number of healthy agents that follow a stream and have everything up to this position of
+    /// The number of healthy agents that follow a stream and have reached the position `slices` of
     /// EndpointSlices.
     #[must_use]
     pub fn having(&self, slices: u64) -> usize {

@@ -58,13 +58,13 @@ impl Backend {
         self == Self::Ipvs
     }
 
-    /// Whether a node holds the services' addresses itself. Its kernel then refuses connections to
-    /// ports of these addresses that no service has.
+    /// Whether a node holds the services' addresses itself. If so, the node's kernel refuses
+    /// connections to ports that no service has at these addresses.
     pub fn binds_addresses(self) -> bool {
         self == Self::Ipvs
     }
 
-    /// Whether a node refuses connections to ports of a ClusterIP that no service has.
+    /// Whether a node refuses connections to a ClusterIP at ports that the service does not have.
     pub fn refuses_unused_ports(self) -> bool {
         self.binds_addresses() || self == Self::Nftables
     }

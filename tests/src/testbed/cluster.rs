@@ -91,7 +91,7 @@ fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &Agen
         Command::new(program)
     };
     // Every node has its own state folder. Agents save their state often, so that tests need not
-    // wait long for it.
+    // wait long for a saved state.
     let state = machines.folder().join(format!("state-{node}"));
     command.arg("--state-dir").arg(state).args(["--state-save-period", "200ms"]);
     command.args(["--node-name", node]).args(setup.backend.unwrap_or(backend).agent_arguments());

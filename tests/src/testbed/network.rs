@@ -15,7 +15,7 @@ const SYSCTLS: [(&str, &str); 12] = [
     ("ipv6/conf/default/accept_dad", "0"),
     ("ipv6/conf/all/accept_ra", "0"),
     ("ipv6/conf/default/accept_ra", "0"),
-    // Replies may take another path than requests.
+    // Replies may take another path than requests, so reverse path filtering would drop packets.
     ("ipv4/conf/all/rp_filter", "0"),
     ("ipv4/conf/default/rp_filter", "0"),
     // A node may send a packet out of the link on which the packet arrived. Without these settings,
@@ -24,7 +24,7 @@ const SYSCTLS: [(&str, &str); 12] = [
     ("ipv4/conf/default/send_redirects", "0"),
     ("ipv6/conf/all/accept_redirects", "0"),
     ("ipv6/conf/default/accept_redirects", "0"),
-    // Every refusal must reach its client, also when a node sends many refusals.
+    // Every ICMP refusal must reach its client. A rate limit would drop some of many refusals.
     ("ipv4/icmp_ratelimit", "0"),
     ("ipv6/icmp/ratelimit", "0"),
 ];
@@ -92,8 +92,8 @@ fn address(name: &str) -> Result<Addresses> {
 
 const LOOPBACK: &str = "link set lo up\n";
 
-/// Creates the bridge, a veth pair from it to the `eth0` of each machine, and blackhole default
-/// routes.
+/// Creates the bridge, a veth pair from the bridge to the `eth0` of each machine, and blackhole
+/// default routes.
 fn underlay_commands(names: &[&str], machines: &BTreeMap<&'static str, Namespace>) -> Result<String> {
     let gateway = plan::gateway();
     let mut commands = format!(

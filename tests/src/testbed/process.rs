@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 
 use super::netns::Namespace;
 
-/// How long a program may take to end after SIGTERM. After this time it gets SIGKILL.
+/// How long a program may take to end after SIGTERM. After this time the program receives SIGKILL.
 const TERMINATION_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The path of a program of this workspace, built with the profile of the running test.
@@ -28,8 +28,8 @@ pub fn program(name: &str) -> Result<PathBuf> {
     bail!("{name} is not beside {}: run `cargo build --workspace` first (`make test` does)", own.display());
 }
 
-/// The path of grpcurl: from `HEADGATE_GRPCURL`, else on `PATH`, else in `target/tools`, where
-/// `make setup` installs it.
+/// The path of grpcurl. The places are, in order: the variable `HEADGATE_GRPCURL`, the folders in
+/// `PATH`, and `target/tools`, where `make setup` installs grpcurl.
 ///
 /// # Panics
 /// grpcurl is not found.

@@ -1,6 +1,6 @@
 //! Serialises series of requests to one target.
 //!
-//! IPVS's scheduler `rr` gives connections to the endpoints in a fixed rotation. If two clients
+//! IPVS's scheduler `rr` assigns connections to the endpoints in a fixed rotation. If two clients
 //! alternate their requests, each client sees only every second endpoint: two of four. Such an
 //! alternation rarely happens by chance, but on a machine with one CPU the threads may alternate
 //! for a long time. Therefore only one series at a time may send requests to a target. The tests
@@ -13,8 +13,8 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use super::client::{Request, Transport};
 
 /// Protocol, address and port of a virtual server. Every node has its own virtual server for a
-/// target, so clients of different nodes do not disturb each other. They still wait for each other,
-/// which costs little time.
+/// target, so clients of different nodes do not disturb each other. Clients of different nodes
+/// still wait for each other, which costs little time.
 type Target = (Transport, SocketAddr);
 
 static TARGETS: LazyLock<Mutex<HashMap<Target, Arc<Mutex<()>>>>> = LazyLock::new(Mutex::default);

@@ -34,7 +34,7 @@ use http::Method;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use serde_json::{Value, json};
 
-/// The number of random Services. Each of them also has a mirror image.
+/// The number of random Services. Each random Service also has a mirror image.
 const PAIRS: usize = 24;
 
 /// The number of requests that [`Question::ask`] sends at once. Endpoints are chosen at random, so
@@ -48,7 +48,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// The number of Services that are compared at the same time.
 const THREADS: usize = 6;
 
-/// The clients that ask node-a. Their mirror images ask node-b.
+/// The clients that send requests through node-a. The mirror images of these clients send requests
+/// through node-b.
 const CLIENTS: [&str; 4] = ["a3", "node-a", "outside-1", "c2"];
 
 fn mirror(name: &str) -> &'static str {
@@ -371,8 +372,8 @@ fn compare_random_services(backend: Backend) {
     println!("HEADGATE_SEED={seed}");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut manifests = Manifests::default();
-    // The API server gives the first address of the range to the Service `kubernetes`. The first
-    // Service of the test has no address, so no Service of the test asks for this address.
+    // The API server assigns the first address of the range to the Service `kubernetes`. The first
+    // Service of the test has no address, so no Service of the test requests the assigned address.
     let first = Service { service_type: ServiceType::ExternalName, ..Service::new("first", &[]) };
     manifests.add(first).unwrap();
     let mut names = Vec::new();

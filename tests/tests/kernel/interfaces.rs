@@ -37,7 +37,7 @@ impl World {
         Ok(Self { namespace, metrics, interfaces, runtime })
     }
 
-    /// Waits until exactly these addresses are published, in addition to those of `lo`.
+    /// Waits until exactly these addresses are published, in addition to the addresses of `lo`.
     fn expect(&mut self, expected: impl IntoIterator<Item = IpAddr>) {
         let mut expected: Vec<IpAddr> = expected.into_iter().chain(["127.0.0.1", "::1"].map(address)).collect();
         expected.sort_unstable();

@@ -229,8 +229,8 @@ macro_rules! packet_tests {
     )* };
 }
 
-/// Tests of rules that accept packets. A table of nftables cannot accept a packet that another
-/// table drops.
+/// Tests of rules that accept packets. The backend nftables does not run these tests, because a
+/// table of nftables cannot accept a packet that another table drops.
 macro_rules! accept_tests {
     ($($module:ident: $backend:expr;)*) => { $(
         mod $module {

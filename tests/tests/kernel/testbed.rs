@@ -38,7 +38,7 @@ fn answered(machines: &Machines, from: &str, request: &Request) -> (String, IpAd
 #[test]
 fn machines_reach_each_other_and_keep_their_source_address() {
     let machines = Machines::start().unwrap();
-    // Pods on one node and on two nodes, node to pod, pod to node, and outside to node.
+    // Each pair is a client and a server. The pairs cover pods, nodes and an outside client.
     let pairs = [
         ("a1", "a2"),
         ("a1", "b1"),

@@ -1,5 +1,5 @@
-//! Real connections show that each scheduler chooses endpoints as its name says. The tests use the
-//! kernel's IPVS inside User-Mode Linux.
+//! Real connections show that each scheduler chooses endpoints by its documented rule. The tests
+//! use the kernel's IPVS inside User-Mode Linux.
 //!
 //! Clients, virtual servers and endpoints are addresses of one dummy device. An endpoint sends its
 //! number to each client and holds the connection until the client closes it.
@@ -117,7 +117,7 @@ impl Rig {
 fn answer(mut stream: TcpStream, number: u8) {
     use std::io::Write;
     if stream.write_all(&[number]).is_ok() {
-        // Returns when the client closes.
+        // The read returns when the client closes the connection.
         let _ = stream.read(&mut [0]);
     }
 }
@@ -280,8 +280,8 @@ fn sed_uses_the_endpoint_with_the_shortest_expected_delay() {
         let mut rig = Rig::new(2);
         rig.serve(1, Scheduler::ShortestExpectedDelay, &[4, 1]);
         // The expected delay is (connections + 1) / weight. The idle second endpoint has the longer
-        // delay until the first has three connections. If both delays are equal, IPVS may use
-        // either endpoint.
+        // delay until the first endpoint has three connections. If both delays are equal, IPVS may
+        // use either endpoint.
         let held = hold(1, 10);
         assert_eq!(order(&held)[..3], [1, 1, 1]);
         assert_eq!(shares(&held), [(1, 8), (2, 2)].into());

@@ -104,7 +104,7 @@ mod runner {
     fn a_kernel_that_does_not_answer_is_killed() {
         let outcome = uml::try_inside(Duration::from_secs(1), || {
             // The busy real-time process starves every other process inside User-Mode Linux, so
-            // only the runner outside can enforce the limit.
+            // only the runner on the host can enforce the limit.
             std::fs::write("/proc/sys/kernel/sched_rt_runtime_us", "-1").unwrap();
             let realtime =
                 std::process::Command::new("chrt").args(["-f", "99", "sh", "-c", "while :; do :; done"]).status();

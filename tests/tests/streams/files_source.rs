@@ -217,7 +217,7 @@ async fn a_write_that_truncates_the_file_first_removes_nothing() {
     reading.settle("two").await;
     file.write_all(&text.as_bytes()[service("web").len()..]).unwrap();
     drop(file);
-    // An editor renames the old file and writes a new one.
+    // An editor renames the old file and writes a new file.
     fs::rename(reading.path("web.yaml"), reading.path("web.yaml~")).unwrap();
     fs::write(reading.path("web.yaml"), text.replace("10.1.0.2", "10.1.0.3")).unwrap();
     reading

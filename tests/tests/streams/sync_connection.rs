@@ -273,7 +273,8 @@ async fn bytes_may_arrive_one_at_a_time() {
     let replica = Replica::start().await;
     replica.put(cluster(2));
     let mut wire = Wire::connect(&replica).await;
-    // Some clients wait for the server's settings before they send a request.
+    // The server must send its settings first, because some clients wait for the settings before
+    // they send a request.
     assert_eq!(wire.frame().await.unwrap(), (4, 0, 0, Vec::new()));
     for byte in opening("n1") {
         wire.send(&[byte]).await;

@@ -38,7 +38,7 @@ fn wait_returns_once_the_kernel_has_the_change_and_otherwise_reports_the_reason(
 
     rig.break_tool(RESTORE);
     rig.put("web-1", &slice("web", &[("node-a", 1), ("node-a", 2)], ""));
-    // At first, `wait` may give another reason: the change has not been read, sent or tried yet.
+    // At first, `wait` may report another reason: the change has not been read, sent or tried yet.
     eventually("wait names the node that has not programmed the change, and says why", || {
         let said = rig.headgatectl(&["wait", "ns/web", "--endpoint", "10.244.1.2", "--timeout", "2s"]).unwrap_err();
         let is_counted = said.contains("exit status: 3") && said.contains("0 of 1 nodes have programmed it");

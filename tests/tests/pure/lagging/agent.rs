@@ -44,18 +44,19 @@ pub(crate) struct Agent {
     places: Places,
     node_place: Option<u64>,
     disk: Option<Disk>,
-    /// The state comes from disk, and no replica has confirmed it. The kernel may have newer rules,
-    /// which an earlier run of the agent wrote.
+    /// Whether the state comes from disk and no replica has confirmed the state. In this case the
+    /// kernel may have newer rules, which an earlier run of the agent wrote.
     is_unconfirmed: bool,
     /// The version of each key's value at the replica when the stream began. After a start from
     /// disk, the agent programs no older value.
     at_begin: Places,
-    /// The agent may hold less than its version says, so it resumes by its digests and not by its
-    /// version.
+    /// Whether the agent may hold less than its version covers. In this case the agent resumes by
+    /// its digests and not by its version.
     distrusts_version: bool,
     failover: Failover,
     moves: MoveLimits,
-    /// The source was restored from a backup, so an older value may replace a newer value.
+    /// Whether the source was restored from a backup. In this case an older value may replace a
+    /// newer value.
     pub(crate) may_go_back: bool,
     pub(crate) rejections: u64,
 }
@@ -138,7 +139,7 @@ impl Agent {
         let is_heartbeat = matches!(body, Body::Heartbeat(_));
         let effects = match self.machine.on_message(v1::ServerMessage { body: Some(body) }) {
             Ok(effects) => effects,
-            // After a rejection, the old program may hold less than its version says.
+            // After a rejection, the old program may hold less than its version covers.
             Err(Violation::Reference(_)) if self.program == Program::Old => {
                 self.distrusts_version = true;
                 return false;

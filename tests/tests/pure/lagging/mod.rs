@@ -1,6 +1,6 @@
 //! An agent moves between replicas whose watches are delayed independently. In every interleaving,
-//! the agent never receives older state. Nothing that a replica could serve is withheld longer than
-//! the contract allows, and the agent does not move in circles.
+//! the agent never receives older state. No resource that a replica could serve is withheld longer
+//! than the contract allows, and the agent stops moving in the end.
 //!
 //! This is a model. The code that decides is real: the replica's store, its resumption and waits,
 //! the agent's session machine, the state that the agent holds and saves, its choice of replica,
@@ -73,7 +73,7 @@ fn explore_with(replicas: usize, program: Program, events: usize, lists: &[Vec<M
     interleave(lists, &mut |moves| {
         *counts.entry("runs").or_default() += 1;
         let run = || {
-            // The random choices are the same in each run.
+            // A fixed seed makes the random choices equal in each run.
             fastrand::seed(7);
             let mut world = World::new(History::first(events), replicas, program);
             moves.iter().for_each(|action| world.act(*action));

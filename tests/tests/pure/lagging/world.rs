@@ -12,9 +12,9 @@ use super::{
     source::{BASE, History, KINDS, Places},
 };
 
-/// The intervals, in seconds, after which the agent checks whether another replica is better. Their
-/// sum is longer than two bounded times: how long an agent waits for a replica that is behind, and
-/// how long an agent stays at a replica before it may move.
+/// The intervals, in seconds, after which the agent checks whether another replica is better. The
+/// sum of the intervals is longer than two bounded times: the wait for a replica that is behind,
+/// and the time at a replica after which an agent may move.
 const CHECKS: [u64; 7] = [5, 10, 20, 40, 80, 160, 320];
 
 /// A move of the model.

@@ -327,7 +327,8 @@ fn is_mark(token: &TokenTree, mark: char) -> bool {
     matches!(token, TokenTree::Punct(found) if found.as_char() == mark)
 }
 
-/// Whether the `use` at `at` begins an import. The `use` in `impl Trait + use<'a>` does not.
+/// Whether the `use` at `at` begins an import. The `use` in `impl Trait + use<'a>` does not begin
+/// an import.
 fn is_use(tokens: &[TokenTree], at: usize) -> bool {
     !tokens.get(at + 1).is_none_or(|next| is_mark(next, '<'))
 }

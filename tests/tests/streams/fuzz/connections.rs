@@ -64,8 +64,8 @@ fn parts_of(bytes: &[u8]) -> Vec<Vec<u8>> {
     parts
 }
 
-/// Changes any bytes of a connection, or whole frames, or the payload of one frame. In the last
-/// case, the frame gets the correct length.
+/// Changes any bytes of a connection, or whole frames, or the payload of one frame. After a change
+/// of the payload, the length in the frame's header is correct.
 fn mutate_connection(rng: &mut Rng, bytes: &mut Vec<u8>, others: &[Vec<u8>]) {
     let mut parts = parts_of(bytes);
     match rng.u8(0..4) {

@@ -63,7 +63,7 @@ async fn an_older_node_is_withheld_until_the_replica_has_caught_up() {
         replica.put_at(Some(10), [service(1, 80)]);
         put_nodes(&replica, 10, known.map(|zone| node("n1", zone)).into_iter().collect());
         let mut client = resume(&replica, held_at(20)).await;
-        // Resources that are not Nodes are not withheld.
+        // The replica withholds only the Node, and sends all other resources.
         client.reach(1).await;
         replica.put_at(Some(11), [service(1, 81)]);
         client.reach(2).await;

@@ -5,7 +5,8 @@ use nftables_netlink::{AddressFamily, DynamicSet, DynamicSetOperation, Generator
 use super::*;
 use Expression as E;
 
-/// Adds a row of chains. Each chain jumps to the next chain, and the base chain jumps to the first.
+/// Adds a row of chains. Each chain jumps to the next chain, and the base chain jumps to the first
+/// chain.
 fn row(length: usize) -> Transaction {
     change(|all, table| {
         let name = |index: usize| format!("row-{index}");
