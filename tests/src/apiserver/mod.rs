@@ -91,7 +91,7 @@ impl Options {
     }
 }
 
-/// What a server keeps across a restart.
+/// The data that a server still has after a restart.
 #[derive(Debug, Clone)]
 pub enum Restart {
     /// The objects and the history. Watches can resume at their versions.

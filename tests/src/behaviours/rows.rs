@@ -246,7 +246,7 @@ pub const SECTIONS: &[Section] = &[
                 "A node whose address is in a range is admitted, also if its requests have the load balancer's address as their source",
             ),
             row(63, "The ranges do not apply to NodePorts and externalIPs"),
-            row(64, "A range of length zero admits all clients; white space is ignored"),
+            row(64, "A range with prefix length 0 admits all clients; white space is ignored"),
             row(65, "If a Service has no endpoints, clients outside the ranges are refused, too"),
             row(66, "Load balancer addresses work without NodePorts; type and ports may change"),
         ],

@@ -46,7 +46,9 @@ type Bench = fn(&Arguments) -> Result<Vec<Figure>>;
 const BENCHES: &[(&str, &str, Bench)] = &[
     ("delta", "one endpoint changes: CPU time of both sides and bytes, for three sizes", |_| delta::run()),
     ("fleet", "thousands of agents at one replica: latency, CPU time and memory", |a| fleet::run(&a.load, a.services)),
-    ("wire", "bytes of an endpoint's change for a node, alone and in bursts; fails above its goals", |_| wire::run()),
+    ("wire", "bytes of an endpoint's change for a node, alone and in bursts; fails if a goal is missed", |_| {
+        wire::run()
+    }),
     ("storm", "all agents reconnect at once", |a| storm::run(&a.load, a.services)),
     (
         "snapshots",
@@ -72,13 +74,13 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     ("conntrack", "deletion of 1,000 stale UDP flows among a million entries", |_| conntrack::run()),
     (
         "warm-restart",
-        "an agent restarts while its rules are in place; fails if it writes, or a connection fails",
+        "an agent restarts while its rules are in place; fails if the agent writes rules or a connection breaks",
         |a| warm_restart::run(a.services),
     ),
     ("agent-memory", "memory of the agent and the programs that it runs", |a| memory::run(a.services)),
     (
         "control-plane-memory",
-        "memory of the control plane for each endpoint, with 1,000 to 50,000 Services; fails above its goal",
+        "memory of the control plane for each endpoint, with 1,000 to 50,000 Services; fails if the goal is missed",
         |a| control_plane_memory::run(a.services),
     ),
     ("iptables-connect", "a new connection through the first and the last Service", |a| connect::run(a.services)),

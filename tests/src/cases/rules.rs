@@ -239,8 +239,8 @@ pub fn rules_of_the_other_variant_are_removed(bed: &Testbed) -> Result<()> {
 
 /// kube-proxy replaces the agent on a node, and then the agent replaces kube-proxy. In one
 /// transaction, a sync of kube-proxy rewrites kube-proxy's own chains and removes all service
-/// chains that kube-proxy does not know. In this test kube-proxy knows no service chain. If a rule
-/// still jumped to a removed chain, each sync would fail.
+/// chains that are not in kube-proxy's ruleset. In this test kube-proxy's ruleset contains no
+/// service chain. If a rule still jumped to a removed chain, each sync would fail.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn kube_proxy_takes_over_again(bed: &Testbed) -> Result<()> {

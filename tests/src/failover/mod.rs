@@ -187,7 +187,7 @@ impl Scene {
         &self.agents
     }
 
-    /// Starts agents without state that know the replicas with these indices.
+    /// Starts agents without state. The agents may connect to the replicas with these indices.
     ///
     /// # Errors
     /// An agent cannot be started.
@@ -323,7 +323,7 @@ pub async fn run(scenario: Scenario) -> Result<Outcome> {
     }
     let returned = Instant::now();
     scene.change()?;
-    scene.until_programmed().await.context("after the API server came back")?;
+    scene.until_programmed().await.context("after the connections to the API server were restored")?;
     let return_seconds = returned.elapsed().as_secs_f64();
     Ok(Outcome {
         start_seconds,

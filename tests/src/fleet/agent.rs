@@ -159,7 +159,7 @@ impl Agent {
         let rejection = v1::Rejection {
             resource: format!("Service bench/rejected-by-{}", self.node),
             field: "ports[0].port".into(),
-            reason: "a simulated agent rejects it".into(),
+            reason: "a simulated agent rejects this Service".into(),
         };
         let nack = v1::Nack { version, rejections: vec![rejection], withdrawn: Vec::new() };
         v1::AgentMessage { body: Some(Body::Nack(nack)) }.encode_to_vec()

@@ -158,7 +158,7 @@ impl Stage {
     /// # Errors
     /// The agents take too long, or an agent finds a violation of the contract.
     pub fn wait_for_all(&self, slices: u64) -> Result<()> {
-        let what = format!("every agent has version {slices} of the source");
+        let what = format!("every agent has reached position {slices} of EndpointSlices");
         self.fleet.wait_until(&what, CONVERGENCE_LIMIT, move |worker| worker.having(slices) == worker.healthy())
     }
 

@@ -47,7 +47,7 @@ pub enum Violation {
         sent: u64,
     },
     /// The server was silent for three heartbeat intervals (discovery.proto, section 9).
-    #[error("nothing received for three heartbeat intervals")]
+    #[error("the server sent nothing for three heartbeat intervals")]
     Silent,
     /// The decoder or state machine of the real agent reports an error.
     #[error("the real agent's state machine: {0}")]

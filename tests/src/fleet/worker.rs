@@ -287,7 +287,7 @@ impl Worker {
     pub fn join(&mut self, members: Vec<Member>) -> Result<()> {
         for member in members {
             let config = self.authority.client_config(&member.node);
-            let config = config.with_context(|| format!("a certificate for {}", member.node))?;
+            let config = config.with_context(|| format!("creating a certificate for {}", member.node))?;
             self.waiting.push_back(self.clients.len());
             self.clients.push(Client::new(member, config));
         }

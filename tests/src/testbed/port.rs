@@ -7,9 +7,9 @@ use std::{
 
 use socket2::{Domain, Socket, Type};
 
-/// A reserved TCP port of 127.0.0.1. While this value lives, the kernel does not give the port to
-/// sockets that bind to port 0. A server that binds to this port with `SO_REUSEADDR` may listen on
-/// it. Until a server listens, connections to the port are refused.
+/// A reserved TCP port of 127.0.0.1. While this value exists, the kernel does not assign the port
+/// to sockets that bind to port 0. A server that binds to this port with `SO_REUSEADDR` may listen
+/// on it. Until a server listens, connections to the port are refused.
 #[derive(Debug)]
 pub struct ReservedPort {
     address: SocketAddr,
@@ -26,7 +26,7 @@ impl ReservedPort {
         socket.set_reuse_address(true)?;
         socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into())?;
         let address = socket.local_addr()?.as_socket();
-        let address = address.ok_or_else(|| io::Error::other("the kernel gave an address that is not IP"))?;
+        let address = address.ok_or_else(|| io::Error::other("the kernel returned an address that is not IP"))?;
         Ok(Self { address, _socket: socket })
     }
 

@@ -258,7 +258,7 @@ fn watch(slot: &Path, request: &Request, child: Pid) -> Result<Option<String>> {
             return Ok(Some(format!("took longer than its time limit of {limit:?}, and was killed")));
         }
         if heartbeat.has_stopped() {
-            return Ok(Some("killed, because the test outside no longer waits".to_owned()));
+            return Ok(Some("killed, because the test process on the host no longer waits".to_owned()));
         }
     }
 }

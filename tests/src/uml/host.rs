@@ -172,8 +172,8 @@ fn wait(slot: &Slot, request: &Request) -> Result<Outcome, Failure> {
     }
 }
 
-/// Touches the heartbeat file, so that the machine knows that the test process on the host still
-/// waits.
+/// Touches the heartbeat file. The changed modification time shows the machine that the test
+/// process on the host still waits.
 fn beat(folder: &Path) -> Result<()> {
     let path = folder.join(HEARTBEAT);
     let touch = || File::create(&path)?.set_modified(SystemTime::now());

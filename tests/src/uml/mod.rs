@@ -88,8 +88,8 @@ pub fn run_program_inside(name: &str, arguments: &[&str], time_limit: Duration) 
     Ok(output)
 }
 
-/// The name of the running test. nextest sets an environment variable to the name. libtest gives
-/// the test's thread the test's name.
+/// The name of the running test. nextest sets an environment variable to the name. libtest names
+/// the test's thread after the test.
 fn own_name() -> String {
     std::env::var("NEXTEST_TEST_NAME")
         .ok()

@@ -1,4 +1,5 @@
-//! Destinations that the kernel rejects, while it accepts the rest of the service.
+//! Destinations that the kernel rejects, while the kernel accepts all other destinations of the
+//! service.
 
 use anyhow::{Context, Result, ensure};
 

@@ -18,7 +18,7 @@ pub(crate) fn start(node: &str, replicas: &[String], folder: &Path, certificates
 }
 
 /// The port of the clock Service's only endpoint. This port counts the steps of the run. Returns
-/// `None` if the agent does not know the endpoint yet.
+/// `None` if the agent has not received the endpoint yet.
 pub(crate) fn clock(agent: &Agent, key: &ServiceKey) -> Option<u16> {
     let port = |state: &State| Some(state.entry(key)?.endpoints().values().next()?.ports.first()?.port);
     agent.shared.with_state(port)

@@ -71,7 +71,7 @@ fn check_that_a_refused_service_delays_no_other(variant: &Variant) {
     rig.until_health("/healthz", 200);
     assert_eq!(rig.metric("headgate_agent_service_refusals_total"), 1.0);
 
-    // A new agent programs the other Services. The new agent does not know the last good rules of
+    // A new agent programs the other Services. The new agent has no copy of the last good rules of
     // the refused Service.
     drop(agent);
     let _agent = start(&rig, variant);

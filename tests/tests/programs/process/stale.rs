@@ -75,7 +75,7 @@ fn every_program_shows_the_age_of_data_from_a_hanging_api_server() {
 }
 
 /// The HTTP client must not log its own error for each attempt, because the warning of the source
-/// says more.
+/// contains more information.
 #[test]
 fn only_the_source_logs_that_an_api_server_refuses_connections() {
     let (rig, api) = Rig::watching(api, &[]);

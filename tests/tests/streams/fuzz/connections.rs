@@ -148,7 +148,7 @@ async fn mutated_connections_end_without_a_panic_in_bounded_memory() {
         let answer = talk(address, &bytes, QUIET).await;
         let (peak, allowed) = (ALLOCATOR.get_peak_memory(), BASE_BYTES + bytes.len() * BYTES_PER_INPUT_BYTE);
         if peak > allowed {
-            keep("connection", &bytes, &format!("the input takes {peak} bytes, and {allowed} are allowed"));
+            keep("connection", &bytes, &format!("the code used {peak} bytes, and {allowed} are allowed"));
         }
         if panics.load(Ordering::SeqCst) > 0 {
             keep("connection", &bytes, "the input causes a panic");

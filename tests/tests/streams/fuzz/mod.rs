@@ -65,7 +65,7 @@ fn trial<T>(bytes: usize, run: impl FnOnce() -> T) -> Result<T, String> {
     let result = catch_unwind(AssertUnwindSafe(run)).map_err(|_| "the input causes a panic".to_owned())?;
     let peak = ALLOCATOR.get_peak_memory();
     let allowed = BASE_BYTES + bytes * BYTES_PER_INPUT_BYTE;
-    if peak > allowed { Err(format!("the input takes {peak} bytes, and {allowed} are allowed")) } else { Ok(result) }
+    if peak > allowed { Err(format!("the code used {peak} bytes, and {allowed} are allowed")) } else { Ok(result) }
 }
 
 fn keep(target: &str, input: &[u8], problem: &str) -> ! {

@@ -51,7 +51,7 @@ fn positions(client: &Client) -> Vec<u64> {
     client.nodes.iter().map(position).collect()
 }
 
-/// The zone of each Node that was sent; `None` if the source does not know the Node.
+/// The zone of each Node that was sent; `None` if the source has no such Node.
 fn zones(client: &Client) -> Vec<Option<String>> {
     client.nodes.iter().map(|own| own.node.as_ref().map(|node| node.zone.clone())).collect()
 }

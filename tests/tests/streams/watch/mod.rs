@@ -292,7 +292,7 @@ async fn an_object_that_does_not_decode_does_not_affect_others() {
         service("shop", "broken").cluster_ip("10.0.0.12").field("spec.ports", json!([{"port": "many"}])).build();
     server.apply(broken).unwrap();
     let watching = Watching::start(&server.kubeconfig());
-    watching.sink.until("the rest is served", |c| c.synced == 1 && c.state.service_count() == 2).await;
+    watching.sink.until("all valid objects are served", |c| c.synced == 1 && c.state.service_count() == 2).await;
     watching.sink.look(|c| {
         let problems = c.problem_texts();
         assert!(
@@ -495,7 +495,7 @@ async fn a_cluster_without_service_cidrs_is_served() {
     let missing = RequestFilter { verb: None, kind: Some(Kind::ServiceCidr) };
     server.fail_all(missing, RequestFault::Status { code: 404, retry_after_seconds: None });
     let watching = Watching::start(&server.kubeconfig());
-    watching.sink.until("the rest is served", |c| c.synced == 1 && c.state.service_count() == 2).await;
+    watching.sink.until("all valid objects are served", |c| c.synced == 1 && c.state.service_count() == 2).await;
     watching.sink.look(|c| {
         assert_eq!(c.errors, [].into());
         assert!(c.heard[&SourceKind::ServiceCidrs] > 0 && c.state.service_cidrs().next().is_none());

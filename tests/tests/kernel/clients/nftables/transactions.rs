@@ -318,7 +318,7 @@ fn the_probe_finds_the_features_of_this_kernel_and_changes_nothing() {
                 assert_eq!(support.fault, None, "{family} {:?}", support.feature);
             }
         }
-        // An expression that no kernel knows is refused, and the error names the change.
+        // An expression that no kernel supports is refused, and the error names the change.
         let table = table_name();
         let unknown = Expression::Unknown { name: "nonsense".into(), data: Vec::new() };
         let mut all = Transaction::new();
