@@ -100,7 +100,8 @@ pub(super) fn apart<T: Send>(bench: impl FnOnce() -> Result<T> + Send) -> Result
     std::thread::scope(|scope| scope.spawn(bench).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
 }
 
-/// Prints a warning if other load disturbs the times of a phase.
+/// Prints a warning if other programs, other virtual machines or a busy load generator make the
+/// times of a phase unreliable.
 pub(super) fn warn(phase: &Phase, agents: usize) {
     if phase.foreign_share() > FOREIGN {
         let percent = phase.foreign_share() * 100.0;

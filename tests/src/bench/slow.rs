@@ -35,7 +35,8 @@ const ROUNDS: u32 = 8;
 const PHASES: u32 = 3;
 /// The pause after connections were reset. During this pause the replica drops these connections.
 const BREATH: Duration = Duration::from_secs(1);
-/// The pause between the moment at which agents begin to hang and the measurement of latencies.
+/// The duration of the changes between the moment at which agents begin to hang and the measurement
+/// of latencies.
 const WARMING_UP: Duration = Duration::from_secs(2);
 /// The phase that measures memory lasts `--seconds` divided by this number.
 const WATCHED: u32 = 3;
@@ -168,8 +169,8 @@ fn measure(stage: &mut Stage, agents: usize, load: &Load) -> Result<Vec<Figure>>
     ])
 }
 
-/// Connects the agents that are slow from the beginning of their connection, and waits for a
-/// moment.
+/// Connects the agents that are slow from the beginning of their connection, and waits for
+/// [`SETTLING`].
 fn begin_slow(stage: &Stage, is_first: bool) -> Result<()> {
     let address = stage.replicas[0].address();
     if is_first {

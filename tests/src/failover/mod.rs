@@ -83,8 +83,8 @@ pub struct Outcome {
     /// The time from the start of the agents without state until all of these agents had programmed
     /// the state of a replica. No replica was connected to its API server in this time.
     pub newcomers_seconds: f64,
-    /// The time from the return of the API server until all agents had programmed a change made
-    /// after the return.
+    /// The time from the repair of all connections to the API server until all agents had
+    /// programmed a change made after the repair.
     pub return_seconds: f64,
 }
 

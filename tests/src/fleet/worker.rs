@@ -333,8 +333,8 @@ impl Worker {
         }
     }
 
-    /// Resumes the first `count` agents with their previous replicas, and suspends the others.
-    /// Resumes all agents if `count` is `None`.
+    /// Resumes the first `count` agents with their previous replicas, and suspends all other
+    /// agents. Resumes all agents if `count` is `None`.
     pub fn resume_at(&mut self, count: Option<usize>) {
         for index in 0..self.clients.len() {
             let is_wanted = count.is_none_or(|count| index < count);

@@ -104,7 +104,7 @@ pub fn mark_entered() {
 }
 
 /// The main function of `uml-init`. It serves the slot's requests until the machine has been idle
-/// for a while, and then turns the machine off.
+/// for 10 seconds, and then turns the machine off.
 ///
 /// # Errors
 /// The process is not process 1 of a test machine, or the machine cannot be turned off.

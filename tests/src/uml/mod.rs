@@ -14,7 +14,7 @@
 //! - A **slot** ([`slot`]) is a folder under `target/uml/<run>/` with one machine. A test holds a
 //!   slot while it runs. A test run therefore boots only as many machines as tests run at the same
 //!   time. If a test finds no machine in its slot, the test boots a machine. A machine turns itself
-//!   off when it has been idle for a while.
+//!   off when it has been idle for 10 seconds.
 //! - Results cannot be stale: a slot belongs to one test run, and the name of an outcome contains
 //!   the identifier of its request. An outcome counts only if the test itself has created a mark.
 //! - If the kernel ends or panics, if the test exceeds its time limit, if the kernel does not

@@ -1,4 +1,4 @@
-//! Removes kernel modules from a machine for a while.
+//! Removes kernel modules from a machine until a value is dropped.
 
 use std::process::Command;
 use std::time::{Duration, Instant};

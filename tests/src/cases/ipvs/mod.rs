@@ -337,7 +337,7 @@ pub fn destinations_drain(bed: &Testbed) -> Result<()> {
     std::thread::sleep(DRAIN_LOOK);
     drains()?;
     held.check()?;
-    // A connection that ends with a reset does not wait in TIME_WAIT.
+    // The case ends this connection with a reset, so that IPVS does not keep it in TIME_WAIT.
     let other = HeldConnection::open(client, to)?;
     let server = &other.answer.server;
     ensure!(rest.contains(&server.as_str()), "{server} answers a new connection, expected one of {rest:?}");
