@@ -31,9 +31,10 @@ pub enum RequestFault {
         /// The seconds in the Retry-After header and in the Status details.
         retry_after_seconds: Option<u32>,
     },
-    /// The request waits until `ApiServer::clear_faults` is called, and is then answered as usual.
+    /// The request waits until `ApiServer::clear_faults` is called, and is then answered without a
+    /// fault.
     Stall,
-    /// The request is answered as usual after this time.
+    /// The request is answered without a fault after this time.
     Delay(Duration),
     /// The connection is cut before any answer.
     Cut(Cut),

@@ -93,7 +93,8 @@ impl ServiceBuilder {
         self
     }
 
-    /// Adds a node port to the last port, and sets the type to NodePort unless it is LoadBalancer.
+    /// Adds a node port to the last port. Sets the type to NodePort, except for a Service of type
+    /// LoadBalancer.
     pub fn node_port(mut self, node_port: u16) -> Self {
         let spec = &mut self.value["spec"];
         if let Some(port) = spec["ports"].as_array_mut().and_then(|ports| ports.last_mut()) {

@@ -1,5 +1,5 @@
 //! `ipvs`: the real dataplane on a real kernel's IPVS, inside User-Mode Linux, compared with
-//! `ipvsadm` and the same table.
+//! `ipvsadm`, which loads an equal table.
 //!
 //! The kernel of User-Mode Linux has one processor and slow system calls, so only the ratios are
 //! meaningful. Headgate does more work than `ipvsadm`: it also plans its writes, and writes the

@@ -37,8 +37,8 @@ pub fn masquerading(bed: &Testbed) -> Result<()> {
     run(
         bed,
         &[
-            // node-a masquerades all requests to cluster addresses. Other requests are treated as
-            // usual.
+            // node-a masquerades all requests to cluster addresses. The option does not affect
+            // requests to other addresses.
             ask("a3", "web", ClusterIp).ports(PORTS).answered(WEB, Masqueraded("node-a")),
             ask("node-a", "web", ClusterIp).ports(PORTS).answered(WEB, Masqueraded("node-a")),
             ask("outside-1", "web", ClusterIp).answered(WEB, Masqueraded("node-a")),
@@ -55,7 +55,7 @@ pub fn masquerading(bed: &Testbed) -> Result<()> {
             ask("b3", "local-of-b", ExternalIp).answered(&["b1"], Kept),
             ask("b3", "local-elsewhere", ExternalIp).dropped(),
             ask("node-b", "local-elsewhere", ExternalIp).answered(&["a1", "c1"], Masqueraded("node-b")),
-            // node-c behaves as usual.
+            // On node-c, the choice of the mark does not affect which requests are masqueraded.
             ask("c2", "web", ClusterIp).answered(WEB, Kept),
             ask("c2", "web", NodePort("node-c")).ports(PORTS).answered(WEB, Masqueraded("node-c")),
             ask("node-c", "web", ClusterIp).answered(WEB, Masqueraded("node-c")),

@@ -1,12 +1,12 @@
 //! A simulated fleet: thousands of light agents that speak the real protocol, each over its own TLS
 //! connection.
 //!
-//! One thread runs all agents. An agent has no task, channel or HTTP library of its own. The thread
-//! reads bytes into one large buffer, decrypts them, and parses them in place ([`http2`],
-//! [`wire`]). One core can therefore receive about a hundred thousand messages a second. Each agent
-//! checks all messages against the contract ([`tracker`]). Some agents also decode all messages
-//! into the state of a real agent ([`agent`]). Tests compare the digests of this state with the
-//! digests of the source.
+//! One thread runs all agents. The agents have no separate tasks or channels, and use no HTTP
+//! library. The thread reads bytes into one large buffer, decrypts them, and parses them in place
+//! ([`http2`], [`wire`]). One core can therefore receive about a hundred thousand messages a
+//! second. Each agent checks all messages against the contract ([`tracker`]). Some agents also
+//! decode all messages into the state of a real agent ([`agent`]). Tests compare the digests of
+//! this state with the digests of the source.
 //!
 //! Tests can make agents misbehave ([`Fault`]). [`rig`] creates the network namespaces and starts
 //! the replicas. [`source`] starts the API server.

@@ -90,7 +90,7 @@ pub enum Outcome {
     Unreachable,
     /// The request was not sent: another socket holds its source port.
     PortTaken,
-    /// Anything else, such as a reset of an established connection.
+    /// Any other outcome, such as a reset of an established connection.
     Broken(String),
 }
 

@@ -55,8 +55,8 @@ pub fn a_device_that_is_up_is_replaced(bed: &Testbed) -> Result<()> {
 }
 
 /// A rule of another program follows Headgate's rules and translates packets that are sent to a
-/// port of the node. CNI plugins write such rules for host ports, and Docker for published ports.
-/// The rule must not receive connections to a service's address.
+/// port of the node. CNI plugins write such rules for host ports, and Docker writes such rules for
+/// published ports. The rule must not receive connections to a service's address.
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn rules_of_others_for_host_ports_do_not_get_service_traffic(bed: &Testbed) -> Result<()> {

@@ -22,10 +22,11 @@ use tokio::{
 #[derive(Debug, Clone, Copy)]
 struct Fate {
     /// The relay cuts the connection after this many bytes in both directions together. With
-    /// `None`, the number of bytes does not matter.
+    /// `None`, the relay cuts the connection only when [`Cutter::cut_all`] or
+    /// [`Cutter::stop_cutting`] is called.
     after_bytes: Option<u64>,
-    /// Whether the connection ends by a reset. Otherwise the connection ends by an end of file,
-    /// possibly in the middle of a message.
+    /// Whether the relay cuts the connection with a TCP reset. If false, both sides see an end of
+    /// file, possibly in the middle of a message.
     resets: bool,
 }
 
@@ -104,8 +105,8 @@ impl Relay {
         self.cut_all.send_modify(|cuts| *cuts += 1);
     }
 
-    /// Draws at random how a connection ends. Small and large numbers of bytes are equally likely,
-    /// so that handshakes, snapshots and batches are all cut.
+    /// Draws at random how a connection ends. The upper limit of the number of bytes is a random
+    /// power of two, so that handshakes, snapshots and batches are all cut.
     fn draw(&self) -> Fate {
         let mut rng = self.rng.lock().unwrap();
         let is_cut_early = rng.f32() < 0.6 && !self.is_calm.load(Ordering::SeqCst);

@@ -168,8 +168,8 @@ impl World {
         }
     }
 
-    /// Ends all faults: starts every stopped replica, resumes every frozen replica, and stops
-    /// cutting connections.
+    /// Ends all faults: removes the API server's faults, starts every stopped replica, resumes
+    /// every frozen replica, and stops cutting connections.
     async fn end_faults(&mut self) {
         self.source.api.clear_faults();
         for replica in &mut self.replicas {
@@ -202,8 +202,8 @@ impl World {
     }
 }
 
-/// Reads the clock Service of every agent all the time. Panics when the port of a clock Service
-/// decreases.
+/// Reads the clock Service of every agent every few milliseconds. Panics when the port of a clock
+/// Service decreases.
 fn watch_clocks(agents: Arc<Vec<Agent>>) -> JoinHandle<u64> {
     let key = ServiceKey::new(CLOCK.0, CLOCK.1);
     tokio::spawn(async move {

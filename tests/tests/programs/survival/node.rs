@@ -54,7 +54,7 @@ pub(crate) fn targets(bed: &Testbed, service: &str) -> Result<Vec<(&'static str,
     Ok(targets)
 }
 
-/// Fails unless the servers that answer are exactly `servers`.
+/// Checks that exactly the servers in `servers` answer.
 pub(crate) fn expect_servers(bed: &Testbed, service: &str, servers: &[&str]) -> Result<()> {
     for (from, to) in targets(bed, service)? {
         let request = Request::new(Transport::Tcp, to);
