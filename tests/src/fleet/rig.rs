@@ -29,8 +29,8 @@ const SERVER: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 1);
 const AGENTS: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 2);
 /// An address of the agents' machine that can be removed.
 const VANISHING: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 3);
-/// The number of source addresses of agents. Agents use several addresses, because a replica
-/// divides its time between source addresses.
+/// The number of source addresses of agents. Agents use several addresses, because a replica limits
+/// the simultaneous TLS handshakes of each source address.
 const HOSTS: u8 = 64;
 /// The core of the replicas.
 pub const SERVER_CORE: usize = 0;

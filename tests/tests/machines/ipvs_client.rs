@@ -1,5 +1,5 @@
-//! Compares our client of IPVS with `ipvsadm`. The client must list what `ipvsadm` programs, and
-//! `ipvsadm` must print what the client programs.
+//! Compares Headgate's client of IPVS with `ipvsadm`. The client must list what `ipvsadm` programs,
+//! and `ipvsadm` must print what the client programs.
 
 use std::{
     collections::BTreeSet,

@@ -1,4 +1,4 @@
-//! Tests of our programs as processes. In some tests, a network namespace is the node.
+//! Tests of Headgate's programs as processes. In some tests, a network namespace is the node.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 

@@ -70,8 +70,8 @@ fn snapshots_are_sent_in_order_and_only_a_few_at_a_time() {
         stage.compare_digests().unwrap();
         overtaken.push(seen.overtaken);
         // In a random order, about half of all pairs would be served out of order in every attempt.
-        // On a busy processor, an agent reads several answers at once, in any order. So the test
-        // makes up to three attempts.
+        // On a busy processor, the fleet reads the answers of many agents at once, in any order. So
+        // the test makes up to three attempts.
         if seen.overtaken < 0.4 {
             return;
         }

@@ -1,4 +1,4 @@
-//! Tests of parts of our programs in the test's own process, over loopback sockets.
+//! Tests of parts of Headgate's programs in the test's own process, over loopback sockets.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 

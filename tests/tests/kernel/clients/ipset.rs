@@ -1,5 +1,5 @@
-//! Compares our client of IP sets with the `ipset` program. The client must list what `ipset`
-//! creates, and `ipset` must print what the client creates.
+//! Compares Headgate's client of IP sets with the `ipset` program. The client must list what
+//! `ipset` creates, and `ipset` must print what the client creates.
 
 use std::{collections::BTreeSet, io::Write as _, process::Stdio};
 

@@ -1,5 +1,5 @@
-//! Tests of our clients of kernel interfaces. The kernel and the usual command line programs are
-//! the reference.
+//! Tests of Headgate's clients of kernel interfaces. The kernel and the usual command line programs
+//! are the reference.
 
 mod ipset;
 mod nftables;

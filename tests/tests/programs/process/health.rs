@@ -8,9 +8,9 @@ fn web(node_spec: &str) -> Vec<(&'static str, String)> {
 #[test]
 fn row_105_healthz_and_livez_answer_before_and_after_the_first_sync() {
     let rig = Rig::new();
-    // There is no control plane, so no change waits, and a restart would not help. So /livez
-    // succeeds. The node has no rules, so load balancers must send nothing to the node. So /healthz
-    // fails. kube-proxy serves neither page before kube-proxy has read its Node.
+    // There is no control plane, so no change waits and a restart would not help. Therefore /livez
+    // succeeds. The node has no rules, so load balancers must not send requests to the node.
+    // Therefore /healthz fails. kube-proxy serves neither page before kube-proxy has read its Node.
     let agent = rig.agent(&[]);
     let found = rig.until_health("/livez", 200);
     assert_eq!(found["healthy"], true);

@@ -1,5 +1,5 @@
-//! Compares our client with the `nft` program. The client must list what `nft` creates, and `nft`
-//! must print what the client creates.
+//! Compares Headgate's client of nftables with the `nft` program. The client must list what `nft`
+//! creates, and `nft` must print what the client creates.
 
 use std::{io::Write as _, process::Stdio};
 
@@ -15,8 +15,8 @@ fn nft(text: &str) {
     assert!(program.wait().unwrap().success());
 }
 
-/// The contents of the table as our client lists them, without handles and other values that differ
-/// between runs.
+/// The contents of the table as Headgate's client lists them, without handles and other values that
+/// differ between runs.
 #[derive(Debug, PartialEq)]
 struct Listed {
     chains: Vec<Chain>,

@@ -1,4 +1,4 @@
-//! Compares our client of nftables with the `nft` program, and the fake kernel with the real
+//! Compares Headgate's client of nftables with the `nft` program, and the fake kernel with the real
 //! kernel.
 
 mod alike;
