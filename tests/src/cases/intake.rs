@@ -93,8 +93,8 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
             service.more_slices = vec![Slice { suffix, ports, endpoints: ready(&["node-c"]) }];
         })?;
     }
-    // In order of names, b1 is not ready in the first slice and ready in the second. a1 is ready in
-    // the first slice and terminating in the second.
+    // In order of names, b1 is not ready in the first slice and ready in the second slice. a1 is
+    // ready in the first slice and terminating in the second slice.
     add("listed-twice", &[], &|service| {
         service.endpoints = vec![Endpoint::ready("a1"), Endpoint::not_ready("b1")];
         let endpoints = vec![Endpoint::terminating("a1"), Endpoint::ready("b1")];

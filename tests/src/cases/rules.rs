@@ -107,8 +107,8 @@ pub fn a_change_writes_only_chains_of_its_service(bed: &Testbed) -> Result<()> {
     let mut own = chains_of(&before, &steady);
     ensure!(!own.is_empty(), "no chain of the service was found");
     own.extend(chains_of(&after, &steady));
-    // Chains that several services share may also be written. The shared chains contain rules of the testbed's
-    // marker Service, whose port changes with each change of the manifests.
+    // Chains that several services share may also be written. These shared chains contain rules of
+    // the testbed's marker Service, whose port changes with each change of the manifests.
     let others: Vec<&&str> =
         written.iter().filter(|chain| is_of_one_service(chain) && !own.contains(**chain)).collect();
     ensure!(others.is_empty(), "chains of other services were written: {others:?}; the service has {own:?}");
