@@ -1,4 +1,4 @@
-//! Elements of [`headgate_core::nftables`] as the kernel has them.
+//! Converts elements of [`headgate_core::nftables`] to the kernel's form and back.
 
 use std::{
     collections::BTreeMap,
@@ -36,7 +36,7 @@ pub(super) mod names {
     pub(in super::super) const NODE_PORTS: &str = "-node-ports";
 }
 
-/// The set of frontends without endpoints.
+/// The name of the set of frontends without endpoints whose packets are refused in this way.
 pub(super) fn refusal_set(refusal: Refusal) -> &'static str {
     match refusal {
         Refusal::Reject => "rejected",
@@ -44,7 +44,7 @@ pub(super) fn refusal_set(refusal: Refusal) -> &'static str {
     }
 }
 
-/// The set of frontends whose clients are masqueraded.
+/// The name of the set of frontends of which these clients are masqueraded.
 pub(super) fn masquerade_set(sources: MasqueradeSources) -> &'static str {
     match sources {
         MasqueradeSources::Nobody => "masquerade-nobody",
@@ -54,19 +54,19 @@ pub(super) fn masquerade_set(sources: MasqueradeSources) -> &'static str {
     }
 }
 
-/// All clients that are masqueraded, in the order of the rules.
+/// All values of [`MasqueradeSources`], in the order of the rules.
 pub(super) const MASQUERADE_SOURCES: [MasqueradeSources; 4] =
     [MasqueradeSources::Nobody, MasqueradeSources::Outside, MasqueradeSources::Node, MasqueradeSources::Everyone];
 
 /// Both answers to packets for frontends without endpoints.
 pub(super) const REFUSALS: [Refusal; 2] = [Refusal::Reject, Refusal::Drop];
 
-/// The name of the set for NodePorts.
+/// The name of the set of NodePorts that corresponds to a set of frontends with addresses.
 pub(super) fn of_node_ports(set: &str) -> String {
     format!("{set}{}", names::NODE_PORTS)
 }
 
-/// The set of admitted clients for a prefix length.
+/// The name of the set of admitted clients for a prefix length.
 pub(super) fn admitted(prefix_length: u8) -> String {
     format!("{}{prefix_length}", names::ADMITTED)
 }
@@ -79,7 +79,7 @@ pub(super) fn address_type(family: Family) -> DataType {
     }
 }
 
-/// The sets and maps that exist whatever the services are.
+/// The sets and maps that exist even without services.
 pub(super) fn fixed_sets(table: &TableName, family: Family) -> Vec<Set> {
     use DataType::{Mark, Port, Protocol};
     let address = address_type(family);
@@ -103,7 +103,7 @@ pub(super) fn fixed_sets(table: &TableName, family: Family) -> Vec<Set> {
     sets
 }
 
-/// Whether the keys of a map begin with an address.
+/// Returns whether the keys of a map begin with an address.
 pub(super) fn has_address(lookup: Lookup) -> bool {
     matches!(lookup, Lookup::Service | Lookup::Inside)
 }
@@ -131,13 +131,14 @@ fn frontend_key(frontend: Frontend) -> Vec<Value> {
     address.into_iter().chain([Value::byte(protocol_number(protocol)), Value::port(port)]).collect()
 }
 
-/// The position of the affinity timeout among the words of a [`Target`] in the data of a map. Rules
-/// do not use the first word: old versions of `nft` (1.0.6) abort when the first word of a lookup's
-/// result is the key of another lookup.
+/// The position of the affinity timeout among the words of a [`Target`] in the data of a map. The
+/// number of endpoints is the next word, and both words together are the key of a pick. Rules do
+/// not use word 0: old versions of `nft` (1.0.6) abort when the first word of a lookup's result is
+/// the key of another lookup.
 pub(super) const TIMEOUT_WORD: u32 = 1;
-/// The number of endpoints follows the timeout: together they are the key of a pick.
+/// The position of the number of the service port.
 pub(super) const PORT_WORD: u32 = 3;
-/// The number of the group.
+/// The position of the number of the group.
 pub(super) const GROUP_WORD: u32 = 4;
 
 fn target_value(target: Target) -> Value {
@@ -152,7 +153,7 @@ pub(super) fn pick_key(pick: &Pick) -> Value {
     Value::concatenation(&[timeout, pick.count].map(Value::host_u32))
 }
 
-/// The set of an element, and the element in the form of the kernel.
+/// Returns the name of the set of an element, and the element in the kernel's form.
 pub(super) fn encode(element: &Element) -> (String, nftables_netlink::Element) {
     let of = |name: &str, key: &[Value]| (name.to_owned(), nftables_netlink::Element::new(Value::concatenation(key)));
     let by_frontend = |set: &str, frontend: Frontend| match frontend {
@@ -186,7 +187,7 @@ pub(super) fn encode(element: &Element) -> (String, nftables_netlink::Element) {
     }
 }
 
-/// Elements by set, in the order of the sets' names.
+/// Returns the elements in the kernel's form, by the name of their set.
 pub(super) fn by_set(elements: &[Element]) -> BTreeMap<String, Vec<nftables_netlink::Element>> {
     let mut sets: BTreeMap<String, Vec<nftables_netlink::Element>> = BTreeMap::new();
     for element in elements {
@@ -196,8 +197,8 @@ pub(super) fn by_set(elements: &[Element]) -> BTreeMap<String, Vec<nftables_netl
     sets
 }
 
-/// An element of one of our sets, as the kernel lists it. `None` if its content has another form
-/// than ours.
+/// Converts an element that the kernel lists in one of our sets. Returns `None` if this agent never
+/// writes such an element.
 pub(super) fn decode(family: Family, set: &str, element: &nftables_netlink::Element) -> Option<Element> {
     let mut key = Reader { bytes: &element.key.0, family };
     let mut value = match &element.data {
@@ -266,7 +267,8 @@ impl Reader<'_> {
         let [_, timeout, count, _, group] =
             [self.number()?, self.number()?, self.number()?, self.number()?, self.number()?];
         let target = Target { group, count, affinity_timeout_seconds: Some(timeout).filter(|timeout| *timeout != 0) };
-        // Another form than ours makes the agent write the element again.
+        // This agent never writes a count of 0. If the kernel has one, the agent writes the whole
+        // table again.
         (target.count > 0).then_some(target)
     }
 

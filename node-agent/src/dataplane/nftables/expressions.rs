@@ -1,4 +1,5 @@
-//! Parts of rules.
+//! The expressions of rules: conditions, loads and actions. If a condition is not met, the kernel
+//! does not execute the rest of the rule, and continues with the next rule.
 
 use headgate_core::{Family, masquerade::LocalDetector};
 use ipnet::IpNet;
@@ -28,7 +29,7 @@ pub(super) struct Expressions {
     pub(super) family: Family,
 }
 
-/// A side of a packet or of a connection's original direction.
+/// The source or the destination of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Side {
     Source,
@@ -93,32 +94,33 @@ impl Expressions {
         all
     }
 
-    /// The packet begins a connection.
+    /// Continues if the packet begins a connection.
     pub(super) fn is_new(self) -> Vec<Expression> {
         ct_bits(CtKey::State, STATE_NEW, Comparison::NotEqual)
     }
 
-    /// The packet belongs to a connection but does not fit its state.
+    /// Continues if conntrack marks the packet as INVALID. For example, the packet is outside of
+    /// the TCP window.
     pub(super) fn is_invalid(self) -> Vec<Expression> {
         ct_bits(CtKey::State, STATE_INVALID, Comparison::NotEqual)
     }
 
-    /// The packet belongs to no connection that is established or related to another.
+    /// Continues if the packet's conntrack state is neither ESTABLISHED nor RELATED.
     pub(super) fn is_not_established(self) -> Vec<Expression> {
         ct_bits(CtKey::State, STATE_ESTABLISHED_OR_RELATED, Comparison::Equal)
     }
 
-    /// The connection's destination is translated.
+    /// Continues if the connection's destination is translated.
     pub(super) fn is_translated(self) -> Vec<Expression> {
         ct_bits(CtKey::Status, STATUS_DNAT, Comparison::NotEqual)
     }
 
-    /// The connection's destination is not translated.
+    /// Continues if the connection's destination is not translated.
     pub(super) fn is_not_translated(self) -> Vec<Expression> {
         ct_bits(CtKey::Status, STATUS_DNAT, Comparison::Equal)
     }
 
-    /// The address belongs to this node.
+    /// Continues if the address belongs to this node.
     pub(super) fn is_local(self, side: Side) -> Vec<Expression> {
         let flags = if side == Side::Source { FibFlags::SOURCE } else { FibFlags::DESTINATION };
         vec![
@@ -135,7 +137,8 @@ impl Expressions {
         all
     }
 
-    /// Keeps the first bits of an address in a register. Nothing for a whole address.
+    /// Clears all bits of an address in a register after the first `prefix_length` bits. Returns
+    /// `None` if `prefix_length` is the length of a whole address.
     pub(super) fn mask(self, prefix_length: u8, register: Register) -> Option<Expression> {
         let bits = usize::from(prefix_length);
         let length = usize::try_from(self.address_bytes()).unwrap_or(16);
@@ -150,7 +153,7 @@ impl Expressions {
         Some(Expression::Bitwise { from: register, to: register, mask, xor: Value(vec![0; length]) })
     }
 
-    /// The packet comes from a local pod.
+    /// Continues if the packet is from a local pod.
     pub(super) fn is_from_pod(self, detector: &LocalDetector) -> Vec<Expression> {
         let name = |value: Value| {
             vec![
@@ -166,14 +169,14 @@ impl Expressions {
         }
     }
 
-    /// Loads a number that the next lookup overwrites. `nft` knows the content of a register from
-    /// the last expression that begins there, and fails where there is none: the result of a lookup
-    /// begins in its first word alone.
+    /// Loads the packet mark into a word that the next lookup overwrites. Without this expression,
+    /// `nft` fails to list a rule that uses a later word of the lookup's result. For `nft`, a
+    /// lookup loads only the register of its first word.
     pub(super) fn placeholder(self, to: Register) -> Expression {
         Expression::Meta { key: MetaKey::Mark, to }
     }
 
-    /// Looks a key up, and loads the result.
+    /// Looks a key up in a map, and loads the value. Continues if the map contains the key.
     pub(super) fn lookup(self, set: &str, key: Register, to: Register) -> Expression {
         Expression::Lookup { set: set.into(), key, result: LookupResult::Into(to) }
     }
@@ -183,17 +186,19 @@ impl Expressions {
         Expression::Lookup { set: set.into(), key, result: LookupResult::Present }
     }
 
-    /// Ends with the verdict of a map, if the key is there.
+    /// Executes the verdict that a map contains for the key. If the map does not contain the key,
+    /// the kernel continues with the next rule.
     pub(super) fn verdict_of(self, map: &str, key: Register) -> Expression {
         Expression::Lookup { set: map.into(), key, result: LookupResult::Verdict }
     }
 
-    /// A random number below `count`.
+    /// Loads a random number below `count`.
     pub(super) fn random(self, count: u32, to: Register) -> Expression {
         Expression::NumberGenerator { generator: Generator::Random, modulus: count, offset: 0, to }
     }
 
-    /// Translates the destination to the address and port in registers.
+    /// Translates the destination to the address in the register `address`, and to the port in the
+    /// register after the address.
     pub(super) fn translate(self, address: Register) -> Expression {
         let port = address.after(self.address_bytes());
         let family = match self.family {
@@ -209,7 +214,7 @@ impl Expressions {
         Expression::Masquerade { port: None, flags: NatFlags::FULLY_RANDOM }
     }
 
-    /// Answers that nobody listens.
+    /// Rejects the packet with the ICMP error "port unreachable".
     pub(super) fn reject(self) -> Expression {
         Expression::Reject(Reject::Icmp(match self.family {
             Family::V4 => ICMP_PORT_UNREACHABLE,
@@ -230,7 +235,7 @@ impl Expressions {
     }
 }
 
-/// Continues in another chain and returns.
+/// Executes another chain, and then continues with the next rule of this chain.
 pub(super) fn jump(chain: &str) -> Expression {
     Expression::Verdict(Verdict::Jump(chain.to_owned()))
 }

@@ -31,7 +31,8 @@ use super::{
 const DESTINATION_NAT: i32 = -100;
 /// Priority `srcnat`.
 const SOURCE_NAT: i32 = 100;
-/// Source ranges are checked before the destination is translated.
+/// The priority of the chains that check source ranges. These chains run before the destination is
+/// translated.
 const BEFORE_NAT: i32 = DESTINATION_NAT - 10;
 
 const FIREWALL: &str = "firewall";
@@ -55,12 +56,14 @@ pub(super) struct LayoutConfig {
     pub(super) detector: Option<LocalDetector>,
     pub(super) node_port_addresses: NodePortAddresses,
     pub(super) localhost_node_ports: bool,
-    /// `nf_conntrack_tcp_be_liberal` is on: no packet is outside the window.
+    /// True if the kernel parameter `nf_conntrack_tcp_be_liberal` is set. With this parameter,
+    /// conntrack does not mark packets outside of the TCP window as INVALID.
     pub(super) conntrack_tcp_be_liberal: bool,
 }
 
 impl LayoutConfig {
-    /// Whether NodePorts answer on 127.0.0.0/8, which needs `route_localnet` and a guard.
+    /// Returns whether NodePorts answer on 127.0.0.0/8. If so, the kernel parameter
+    /// `route_localnet` must be set, and the table needs the chain [`LOOPBACK_GUARD`].
     pub(super) fn has_loopback_guard(&self) -> bool {
         self.node_port_addresses.include_localhost(self.family, self.localhost_node_ports)
     }
@@ -120,7 +123,7 @@ fn pick_chain(pick: &Pick) -> String {
     }
 }
 
-/// The pick of a chain with this name.
+/// Returns the pick whose chain has this name. `None` if no pick has such a chain.
 pub(super) fn pick_of_chain(name: &str) -> Option<Pick> {
     Lookup::ALL.into_iter().find_map(|lookup| {
         let rest = name.strip_prefix(lookup_map(lookup))?.strip_prefix("-of-")?;
@@ -133,12 +136,12 @@ pub(super) fn pick_of_chain(name: &str) -> Option<Pick> {
     })
 }
 
-/// The map from affinity timeouts and endpoint counts to chains.
+/// The name of the map from affinity timeouts and endpoint counts to chains.
 fn picks_map(lookup: Lookup) -> String {
     format!("{}-by-count", lookup_map(lookup))
 }
 
-/// The map of recorded clients.
+/// The name of the map that records the clients of one affinity timeout.
 pub(super) fn clients_map(timeout_seconds: u32) -> String {
     format!("clients-{timeout_seconds}s")
 }
@@ -175,8 +178,8 @@ impl Layout {
         self.chains.insert(name.to_owned(), ChainContent { base: None, rules });
     }
 
-    /// Whether the sets and base chains that both layouts have are the same. The kernel cannot
-    /// change them.
+    /// Returns whether the sets and base chains that both layouts have are equal. The kernel cannot
+    /// change the properties of an existing set or base chain.
     pub(super) fn can_become(&self, new: &Self) -> bool {
         let sets = self.sets.iter().all(|(name, set)| new.sets.get(name).is_none_or(|wanted| wanted == set));
         let is_same = |(name, chain): (&String, &ChainContent)| {
@@ -185,8 +188,8 @@ impl Layout {
         sets && self.chains.iter().all(is_same)
     }
 
-    /// Adds what leads from one layout to another to a transaction. Returns the number of chains
-    /// that are written or deleted.
+    /// Adds the changes from this layout to `new` to a transaction. Returns the number of chains
+    /// that the transaction writes or deletes.
     pub(super) fn change_to(&self, new: &Self, table: &TableName, transaction: &mut Transaction) -> u32 {
         let mut written = 0;
         let old_chains = |name: &String| self.chains.get(name);
@@ -231,18 +234,20 @@ impl Layout {
     }
 }
 
-/// What all parts of the layout need.
+/// The inputs of all parts of a layout.
 struct Builder<'a> {
     config: &'a LayoutConfig,
     expressions: Expressions,
     table: TableName,
 }
 
-/// The first word of the registers.
+/// The first word of the registers. Keys are loaded here.
 const FIRST: Register = Register::word(0);
-/// Where targets are loaded. No key reaches this word: in IPv6, the key of a frontend has 6 words.
+/// The register at which targets are loaded. The key of a target does not reach this register: the
+/// longest such key, an IPv6 frontend, has 6 words.
 const SECOND: Register = Register::word(8);
-/// The number of the service port, in a target that is loaded there. The client's address follows.
+/// The number of the service port in a target that is loaded at [`SECOND`]. The client's address is
+/// loaded after the number, and both together are the key of a recorded client.
 const CLIENT: Register = Register::word(8 + PORT_WORD);
 
 impl Builder<'_> {
@@ -269,8 +274,9 @@ impl Builder<'_> {
         {
             let mut rules = vec![then(is_untranslated(), UNSERVED)];
             if hook == Hook::Forward && !self.config.conntrack_tcp_be_liberal {
-                // A packet outside the window is not translated back. The client's kernel would
-                // answer it with a reset, which ends the connection.
+                // NAT does not translate an INVALID packet, such as a packet outside of the TCP
+                // window. If such a packet of an endpoint reached the client, the client's kernel
+                // would answer with a reset, and the reset would end the connection.
                 rules.push([self.expressions.is_invalid(), vec![Expression::Verdict(Verdict::Drop)]].concat());
             }
             if hook == Hook::Input {
@@ -296,8 +302,9 @@ impl Builder<'_> {
         }
     }
 
-    /// With `route_localnet` on, neighbours could reach services that are bound to 127.0.0.1
-    /// (CVE-2020-8558). Only translated connections may.
+    /// Drops new connections to 127.0.0.0/8 from other addresses, except translated connections.
+    /// With `route_localnet` on and without this rule, hosts on the local network could reach
+    /// programs that listen on 127.0.0.1 (CVE-2020-8558).
     fn loopback_guard(&self) -> Vec<Expression> {
         let (to, range) = (&self.expressions, loopback());
         [
@@ -310,7 +317,8 @@ impl Builder<'_> {
         .concat()
     }
 
-    /// The conditions under which a destination address may answer NodePorts, one per rule.
+    /// Returns conditions on the destination address. Packets that meet one of these conditions may
+    /// use NodePorts.
     fn node_port_destinations(&self) -> Vec<Vec<Expression>> {
         let to = self.expressions;
         match &self.config.node_port_addresses {
@@ -339,7 +347,7 @@ impl Builder<'_> {
         }
     }
 
-    /// Clients that source ranges do not admit are dropped.
+    /// Adds the chains that drop packets of clients outside of the source ranges.
     fn add_firewall(&self, shape: &Shape, layout: &mut Layout) {
         let to = self.expressions;
         let frontend_bytes = to.address_bytes() + 8;
@@ -369,7 +377,7 @@ impl Builder<'_> {
         }
     }
 
-    /// Loads the five words of the packet's target, and continues if there is one.
+    /// Loads the five words of the packet's target. Continues if the packet has a target.
     fn target(&self, lookup: Lookup, to: Register) -> Vec<Expression> {
         let words = TIMEOUT_WORD..=GROUP_WORD;
         let mut all: Vec<Expression> =
@@ -382,7 +390,8 @@ impl Builder<'_> {
     /// Continues if the packet has a target.
     fn has_target(&self, lookup: Lookup) -> Vec<Expression> {
         let mut all = self.target(lookup, SECOND);
-        // The first word is always 0. The comparison makes `nft` print the lookup.
+        // The first word is always 0, so the comparison always succeeds. This comparison makes
+        // `nft` print the lookup.
         all.push(Expression::equal(SECOND, Value::host_u32(0)));
         all
     }
@@ -433,12 +442,12 @@ impl Builder<'_> {
         let by_count = RuleContent::with_comment(by_count, &text);
         let mut drop = self.has_target(lookup);
         drop.push(Expression::Verdict(Verdict::Drop));
-        // Before Linux 6.17 a lookup may miss while a transaction replaces the key. The second
-        // lookup sees the new element.
+        // Before Linux 6.17, a lookup may find no element while a transaction replaces the element.
+        // The second rule repeats the lookup and finds the new element.
         vec![by_count.clone(), by_count, drop.into()]
     }
 
-    /// The map of clients with an affinity timeout.
+    /// The map that records the clients of one affinity timeout.
     fn clients_set(&self, timeout: u32) -> Set {
         let address = address_type(self.config.family);
         let (key, data) = ([DataType::Mark, address], [DataType::Mark, address, DataType::Port]);
@@ -446,15 +455,16 @@ impl Builder<'_> {
         clients.with_timeout_ms(u64::from(timeout) * 1000).dynamic()
     }
 
-    /// Loads the number of the packet's service port and the address of its client. The groups for
-    /// both policies share the records of the port.
+    /// Loads the key of the packet's client: the number of the service port, and the client's
+    /// address. The groups for policy Cluster and for policy Local have the same service port
+    /// number, so both groups use the same records.
     fn client(&self, lookup: Lookup) -> Vec<Expression> {
         let mut all = self.target(lookup, SECOND);
         all.push(self.expressions.address(Side::Source, CLIENT.after(4)));
         all
     }
 
-    /// The chain of a pick.
+    /// Adds the chain of a pick.
     fn add_pick(&self, pick: &Pick, layout: &mut Layout) {
         let Pick { lookup, affinity_timeout_seconds, count } = *pick;
         let to = self.expressions;
@@ -464,7 +474,8 @@ impl Builder<'_> {
         if let Some(timeout) = affinity_timeout_seconds {
             let clients = clients_map(timeout);
             rules.push(self.recorded(lookup, &clients));
-            // A full map ends this rule; the next one sends the client on without a record.
+            // If the map of clients is full, the kernel does not execute the rest of this rule. The
+            // next rule then translates the connection without recording the client.
             let (target, slot) = (Register::word(3), Register::word(8));
             let mut recording = self.client(lookup);
             recording.extend(self.target(lookup, target));
@@ -488,8 +499,8 @@ impl Builder<'_> {
     /// Sends a recorded client to its endpoint, if the endpoint is still in the group.
     fn recorded(&self, lookup: Lookup, clients: &str) -> RuleContent {
         let to = self.expressions;
-        // A record has a word that no rule uses, then the endpoint. The group follows the endpoint,
-        // so that the three are the key of a member.
+        // A record contains a word that no rule uses, and the address and port of an endpoint. The
+        // group is loaded after the port, so that address, port and group are the key of a member.
         let record = FIRST.after(4);
         let endpoint = record.after(4);
         let port = endpoint.after(to.address_bytes());
@@ -547,8 +558,8 @@ impl Builder<'_> {
         }
     }
 
-    /// Packets that no rule translated, for frontends without endpoints and for unused addresses
-    /// and ports.
+    /// Adds the chains that reject or drop untranslated packets. The destinations of these packets
+    /// are frontends without endpoints, and addresses and ports that no Service uses.
     fn add_unserved(&self, service_cidrs: &BTreeSet<IpNet>, layout: &mut Layout) {
         let to = self.expressions;
         layout.add_chain(REJECT, vec![vec![to.reject()]]);
@@ -559,10 +570,11 @@ impl Builder<'_> {
             };
             [key, vec![to.is_in(set, FIRST), Expression::Verdict(verdict)]].concat()
         };
-        // A Service may have got its first endpoint since the packet passed the rules that
-        // translate: it is not refused. The rule does not drop the packet, because an endpoint on
-        // the node's network may have the address and port of the frontend. Conntrack does not
-        // count that as a translation.
+        // The frontend of an untranslated packet may have endpoints for two reasons, and this rule
+        // refuses the packet in neither case. The first endpoint may have been added after the
+        // packet passed the rules that translate. Or an endpoint on the node's network has the
+        // address and port of the frontend, and conntrack does not mark connections to such an
+        // endpoint as translated.
         let leave_served = |lookup| [self.has_target(lookup), vec![Expression::Verdict(Verdict::Return)]].concat();
         let addresses = REFUSALS.map(|refusal| refuse(to.frontend(FIRST), refusal_set(refusal), refusal));
         let mut rules: Vec<Vec<Expression>> = addresses.into();

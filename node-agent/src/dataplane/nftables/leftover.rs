@@ -11,7 +11,7 @@ use super::{
     layout::table_name,
 };
 
-/// The tables of this dataplane.
+/// The tables of this dataplane in both families, as a leftover.
 pub(crate) fn tables() -> Leftover {
     Leftover::new("nftables", || {
         if !has_nftables() {
@@ -36,11 +36,12 @@ fn remove() -> Result<(), NftablesError> {
     if transaction.message_count() == 0 { Ok(()) } else { nftables.commit(&transaction) }
 }
 
-/// Whether the kernel has nftables now. A question over netlink would make it load the module.
+/// Returns whether the kernel has nftables now. Sends no netlink request, because a request makes
+/// the kernel load the module.
 fn has_nftables() -> bool {
     let has_symbol = |symbols: Vec<u8>| symbols.windows(SYMBOL.len()).any(|window| window == SYMBOL);
     fs::exists("/sys/module/nf_tables").unwrap_or(true) || fs::read("/proc/kallsyms").is_ok_and(has_symbol)
 }
 
-/// A function of the kernel's nftables, which is also listed where nftables is built in.
+/// A function of nftables. `/proc/kallsyms` also lists it if nftables is built into the kernel.
 const SYMBOL: &[u8] = b" nft_do_chain";

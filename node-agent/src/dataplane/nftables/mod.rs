@@ -1,7 +1,7 @@
 //! The nftables dataplane: a table per family with a fixed set of rules, over netlink.
 //!
-//! [`headgate_core::nftables`] plans elements of maps and sets. [`layout`] has the rules. A step is
-//! one transaction: the kernel takes all of it or nothing.
+//! [`headgate_core::nftables`] plans the elements of maps and sets. [`layout`] builds the rules.
+//! Each step is one transaction: the kernel applies the whole step or nothing.
 
 mod elements;
 mod expressions;
@@ -32,11 +32,12 @@ use crate::node_inputs::NodeInputs;
 pub struct Config {
     /// The families, in the order of programming.
     pub families: Vec<Family>,
-    /// Masquerading. There is no mark, so the bit has no effect.
+    /// Which connections are masqueraded. nftables mode uses no packet mark and ignores the bit.
     pub masquerade: MasqueradeConfig,
-    /// Whether NodePorts answer on 127.0.0.0/8.
+    /// True if NodePorts answer on 127.0.0.0/8 (IPv4 only).
     pub localhost_node_ports: bool,
-    /// `nf_conntrack_tcp_be_liberal` is on: the rules need not drop INVALID packets.
+    /// True if the kernel parameter `nf_conntrack_tcp_be_liberal` is set. With this parameter, no
+    /// rule has to drop INVALID packets.
     pub conntrack_tcp_be_liberal: bool,
 }
 
@@ -54,7 +55,8 @@ const NEEDED: [Feature; 7] = [
 /// Programs the kernel's nftables.
 pub type NftablesDataplane = DualStack<NftablesFamily>;
 
-/// The connection to the kernel. It owns the tables where the kernel supports owners.
+/// The connection to the kernel. If the kernel supports owned tables, the connection owns the
+/// tables of this agent.
 #[derive(Debug)]
 pub struct Connection {
     connection: Option<Nftables>,
@@ -89,24 +91,25 @@ pub struct NftablesFamily {
     last_written: u32,
 }
 
-/// What the kernel has of one family.
+/// The table of one family, as read from the kernel.
 #[derive(Debug, Default)]
 pub struct Found {
     has_table: bool,
     existing: Existing,
     layout: Layout,
-    /// The table holds something that this agent would never write.
+    /// True if the table contains something that this agent never writes.
     is_foreign: bool,
 }
 
-/// What a step writes.
+/// The changes of one step.
 #[derive(Debug, Default)]
 pub struct Step {
     plan: Plan,
     layout: Option<Layout>,
     /// The layout in the kernel, as a full sync found it.
     found: Option<Layout>,
-    /// The step deletes the table first, because it holds something that this agent never writes.
+    /// True if the step first deletes the table, because the table contains something that this
+    /// agent never writes.
     replaces_table: bool,
 }
 
@@ -114,7 +117,7 @@ fn failure(what: &str, error: &NftablesError) -> DataplaneError {
     let kind = match error {
         NftablesError::Missing => ErrorKind::Unavailable,
         NftablesError::Refused(_) => match error.refusal_code() {
-            // Another agent owns the table: an old one that has not ended yet.
+            // Another process owns the table, such as an older agent that has not ended yet.
             Some(libc::EPERM) => ErrorKind::Retry,
             _ => ErrorKind::NeedsFullSync,
         },
@@ -294,7 +297,7 @@ impl Dataplane for NftablesFamily {
     }
 }
 
-/// Reads everything of a family.
+/// Reads the table of a family with all its contents.
 fn read(nftables: &mut Nftables, family: Family) -> Result<Found, NftablesError> {
     let name = table_name(family);
     let mut found = Found::default();
@@ -336,8 +339,8 @@ fn read(nftables: &mut Nftables, family: Family) -> Result<Found, NftablesError>
     Ok(found)
 }
 
-/// The shape that a layout was made for. The ranges of ClusterIPs are not read: the rules are
-/// compared as a whole.
+/// Returns the shape that the found layout was made for, without the ranges of ClusterIPs. The
+/// comparison of all rules detects other ranges.
 fn shape(found: &Found) -> Shape {
     let lengths = found.layout.sets.keys().filter_map(|name| name.strip_prefix(elements::names::ADMITTED));
     Shape {
