@@ -203,8 +203,7 @@ impl Page {
     }
 }
 
-/// A memory field of `/proc/PID/status`, in megabytes of 1,000,000 bytes. The kernel prints the field
-/// in KiB.
+/// A memory field of `/proc/PID/status`, in megabytes of 1,000,000 bytes. The kernel prints KiB.
 pub(super) fn status_mb(process: u32, field: &str) -> Result<f64> {
     let path = format!("/proc/{process}/status");
     let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
