@@ -127,7 +127,7 @@ proptest! {
         let wanted = at_once.rules();
 
         // The sequences are: the original order; events of the node first; events of the node last;
-        // only the last event of each subject; the same events in reverse order.
+        // only the last event of each subject; the last events in reverse order.
         let (of_node, others): (Vec<Event>, Vec<Event>) =
             events.iter().cloned().partition(|event| !matches!(event, Event::Change(_)));
         let squashed = last_of_each(&events, Event::subject);

@@ -1,10 +1,10 @@
 //! Generates `docs/behaviours.md`, which lists the tests of each behaviour.
 //!
-//! [`rows`] is the checklist. A test of any crate lists the rows that it shows in a comment `//
-//! rows: 31, 36` directly above its attributes, or in `// rows of ipvs: 102` for one backend alone.
-//! A case of the packet table has a field with its rows. These rows count for the test that runs
-//! the group of the case. [`scan`] finds the comments and the cases, [`report`] reads the results
-//! of the tests, and [`page`] renders the page. Every row needs a test, or a reason why no test
+//! [`rows`] is the checklist. A test of any crate lists its rows in a comment `// rows: 31, 36`
+//! directly above its attributes. For one backend alone, the comment is `// rows of ipvs: 102`. A
+//! case of the packet table has a field with its rows. These rows count for the test that runs the
+//! group of the case. [`scan`] finds the comments and the cases, [`report`] reads the results of
+//! the tests, and [`page`] renders the page. Every row needs a test, or a reason why no test
 //! exists.
 
 pub mod page;

@@ -1,7 +1,7 @@
-//! `control-plane-memory`: the memory of a control plane for each endpoint, with a folder of
-//! manifests or the stand-in API server as its source, for 1,000 to 50,000 Services × 10 endpoints.
-//! The bench compares this memory with the memory of an agent that has the same state. The bench
-//! runs real programs. The agent uses the nft variant of iptables.
+//! `control-plane-memory`: the memory of a control plane for each endpoint, for 1,000 to 50,000
+//! Services × 10 endpoints. The source is a folder of manifests or the stand-in API server. The
+//! bench compares this memory with the memory of an agent that has the same state. The bench runs
+//! real programs. The agent uses the nft variant of iptables.
 
 use std::{
     fs,

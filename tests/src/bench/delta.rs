@@ -1,6 +1,7 @@
 //! `delta`: one endpoint changes among 100, 1,000 and 10,000 Services × 10 endpoints. The bench
-//! measures the CPU time of the control plane (commit, log, digest, encoding), the CPU time of the
-//! agent (decoding, state, digest, view, plan of both families), and the size of the message.
+//! measures the CPU time of the control plane (commit, log, digest, encoding) and the CPU time of
+//! the agent (decoding, state, digest, view, plan of both families). It also measures the size of
+//! the message.
 //!
 //! The stages run one after the other on one thread, without sockets and kernel, so that their CPU
 //! times can be measured separately. The CPU times of each size are compared with the CPU times of
@@ -142,8 +143,9 @@ impl Replica {
     }
 }
 
-/// The largest number of chains that the replacement of one endpoint may write: the chain of the
-/// Service, and in nat and in filter the hairpin groups of the old and of the new address.
+/// The largest number of chains that the replacement of one endpoint may write. One chain is the
+/// chain of the Service. The other chains are the hairpin groups of the old and of the new address,
+/// in nat and in filter.
 const MAX_CHAINS: u32 = 5;
 
 impl Agent {

@@ -1,8 +1,8 @@
 //! `agent-memory`: the memory of the agent's process, at rest and at its peak, without Services and
-//! with 10,000 Services × 10 endpoints; and the peak memory of the agent together with the programs
-//! that it runs. The memory of these programs is compared with the memory of `iptables-restore`
-//! alone, which loads all rules at once. The bench runs real programs: a control plane with a
-//! folder of manifests, and an agent.
+//! with 10,000 Services × 10 endpoints. The bench also measures the peak memory of the agent
+//! together with the programs that the agent runs. The memory of these programs is compared with
+//! the memory of `iptables-restore` alone, which loads all rules at once. The bench runs real
+//! programs: a control plane with a folder of manifests, and an agent.
 
 use std::{
     fmt::Write as _,

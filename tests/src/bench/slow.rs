@@ -44,8 +44,8 @@ const WATCHED: u32 = 3;
 const SAMPLING: Duration = Duration::from_millis(500);
 /// The largest allowed ratio of the p99 with slow agents to the p99 without slow agents.
 const WORSE: f64 = 1.1;
-/// The growth of memory that is always allowed, because memory also grows for other reasons than
-/// slow agents: the allocator, and the log until the log reaches its bound.
+/// The growth of memory that is always allowed. Memory also grows because of the allocator, and
+/// because of the log until the log reaches its bound.
 const SLACK_BYTES: u64 = 4 << 20;
 
 /// Runs the bench.

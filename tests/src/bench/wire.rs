@@ -1,5 +1,5 @@
-//! `wire`: the bytes that one node receives for an endpoint change, for slices of 10 and of 100
-//! endpoints, for a single change and for 1,000 changes in one burst.
+//! `wire`: the bytes that one node receives for an endpoint change. The bench measures slices of 10
+//! and of 100 endpoints, with a single change and with 1,000 changes in one burst.
 //!
 //! The bench counts the TCP payload for one agent: the message, its gRPC prefix, the headers of its
 //! HTTP/2 DATA frames, and the overhead of its TLS 1.3 records. Names have realistic lengths, and

@@ -119,10 +119,10 @@ pub fn agent_crash(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Established connections survive when agents are stopped and started, when their endpoint is
-/// removed, when another endpoint is removed while the agents are down, and when agents start
-/// without the state on disk. An agent of another version cannot read the state, so it also starts
-/// without the state.
+/// Established connections survive a stop and start of the agents, the removal of their endpoint,
+/// and a start of the agents without the state on disk. They also survive the removal of another
+/// endpoint while the agents are down. An agent of another version cannot read the state, so it
+/// also starts without the state.
 ///
 /// Needs a running cluster with [`some_services`].
 pub fn connections_survive(bed: &Testbed) -> Result<()> {

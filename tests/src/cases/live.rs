@@ -152,9 +152,9 @@ const UDP_WAYS: [(&str, Via); 5] = [
 ];
 
 /// Every endpoint is replaced while UDP clients keep their sockets and send without a pause. If the
-/// agent did not delete conntrack entries, the kernel would send the packets of such a client to a
-/// removed endpoint as long as the client sends packets. The clients of a removed endpoint must
-/// move to another endpoint at once, and other clients must stay.
+/// agent did not delete conntrack entries, the kernel would continue to send the packets of a
+/// client to a removed endpoint. The clients of a removed endpoint must move to another endpoint at
+/// once, and other clients must stay.
 ///
 /// The agent must delete conntrack entries after it has written the rules. Otherwise the old rules
 /// could create an entry again, and its client would stay at the old endpoint.

@@ -219,8 +219,8 @@ const PORTS: u16 = 32_000;
 /// for a long time.
 ///
 /// IPVS does not translate source ports. If a client uses one port for two services with the same
-/// endpoint, the endpoint and conntrack cannot distinguish the two connections until both have
-/// forgotten the first connection. The kernel could choose such a port, because it reuses a port
+/// endpoint, both connections look equal to the endpoint and to conntrack, until both have deleted
+/// the state of the first connection. The kernel could choose such a port, because it reuses a port
 /// for other destinations.
 fn from_a_port<T>(request: &Request, bind: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
     let from = |port| SocketAddr::new(unspecified(request.to), port);

@@ -17,9 +17,9 @@
 //!   off when it has been idle for 10 seconds.
 //! - Results cannot be stale: a slot belongs to one test run, and the name of an outcome contains
 //!   the identifier of its request. An outcome counts only if the test itself has created a mark.
-//! - If the kernel ends or panics, if the test exceeds its time limit, if the kernel does not
-//!   answer or if a program is missing, the present test fails. The next test gets a new machine.
-//!   The kernel's log stays in the slot, and failures name it.
+//! - The present test fails if the kernel ends, panics or does not answer. It also fails if it
+//!   exceeds its time limit or if a program is missing. The next test gets a new machine. The
+//!   kernel's log stays in the slot, and failures name it.
 //! - **Inside** ([`guest`]), the host's files are visible. Only the slot is writable. Each test
 //!   gets its own network namespace, in which `lo` is up, and an empty `TMPDIR`. If the test fails,
 //!   the files in `TMPDIR` are copied to the slot. All processes of a test are killed at its end.

@@ -1,6 +1,6 @@
-//! How a test process on the host and its User-Mode Linux machine exchange messages: through small
-//! files in the folder of the machine's slot ([`super`] explains slots). The writer renames each
-//! file into place when it is complete.
+//! A test process on the host and its User-Mode Linux machine exchange messages through small files
+//! in the folder of the machine's slot. [`super`] explains slots. The writer renames each file into
+//! place when it is complete.
 //!
 //! The kernel's hostfs looks up a name on each access, so each side sees the other side's files at
 //! once.

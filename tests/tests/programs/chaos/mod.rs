@@ -253,8 +253,8 @@ async fn run(seed: u64, steps: u32) {
     );
     // Check that the run contained enough faults, and that agents made progress during the faults.
     assert!(cuts > AGENTS as u64 && connections > 2 * AGENTS as u64, "too few connections were cut");
-    // There is no minimum for `log`: an agent resumes by log only if it returns to the same run of
-    // a replica, which never happens with some seeds.
+    // There is no minimum for `log`. An agent resumes by log only if it returns to the same run of
+    // a replica. With some seeds, no agent returns in this way.
     assert!(resumed["digests"] > AGENTS && resumed["full"] >= AGENTS, "agents resumed too rarely: {resumed:?}");
     assert!(moves > u64::from(steps), "the agents made too little progress during the faults");
 }

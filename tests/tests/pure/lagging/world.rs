@@ -13,8 +13,8 @@ use super::{
 };
 
 /// The intervals, in seconds, after which the agent checks whether another replica is better. The
-/// sum of the intervals is longer than two bounded times: the wait for a replica that is behind,
-/// and the time at a replica after which an agent may move.
+/// sum of the intervals is longer than two bounded times. The first time is the wait for a replica
+/// that is behind. The second time is how long an agent stays at a replica before it may move.
 const CHECKS: [u64; 7] = [5, 10, 20, 40, 80, 160, 320];
 
 /// A move of the model.
@@ -265,8 +265,8 @@ impl World {
                 "the agent holds version {here} of its own Node, and a replica could serve version {there}"
             );
         }
-        // While the agent follows an unlisted replica, the agent must not lack anything that a
-        // listed replica could serve, unless the listed replica is behind the agent.
+        // While the agent follows an unlisted replica, the agent must hold everything that a listed
+        // replica could serve. Listed replicas that are behind the agent do not count.
         let here = self.stream.as_ref().map(|stream| self.replicas[stream.replica].store.source_state());
         if here == Some(SourceState::Unlisted)
             && let Some(point) = self.agent.held.point(false)

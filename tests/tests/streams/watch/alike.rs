@@ -89,8 +89,8 @@ async fn real_and_stand_in_servers_are_followed_alike() {
     }
 }
 
-/// A replica that listed a kind earlier than another replica has a lower position of this kind,
-/// even if no object of this kind has changed in between. An agent that comes from the other
+/// If one replica lists a kind earlier than another replica, it has a lower position of this kind.
+/// No object of this kind needs to change for this difference. An agent that comes from the other
 /// replica need not wait for the next bookmark.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_position_that_an_agent_saw_at_another_replica_is_requested_at_once() {
