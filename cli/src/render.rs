@@ -106,8 +106,10 @@ fn paint(text: &str, tone: Tone, style: Style) -> String {
 pub fn services(services: &[ServiceInfo], style: Style) -> String {
     let mut headers =
         vec!["NAMESPACE", "NAME", "CLUSTER-IP", "EXTERNAL-IP", "PORTS", ">READY", "POLICY", "AFFINITY", ">VERSION"];
+    let some_load_balancing = services.iter().any(|service| !service.load_balancing.is_empty());
     let some_scheduler = services.iter().any(|service| !service.scheduler.is_empty());
     let some_health_check = services.iter().any(|service| !service.health_check.is_empty());
+    headers.extend(some_load_balancing.then_some("LOAD-BALANCING"));
     headers.extend(some_scheduler.then_some("SCHEDULER"));
     headers.extend(some_health_check.then_some("HEALTH-CHECK"));
     let rows = services.iter().map(|service| {
@@ -122,6 +124,7 @@ pub fn services(services: &[ServiceInfo], style: Style) -> String {
             cell(affinity(service)),
             cell(service.version.to_string()),
         ];
+        row.extend(some_load_balancing.then(|| cell(&service.load_balancing)));
         row.extend(some_scheduler.then(|| cell(&service.scheduler)));
         row.extend(some_health_check.then(|| cell(health_check(service))));
         row
@@ -191,6 +194,9 @@ pub fn endpoints(endpoints: &[EndpointInfo], style: Style) -> String {
     if several {
         headers.insert(0, "SERVICE");
     }
+    // Replicas of older versions report weight 0.
+    let some_weight = endpoints.iter().any(|endpoint| endpoint.weight > 1);
+    headers.extend(some_weight.then_some(">WEIGHT"));
     let rows = endpoints.iter().map(|endpoint| {
         let (state, tone) = endpoint_state(endpoint);
         let mut row = vec![
@@ -202,6 +208,7 @@ pub fn endpoints(endpoints: &[EndpointInfo], style: Style) -> String {
             cell(hints(endpoint)),
             cell(endpoint.version.to_string()),
         ];
+        row.extend(some_weight.then(|| cell(endpoint.weight.max(1).to_string())));
         if several {
             row.insert(0, cell(format!("{}/{}", endpoint.namespace, endpoint.name)));
         }

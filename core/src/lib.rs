@@ -23,8 +23,8 @@ pub use behaviours::{conntrack, endpoint_choice, health_check_port, masquerade, 
 pub use conventions::{dns_name, errors, exposition, node_state, plaintext};
 pub use dataplane::{iptables, ipvs, nftables};
 pub use model::{
-    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, Node, Placement, PortState, Protocol,
-    Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, pool,
+    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, LoadBalancing, Node, Placement,
+    PortState, Protocol, Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight, pool,
 };
 pub use node_facts::NodeFacts;
 pub use state::{Demand, Dirty, FamilyDemand, ServiceEntry, State, digest, frontends, reference};

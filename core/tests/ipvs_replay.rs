@@ -33,7 +33,7 @@ fn config(family: Family) -> IpvsConfig {
 
 /// Virtual servers of another program.
 fn foreign() -> [(ServerKey, Settings); 2] {
-    let settings = Settings { scheduler: Scheduler::SourceHashing, persistence_seconds: None };
+    let settings = Settings::new(Scheduler::SourceHashing);
     let key = |address: &str, port| ServerKey { address: address.parse().unwrap(), protocol: Protocol::Tcp, port };
     [(key("172.30.0.1", 80), settings), (key("203.0.113.201", 8080), settings)]
 }
@@ -315,7 +315,7 @@ fn servers_of_excluded_networks_are_kept_even_on_addresses_of_the_device() {
     rig.kernel.device_addresses.insert(key.address);
     rig.kernel.device_addresses.insert("203.0.113.9".parse::<IpAddr>().unwrap());
     let ours = ServerKey { address: "203.0.113.9".parse().unwrap(), ..key };
-    let settings = Settings { scheduler: Scheduler::RoundRobin, persistence_seconds: None };
+    let settings = Settings::new(Scheduler::RoundRobin);
     rig.kernel.servers.insert(ours, (settings, BTreeMap::new()));
     rig.full();
     assert!(rig.kernel.servers.contains_key(&key) && !rig.kernel.servers.contains_key(&ours));

@@ -5,7 +5,7 @@ use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use headgate_core::{
     Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Hints, Node, Placement, Protocol, Service,
-    ServiceCidr, ServiceKey, ServicePort, TrafficPolicy,
+    ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight,
     digest::{BUCKETS, BucketDigest, Digests},
     pool::Pool,
     reference::{NumberedPort, Referable, Referrer},
@@ -201,6 +201,10 @@ impl Decoder {
             node: (!wire.node.is_empty()).then(|| self.shared_string(&wire.node)),
             zone: tables.string(wire.zone, "zone").map_err(reason)?,
             hints: (hints != Hints::default()).then(|| Arc::new(hints)),
+            weight: match wire.weight {
+                0 => Weight::default(),
+                weight => Weight::new(weight).ok_or_else(|| format!("weight: {weight} is not between 1 and 100"))?,
+            },
         };
         let shared = self.placements.get(&placement, || Arc::new(placement.clone()));
         self.known.learn_placement(&shared);
@@ -346,6 +350,7 @@ fn service_from_wire(wire: v1::Service) -> Checked<Service> {
         load_balancer_source_ranges: prefixes_from_wire(ranges, "load_balancer_source_ranges")?,
         health_check_node_port: any_port(wire.health_check_node_port, "health_check_node_port")?,
         created_unix_seconds: wire.created_unix_seconds,
+        load_balancing: wire.load_balancing.into(),
         scheduler: wire.scheduler.into(),
         health_check: wire.health_check.into(),
         health_check_interval_ms: wire.health_check_interval_ms,

@@ -4,7 +4,7 @@ use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use bytes::Bytes;
 use headgate_core::{
-    Change, Conditions, Endpoint, EndpointPort, Node, Placement, Protocol, Service, ServiceCidr, ServiceKey,
+    Change, Conditions, Endpoint, EndpointPort, Node, Placement, Protocol, Service, ServiceCidr, ServiceKey, Weight,
     digest::Digests,
 };
 use ipnet::IpNet;
@@ -257,6 +257,7 @@ impl ChangesBuilder {
             zone: placement.zone.as_ref().map_or(0, |name| self.reference(name)),
             hint_zones,
             hint_nodes,
+            weight: if placement.weight == Weight::default() { 0 } else { placement.weight.get() },
         };
         self.estimated_bytes += prost::Message::encoded_len(&wire) + 4;
         let index = u32::try_from(self.changes.placements.len()).unwrap_or(u32::MAX);
@@ -334,6 +335,7 @@ fn service_to_wire(service: &Service) -> v1::Service {
         scheduler: service.scheduler.to_string(),
         health_check: service.health_check.to_string(),
         health_check_interval_ms: service.health_check_interval_ms,
+        load_balancing: service.load_balancing.to_string(),
     }
 }
 

@@ -4,7 +4,7 @@
 use std::{net::IpAddr, sync::Arc};
 
 use headgate_core::{
-    Change, Conditions, Dirty, Endpoint, EndpointPort, Hints, Placement, Protocol, ServiceKey, State,
+    Change, Conditions, Dirty, Endpoint, EndpointPort, Hints, Placement, Protocol, ServiceKey, State, Weight,
     digest::endpoint_hash,
     reference::{Referable, Referrer},
 };
@@ -28,11 +28,13 @@ fn any_placement() -> impl Strategy<Value = Arc<Placement>> {
             numbers.into_iter().map(|n| format!("{letter}{n}").into()).collect::<Vec<Arc<str>>>()
         })
     };
-    let parts = (prop::option::of(0u8..3), prop::option::of(0u8..2), names('z'), names('n'));
-    parts.prop_map(|(node, zone, zones, nodes)| {
+    let weights = prop_oneof![Just(1), Just(2), Just(100)];
+    let parts = (prop::option::of(0u8..3), prop::option::of(0u8..2), names('z'), names('n'), weights);
+    parts.prop_map(|(node, zone, zones, nodes, weight)| {
+        let weight = Weight::new(weight).unwrap();
         let hints = Some(Arc::new(Hints { zones, nodes })).filter(|hints| **hints != Hints::default());
         let name = |letter: char, number: Option<u8>| number.map(|number| Arc::from(format!("{letter}{number}")));
-        Placement { node: name('n', node), zone: name('z', zone), hints }.into()
+        Placement { node: name('n', node), zone: name('z', zone), hints, weight }.into()
     })
 }
 

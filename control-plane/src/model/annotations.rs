@@ -1,20 +1,34 @@
-//! Annotations of Services, for settings for which the API has no field. An annotation that cannot
-//! be read is ignored and reported as a problem.
+//! Annotations of Services and EndpointSlices, for settings for which the API has no field. An
+//! annotation that cannot be read is ignored and reported as a problem.
 
-use headgate_core::{Service, ipvs::Scheduler};
+use std::{collections::BTreeMap, net::IpAddr};
+
+use headgate_core::{LoadBalancing, Service, Weight, ipvs::Scheduler};
 
 use super::problems::Findings;
 use crate::objects::Annotations;
 
 const SCHEDULER: &str = "headgate.io/scheduler";
+const LOAD_BALANCING: &str = "headgate.io/load-balancing";
+const WEIGHTS: &str = "headgate.io/weights";
 const HEALTH_CHECK: &str = "headgate.io/health-check";
 const INTERVAL: &str = "headgate.io/health-check-interval";
 
 /// Bounds of the interval of health checks, in milliseconds.
 const INTERVAL_MS: std::ops::RangeInclusive<u64> = 500..=3_600_000;
 
-/// Reads the annotations into a service.
+/// Reads the annotations of a Service into the service.
 pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &mut Findings) {
+    if let Some(name) = &annotations.load_balancing {
+        match LoadBalancing::parse(name) {
+            Some(algorithm) => service.load_balancing = algorithm.as_str().into(),
+            None => {
+                let known = LoadBalancing::ALL.map(LoadBalancing::as_str).join(", ");
+                let message = format!("{name:?} is not an algorithm for load balancing: write one of {known}");
+                findings.annotation(LOAD_BALANCING, message, "each node uses the default of its mode");
+            }
+        }
+    }
     if let Some(name) = &annotations.scheduler {
         match Scheduler::parse(name) {
             Some(scheduler) => service.scheduler = scheduler.as_str().into(),
@@ -42,6 +56,43 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
                 findings.annotation(INTERVAL, message, "the agents' interval is used");
             }
         }
+    }
+}
+
+/// Reads the weights of an EndpointSlice: `10.0.0.1=3, 10.0.0.2=1`. Addresses without a weight have
+/// the default weight. An entry that cannot be read is left out.
+pub(super) fn weights(annotations: &Annotations, findings: &mut Findings) -> BTreeMap<IpAddr, Weight> {
+    let mut weights = BTreeMap::new();
+    let text = annotations.weights.as_deref().unwrap_or_default();
+    for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
+        let read = entry.split_once('=').and_then(|(address, weight)| {
+            let address: IpAddr = address.trim().parse().ok()?;
+            Some((address, Weight::new(weight.trim().parse().ok()?)?))
+        });
+        let message = match read {
+            None => format!(
+                "{entry:?} is not an address with a weight: write ADDRESS=WEIGHT, with a weight from 1 to {}",
+                Weight::MAX.get()
+            ),
+            Some((address, weight)) => match weights.insert(address, weight) {
+                Some(earlier) if earlier != weight => format!("{address} has two weights: write it once"),
+                _ => continue,
+            },
+        };
+        findings.annotation(WEIGHTS, message, "the rest of the annotation is used");
+    }
+    weights
+}
+
+/// Reports the weights of addresses that the slice does not contain.
+pub(super) fn check_weights(
+    weights: &BTreeMap<IpAddr, Weight>,
+    is_in_slice: impl Fn(IpAddr) -> bool,
+    findings: &mut Findings,
+) {
+    for address in weights.keys().filter(|address| !is_in_slice(**address)) {
+        let message = format!("{address} is no address of this slice: write the weight in the slice of the endpoint");
+        findings.annotation(WEIGHTS, message, "the rest of the annotation is used");
     }
 }
 

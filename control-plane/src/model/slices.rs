@@ -2,9 +2,9 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use headgate_core::{Conditions, EndpointPort, Family, Hints, Placement, ServiceKey};
+use headgate_core::{Conditions, EndpointPort, Family, Hints, Placement, ServiceKey, Weight};
 
-use super::{intern::Interner, object_set::Reading, parse, problems::Findings, size};
+use super::{annotations, intern::Interner, object_set::Reading, parse, problems::Findings, size};
 use crate::objects;
 
 /// The conditions and the placement of an address in a slice.
@@ -123,10 +123,14 @@ fn endpoints(
     interner: &mut Interner,
     findings: &mut Findings,
 ) -> Vec<(IpAddr, Facts)> {
+    let weights = annotations::weights(&object.metadata.annotations, findings);
     let mut endpoints: Vec<(IpAddr, usize, Facts)> = Vec::with_capacity(object.endpoints.len());
     for (index, written) in object.endpoints.iter().enumerate() {
         match address(written, family) {
-            Ok(address) => endpoints.push((address, index, facts(index, written, interner, findings))),
+            Ok(address) => {
+                let weight = weights.get(&address).copied().unwrap_or_default();
+                endpoints.push((address, index, facts(index, written, weight, interner, findings)));
+            }
             Err(message) => findings.entry(format!("endpoints[{index}].addresses[0]"), message),
         }
     }
@@ -144,6 +148,11 @@ fn endpoints(
         }
         is_same
     });
+    annotations::check_weights(
+        &weights,
+        |address| endpoints.binary_search_by_key(&address, |(address, ..)| *address).is_ok(),
+        findings,
+    );
     endpoints.into_iter().map(|(address, _, facts)| (address, facts)).collect()
 }
 
@@ -161,7 +170,13 @@ fn address(written: &objects::SliceEndpoint, family: Family) -> Result<IpAddr, S
 
 /// Reads the conditions and the placement of an endpoint. An invalid name is left out, and the rest
 /// of the endpoint is used.
-fn facts(index: usize, written: &objects::SliceEndpoint, interner: &mut Interner, findings: &mut Findings) -> Facts {
+fn facts(
+    index: usize,
+    written: &objects::SliceEndpoint,
+    weight: Weight,
+    interner: &mut Interner,
+    findings: &mut Findings,
+) -> Facts {
     let conditions = &written.conditions;
     let mut known = |field: &str, text: &str, check: fn(&str) -> Result<(), String>| {
         let checked = if text.is_empty() { Ok(()) } else { check(text) };
@@ -190,7 +205,7 @@ fn facts(index: usize, written: &objects::SliceEndpoint, interner: &mut Interner
             findings.entry(format!("endpoints[{index}].{field}"), message);
         }
     }
-    let placement = Placement { node, zone, hints: interner.hints(hints) };
+    let placement = Placement { node, zone, hints: interner.hints(hints), weight };
     Facts {
         conditions: Conditions {
             ready: conditions.ready.unwrap_or(true),

@@ -419,6 +419,32 @@ fn invalid_annotations_are_ignored_and_reported() {
         assert!(problems.iter().all(|text| text.contains(problem.unwrap())), "{problems:?}");
         assert!(problems.iter().all(|text| text.starts_with("Service x/s metadata.annotations[headgate.io/")));
     }
+    for (name, read, problem) in [
+        ("consistent-hash", "consistent-hash", None),
+        ("fastest", "", Some("write one of random, round-robin, least-connections, consistent-hash; each node uses")),
+    ] {
+        let mut bench = Bench::with(&[annotated(json!({"headgate.io/load-balancing": name}))]);
+        assert_eq!(bench.service("s").unwrap().load_balancing, read);
+        let problems = bench.problems();
+        assert_eq!(problems.iter().filter(|text| text.contains(problem.unwrap())).count(), problems.len());
+        assert_eq!(problems.len(), usize::from(problem.is_some()));
+    }
+    let endpoints = json!([ready("10.1.0.1"), ready("10.1.0.2"), ready("10.1.0.3")]);
+    let mut weighted = slice("s-1", "s", endpoints, http(1));
+    weighted["metadata"]["annotations"] =
+        json!({"headgate.io/weights": "10.1.0.1=100, 10.1.0.2=0,10.1.0.2=3 ,10.1.0.9=2,x=1"});
+    let mut bench = Bench::with(&[service("s", json!({})), weighted]);
+    let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
+    let weights: Vec<u32> = entry.endpoints().values().map(|endpoint| endpoint.placement.weight.get()).collect();
+    assert_eq!(weights, [100, 3, 1]);
+    let problems = bench.problems();
+    let field = "EndpointSlice x/s-1 metadata.annotations[headgate.io/weights] ";
+    for text in
+        ["\"10.1.0.2=0\" is not an address with a weight", "\"x=1\" is not", "10.1.0.9 is no address of this slice"]
+    {
+        assert!(problems.iter().any(|problem| problem.starts_with(&format!("{field}{text}"))), "{problems:?}");
+    }
+    assert_eq!(problems.len(), 3);
     // The rest of a version with an invalid annotation is used.
     let mut bench = Bench::with(&[service("s", json!({}))]);
     let mut value = annotated(json!({"headgate.io/scheduler": "fastest"}));

@@ -58,6 +58,10 @@ pub struct Annotations {
     pub health_check: Option<String>,
     /// `headgate.io/health-check-interval`.
     pub health_check_interval: Option<String>,
+    /// `headgate.io/load-balancing` of a Service.
+    pub load_balancing: Option<String>,
+    /// `headgate.io/weights` of an EndpointSlice.
+    pub weights: Option<String>,
     /// `endpoints.kubernetes.io/last-change-trigger-time`.
     pub last_change_trigger_time: Option<String>,
 }
@@ -85,6 +89,8 @@ impl Picked for Annotations {
         match key {
             "headgate.io/scheduler" => Some(&mut self.scheduler),
             "headgate.io/health-check" => Some(&mut self.health_check),
+            "headgate.io/load-balancing" => Some(&mut self.load_balancing),
+            "headgate.io/weights" => Some(&mut self.weights),
             "headgate.io/health-check-interval" => Some(&mut self.health_check_interval),
             "endpoints.kubernetes.io/last-change-trigger-time" => Some(&mut self.last_change_trigger_time),
             _ => None,

@@ -15,7 +15,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use crate::{
     behaviours::topology::TopologyMode,
-    model::{Endpoint, Family, ServicePort},
+    model::{Endpoint, Family, ServicePort, Weight},
     node_facts::NodeFacts,
 };
 
@@ -30,6 +30,8 @@ pub struct Destination {
     pub is_local: bool,
     /// The endpoint runs on this node, or its node is unknown.
     pub may_be_local: bool,
+    /// The weight of the endpoint.
+    pub weight: Weight,
 }
 
 impl Destination {
@@ -82,6 +84,7 @@ pub fn choose<'a>(
             port: candidate.port.port,
             is_local,
             may_be_local: is_local || candidate.placement.node.is_none(),
+            weight: candidate.placement.weight,
         };
         if !conditions.ready || mode.admits(&candidate, node) {
             chosen.cluster.push(destination);

@@ -12,7 +12,7 @@ use compact_str::CompactString;
 use crate::{
     behaviours::endpoint_choice::{self, Destination},
     behaviours::source_ranges::SourceRanges,
-    model::{Endpoint, Family, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
+    model::{Endpoint, Family, LoadBalancing, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
     node_facts::NodeFacts,
     state::frontends::Frontend,
     state::{ServiceEntry, State},
@@ -71,6 +71,8 @@ pub struct ServicePortView {
     pub external_traffic_policy: TrafficPolicy,
     /// Timeout of ClientIP affinity in seconds; `None` for no affinity.
     pub affinity_timeout_seconds: Option<u32>,
+    /// The algorithm that the Service asks for; `None` for the default of the dataplane.
+    pub load_balancing: Option<LoadBalancing>,
     /// Endpoints for Cluster policy.
     pub cluster_endpoints: Vec<Destination>,
     /// Endpoints for Local policy.
@@ -208,6 +210,7 @@ impl Context<'_> {
             internal_traffic_policy: self.service.internal_traffic_policy,
             external_traffic_policy: self.service.external_traffic_policy,
             affinity_timeout_seconds: self.service.session_affinity.map(|affinity| affinity.timeout_seconds),
+            load_balancing: LoadBalancing::parse(&self.service.load_balancing),
             cluster_endpoints: choice.cluster,
             local_endpoints: choice.local,
             has_any_endpoint: choice.has_any,

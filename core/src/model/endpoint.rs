@@ -72,8 +72,36 @@ pub struct Hints {
     pub nodes: Vec<Arc<str>>,
 }
 
-/// Where an endpoint runs, and which zones or nodes it should serve. Most endpoints on one node
-/// have equal placements, so they share one value.
+/// How many connections an endpoint gets, in proportion to the weights of the other endpoints of a
+/// service port: 1 to 100. Annotation `headgate.io/weights` of the EndpointSlice; 1 without it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Weight(u8);
+
+impl Weight {
+    /// The largest weight.
+    pub const MAX: Self = Self(100);
+
+    /// Creates a weight. Returns `None` if the number is not between 1 and [`Self::MAX`].
+    #[must_use]
+    pub fn new(number: u32) -> Option<Self> {
+        u8::try_from(number).ok().map(Self).filter(|weight| (Self::default()..=Self::MAX).contains(weight))
+    }
+
+    /// Returns the number.
+    #[must_use]
+    pub fn get(self) -> u32 {
+        u32::from(self.0)
+    }
+}
+
+impl Default for Weight {
+    fn default() -> Self {
+        Self(1)
+    }
+}
+
+/// Where an endpoint runs, which zones or nodes it should serve, and its weight. Most endpoints on
+/// one node have equal placements, so they share one value.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Placement {
     /// The node, in lower case; `None` if the EndpointSlice does not name a node.
@@ -82,10 +110,12 @@ pub struct Placement {
     pub zone: Option<Arc<str>>,
     /// Topology hints.
     pub hints: Option<Arc<Hints>>,
+    /// The weight.
+    pub weight: Weight,
 }
 
 impl Placement {
-    /// Creates a placement on a node, without zone and hints.
+    /// Creates a placement on a node, with weight 1 and without zone and hints.
     #[must_use]
     pub fn on(node: &str) -> Self {
         Self { node: Some(node.into()), ..Self::default() }

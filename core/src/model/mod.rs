@@ -3,12 +3,14 @@
 
 mod change;
 mod endpoint;
+mod load_balancing;
 mod node;
 pub mod pool;
 mod service;
 
 pub use change::Change;
-pub use endpoint::{Conditions, Endpoint, EndpointPort, Hints, Placement, PortState};
+pub use endpoint::{Conditions, Endpoint, EndpointPort, Hints, Placement, PortState, Weight};
+pub use load_balancing::LoadBalancing;
 pub use node::{Node, ServiceCidr};
 pub use service::{ClientIpAffinity, Service, ServiceKey, ServicePort, TrafficPolicy};
 

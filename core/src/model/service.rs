@@ -107,6 +107,9 @@ pub struct Service {
     pub health_check_node_port: u16,
     /// `metadata.creationTimestamp`, seconds since the Unix epoch; 0 when unknown.
     pub created_unix_seconds: i64,
+    /// Annotation `headgate.io/load-balancing`; empty for the default of the dataplane. See
+    /// [`super::LoadBalancing`].
+    pub load_balancing: CompactString,
     /// Annotation `headgate.io/scheduler`; empty for the cluster's default.
     pub scheduler: CompactString,
     /// Annotation `headgate.io/health-check`: `tcp`, or empty for no checks. An agent makes no
@@ -133,6 +136,7 @@ impl Service {
             load_balancer_source_ranges: Vec::new(),
             health_check_node_port: 0,
             created_unix_seconds: 0,
+            load_balancing: CompactString::default(),
             scheduler: CompactString::default(),
             health_check: CompactString::default(),
             health_check_interval_ms: 0,

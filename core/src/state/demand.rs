@@ -1,7 +1,7 @@
 //! How many Services use a feature. A node that lacks the feature reports itself as degraded only
 //! if some Service needs it.
 
-use crate::model::{Family, Protocol, Service};
+use crate::model::{Family, LoadBalancing, Protocol, Service};
 
 /// Numbers of Services with a ClusterIP of one family, by feature.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -12,6 +12,22 @@ pub struct FamilyDemand {
     pub with_node_ports: usize,
     /// Services of the family that have an SCTP port.
     pub with_sctp: usize,
+    /// Services of the family that ask for each algorithm of [`LoadBalancing::ALL`], then those that
+    /// ask for an unknown algorithm.
+    load_balancing: [usize; LoadBalancing::ALL.len() + 1],
+}
+
+impl FamilyDemand {
+    /// Returns the number of Services that ask for an algorithm; `None` stands for all algorithms
+    /// that this program does not know.
+    #[must_use]
+    pub fn with_load_balancing(&self, algorithm: Option<LoadBalancing>) -> usize {
+        self.load_balancing[index(algorithm)]
+    }
+}
+
+fn index(algorithm: Option<LoadBalancing>) -> usize {
+    algorithm.map_or(LoadBalancing::ALL.len(), |algorithm| algorithm as usize)
 }
 
 /// The numbers for both families. The cost of counting a Service is linear in its ports.
@@ -54,6 +70,9 @@ impl Demand {
             if has_sctp {
                 count(&mut demand.with_sctp);
             }
+            if !service.load_balancing.is_empty() {
+                count(&mut demand.load_balancing[index(LoadBalancing::parse(&service.load_balancing))]);
+            }
         }
     }
 }
@@ -75,7 +94,7 @@ mod tests {
         let mut state = State::default();
         let counts = |state: &State| {
             Family::BOTH.map(|family| {
-                let FamilyDemand { services, with_node_ports, with_sctp } = state.demand().of(family);
+                let FamilyDemand { services, with_node_ports, with_sctp, .. } = state.demand().of(family);
                 [services, with_node_ports, with_sctp]
             })
         };
@@ -92,5 +111,20 @@ mod tests {
         assert_eq!(after(service(&[], 0, Protocol::Sctp)), [[0, 0, 0], [1, 0, 1]]);
         assert_eq!(after(Change::RemoveService(ServiceKey::new("a", "b"))), [[0, 0, 0], [0, 0, 0]]);
         assert_eq!(state.demand(), &Demand::default());
+    }
+
+    #[test]
+    fn services_are_counted_by_the_algorithm_that_they_ask_for() {
+        let mut state = State::default();
+        for (name, algorithm) in [("a", "random"), ("b", "consistent-hash"), ("c", "fastest"), ("d", "")] {
+            let key = ServiceKey::new("a", name);
+            let port = ServicePort { name: "".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
+            let mut service = Service::new(key, vec![[10, 0, 0, 1].into()], vec![port]);
+            service.load_balancing = algorithm.into();
+            state.apply(service.into(), &mut Dirty::default());
+        }
+        let algorithms = LoadBalancing::ALL.map(Some).into_iter().chain([None]);
+        let counts = algorithms.map(|algorithm| state.demand().of(Family::V4).with_load_balancing(algorithm));
+        assert_eq!(counts.collect::<Vec<_>>(), [1, 0, 0, 1, 1]);
     }
 }

@@ -10,7 +10,7 @@ use std::net::IpAddr;
 
 use sha2::{Digest as _, Sha256};
 
-use crate::model::{Conditions, Endpoint, EndpointPort, Placement, Service, ServiceCidr, ServiceKey};
+use crate::model::{Conditions, Endpoint, EndpointPort, Placement, Service, ServiceCidr, ServiceKey, Weight};
 
 /// Number of buckets. The hash of a key selects the bucket.
 pub const BUCKETS: usize = 1024;
@@ -128,6 +128,9 @@ pub fn service_hash(service: &Service) -> u128 {
     form.text(&service.scheduler);
     form.text(&service.health_check);
     form.number(u64::from(service.health_check_interval_ms));
+    if !service.load_balancing.is_empty() {
+        form.text(&service.load_balancing);
+    }
     form.finish()
 }
 
@@ -218,7 +221,12 @@ impl Form {
     /// Adds a placement. The form does not contain whether hints follow. So either the placement is
     /// the last value, or the caller adds a number before it that says whether it has hints.
     pub(crate) fn placement(&mut self, placement: &Placement) {
-        let Placement { node, zone, hints } = placement;
+        let Placement { node, zone, hints, weight } = placement;
+        if *weight != Weight::default() {
+            // No text has this length, so a weight cannot be confused with the name of a node.
+            self.number(u64::MAX);
+            self.number(u64::from(weight.get()));
+        }
         self.text(node.as_deref().unwrap_or_default());
         self.text(zone.as_deref().unwrap_or_default());
         for list in hints.iter().flat_map(|hints| [&hints.zones, &hints.nodes]) {

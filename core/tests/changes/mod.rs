@@ -10,7 +10,7 @@ use std::{
 
 use headgate_core::{
     Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Hints, NodeFacts, Placement, Protocol,
-    Service, ServiceKey, ServicePort, State, TrafficPolicy,
+    Service, ServiceKey, ServicePort, State, TrafficPolicy, Weight,
 };
 use proptest::prelude::*;
 
@@ -87,7 +87,8 @@ prop_compose! {
         (i, ports, [cluster_ips, external_ips, load_balancer_ips]) in any_number(services), created_unix_seconds in 0i64..3,
         internal_local in any::<bool>(), external_local in any::<bool>(), health_check_node_port in 0u16..2,
         timeout_seconds in prop::option::of(prop_oneof![Just(10u32), Just(10_800)]), ranges in any_source_ranges(),
-        scheduler in prop_oneof![3 => Just(""), 1 => Just("fo")], health_check in prop_oneof![3 => Just(""), 1 => Just("tcp")],
+        scheduler in prop_oneof![3 => Just(""), 1 => Just("fo")],
+        load_balancing in prop_oneof![3 => Just(""), 1 => Just("random"), 1 => Just("consistent-hash")], health_check in prop_oneof![3 => Just(""), 1 => Just("tcp")],
     ) -> Service {
         let policy = |is_local| if is_local { TrafficPolicy::Local } else { TrafficPolicy::Cluster };
         let health_check_node_port =
@@ -102,6 +103,7 @@ prop_compose! {
             health_check_node_port,
             created_unix_seconds,
             scheduler: scheduler.into(),
+            load_balancing: load_balancing.into(),
             health_check: health_check.into(),
             ..Service::new(key(i), cluster_ips, ports)
         }
@@ -140,10 +142,11 @@ fn any_address() -> impl Strategy<Value = IpAddr> {
 }
 
 fn any_placement() -> impl Strategy<Value = Arc<Placement>> {
-    (0u8..3, 0u8..3, any_hints()).prop_map(|(node, zone, hints)| {
+    (0u8..3, 0u8..3, any_hints(), prop_oneof![4 => Just(1), 1 => 2u32..6]).prop_map(|(node, zone, hints, weight)| {
+        let weight = Weight::new(weight).unwrap();
         let node = (node > 0).then(|| format!("n{node}").into());
         let zone = (zone > 0).then(|| format!("z{zone}").into());
-        Placement { node, zone, hints }.into()
+        Placement { node, zone, hints, weight }.into()
     })
 }
 

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{Demand, Dirty, Family, NodeFacts, ServiceKey, State, view::NoLocalEndpoints};
+use headgate_core::{Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, view::NoLocalEndpoints};
 
 use super::{DataplaneError, StateSource};
 use crate::node_inputs::NodeInputs;
@@ -31,6 +31,10 @@ pub trait Dataplane: Send {
     /// True when the dataplane uses [`NodeInputs::interfaces`], so that the caller must read these
     /// addresses.
     const NEEDS_INTERFACES: bool = false;
+
+    /// The algorithms that the dataplane has. A Service that asks for another algorithm gets the
+    /// dataplane's default, and [`super::DualStack`] reports this.
+    const LOAD_BALANCING: &'static [LoadBalancing] = &[LoadBalancing::Random];
 
     /// The family that this instance programs.
     fn family(&self) -> Family;

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{Demand, Dirty, Family, NodeFacts, ServiceKey, State};
+use headgate_core::{Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State};
 use tracing::{info, warn};
 
 use super::{
@@ -108,6 +108,15 @@ pub trait NodeDataplane: Send {
     fn cleanup(&mut self) -> Result<(), DataplaneError>;
 }
 
+/// The algorithms that a Service can ask for; `None` stands for all unknown algorithms.
+const ASKED_FOR: [Option<LoadBalancing>; 5] = [
+    Some(LoadBalancing::Random),
+    Some(LoadBalancing::RoundRobin),
+    Some(LoadBalancing::LeastConnections),
+    Some(LoadBalancing::ConsistentHash),
+    None,
+];
+
 /// Both families of a dataplane.
 pub struct DualStack<D: Dataplane> {
     name: &'static str,
@@ -132,6 +141,22 @@ struct OneFamily<D: Dataplane> {
 }
 
 impl<D: Dataplane> DualStack<D> {
+    /// Returns a sentence for each algorithm that Services ask for and this dataplane lacks.
+    fn missing_algorithms(&self, demand: &Demand) -> Vec<Degradation> {
+        let mode = self.name.split_once('-').map_or(self.name, |(mode, _)| mode);
+        let sentence = |algorithm: Option<LoadBalancing>| {
+            if algorithm.is_some_and(|algorithm| D::LOAD_BALANCING.contains(&algorithm)) {
+                return None;
+            }
+            let families = self.families.iter().map(|family| demand.of(family.dataplane.family()));
+            let count =
+                families.map(|demand| demand.with_load_balancing(algorithm)).max().filter(|count| *count > 0)?;
+            let name = algorithm.map_or("an unknown algorithm", LoadBalancing::as_str);
+            Some(format!("mode {mode} does not have the load balancing that {count} Services ask for ({name}) and uses its default for them: change the annotation headgate.io/load-balancing, or use a mode that has {name}").into())
+        };
+        ASKED_FOR.into_iter().filter_map(sentence).collect()
+    }
+
     /// Creates a dataplane for each of `families` that this node supports. `own` lists the objects
     /// that the dataplane leaves in the kernel when the agent ends. Does not touch the kernel.
     pub(crate) fn assemble(
@@ -229,6 +254,7 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
         if self.is_without_ipv6 && demand.of(Family::V6).services > 0 {
             found.push(MISSING_IPV6.to_owned().into());
         }
+        found.extend(self.missing_algorithms(demand));
         for degradation in self.families.iter().flat_map(|family| family.dataplane.degraded(demand)) {
             match found.iter_mut().find(|other| other.sentence == degradation.sentence) {
                 Some(other) => other.services.extend(degradation.services),

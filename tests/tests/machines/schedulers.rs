@@ -86,7 +86,7 @@ impl Rig {
         assert!(weights.len() <= usize::from(self.endpoints));
         let id = ServiceId::new(Protocol::Tcp, (service_address(number), PORT).into());
         let mut service = Service::new(id, scheduler.as_str());
-        service.scheduler_flags.port = scheduler.hashes_source_port();
+        service.scheduler_flags.port = Settings::new(scheduler).hashes_source_port;
         let mut commands = vec![Command::AddService(change(service))];
         let destinations =
             (1..).zip(weights).map(|(number, weight)| Destination::new(endpoint(number)).weighing(*weight));

@@ -41,7 +41,7 @@ fn any_metadata() -> impl Strategy<Value = (Value, Value)> {
     ];
     let annotations = prop_oneof![
         3 => Just(json!({})),
-        1 => Just(json!({"headgate.io/scheduler": "lc"})),
+        1 => Just(json!({"headgate.io/scheduler": "lc", "headgate.io/load-balancing": "least-connections"})),
         1 => Just(json!({"headgate.io/health-check": "tcp", "example.com/other": "x"})),
     ];
     (labels, annotations)
@@ -259,7 +259,7 @@ fn of_state(state: &State) -> BTreeMap<PortKey, PortFacts> {
                 assert_ne!(port.placement.as_ref(), Some(&endpoint.placement));
             }
             for of_port in endpoint.port_states() {
-                let Placement { node, zone, hints } = &**of_port.placement;
+                let Placement { node, zone, hints, weight: _ } = &**of_port.placement;
                 let hints = hints.as_deref().cloned().unwrap_or_default();
                 let key = (
                     key.name.to_string(),

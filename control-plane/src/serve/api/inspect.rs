@@ -307,6 +307,7 @@ fn service_info(store: &Store, key: &ServiceKey) -> Option<v1::ServiceInfo> {
         ready_endpoints: count(detail.ready_endpoints),
         version: detail.version,
         conflicts: detail.conflicts.iter().map(|(frontend, owner)| conflict(frontend, owner)).collect(),
+        load_balancing: service.load_balancing.to_string(),
         scheduler: service.scheduler.to_string(),
         health_check: service.health_check.to_string(),
         health_check_interval_ms: service.health_check_interval_ms,
@@ -335,7 +336,7 @@ fn endpoint_info(key: &ServiceKey, endpoint: &Endpoint, version: u64) -> v1::End
         let text = format!("{} {}/{}", port.name, port.port, port.protocol);
         text.trim_start().to_owned()
     };
-    let Placement { node, zone, hints } = &*endpoint.placement;
+    let Placement { node, zone, hints, weight } = &*endpoint.placement;
     let hints = hints.as_deref();
     v1::EndpointInfo {
         namespace: key.namespace.to_string(),
@@ -349,6 +350,7 @@ fn endpoint_info(key: &ServiceKey, endpoint: &Endpoint, version: u64) -> v1::End
         zone: zone.as_deref().unwrap_or_default().to_owned(),
         hint_zones: hints.map_or_else(Vec::new, |hints| texts(&hints.zones)),
         hint_nodes: hints.map_or_else(Vec::new, |hints| texts(&hints.nodes)),
+        weight: weight.get(),
         version,
     }
 }

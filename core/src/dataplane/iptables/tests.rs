@@ -12,7 +12,8 @@ use super::{
 };
 use crate::{
     Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service,
-    ServiceKey, ServicePort, State, TrafficPolicy, behaviours::masquerade::LocalDetector, node_facts::NodeFacts,
+    ServiceKey, ServicePort, State, TrafficPolicy, Weight, behaviours::masquerade::LocalDetector,
+    node_facts::NodeFacts,
 };
 
 fn ip(text: &str) -> IpAddr {
@@ -121,6 +122,33 @@ fn the_rules_of_a_cluster_ip_are_the_same_as_in_kube_proxy() {
             r#"-m comment --comment "kubernetes service nodeports; NOTE: this must be the last rule in this chain" -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS"#,
         ]
     );
+}
+
+#[test]
+fn endpoints_are_chosen_in_proportion_to_their_weights() {
+    let key = ServiceKey::new("ns4", "svc4");
+    let weighing = |address: &str, weight| {
+        let placement = Placement { weight: Weight::new(weight).unwrap(), ..Placement::on("other-node") };
+        Change::Endpoint(key.clone(), Endpoint { placement: placement.into(), ..endpoint(address) })
+    };
+    let (state, _) = state([
+        Change::from(service("svc4", "172.30.0.44")),
+        weighing("10.180.0.4", 5),
+        weighing("10.180.0.5", 3),
+        weighing("10.180.0.6", 1),
+    ]);
+    let (_, script) = full(config(), &state);
+    let chain = rules(&script, "KUBE-SVC-4SW47YFZTEDKD3PK");
+    let probability = |rule: &&str| {
+        rule.split(' ').skip_while(|word| *word != "--probability").nth(1).map(|number| number.parse::<f64>().unwrap())
+    };
+    let probabilities: Vec<_> = chain.iter().skip(1).map(probability).collect();
+    assert_eq!(probabilities.len(), 3);
+    let expected = [Some(5.0 / 9.0), Some(3.0 / 4.0), None];
+    for (found, expected) in probabilities.iter().zip(expected) {
+        assert_eq!(found.is_some(), expected.is_some());
+        assert!((found.unwrap_or(1.0) - expected.unwrap_or(1.0)).abs() < 1e-9, "{probabilities:?}");
+    }
 }
 
 // rows of iptables: 52, 53, 54, 55

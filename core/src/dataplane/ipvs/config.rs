@@ -4,8 +4,11 @@ use std::{collections::BTreeSet, net::IpAddr};
 
 use ipnet::IpNet;
 
-use super::Scheduler;
-use crate::{behaviours::masquerade::MasqueradeConfig, model::Family};
+use super::{Scheduler, objects::Settings};
+use crate::{
+    behaviours::masquerade::MasqueradeConfig,
+    model::{Family, LoadBalancing, Service},
+};
 
 /// The configuration of one family.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,19 +60,29 @@ impl IpvsConfig {
         self.exclude_cidrs.iter().any(|cidr| cidr.contains(&address))
     }
 
-    /// Returns the scheduler of a service that requests `name`, and the problem if the service gets
-    /// the default scheduler instead.
+    /// Returns the settings of the virtual servers of a service, without session affinity, and the
+    /// problem if the service gets the default scheduler instead of the requested scheduler. The
+    /// annotation for IPVS takes precedence over the annotation for all modes. With neither, the
+    /// default scheduler applies, or its weighted form if endpoints have different weights.
     #[must_use]
-    pub fn scheduler_for(&self, name: &str) -> (Scheduler, Option<Problem>) {
-        if name.is_empty() {
-            return (self.scheduler, None);
-        }
-        let problem = match Scheduler::parse(name) {
-            Some(scheduler) if self.available_schedulers.contains(&scheduler) => return (scheduler, None),
-            Some(scheduler) => Problem::MissingScheduler(scheduler),
-            None => Problem::UnknownScheduler(name.to_owned()),
+    pub fn settings_for(&self, service: &Service, has_weights: bool) -> (Settings, Option<Problem>) {
+        let algorithm = LoadBalancing::parse(&service.load_balancing).and_then(Scheduler::of);
+        let wanted = match (&*service.scheduler, algorithm) {
+            ("", Some(scheduler)) => Settings { hashes_source_port: false, ..Settings::new(scheduler) },
+            ("", None) if has_weights => Settings::new(self.scheduler.weighted()),
+            ("", None) => return (Settings::new(self.scheduler), None),
+            (name, _) => match Scheduler::parse(name) {
+                Some(scheduler) => Settings::new(scheduler),
+                None => {
+                    let problem = Problem::UnknownScheduler(name.to_owned());
+                    return (Settings::new(self.scheduler), Some(problem));
+                }
+            },
         };
-        (self.scheduler, Some(problem))
+        if wanted.scheduler == self.scheduler || self.available_schedulers.contains(&wanted.scheduler) {
+            return (wanted, None);
+        }
+        (Settings::new(self.scheduler), Some(Problem::MissingScheduler(wanted.scheduler)))
     }
 }
 

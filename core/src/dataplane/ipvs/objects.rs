@@ -42,9 +42,19 @@ impl fmt::Display for ServerKey {
 pub struct Settings {
     /// Scheduler.
     pub scheduler: Scheduler,
+    /// The scheduler hashes the source port too (flag `mh-port`). Only for `mh`.
+    pub hashes_source_port: bool,
     /// How long a client stays with its destination, in seconds (flag `persistent`, with the
     /// netmask of a single host). `None` for no session affinity.
     pub persistence_seconds: Option<u32>,
+}
+
+impl Settings {
+    /// Creates settings without session affinity. As in kube-proxy, `mh` hashes the source port.
+    #[must_use]
+    pub fn new(scheduler: Scheduler) -> Self {
+        Self { scheduler, hashes_source_port: scheduler == Scheduler::MaglevHashing, persistence_seconds: None }
+    }
 }
 
 /// An object that operations create or change, in the order of their creation.

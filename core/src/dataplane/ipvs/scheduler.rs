@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::model::{LoadBalancing, Weight};
+
 /// A scheduler of IPVS (`net/netfilter/ipvs/ip_vs_*.c`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Scheduler {
@@ -86,11 +88,27 @@ impl Scheduler {
         Self::ALL.into_iter().find(|scheduler| scheduler.as_str() == name)
     }
 
-    /// True if the scheduler must also hash the source port (flag `mh-port`). kube-proxy sets this
-    /// flag too.
+    /// Returns the scheduler for an algorithm; `None` if IPVS has no such scheduler. The schedulers
+    /// observe weights. Consistent hashing uses `mh` on the client's address alone.
     #[must_use]
-    pub fn hashes_source_port(self) -> bool {
-        self == Self::MaglevHashing
+    pub fn of(algorithm: LoadBalancing) -> Option<Self> {
+        match algorithm {
+            LoadBalancing::Random => None,
+            LoadBalancing::RoundRobin => Some(Self::WeightedRoundRobin),
+            LoadBalancing::LeastConnections => Some(Self::WeightedLeastConnection),
+            LoadBalancing::ConsistentHash => Some(Self::MaglevHashing),
+        }
+    }
+
+    /// Returns the scheduler that differs from this one only in that it observes weights. Returns
+    /// the scheduler itself if there is none.
+    #[must_use]
+    pub fn weighted(self) -> Self {
+        match self {
+            Self::RoundRobin => Self::WeightedRoundRobin,
+            Self::LeastConnection => Self::WeightedLeastConnection,
+            other => other,
+        }
     }
 
     /// True if the scheduler must select another destination when the hash selects a destination
@@ -108,17 +126,17 @@ impl Scheduler {
         self != Self::DestinationHashing
     }
 
-    /// Returns the weight of the destination at `position` of `count` destinations in order of
-    /// address. Kubernetes has no weights, so most schedulers get equal weights. `fo` and `ovf`
-    /// select by weight alone, so their weights fall with the position. For `ovf`, the weight is
-    /// also the number of active connections above which the next destination is used.
+    /// Returns the weight in the kernel of the destination at `position` of `count` destinations in
+    /// order of address. Most schedulers get the weight of the endpoint. `fo` and `ovf` select by
+    /// weight alone, so their weights fall with the position. For `ovf`, the weight is also the
+    /// number of active connections above which the next destination is used.
     #[must_use]
-    pub fn weight(self, position: usize, count: usize) -> u32 {
+    pub fn weight(self, position: usize, count: usize, of_endpoint: Weight) -> u32 {
         let rank = u32::try_from(count.saturating_sub(position)).unwrap_or(u32::MAX).min(0xffff);
         match self {
             Self::WeightedFailover => rank,
             Self::WeightedOverflow => Self::OVERFLOW_CONNECTIONS - 1 + rank,
-            _ => 1,
+            _ => of_endpoint.get(),
         }
     }
 }

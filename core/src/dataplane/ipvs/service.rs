@@ -16,7 +16,7 @@ use crate::{
     behaviours::endpoint_choice::Destination,
     behaviours::view::ServicePortView,
     endpoint_health::FailingEndpoints,
-    model::{Protocol, Service, TrafficPolicy},
+    model::{Protocol, Service, TrafficPolicy, Weight},
 };
 
 /// The kind of address of a virtual server. If two services want one address and port with
@@ -55,10 +55,12 @@ pub fn plan(
     views: &[ServicePortView],
     failing: &FailingEndpoints,
 ) -> ServicePlan {
-    let (scheduler, problem) = config.scheduler_for(&service.scheduler);
+    let mut endpoints = views.iter().flat_map(|view| view.cluster_endpoints.iter().chain(&view.local_endpoints));
+    let has_weights = endpoints.any(|endpoint| endpoint.weight != Weight::default());
+    let (settings, problem) = config.settings_for(service, has_weights);
     let mut plan = ServicePlan { problem: problem.filter(|_| !views.is_empty()), ..ServicePlan::default() };
     for view in views {
-        let settings = Settings { scheduler, persistence_seconds: view.affinity_timeout_seconds };
+        let settings = Settings { persistence_seconds: view.affinity_timeout_seconds, ..settings };
         Port { config, service, failing, view, settings, cluster: None, local: None }.plan(&mut plan);
     }
     if service.health_check_node_port != 0 && !views.is_empty() {
@@ -173,20 +175,19 @@ impl Port<'_> {
             TrafficPolicy::Local => (&mut self.local, &view.local_endpoints),
         };
         Arc::clone(of_policy.get_or_insert_with(|| {
-            let mut addresses: Vec<SocketAddr> = endpoints.iter().map(Destination::socket_address).collect();
-            addresses.sort_unstable();
-            addresses.dedup();
-            let failing = self.failing.among(self.service, view.protocol, addresses.iter().copied());
+            let weighted = endpoints.iter().map(|endpoint| (endpoint.socket_address(), endpoint.weight));
+            let mut wanted: BTreeMap<SocketAddr, Weight> = weighted.collect();
+            let failing = self.failing.among(self.service, view.protocol, wanted.keys().copied());
             // If the scheduler does not skip destinations of weight 0, failing destinations are
             // left out.
-            addresses.retain(|address| scheduler.skips_weight_zero() || !failing.contains(address));
-            let count = addresses.len();
+            wanted.retain(|address, _| scheduler.skips_weight_zero() || !failing.contains(address));
+            let count = wanted.len();
             // A failing destination keeps its position, so that the weights of other destinations
             // do not change.
-            let weigh = |(position, address): (usize, SocketAddr)| {
-                (address, if failing.contains(&address) { 0 } else { scheduler.weight(position, count) })
+            let weigh = |(position, (address, weight)): (usize, (SocketAddr, Weight))| {
+                (address, if failing.contains(&address) { 0 } else { scheduler.weight(position, count, weight) })
             };
-            addresses.into_iter().enumerate().map(weigh).collect()
+            wanted.into_iter().enumerate().map(weigh).collect()
         }))
     }
 

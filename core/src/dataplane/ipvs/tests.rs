@@ -12,8 +12,8 @@ use std::{
 use super::*;
 use crate::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
-    ServicePort, State, TrafficPolicy, behaviours::masquerade::LocalDetector, dataplane::ipvs::fake_kernel::FakeKernel,
-    node_facts::NodeFacts,
+    ServicePort, State, TrafficPolicy, Weight, behaviours::masquerade::LocalDetector,
+    dataplane::ipvs::fake_kernel::FakeKernel, node_facts::NodeFacts,
 };
 
 fn ip(text: &str) -> IpAddr {
@@ -297,6 +297,39 @@ fn the_annotation_selects_the_scheduler_and_a_bad_name_is_reported() {
 }
 
 #[test]
+fn the_algorithm_for_all_modes_selects_a_scheduler_and_weights_are_those_of_the_endpoints() {
+    let mut rig = Rig::new(config());
+    let key = ServerKey { address: ip("10.96.0.1"), protocol: Protocol::Tcp, port: 80 };
+    let Change::Endpoint(service_key, mut heavy) = endpoint("10.244.1.1", "node-a") else { panic!() };
+    rig.step([Change::Endpoint(service_key.clone(), heavy.clone()), endpoint("10.244.2.1", "node-b")]);
+    for (algorithm, scheduler, hashes_source_port) in [
+        ("", Scheduler::RoundRobin, false),
+        ("random", Scheduler::RoundRobin, false),
+        ("round-robin", Scheduler::WeightedRoundRobin, false),
+        ("least-connections", Scheduler::WeightedLeastConnection, false),
+        ("consistent-hash", Scheduler::MaglevHashing, false),
+    ] {
+        let mut service = service();
+        service.load_balancing = algorithm.into();
+        rig.step([Change::from(service)]);
+        let settings = rig.kernel.servers[&key].0;
+        assert_eq!((settings.scheduler, settings.hashes_source_port), (scheduler, hashes_source_port), "{algorithm}");
+    }
+    let mut named = service();
+    named.load_balancing = "consistent-hash".into();
+    named.scheduler = "lc".into();
+    rig.step([Change::from(named)]);
+    assert_eq!(rig.kernel.servers[&key].0.scheduler, Scheduler::LeastConnection, "the annotation for IPVS is stronger");
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1), ("10.244.2.1:8080", 1)]));
+
+    let placement = Placement { weight: Weight::new(5).unwrap(), ..(*heavy.placement).clone() };
+    heavy.placement = placement.into();
+    rig.step([Change::Endpoint(service_key, heavy), Change::from(service())]);
+    assert_eq!(rig.kernel.servers[&key].0.scheduler, Scheduler::WeightedRoundRobin, "rr would ignore weights");
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 5), ("10.244.2.1:8080", 1)]));
+}
+
+#[test]
 fn tcp_destinations_drain_or_are_restored_and_udp_destinations_are_removed_at_once() {
     let mut rig = Rig::new(config());
     let key = ServerKey { address: ip("10.96.0.1"), protocol: Protocol::Tcp, port: 80 };
@@ -379,7 +412,7 @@ fn destinations_that_fail_health_checks_get_weight_0_and_are_kept() {
 #[test]
 fn objects_of_a_previous_kube_proxy_are_taken_over() {
     let mut rig = Rig::new(config());
-    let settings = Settings { scheduler: Scheduler::RoundRobin, persistence_seconds: None };
+    let settings = Settings::new(Scheduler::RoundRobin);
     let key = |address: &str, port| ServerKey { address: ip(address), protocol: Protocol::Tcp, port };
     rig.kernel.sets.remove(&Set::NodePortServers);
     rig.kernel.sets.get_mut(&Set::NodePortTcp).unwrap().insert(Element::Port(30080));

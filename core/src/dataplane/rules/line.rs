@@ -122,12 +122,11 @@ impl<'a> Line<'a> {
         self.add(format_args!("-m set ! --match-set {} {flags}", set.name(family)))
     }
 
-    /// Matches one of `n` packets at random. The kernel stores the probability in units of 2⁻³¹,
-    /// and `iptables-save` prints eleven decimal places of the probability.
-    pub(in crate::dataplane) fn one_in(self, n: usize) -> Self {
+    /// Matches packets at random, with probability `part / whole`. The kernel stores the probability
+    /// in units of 2⁻³¹, and `iptables-save` prints eleven decimal places of the probability.
+    pub(in crate::dataplane) fn part_of(self, part: u32, whole: u32) -> Self {
         const UNITS: f64 = 2_147_483_648.0;
-        #[allow(clippy::cast_precision_loss)]
-        let units = (UNITS / n as f64).round();
+        let units = (UNITS * f64::from(part) / f64::from(whole)).round();
         self.add(format_args!("-m statistic --mode random --probability {:.11}", units / UNITS))
     }
 

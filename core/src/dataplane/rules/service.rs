@@ -166,8 +166,9 @@ impl<'a> PortRules<'a> {
     }
 
     /// Renders a chain that distributes connections over endpoints. With session affinity, known
-    /// clients keep their endpoint. The rules for other clients match with the probabilities 1/n,
-    /// 1/(n − 1), ….
+    /// clients keep their endpoint. The rule of an endpoint for other clients matches with the weight of
+    /// the endpoint, divided by the sum of the weights from this endpoint on. Without weights, the
+    /// probabilities are 1/n, 1/(n − 1), ….
     pub(in crate::dataplane) fn policy_chain(
         &self,
         chain: ChainName,
@@ -186,10 +187,13 @@ impl<'a> PortRules<'a> {
                 self.end_policy_rule(line.recent(&check, list, self.view.family), destination);
             }
         }
-        for (i, destination) in endpoints.iter().enumerate() {
+        let mut remaining: u32 = endpoints.iter().map(|destination| destination.weight.get()).sum();
+        for destination in endpoints {
             let line = self.begin_policy_rule(&mut rules, chain, destination);
-            let remaining = endpoints.len() - i;
-            self.end_policy_rule(if remaining > 1 { line.one_in(remaining) } else { line }, destination);
+            let weight = destination.weight.get();
+            let line = if weight < remaining { line.part_of(weight, remaining) } else { line };
+            self.end_policy_rule(line, destination);
+            remaining -= weight;
         }
         Chain { name: chain, rules }
     }

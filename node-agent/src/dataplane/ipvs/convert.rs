@@ -39,7 +39,8 @@ pub(super) fn service(key: ServerKey, settings: Settings) -> ipvs::Service {
         Some(seconds) => service.persistent(seconds),
         None => service,
     };
-    ipvs::Service { scheduler_flags: scheduler_flags(settings.scheduler), ..service }
+    let flags = SchedulerFlags { fallback: settings.scheduler.falls_back(), port: settings.hashes_source_port };
+    ipvs::Service { scheduler_flags: flags, ..service }
 }
 
 /// The settings of a virtual server in the kernel. `None` if this dataplane never creates a server
@@ -47,13 +48,10 @@ pub(super) fn service(key: ServerKey, settings: Settings) -> ipvs::Service {
 pub(super) fn settings(found: &ipvs::ServiceEntry) -> Option<Settings> {
     let scheduler = Scheduler::parse(&found.service.scheduler)?;
     let persistence_seconds = found.service.persistence.map(|persistence| persistence.timeout_seconds);
-    let settings = Settings { scheduler, persistence_seconds };
+    let hashes_source_port = found.service.scheduler_flags.port;
+    let settings = Settings { scheduler, hashes_source_port, persistence_seconds };
     let is_possible = found.service == service(server_key(found.service.id)?, settings) && found.other_flags == 0;
     is_possible.then_some(settings)
-}
-
-fn scheduler_flags(scheduler: Scheduler) -> SchedulerFlags {
-    SchedulerFlags { fallback: scheduler.falls_back(), port: scheduler.hashes_source_port() }
 }
 
 /// The destination to write to the kernel.
@@ -151,7 +149,7 @@ mod tests {
     fn our_servers_are_read_back_unchanged_and_foreign_servers_are_not_taken_for_ours() {
         for scheduler in Scheduler::ALL {
             for persistence_seconds in [None, Some(10_800)] {
-                let made = Settings { scheduler, persistence_seconds };
+                let made = Settings { persistence_seconds, ..Settings::new(scheduler) };
                 let entry = ipvs::ServiceEntry { service: service(key(Protocol::Sctp), made), other_flags: 0 };
                 assert_eq!(settings(&entry), Some(made));
                 let by_packet = ipvs::Service { one_packet: true, ..entry.service.clone() };

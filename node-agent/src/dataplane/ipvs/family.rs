@@ -8,7 +8,7 @@ use std::{
 };
 
 use headgate_core::{
-    Demand, Dirty, Family, NodeFacts, ServiceKey, State,
+    Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State,
     iptables::NodePortAddresses,
     ipvs::{DEVICE, Existing, IpvsConfig, Ledger, Object, Op, Plan, Problem, Scheduler, ServerKey, Set},
 };
@@ -82,6 +82,8 @@ impl Dataplane for IpvsFamily {
     type Plan = Plan;
 
     const NEEDS_INTERFACES: bool = true;
+    const LOAD_BALANCING: &'static [LoadBalancing] =
+        &[LoadBalancing::RoundRobin, LoadBalancing::LeastConnections, LoadBalancing::ConsistentHash];
 
     fn family(&self) -> Family {
         self.ledger.config().family

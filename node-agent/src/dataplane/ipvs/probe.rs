@@ -75,7 +75,7 @@ pub(super) fn no_scheduler(scheduler: Scheduler) -> String {
 pub(super) fn require_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(), DataplaneError> {
     for port in PROBE_PORTS {
         let key = ServerKey { address: PROBE_ADDRESS, protocol: Protocol::Tcp, port };
-        let settings = Settings { scheduler, persistence_seconds: None };
+        let settings = Settings::new(scheduler);
         let add = Command::AddService(convert::service(key, settings));
         match ipvs.execute([&add]).map_err(of_ipvs)?.first() {
             None => {

@@ -280,7 +280,7 @@ mod tests {
             let expected = if weight == 0 { Reaction::Done } else { Reaction::Reject };
             assert_eq!(react(Op::EditDestination(key, address, weight), libc::ESRCH), expected);
         }
-        let settings = headgate_core::ipvs::Settings { scheduler: Scheduler::MaglevHashing, persistence_seconds: None };
+        let settings = headgate_core::ipvs::Settings::new(Scheduler::MaglevHashing);
         let op = Op::AddServer(key, settings);
         let add = command(&op).unwrap();
         assert_eq!(react(Op::EditServer(key, settings), libc::ESRCH), Reaction::Replace(add));

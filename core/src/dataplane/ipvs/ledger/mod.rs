@@ -234,7 +234,7 @@ impl Ledger {
                 .wanted(key)
                 .map_or_else(|| existing.device_addresses.contains(&key.address), |wanted| wanted.is_on_device);
             let settings = found.settings.or_else(|| self.wanted(key).map(|wanted| wanted.settings));
-            let settings = settings.unwrap_or(Settings { scheduler: self.config.scheduler, persistence_seconds: None });
+            let settings = settings.unwrap_or(Settings::new(self.config.scheduler));
             let since = |address: &SocketAddr| {
                 before.get(key).and_then(|server| server.draining_since(address)).unwrap_or(now_ms)
             };
