@@ -122,8 +122,8 @@ impl<'a> Line<'a> {
         self.add(format_args!("-m set ! --match-set {} {flags}", set.name(family)))
     }
 
-    /// Matches packets at random, with probability `part / whole`. The kernel stores the probability
-    /// in units of 2⁻³¹, and `iptables-save` prints eleven decimal places of the probability.
+    /// Matches packets at random, with probability `part / whole`. The kernel stores this
+    /// probability in units of 2⁻³¹, and `iptables-save` prints eleven decimal places.
     pub(in crate::dataplane) fn part_of(self, part: u32, whole: u32) -> Self {
         const UNITS: f64 = 2_147_483_648.0;
         let units = (UNITS * f64::from(part) / f64::from(whole)).round();

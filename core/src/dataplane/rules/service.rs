@@ -166,9 +166,9 @@ impl<'a> PortRules<'a> {
     }
 
     /// Renders a chain that distributes connections over endpoints. With session affinity, known
-    /// clients keep their endpoint. The rule of an endpoint for other clients matches with the weight of
-    /// the endpoint, divided by the sum of the weights from this endpoint on. Without weights, the
-    /// probabilities are 1/n, 1/(n − 1), ….
+    /// clients keep their endpoint. For other clients, the rule of an endpoint matches with the
+    /// weight of this endpoint, divided by the sum of the weights from this endpoint on. Without
+    /// weights, the probabilities are 1/n, 1/(n − 1), ….
     pub(in crate::dataplane) fn policy_chain(
         &self,
         chain: ChainName,
