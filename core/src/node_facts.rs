@@ -11,7 +11,7 @@ pub struct NodeFacts {
     pub name: Arc<str>,
     /// The node's zone.
     pub zone: Option<Arc<str>>,
-    /// The node's own addresses; [`crate::source_ranges`] tests whether they are admitted.
+    /// The node's own addresses. [`crate::source_ranges`] tests whether source ranges admit them.
     pub addresses: Vec<IpAddr>,
     /// This node does not program externalIPs (feature gate `AllowServiceExternalIPs` is off).
     pub ignores_external_ips: bool,

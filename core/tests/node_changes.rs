@@ -50,7 +50,8 @@ fn any_event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// A simplified agent. It programs the services that changed, or all services if the node changed.
+/// A simplified agent. The agent programs the services that changed, or all services if the node
+/// changed.
 struct Agent {
     facts: NodeFacts,
     state: State,

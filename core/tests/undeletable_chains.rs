@@ -1,5 +1,5 @@
-//! Chains of Headgate to which foreign rules jump. The kernel does not delete them, so they stay
-//! empty until the foreign rules are removed. Verification does not report them.
+//! Chains of Headgate to which foreign rules jump. The kernel does not delete these chains, so they
+//! stay empty until the foreign rules are removed. Verification does not report these chains.
 #![allow(clippy::unwrap_used)]
 
 use std::net::IpAddr;

@@ -371,7 +371,7 @@ fn owned_destinations(state: &State, key: &ServiceKey) -> Owned {
     owned
 }
 
-/// Returns the endpoints whose flows are kept: all that are serving or ready.
+/// Returns the endpoints whose flows are kept: all endpoints that are serving or ready.
 fn keep<'a>(endpoints: impl Iterator<Item = &'a Endpoint>, port: &ServicePort, family: Family) -> Sources {
     let mut keep: Vec<SocketAddr> = endpoints
         .filter(|endpoint| Family::of(endpoint.address) == family)

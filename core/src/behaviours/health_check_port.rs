@@ -1,11 +1,11 @@
-//! The health-check node port. An external load balancer uses it to ask whether this node has local
-//! endpoints of a service.
+//! The health-check node port. On this port, an external load balancer checks whether the node has
+//! local endpoints of a service.
 //!
 //! A service with `externalTrafficPolicy: Local` and type `LoadBalancer` has a health-check node
 //! port. The node answers requests to this port with the number of addresses that have a ready port
 //! on this node. Terminating endpoints do not count, even while they get traffic, so that the load
-//! balancer switches to other nodes before the endpoints stop. Each family has its own count,
-//! because the load balancer asks at an address of the node in that family.
+//! balancer switches to other nodes before the endpoints stop. Each family has a separate count.
+//! The family of the request selects the count.
 
 use crate::{
     model::{Family, PortState, ServiceKey},

@@ -151,9 +151,8 @@ pub fn service_views(state: &State, key: &Arc<ServiceKey>, family: Family, node:
     views
 }
 
-/// Like [`service_views`], but includes endpoints that fail health checks. The health checks
-/// themselves need these endpoints, and so do dataplanes that keep the connections of failing
-/// endpoints.
+/// Like [`service_views`], but includes endpoints that fail health checks. Health checks need these
+/// endpoints. Dataplanes that keep the connections of failing endpoints need them too.
 #[must_use]
 pub fn views_of_all_endpoints(
     state: &State,

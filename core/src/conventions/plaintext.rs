@@ -1,5 +1,5 @@
-//! The addresses on which the stream and `Inspect` may be used without TLS. No production network
-//! uses these addresses. The control plane, the agent and `headgatectl` share this rule.
+//! The addresses on which the stream and `Inspect` may be used without TLS: loopback, and ranges
+//! that no production network uses. The control plane, the agent and `headgatectl` share this rule.
 
 use std::net::IpAddr;
 

@@ -1,6 +1,6 @@
 //! The ipsets of the IPVS dataplane. iptables rules match these sets, so the number of rules does
-//! not depend on the number of services. Names and types are the same as in kube-proxy, unless the
-//! comment of a set says otherwise.
+//! not depend on the number of services. Names and types are the same as in kube-proxy, except
+//! where the comment of a set names a difference.
 
 use std::{fmt, net::IpAddr};
 

@@ -1,9 +1,9 @@
-//! The dataplanes. Each dataplane translates the views of a service to kernel objects, records what
-//! it has programmed, and plans only the differences.
+//! The dataplanes. Each dataplane translates the views of a service to kernel objects, records the
+//! programmed objects, and plans only the differences.
 //!
-//! [`iptables`] and [`ipvs`] do not import each other. They share [`rules`] (text of iptables
-//! rules, scripts, and the ledger of programmed rules) and [`ipsets`]. `refcount` counts how many
-//! services use an element of a set or an address of a device.
+//! [`iptables`] and [`ipvs`] do not import each other. Both use [`rules`] (text of iptables rules,
+//! scripts, and the ledger of programmed rules) and [`ipsets`]. `refcount` counts how many services
+//! use an element of a set or an address of a device.
 
 mod ipsets;
 pub mod iptables;

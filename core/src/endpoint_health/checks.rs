@@ -1,4 +1,4 @@
-//! When each endpoint is checked, and which outcomes make it fail.
+//! The schedule of health checks, and the outcomes that make an endpoint fail.
 //!
 //! An endpoint changes between passing and failing after two equal outcomes in a row, so one lost
 //! packet changes nothing. A check that contradicts the present state is repeated after a quarter

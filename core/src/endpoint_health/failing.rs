@@ -21,8 +21,8 @@ pub struct FailingEndpoints {
 }
 
 impl FailingEndpoints {
-    /// Replaces the failing endpoints of a service. Returns true if they changed; the caller then
-    /// has to plan the service again.
+    /// Replaces the failing endpoints of a service. Returns true if the failing endpoints changed.
+    /// The caller then plans the service again.
     pub fn set(&mut self, key: &Arc<ServiceKey>, failing: BTreeSet<SocketAddr>) -> bool {
         if failing.is_empty() {
             return self.services.remove(key).is_some();

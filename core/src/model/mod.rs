@@ -1,5 +1,6 @@
-//! Resources as the proxy uses them. The control plane has already resolved the conventions of the
-//! API (families, defaults, policies without effect), so every agent starts from the same facts.
+//! The resources that the control plane sends to agents. The control plane has already selected IP
+//! families, applied the defaults of the API, and replaced policies that have no effect. So all
+//! agents use the same values.
 
 mod change;
 mod endpoint;

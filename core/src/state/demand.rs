@@ -1,5 +1,5 @@
-//! How many Services use a feature. A node that lacks the feature reports itself as degraded only
-//! if some Service needs it.
+//! The numbers of Services that use a feature. A node that lacks a feature reports itself as
+//! degraded only if at least one Service uses the feature.
 
 use crate::model::{Family, LoadBalancing, Protocol, Service};
 

@@ -218,8 +218,9 @@ impl Form {
         self.number(u64::from(ready) | u64::from(serving) << 1 | u64::from(terminating) << 2);
     }
 
-    /// Adds a placement. The form does not contain whether hints follow. So either the placement is
-    /// the last value, or the caller adds a number before it that says whether it has hints.
+    /// Adds a placement. The form of a placement does not show whether the placement has hints. So
+    /// a placement must be the last value, or the caller must first add a number that depends on
+    /// whether the placement has hints.
     pub(crate) fn placement(&mut self, placement: &Placement) {
         let Placement { node, zone, hints, weight } = placement;
         if *weight != Weight::default() {

@@ -1,8 +1,10 @@
-//! Which Service owns a frontend when several Services ask for it.
+//! The owners of frontends. Several Services may specify the same frontend, and one of them owns
+//! it.
 //!
-//! A frontend is an address, protocol and port, or a NodePort. The oldest Service owns it; among
-//! Services of equal age, the first by namespace and name. No node forwards traffic from this
-//! frontend to the other Services, and `headgatectl` shows them as conflicts.
+//! A frontend is an address, protocol and port, or a NodePort. The oldest Service owns the
+//! frontend. Among Services of equal age, the first by namespace and name owns it. No node forwards
+//! traffic from the frontend to the other Services. `headgatectl` shows these Services as
+//! conflicts.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -27,8 +29,8 @@ struct Candidate {
     key: Arc<ServiceKey>,
 }
 
-/// The Services that ask for each frontend. Nearly every frontend has a single candidate, which is
-/// stored without a list.
+/// The Services that specify each frontend, as candidates. Nearly every frontend has a single
+/// candidate, which is stored without a list.
 #[derive(Debug, Default)]
 pub struct FrontendOwners {
     frontends: HashMap<Frontend, Candidates>,
@@ -61,7 +63,7 @@ impl Frontend {
     }
 }
 
-/// Returns every frontend that a Service asks for with one of its ports.
+/// Returns every frontend that a Service specifies with one of its ports.
 pub(crate) fn frontends_of_port(service: &Service, port: &ServicePort) -> impl Iterator<Item = Frontend> {
     let ServicePort { protocol, port, node_port, .. } = *port;
     let addresses = [&service.cluster_ips, &service.external_ips, &service.load_balancer_ips].into_iter().flatten();
@@ -71,7 +73,7 @@ pub(crate) fn frontends_of_port(service: &Service, port: &ServicePort) -> impl I
     at_addresses.chain(node_ports.map(move |family| Frontend::NodePort(family, protocol, node_port)))
 }
 
-/// Returns every frontend that a Service asks for, sorted and without duplicates.
+/// Returns every frontend that a Service specifies, sorted and without duplicates.
 fn frontends_of(service: &Service) -> Vec<Frontend> {
     let mut frontends: Vec<_> = service.ports.iter().flat_map(|port| frontends_of_port(service, port)).collect();
     frontends.sort_unstable();
@@ -131,7 +133,7 @@ impl FrontendOwners {
         new_owners
     }
 
-    /// Returns the Service that owns a frontend, or `None` if no Service asks for it.
+    /// Returns the Service that owns a frontend, or `None` if no Service specifies the frontend.
     #[must_use]
     pub fn owner(&self, frontend: &Frontend) -> Option<&ServiceKey> {
         self.frontends.get(frontend)?.owner().map(|owner| &*owner.key)

@@ -58,8 +58,8 @@ impl ServiceEntry {
     }
 }
 
-/// What the caller has to plan again after changes. A service that changed several times is planned
-/// once.
+/// The objects that the caller has to plan again after changes. A service that changed several
+/// times is planned once.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Dirty {
     /// Services whose views have to be computed again.
@@ -104,7 +104,7 @@ impl State {
         self.entries.get(key)
     }
 
-    /// Returns the shared copy of a key that has an entry.
+    /// Returns the shared copy of a key, or `None` if the state has no entry for the key.
     #[must_use]
     pub fn key(&self, key: &ServiceKey) -> Option<&Arc<ServiceKey>> {
         self.entries.get_key_value(key).map(|(key, _)| key)

@@ -31,7 +31,7 @@ pub struct NumberedPort {
     pub protocol: i32,
     /// Port number on the endpoint's address.
     pub port: u32,
-    /// Bits of `headgate.v1.Endpoint.Condition`, if the port has conditions of its own.
+    /// Bits of `headgate.v1.Endpoint.Condition`, if the port carries conditions.
     pub conditions: Option<u32>,
     /// Placement of this port, as in [`EndpointPort`].
     pub placement: Option<Arc<Placement>>,

@@ -25,10 +25,11 @@ pub struct IpvsConfig {
     pub node_port_addresses: Vec<IpAddr>,
     /// Addresses of other devices of this node. Headgate does not add them to its device.
     pub other_addresses: BTreeSet<IpAddr>,
-    /// Virtual servers with these addresses belong to other programs, even if a set contains them.
+    /// If no Service wants a virtual server with such an address, the virtual server belongs to
+    /// another program, even if a set of Headgate contains its address and port.
     pub exclude_cidrs: Vec<IpNet>,
     /// Time in milliseconds after which a draining destination is removed even if it has
-    /// connections. `None` means that it is kept until it has no connections, as in kube-proxy.
+    /// connections. `None`: the destination exists until it has no connections, as in kube-proxy.
     pub drain_limit_ms: Option<u64>,
     /// Masquerading.
     pub masquerade: MasqueradeConfig,
@@ -54,7 +55,7 @@ impl IpvsConfig {
         }
     }
 
-    /// True if virtual servers with this address belong to other programs.
+    /// True if `exclude_cidrs` contains the address.
     #[must_use]
     pub fn excludes(&self, address: IpAddr) -> bool {
         self.exclude_cidrs.iter().any(|cidr| cidr.contains(&address))

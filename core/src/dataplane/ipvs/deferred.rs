@@ -14,7 +14,8 @@ use crate::model::ServiceKey;
 
 /// Objects that the ledger counts as programmed, although the kernel rejected an operation on them:
 /// the kernel lacks them or has their old values. Each object is stored with a service that wants
-/// it. If only a draining server needs the object, this is a service that wanted the object before.
+/// the object. If only a draining server needs the object, the stored service is a service that
+/// wanted the object before.
 #[derive(Debug, Default)]
 pub(super) struct Deferred {
     pub(super) objects: BTreeMap<Object, Arc<ServiceKey>>,

@@ -15,8 +15,8 @@ use crate::{dataplane::rules::ExistingTables, model::Protocol};
 /// A virtual server in the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExistingServer {
-    /// Settings; `None` if Headgate never programs such settings (an unknown scheduler, one-packet
-    /// scheduling, another netmask).
+    /// The settings. `None` for settings that Headgate never programs: an unknown scheduler,
+    /// one-packet scheduling or another netmask.
     pub settings: Option<Settings>,
     /// Destinations with their weights. The caller leaves out destinations with another forwarding
     /// method than NAT and logs a warning.

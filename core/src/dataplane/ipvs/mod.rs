@@ -3,8 +3,8 @@
 //! A [`service::ServicePlan`] contains the kernel objects of a service: virtual servers with their
 //! destinations, elements of [sets](super::ipsets), and addresses for the dummy device. The
 //! [`Ledger`] records the programmed objects and returns [`Plan`]s with only the differences.
-//! iptables rules provide what virtual servers cannot do; the ledger of [`super::rules`] programs
-//! them.
+//! iptables rules masquerade, reject and drop packets, which virtual servers cannot do. The ledger
+//! of [`super::rules`] programs these rules.
 //!
 //! # Differences from kube-proxy's IPVS mode
 //!
@@ -47,10 +47,11 @@
 //!
 //! # Ownership of virtual servers
 //!
-//! A virtual server belongs to Headgate if its address is on Headgate's device or if its address
-//! and port are in one of Headgate's sets. Headgate never changes other virtual servers or virtual
-//! servers that `excludeCIDRs` names. kube-proxy uses the same names for its device and its sets,
-//! so Headgate takes over the virtual servers of kube-proxy.
+//! A virtual server belongs to Headgate if a Service wants it, if its address is on Headgate's
+//! device, or if its address and port are in one of Headgate's sets. A virtual server that no
+//! Service wants does not belong to Headgate if `excludeCIDRs` contains its address. Headgate never
+//! changes other virtual servers. kube-proxy uses the same names for its device and its sets, so
+//! Headgate takes over the virtual servers of kube-proxy.
 
 pub mod config;
 mod deferred;

@@ -1,5 +1,5 @@
-//! iptables rules for services with external Local policy, which apply to traffic from pods of this
-//! node and from the node itself.
+//! iptables rules for traffic from pods of this node, and from the node itself, to services with
+//! external Local policy.
 //!
 //! The virtual server of an address with Local policy has only endpoints on this node. Local pods
 //! and the node itself may use all endpoints, so iptables translates their packets before IPVS sees

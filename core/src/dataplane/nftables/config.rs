@@ -1,4 +1,4 @@
-//! What elements depend on besides state and node.
+//! The configuration of nftables mode.
 
 use crate::{behaviours::masquerade::MasqueradeConfig, model::Family};
 
@@ -7,12 +7,12 @@ use crate::{behaviours::masquerade::MasqueradeConfig, model::Family};
 pub struct NftablesConfig {
     /// The family.
     pub family: Family,
-    /// Masquerading. nftables mode uses no packet mark and ignores the bit.
+    /// Masquerading. nftables mode uses no packet mark, so it ignores [`MasqueradeConfig::bit`].
     pub masquerade: MasqueradeConfig,
 }
 
 impl NftablesConfig {
-    /// The defaults of a family: no detector of local pods.
+    /// Returns the defaults of a family: no detector of local pods.
     #[must_use]
     pub fn new(family: Family) -> Self {
         Self { family, masquerade: MasqueradeConfig::default() }

@@ -1,4 +1,4 @@
-//! Elements of maps and sets, and what the rules depend on.
+//! Elements of maps and sets, and the values on which the rules depend.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -11,12 +11,12 @@ use crate::state::frontends::Frontend;
 pub enum Refusal {
     /// The client gets an ICMP error, because no endpoint exists anywhere.
     Reject,
-    /// The packet is dropped. Endpoints exist, but the policy is Local and none is on this node.
+    /// The packet is dropped: the policy is Local, and all endpoints are on other nodes.
     Drop,
 }
 
-/// Which clients of a frontend are masqueraded: the address of the node replaces their source
-/// address.
+/// The clients of a frontend whose connections are masqueraded: the address of the node replaces
+/// the source address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum MasqueradeSources {
     /// No client.
@@ -29,31 +29,32 @@ pub enum MasqueradeSources {
     Everyone,
 }
 
-/// The number of the service port that a group belongs to.
+/// Returns the number of the service port to which a group belongs.
 pub(super) fn port_number(group: u32) -> u32 {
     group & !1
 }
 
-/// The group that a frontend leads to, with what the rules need to know of it.
+/// The group to which connections to a frontend are sent, with the properties that the rules use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Target {
     /// The number of the group.
     pub group: u32,
-    /// The number of its endpoints, at least 1.
+    /// The number of endpoints of the group, at least 1.
     pub count: u32,
-    /// The timeout of ClientIP affinity.
+    /// The timeout of ClientIP affinity. `None` for no affinity.
     pub affinity_timeout_seconds: Option<u32>,
 }
 
 impl Target {
-    /// An identifier of the service port, which is not its TCP or UDP port number. The groups for
-    /// policies Cluster and Local of a port differ in the lowest bit alone.
+    /// Returns the identifier of the service port, which is unrelated to its TCP or UDP port
+    /// number. Only the lowest bit differs between the numbers of a port's groups for policies
+    /// Cluster and Local.
     #[must_use]
     pub fn port_number(&self) -> u32 {
         port_number(self.group)
     }
 
-    /// The chain that selects a slot of the group at random. Each slot holds one endpoint.
+    /// Returns the chain that selects a slot of the group at random. Each slot holds one endpoint.
     #[must_use]
     pub fn pick(&self, lookup: Lookup) -> Pick {
         Pick { lookup, affinity_timeout_seconds: self.affinity_timeout_seconds, count: self.count }
@@ -63,32 +64,33 @@ impl Target {
 /// An element of a map or of a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Element {
-    /// A ClusterIP. Packets to it are rejected on ports that no Service has.
+    /// A ClusterIP. Packets to ports of this address that no Service has are rejected.
     ClusterIp(IpAddr),
-    /// An endpoint that may run on this node. Its connections to itself are masqueraded.
+    /// An endpoint that may run on this node. Connections of the endpoint to itself are
+    /// masqueraded.
     Hairpin(IpAddr),
-    /// Connections to a frontend go to a group.
+    /// A frontend, and the group to which connections are sent.
     Service(Frontend, Target),
-    /// Connections of local pods and of the node itself to a frontend go to this group, and not to
-    /// the group of [`Self::Service`].
+    /// A frontend, and the group to which connections of local pods and of the node itself are
+    /// sent. This group takes precedence over the group of [`Self::Service`].
     Inside(Frontend, Target),
     /// A frontend without endpoints.
     Unserved(Frontend, Refusal),
-    /// Whose connections to a frontend are masqueraded.
+    /// A frontend, and the clients whose connections are masqueraded.
     Masquerade(Frontend, MasqueradeSources),
-    /// Only [`Self::Admitted`] clients reach this frontend.
+    /// A frontend that only [`Self::Admitted`] clients may reach.
     Guarded(Frontend),
-    /// Clients that may use a guarded frontend.
+    /// A range of clients that may reach a [`Self::Guarded`] frontend.
     Admitted(Frontend, IpNet),
     /// The endpoint in a slot of a group: group, slot, address, port.
     Endpoint(u32, u32, IpAddr, u16),
-    /// An endpoint of a group with affinity. Recorded clients stay with it while this element
-    /// exists.
+    /// An endpoint of a group with affinity. While this element exists, connections of a recorded
+    /// client are sent to the endpoint.
     Member(u32, IpAddr, u16),
 }
 
-/// What identifies an element in its map or set. The kernel cannot change the value of an existing
-/// key, so a changed element is deleted and added again.
+/// The key of an element in its map or set. The kernel cannot change the value of an existing key,
+/// so a changed element is deleted and added again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ElementKey {
     /// The whole element.
@@ -114,7 +116,7 @@ impl Element {
     }
 }
 
-/// The map that a chain looks a packet up in.
+/// The map in which a chain looks up a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Lookup {
     /// [`Element::Service`] by destination address, protocol and port.
@@ -131,7 +133,8 @@ impl Lookup {
     /// All maps.
     pub const ALL: [Self; 4] = [Self::Service, Self::Inside, Self::NodePort, Self::InsideNodePort];
 
-    /// The map of an element that leads to a group, with the frontend and the group.
+    /// Returns the map that contains an element, with the frontend and the target. Returns `None`
+    /// if the element has no target.
     #[must_use]
     pub fn of(element: &Element) -> Option<(Self, Frontend, Target)> {
         match *element {
@@ -146,31 +149,32 @@ impl Lookup {
     }
 }
 
-/// A chain that draws a slot. All groups of one size and one affinity timeout share it.
+/// A chain that selects a slot at random. Groups of equal size and equal affinity timeout in the
+/// same map share one chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Pick {
-    /// The map that leads to the group.
+    /// The map that contains the target.
     pub lookup: Lookup,
     /// The timeout of ClientIP affinity in seconds.
     pub affinity_timeout_seconds: Option<u32>,
-    /// The number of endpoints, at least 1.
+    /// The number of slots, at least 1.
     pub count: u32,
 }
 
-/// What the rules depend on besides the configuration.
+/// The values on which the rules depend, besides the configuration.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Shape {
-    /// The chains that draw a slot.
+    /// The chains that select a slot.
     pub picks: BTreeSet<Pick>,
     /// The prefix lengths of source ranges.
     pub prefix_lengths: BTreeSet<u8>,
-    /// The ranges of ClusterIPs. A packet to an address in a range is dropped if no Service has the
+    /// The ranges of ClusterIPs. Packets to an address in a range are dropped if no Service has the
     /// address.
     pub service_cidrs: BTreeSet<IpNet>,
 }
 
 impl Shape {
-    /// The timeouts of ClientIP affinity in seconds.
+    /// Returns the timeouts of ClientIP affinity in seconds.
     #[must_use]
     pub fn affinity_timeouts_seconds(&self) -> BTreeSet<u32> {
         self.picks.iter().filter_map(|pick| pick.affinity_timeout_seconds).collect()

@@ -8,21 +8,21 @@ use std::{
 use super::element::{Element, Target};
 use crate::model::Protocol;
 
-/// What identifies a group in its Service.
+/// Identifies a group among the groups of a Service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct GroupKey {
     pub(super) protocol: Protocol,
     pub(super) port: u16,
-    /// Policy Local.
+    /// True for the group for policy Local.
     pub(super) is_local: bool,
 }
 
-/// The number of a service port's group.
+/// Returns the number of a service port's group.
 pub(super) fn group_number(port: u32, is_local: bool) -> u32 {
     port | u32::from(is_local)
 }
 
-/// Endpoints that share traffic.
+/// The endpoints of a service port for one policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Group {
     pub(super) key: GroupKey,
@@ -33,7 +33,8 @@ pub(super) struct Group {
 }
 
 impl Group {
-    /// Brings the slots to the wanted endpoints and moves as few of the others as possible.
+    /// Replaces the endpoints by the wanted endpoints. Moves as few of the remaining endpoints as
+    /// possible to other slots.
     pub(super) fn set_endpoints(&mut self, wanted: &BTreeSet<(IpAddr, u16)>) {
         let present: HashSet<(IpAddr, u16)> = self.slots.iter().copied().collect();
         let mut added = wanted.iter().filter(|endpoint| !present.contains(*endpoint)).copied();
@@ -41,7 +42,8 @@ impl Group {
         while let Some(endpoint) = self.slots.get_mut(slot) {
             if !wanted.contains(endpoint) {
                 let Some(new) = added.next() else {
-                    // The endpoint of the last slot moves here, and is examined next.
+                    // The endpoint of the last slot moves into this slot, and the loop examines it
+                    // next.
                     self.slots.swap_remove(slot);
                     continue;
                 };
@@ -52,13 +54,13 @@ impl Group {
         self.slots.extend(added);
     }
 
-    /// Where frontends of the group lead.
+    /// Returns the target for frontends of the group.
     pub(super) fn target(&self) -> Target {
         let count = u32::try_from(self.slots.len()).unwrap_or(u32::MAX);
         Target { group: self.number, count, affinity_timeout_seconds: self.affinity_timeout_seconds }
     }
 
-    /// The elements of the group.
+    /// Returns the elements of the group.
     pub(super) fn elements(&self) -> impl Iterator<Item = Element> + '_ {
         let slots = (0u32..).zip(&self.slots);
         let endpoints = slots.map(|(slot, (address, port))| Element::Endpoint(self.number, slot, *address, *port));
@@ -69,25 +71,26 @@ impl Group {
 }
 
 /// The numbers of service ports, which are even. The group for policy Cluster has the number of its
-/// port, and the group for policy Local has the next one. So the rules know that both groups belong
-/// to the same port: a client that is recorded for one is recorded for the other. A free number is
-/// used again as late as possible.
+/// port, and the group for policy Local has the next number. So the rules can compute the port from
+/// the group, and they record clients by port: both groups of a port share the recorded clients. A
+/// released number is used again as late as possible.
 #[derive(Debug, Default)]
 pub(super) struct Numbers {
-    /// The highest number in use or free. 0 is not used, because rules compare with it.
+    /// The highest number in use or free. 0 is not used, because it means "no service port" in the
+    /// rules.
     last: u32,
     free: VecDeque<u32>,
 }
 
 impl Numbers {
-    /// The highest number that is adopted from the kernel. Higher ones can only be foreign, and
-    /// would exhaust the numbers.
+    /// The highest number that a full sync adopts from the kernel. Only another program can have
+    /// written higher numbers, and adopting them would exhaust the numbers.
     pub(super) const MAX_ADOPTED: u32 = 1 << 24;
 
-    /// The most free numbers that are looked for after a restart.
+    /// The maximum number of free numbers that a full sync collects.
     const MAX_FREE: usize = 4096;
 
-    /// The numbers of service ports beside those in use.
+    /// Creates the numbers after a full sync has found `in_use` in the kernel.
     pub(super) fn besides(in_use: &HashSet<u32>) -> Self {
         let last = in_use.iter().copied().max().unwrap_or_default();
         let free = (1..last / 2).map(|half| half * 2).filter(|number| !in_use.contains(number));
@@ -95,8 +98,7 @@ impl Numbers {
     }
 
     pub(super) fn take(&mut self) -> u32 {
-        // A number that was released a moment ago may still be in use by packets and by recorded
-        // clients.
+        // Packets and recorded clients may still use a number that was released a moment ago.
         const RESERVE: usize = 64;
         if self.free.len() > RESERVE
             && let Some(number) = self.free.pop_front()

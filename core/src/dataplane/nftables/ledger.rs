@@ -1,7 +1,9 @@
-//! What is programmed in one family, and the plans that change it.
+//! A record of the elements that are programmed in one family. The ledger plans the changes of
+//! these elements.
 //!
-//! A plan is one transaction: the kernel takes all of it or nothing. The ledger assumes that it
-//! takes it. After a failure, [`Ledger::full`] brings ledger and kernel together again.
+//! A plan is one transaction: the kernel executes either the whole plan or nothing. The ledger
+//! assumes that plans succeed. After a plan has failed, the caller must use [`Ledger::full`] for
+//! the next plan.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -23,7 +25,7 @@ use crate::{
     state::{Dirty, State, frontends::Frontend},
 };
 
-/// One family's programmed state.
+/// The programmed elements of one family.
 #[derive(Debug)]
 pub struct Ledger {
     config: NftablesConfig,
@@ -36,47 +38,49 @@ pub struct Ledger {
     element_count: usize,
 }
 
-/// What one service has in the kernel.
+/// The programmed elements of one service.
 #[derive(Debug, Default)]
 struct Programmed {
     groups: Vec<Group>,
-    /// The elements that no group has, sorted.
+    /// The elements that belong to no group, sorted.
     elements: Vec<Element>,
     no_local: NoLocalEndpoints,
 }
 
-/// What the kernel has of one family.
+/// The elements in the kernel for one family.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Existing {
     /// The elements.
     pub elements: HashSet<Element>,
-    /// What the rules were made for.
+    /// The shape for which the rules in the kernel were written.
     pub shape: Shape,
 }
 
 /// One transaction.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// Elements to delete. The deletions come before the additions, because an element that is
-    /// added may have the key of one that is deleted.
+    /// Elements to delete. The deletions come before the additions, because an added element may
+    /// have the key of a deleted element.
     pub delete: Vec<Element>,
     /// Elements to add.
     pub add: Vec<Element>,
-    /// The shape, if it changed. Its chains are added before the elements.
+    /// The new shape, or `None` if the shape did not change. The chains of the shape are added
+    /// before the elements.
     pub shape: Option<Shape>,
-    /// Services whose elements were computed.
+    /// Number of services whose elements were computed.
     pub services_planned: u32,
 }
 
 impl Plan {
-    /// Whether the kernel already has everything.
+    /// True if the plan changes nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.delete.is_empty() && self.add.is_empty() && self.shape.is_none()
     }
 }
 
-/// Changes of one step. An element that one service releases and another needs stays.
+/// The changes of one step. The kernel keeps an element that one service releases and another
+/// service needs in the same step.
 #[derive(Debug, Default)]
 struct Round {
     shared: Touched<Element>,
@@ -85,7 +89,7 @@ struct Round {
     is_shape_changed: bool,
 }
 
-/// The groups that the kernel has, by the frontends that lead to them.
+/// The groups in the kernel, before a full sync adopts them.
 #[derive(Debug, Default)]
 struct Found {
     numbers: HashMap<(Lookup, Frontend), u32>,
@@ -94,11 +98,11 @@ struct Found {
 }
 
 impl Ledger {
-    /// A full sync keeps chains that no group needs any more up to this number. A step deletes no
-    /// chain, so a group that grows and shrinks does not add and delete chains each time.
+    /// The maximum number of unused chains that a full sync keeps. Only full syncs delete chains,
+    /// so a group that grows and shrinks repeatedly does not add and delete chains each time.
     const MAX_UNUSED_PICKS: usize = 128;
 
-    /// Nothing is programmed.
+    /// Creates a ledger in which nothing is programmed.
     #[must_use]
     pub fn new(config: NftablesConfig) -> Self {
         Self {
@@ -118,13 +122,13 @@ impl Ledger {
         &self.config
     }
 
-    /// Takes another configuration of the same family. The kernel has the elements of the old one
-    /// until the next [`Self::full`].
+    /// Replaces the configuration by another configuration of the same family. Until the caller
+    /// uses [`Self::full`], the kernel has the elements of the old configuration.
     pub fn set_config(&mut self, config: NftablesConfig) {
         self.config = config;
     }
 
-    /// What the rules depend on.
+    /// The values on which the programmed rules depend.
     #[must_use]
     pub fn shape(&self) -> &Shape {
         &self.shape
@@ -136,13 +140,13 @@ impl Ledger {
         self.element_count
     }
 
-    /// Service ports whose Local policies find no endpoint on this node.
+    /// Returns the numbers of service ports that have a Local policy and no endpoint on this node.
     #[must_use]
     pub fn no_local_endpoints(&self) -> NoLocalEndpoints {
         self.no_local
     }
 
-    /// Plans what changed for the dirty services. The cost depends on these services alone.
+    /// Plans the changes of the dirty services. The cost depends only on these services.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
         let mut round = Round::default();
         for key in &dirty.services {
@@ -154,8 +158,9 @@ impl Ledger {
         self.finish(round, dirty.services.len())
     }
 
-    /// Plans from what the kernel has, whatever was programmed before. Adopts the numbers and slots
-    /// of groups. If the kernel has what is wanted, the plan is empty.
+    /// Plans the changes from `existing`, the elements in the kernel, to the wanted elements. The
+    /// plan does not depend on what the ledger recorded before. Adopts the numbers and slots of
+    /// groups in the kernel. The plan is empty if the kernel already has the wanted elements.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &Existing) -> Plan {
         let mut found = Found::of(&existing.elements);
         let in_use = found.slots.keys().chain(found.numbers.values());
@@ -179,7 +184,7 @@ impl Ledger {
         }
         self.shape.prefix_lengths.extend(&existing.shape.prefix_lengths);
         let mut plan = self.finish(round, planned);
-        // All wanted elements are in `plan.add`: nothing was programmed.
+        // The ledger recorded no element before, so `plan.add` contains all wanted elements.
         let mut surplus = existing.elements.clone();
         plan.add.retain(|element| !surplus.remove(element));
         plan.delete = surplus.into_iter().collect();
@@ -188,8 +193,8 @@ impl Ledger {
         plan
     }
 
-    /// Whether the kernel has what is programmed. The caller compares the rules, which show the
-    /// ranges of ClusterIPs.
+    /// True if the kernel has exactly the recorded elements, chains and prefix lengths. The caller
+    /// compares the rules, which also contain the ranges of ClusterIPs.
     #[must_use]
     pub fn matches(&self, found: &Existing) -> bool {
         let own = self.programmed.values().flat_map(Programmed::own_elements);
@@ -213,7 +218,7 @@ impl Ledger {
         let mut found = found;
         let (mut ports, mut node_ports) = (HashSet::new(), HashSet::new());
         for mut view in views {
-            // A malformed Service may list a port twice. The first one counts.
+            // A malformed Service may list a port twice. Only the first entry counts.
             if !ports.insert((view.protocol, view.port)) {
                 continue;
             }
@@ -268,8 +273,8 @@ impl Ledger {
         }
     }
 
-    /// The number of a service port: the number that it has, or the one that the kernel has for it,
-    /// or a new one.
+    /// Returns the number of a service port: its programmed number, or else its number in the
+    /// kernel, or else a new number.
     fn port_number(
         &mut self,
         protocol: Protocol,
@@ -339,12 +344,12 @@ impl Programmed {
         self.elements.iter().copied().chain(self.groups.iter().flat_map(Group::elements))
     }
 
-    /// The elements that no other service may need.
+    /// Returns the elements that no other service may need.
     fn own_elements(&self) -> impl Iterator<Item = Element> + '_ {
         self.all_elements().filter(|element| !is_shared(element))
     }
 
-    /// The chains that this service needs.
+    /// Returns the chains that this service needs.
     fn picks(&self) -> impl Iterator<Item = Pick> + '_ {
         self.elements.iter().filter_map(|element| {
             let (lookup, _, target) = Lookup::of(element)?;
@@ -353,7 +358,7 @@ impl Programmed {
     }
 }
 
-/// Several services may need the same element.
+/// True if several services may need the same element.
 fn is_shared(element: &Element) -> bool {
     matches!(element, Element::ClusterIp(_) | Element::Hairpin(_))
 }
@@ -377,8 +382,8 @@ impl Found {
         found
     }
 
-    /// The number of the service port that the plan's frontends lead to in the kernel. Each number
-    /// is returned once.
+    /// Returns the number of the service port to which the plan's frontends belong in the kernel.
+    /// Returns each number only once.
     fn take_port(&mut self, plan: &PortPlan) -> Option<u32> {
         let none = Target { group: 0, count: 0, affinity_timeout_seconds: None };
         let services = plan.services.iter().map(|(frontend, _)| Element::Service(*frontend, none));

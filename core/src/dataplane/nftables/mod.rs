@@ -1,26 +1,27 @@
-//! nftables mode: a fixed set of rules, and maps that lead from a frontend to an endpoint.
+//! nftables mode: a fixed set of rules, and maps in which the rules look up the endpoint for a
+//! frontend.
 //!
 //! The number of rules does not depend on the number of Services or endpoints. A Service adds
-//! [`Element`]s to maps and sets, and a change adds and removes a handful of them. The [`Ledger`]
-//! remembers the elements, and plans only what differs. The agent turns elements and the [`Shape`]
-//! into messages of the kernel.
+//! [`Element`]s to maps and sets, and a change adds and removes only a few elements. The [`Ledger`]
+//! records the elements and plans only the differences. The agent encodes elements and the
+//! [`Shape`] as netlink messages.
 //!
 //! # From a frontend to an endpoint
 //!
-//! Endpoints that share traffic form a *group* with a number: the endpoints of one Service port for
-//! policy Cluster, or for policy Local. Two maps lead to an endpoint:
+//! The endpoints of one Service port for policy Cluster form a *group* with a number, and so do its
+//! endpoints for policy Local. The rules look up two maps:
 //!
 //! 1. [`Element::Service`]: address, protocol and port → [`Target`], the group with the number of
-//!    its endpoints. NodePorts have a map of their own. A small map leads from the number *n* to a
-//!    chain that draws a slot between 0 and *n* - 1 ([`Pick`]).
+//!    its endpoints. NodePorts have a map of their own. A small map contains, for each number *n*,
+//!    the chain that selects a slot between 0 and *n* - 1 at random ([`Pick`]).
 //! 2. [`Element::Endpoint`]: group and slot → address and port.
 //!
-//! An endpoint that joins a group takes the slot after the last one. The last endpoint takes the
-//! slot of an endpoint that leaves. So a change writes at most two slots, and the target of each
-//! frontend that leads to the group.
+//! A new endpoint of a group is stored in the slot after the last slot. If an endpoint is removed,
+//! the endpoint of the last slot moves to the free slot. So the change of one endpoint writes at
+//! most two slots, and the target of each frontend of the group.
 //!
-//! Numbers and slots are arbitrary. After a restart, [`Ledger::full`] adopts those that the kernel
-//! has.
+//! Numbers and slots are arbitrary. After a restart, [`Ledger::full`] adopts the numbers and slots
+//! in the kernel.
 
 mod config;
 mod element;

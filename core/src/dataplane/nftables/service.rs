@@ -1,4 +1,4 @@
-//! What one service port contributes.
+//! Computes the elements and the groups of one service port.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -12,25 +12,27 @@ use crate::{
     state::frontends::Frontend,
 };
 
-/// Whether a frontend's connections go to the endpoints for policy Local, not for policy Cluster.
+/// True if connections to a frontend are sent to the endpoints for policy Local. False for policy
+/// Cluster.
 type IsLocal = bool;
 
-/// What one service port contributes, before groups have numbers.
+/// The elements and the endpoints of one service port, before its groups have numbers.
 #[derive(Debug, Default)]
 pub(super) struct PortPlan {
     /// Endpoints for policy Cluster, if a frontend uses them.
     pub(super) cluster: BTreeSet<(IpAddr, u16)>,
     /// Endpoints for policy Local, if a frontend uses them.
     pub(super) local: BTreeSet<(IpAddr, u16)>,
-    /// Frontends that lead to a group.
+    /// Frontends whose connections are sent to a group.
     pub(super) services: Vec<(Frontend, IsLocal)>,
-    /// Frontends that lead local pods and the node itself to the endpoints for policy Cluster.
+    /// Frontends for which connections of local pods and of the node itself are sent to the
+    /// endpoints for policy Cluster.
     pub(super) inside: Vec<Frontend>,
-    /// The other elements.
+    /// The elements that contain no group.
     pub(super) elements: Vec<Element>,
 }
 
-/// The contribution of a service port.
+/// Computes the plan of a service port.
 pub(super) fn plan(config: &NftablesConfig, view: &ServicePortView) -> PortPlan {
     let mut plan = PortPlan::default();
     let at = |address: &IpAddr| Frontend::Address(*address, view.protocol, view.port);
@@ -38,7 +40,7 @@ pub(super) fn plan(config: &NftablesConfig, view: &ServicePortView) -> PortPlan 
         plan.elements.push(Element::ClusterIp(*address));
         plan.add_frontend(view, at(address), view.internal_traffic_policy, cluster_ip_masquerade(config));
     }
-    // An address may be in several lists; the first one counts.
+    // An address may be in several lists. Only its first occurrence counts.
     let mut external: Vec<Frontend> = Vec::new();
     for address in view.external_ips.iter().chain(&view.load_balancer_ips) {
         if view.cluster_ip != Some(*address) && !external.contains(&at(address)) {
@@ -56,7 +58,7 @@ pub(super) fn plan(config: &NftablesConfig, view: &ServicePortView) -> PortPlan 
             plan.inside.push(frontend);
         }
     }
-    // Without endpoints there is nothing to guard, and all clients get the same answer.
+    // Without endpoints, packets from all clients are rejected, so source ranges do not matter.
     let is_guarded = view.has_any_endpoint && !view.source_ranges.is_open();
     for address in view.load_balancer_ips.iter().filter(|_| is_guarded) {
         plan.elements.push(Element::Guarded(at(address)));
@@ -68,7 +70,7 @@ pub(super) fn plan(config: &NftablesConfig, view: &ServicePortView) -> PortPlan 
     plan
 }
 
-/// Whose connections to ClusterIPs are masqueraded.
+/// Returns the clients whose connections to ClusterIPs are masqueraded.
 fn cluster_ip_masquerade(config: &NftablesConfig) -> MasqueradeSources {
     if config.masquerade.all {
         MasqueradeSources::Everyone

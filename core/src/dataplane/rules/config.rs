@@ -7,18 +7,19 @@ use crate::{behaviours::masquerade::MasqueradeConfig, model::Family};
 /// How rules are distributed over chains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Layout {
-    /// Classic in small clusters; compact above [`RenderConfig::CLASSIC_MAX_SERVICES`] services or
-    /// [`RenderConfig::CLASSIC_MAX_ENDPOINTS`] endpoints.
+    /// [`Self::Classic`] in small clusters. [`Self::Compact`] above
+    /// [`RenderConfig::CLASSIC_MAX_SERVICES`] services or [`RenderConfig::CLASSIC_MAX_ENDPOINTS`]
+    /// endpoints.
     #[default]
     Auto,
     /// The layout of kube-proxy. Each service port and each endpoint has a chain, and a packet
     /// passes the rules of all services until one matches.
     Classic,
-    /// A layout with a third of the rules. The chain of a service contains its DNAT rules. Hairpin
-    /// connections are detected after the choice of the endpoint, and only for endpoints of this
-    /// node. Dispatch has two levels: the first level selects a group by address prefix or port
-    /// range. So a packet passes about 2·√n rules instead of n, and adding or removing a service
-    /// rewrites only its group.
+    /// A layout with about a third of the rules of the classic layout. The chain of a service
+    /// contains its DNAT rules. Hairpin connections are detected after the choice of the endpoint,
+    /// and only for endpoints of this node. Dispatch has two levels: the first level selects a
+    /// group by address prefix or port range. With n services, a packet passes about 2·√n rules
+    /// instead of n. Adding or removing a service rewrites only its group.
     Compact,
 }
 
@@ -35,8 +36,8 @@ pub enum NodePortAddresses {
 }
 
 impl NodePortAddresses {
-    /// Whether NodePorts of a family are served on addresses in 127.0.0.0/8. `is_wanted` is the
-    /// setting `localhostNodePorts`. NodePorts are never served on ::1.
+    /// Returns whether NodePorts of a family are served on addresses in 127.0.0.0/8. `is_wanted` is
+    /// the setting `localhostNodePorts`. NodePorts are never served on ::1.
     #[must_use]
     pub fn include_localhost(&self, family: Family, is_wanted: bool) -> bool {
         let includes_loopback = match self {
@@ -58,8 +59,8 @@ pub struct RenderConfig {
     pub node_port_addresses: NodePortAddresses,
     /// NodePorts are also served on 127.0.0.0/8. NodePorts are never served on ::1.
     pub localhost_node_ports: bool,
-    /// The sysctl `nf_conntrack_tcp_be_liberal` is on. Packets in the conntrack state INVALID need
-    /// not be dropped.
+    /// The sysctl `nf_conntrack_tcp_be_liberal` is on, so the rules do not drop packets in the
+    /// conntrack state INVALID.
     pub conntrack_tcp_be_liberal: bool,
     /// Rules count packets in [`super::names::INVALID_COUNTER`] and
     /// [`super::names::LOCALHOST_COUNTER`]. Both nfacct counters must exist.

@@ -57,7 +57,8 @@ pub struct Dispatch {
 impl Dispatch {
     /// Creates empty dispatch chains. `addresses` are the addresses to dispatch in the compact
     /// layout; `None` selects the classic layout. `in_use` is the prefix length of the rules in the
-    /// kernel. This length is kept unless the cost of the best length is at most half as high.
+    /// kernel. The new chains use this length while its cost is less than twice the lowest possible
+    /// cost.
     #[must_use]
     pub fn new(ruleset: Arc<Ruleset>, addresses: Option<&[IpAddr]>, in_use: Option<u8>) -> Self {
         let prefix_length = addresses.map(|addresses| choose_prefix_length(ruleset.config.family, addresses, in_use));
@@ -242,8 +243,8 @@ impl Dispatch {
     }
 }
 
-/// Like [`with_chain`], but sorted by text and without duplicates, because an endpoint may belong
-/// to several services.
+/// Renders lines like [`with_chain`], sorted and without duplicates. Two services with the same
+/// endpoint have equal lines.
 fn distinct_with_chain(name: ChainName, lines: &Lines) -> String {
     let rules: BTreeSet<&str> = lines.values().flat_map(|rules| rules.lines()).collect();
     rules.iter().map(|rule| format!("-A {name}{rule}\n")).collect()

@@ -40,10 +40,10 @@ pub struct Existing {
     /// Chains with names of Headgate, with the hash of their rules, or `None` if the hash is
     /// unknown.
     pub chains: HashMap<String, Option<RulesHash>>,
-    /// Rules of the built-in chains in order, as `CHAIN REST`.
+    /// Rules of the built-in chains in order, each without the leading `-A `.
     pub base_rules: Vec<String>,
-    /// Chains of Headgate to which a rule in a foreign chain jumps, each with one such rule as
-    /// `CHAIN REST`. The kernel does not delete these chains.
+    /// Chains of Headgate to which a rule in a foreign chain jumps, each with one such rule,
+    /// without the leading `-A `. The kernel does not delete these chains.
     pub referenced: BTreeMap<String, String>,
     /// Prefix length of the address groups of KUBE-SERVICES; `None` for the classic layout.
     pub prefix_length: Option<u8>,
@@ -108,8 +108,8 @@ impl ExistingReader {
     }
 }
 
-/// Returns the chain that is the target of a rule's `-j` or `-g`. Text in quotes is a comment and
-/// does not count.
+/// Returns the chain that is the target of a rule's `-j` or `-g`. Ignores text in quotes, which is
+/// a comment.
 fn target(rule: &str) -> Option<&str> {
     let unquoted = rule.split('"').step_by(2);
     let mut words = unquoted.flat_map(str::split_ascii_whitespace);

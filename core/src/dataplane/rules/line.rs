@@ -49,8 +49,8 @@ impl<'a> Line<'a> {
         self.add(format_args!("-d {}", host(address)))
     }
 
-    /// Matches packets that the detector recognizes as traffic from local pods, or only other
-    /// packets if `is_local` is false.
+    /// Matches packets that the detector recognizes as traffic from local pods. If `is_local` is
+    /// false, matches all other packets instead.
     pub(in crate::dataplane) fn local(self, detector: &LocalDetector, is_local: bool) -> Self {
         let not = if is_local { "" } else { "! " };
         match detector {
@@ -60,8 +60,8 @@ impl<'a> Line<'a> {
         }
     }
 
-    /// Matches packets that are masqueraded if their destination is a ClusterIP. Use it only if the
-    /// configuration [covers ClusterIPs](MasqueradeConfig::covers_cluster_ips).
+    /// Matches packets that are masqueraded if their destination is a ClusterIP. Call this function
+    /// only if the configuration [covers ClusterIPs](MasqueradeConfig::covers_cluster_ips).
     pub(in crate::dataplane) fn masqueraded_to_cluster_ips(self, config: &MasqueradeConfig, family: Family) -> Self {
         match config.detector(family) {
             Some(detector) if !config.all => self.local(detector, false),

@@ -50,8 +50,8 @@ pub const LOAD_BALANCER: &str = "KUBE-LOAD-BALANCER";
 pub const NODE_PORT: &str = "KUBE-NODE-PORT";
 /// `KUBE-SOURCE-RANGES-FIREWALL`, in filter and mangle: drops packets that no source range admits.
 pub const SOURCE_RANGES: &str = "KUBE-SOURCE-RANGES-FIREWALL";
-/// `KUBE-IPVS-FILTER`, in filter: rejects packets to addresses of services that have no virtual
-/// server.
+/// `KUBE-IPVS-FILTER`, in filter: rejects packets to a service's address on ports for which no
+/// virtual server exists.
 pub const IN_FILTER: &str = "KUBE-IPVS-FILTER";
 /// `KUBE-IPVS-OUT-FILTER`: handles traffic from the node itself. In filter it rejects and drops
 /// packets. In mangle it checks source ranges.
@@ -181,13 +181,13 @@ impl ChainKind {
 
     /// The start of the name.
     ///
-    /// The prefixes of groups that jump to chains of services extend the prefixes of these chains,
-    /// for example `KUBE-SVC-G-` extends `KUBE-SVC-`. When kube-proxy replaces Headgate on a node,
-    /// kube-proxy removes each chain that it does not know and whose name has a prefix that
-    /// kube-proxy uses. If the groups remained, the kernel would not delete the chains to which
-    /// they jump, and every sync of kube-proxy would fail. Hairpin groups have a different prefix.
-    /// kube-proxy does not remove KUBE-HAIRPIN, which jumps to these groups, so kube-proxy must not
-    /// try to remove the hairpin groups either.
+    /// Groups jump to chains of services. The kernel does not delete a chain while a rule jumps to
+    /// the chain. So when kube-proxy replaces Headgate on a node, kube-proxy must remove the groups
+    /// together with the chains of services. Otherwise each sync of kube-proxy would fail.
+    /// kube-proxy removes unknown chains whose names begin with one of its own prefixes. The
+    /// prefixes of groups therefore begin with such a prefix: `KUBE-SVC-G-` begins with
+    /// `KUBE-SVC-`. Hairpin groups have another prefix, because kube-proxy keeps KUBE-HAIRPIN,
+    /// which jumps to them.
     #[must_use]
     pub fn prefix(self) -> &'static str {
         match self {

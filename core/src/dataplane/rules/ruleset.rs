@@ -15,7 +15,7 @@ use crate::model::Family;
 /// The rules of one family of a dataplane. The [`super::Ledger`] programs them.
 #[derive(Debug, Clone)]
 pub struct Ruleset {
-    /// The configuration that the rules are made from.
+    /// The configuration of the rules.
     pub config: RenderConfig,
     /// Chains with fixed rules. A chain comes before the chains that jump to it. Scripts write
     /// these chains before the dispatch chains.
@@ -160,8 +160,9 @@ pub(in crate::dataplane) fn postrouting(config: &RenderConfig) -> String {
 }
 
 /// Renders the rule of KUBE-FORWARD that drops packets in the conntrack state INVALID. The kernel
-/// does not translate the addresses of these packets. A pod would answer them with a reset that
-/// ends a working connection (kubernetes/kubernetes#74839).
+/// does not translate the addresses of these packets. Without this rule, a client would receive a
+/// packet from the pod's own address and would answer with a reset, which ends a working connection
+/// (kubernetes/kubernetes#74839).
 pub(in crate::dataplane) fn drop_invalid(config: &RenderConfig) -> String {
     let mut rules = String::new();
     let line = Line::append(&mut rules, FORWARD).add("-m conntrack --ctstate INVALID");

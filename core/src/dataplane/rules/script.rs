@@ -25,9 +25,9 @@ pub enum Writing {
     /// The script holds the rules as text.
     #[default]
     Text,
-    /// The script does not hold the rules. They are rendered while the script is written to
-    /// `iptables-restore`, a few services at a time. So the memory for rules does not depend on the
-    /// number of services.
+    /// The script does not hold the rules. While the caller writes the script to
+    /// `iptables-restore`, it renders the rules of a few services at a time. So the memory for
+    /// rules does not depend on the number of services.
     Late,
     /// Like [`Self::Late`], and the table nat is also written in many steps, each with its own
     /// `COMMIT`. The first steps each write the chains of a few services. The next steps each write
@@ -35,9 +35,9 @@ pub enum Writing {
     /// built-in chains.
     ///
     /// `iptables-restore` holds one step at a time, so its memory is bounded too. For
-    /// `iptables-nft-restore`, steps also save time. This program keeps the chain names of a step
-    /// in a sorted list and searches this list from the start for each rule and each target. The
-    /// time for a step therefore grows with the square of the number of names.
+    /// `iptables-nft-restore`, steps also save time. `iptables-nft-restore` keeps the chain names
+    /// of a step in a sorted list. It searches this list from the start for each rule and each
+    /// target, so the time for a step grows with the square of the number of names.
     ///
     /// This mode is allowed only if no rule in the kernel jumps to chains of Headgate. Otherwise
     /// packets would pass unfinished rules.
@@ -217,8 +217,8 @@ impl Script {
     }
 
     /// Returns the script without deletions of chains, and the chains that the script would have
-    /// deleted. Callers use this function after the kernel has rejected a deletion, which makes the
-    /// whole part for that table fail.
+    /// deleted. If the kernel rejects one deletion, the whole part for that table fails. Callers
+    /// then use this function.
     #[must_use]
     pub fn split_deletions(mut self) -> (Self, Vec<(Table, String)>) {
         let mut deletions = Vec::new();

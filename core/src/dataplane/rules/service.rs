@@ -1,4 +1,5 @@
-//! Parts of the rules of one service port. The dataplanes compose the rules of a service from them.
+//! Parts of the rules of one service port. The dataplanes compose the rules of a service from these
+//! parts.
 
 use std::{collections::BTreeSet, fmt::Display, net::IpAddr};
 

@@ -56,11 +56,13 @@ pub struct Ledger {
     servers: HashMap<ServerKey, Server>,
     /// The virtual servers that have a draining destination.
     draining: BTreeSet<ServerKey>,
-    /// Elements of sets, with the services and virtual servers that need them.
+    /// Elements of sets. Each service and each virtual server that needs an element counts as a
+    /// user.
     elements: RefCounts<(Set, Element)>,
     /// Number of elements of each set.
     set_sizes: BTreeMap<Set, usize>,
-    /// Addresses of the device, with the services and virtual servers that need them.
+    /// Addresses of the device. Each service and each virtual server that needs an address counts
+    /// as a user.
     device_addresses: RefCounts<IpAddr>,
     problems: BTreeMap<Arc<ServiceKey>, Problem>,
     deferred: Deferred,
@@ -143,7 +145,7 @@ impl Ledger {
         self.rules.tally()
     }
 
-    /// Returns the services that do not get the requested scheduler, with the reason.
+    /// Returns the services that do not use the requested scheduler, each with the reason.
     pub fn problems(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &Problem)> {
         self.problems.iter()
     }
@@ -299,8 +301,8 @@ impl Ledger {
         service::plan(&self.config, service, &views, &node.failing)
     }
 
-    /// Returns the operation that creates an object which the ledger counts as programmed, or
-    /// `None` if no service wants it.
+    /// Returns the operation that creates an object, or `None` if no service wants the object. The
+    /// ledger must count the object as programmed.
     pub(super) fn op_for(&self, object: Object) -> Option<Op> {
         match object {
             Object::Element(set, element) => Some(Op::AddElement(set, element)),

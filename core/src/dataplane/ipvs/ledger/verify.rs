@@ -49,9 +49,9 @@ impl Ledger {
             && self.rules.matches(&existing.tables)
     }
 
-    /// Returns the range in which the number of elements of a set in the kernel must be. The
-    /// maximum is the number of wanted elements. The minimum does not count deferred elements. The
-    /// cost is linear in the number of deferred objects.
+    /// Returns the minimum and the maximum number of elements that a set in the kernel must have.
+    /// The maximum is the number of wanted elements. The minimum does not count deferred elements.
+    /// The cost is linear in the number of deferred objects.
     #[must_use]
     pub fn set_size(&self, set: Set) -> RangeInclusive<usize> {
         let wanted = self.set_sizes.get(&set).copied().unwrap_or_default();

@@ -142,9 +142,9 @@ impl Ledger {
         self.full_by(Writing::Text, state, node, existing.clone())
     }
 
-    /// Like [`Self::full`]. `writing` says how the script holds the rules of services' chains.
-    /// [`Writing::LateInSteps`] becomes [`Writing::Late`] if a rule outside of Headgate's chains
-    /// already jumps to a chain of Headgate in nat.
+    /// Returns a script like [`Self::full`]. `writing` selects how the script holds the rules of
+    /// services' chains. [`Writing::LateInSteps`] becomes [`Writing::Late`] if a rule outside of
+    /// Headgate's chains already jumps to a chain of Headgate in nat.
     pub fn full_by(
         &mut self,
         writing: Writing,
@@ -228,7 +228,8 @@ impl Ledger {
         tally
     }
 
-    /// Returns the chains whose rules do not depend on services, in the order of a script.
+    /// Returns the chains whose rules do not depend on services, in the order in which a script
+    /// writes them.
     fn fixed_chains(&self, is_compact: bool) -> impl Iterator<Item = FixedChain> {
         self.ruleset.chains.iter().cloned().chain(self.ruleset.leading_to_dispatch(is_compact))
     }
@@ -245,9 +246,9 @@ impl Ledger {
         self.wants_compact(state, is_compact) != is_compact || groups_are_outgrown
     }
 
-    /// Whether the layout should be compact. The ledger returns to the classic layout only at half
-    /// of the threshold. Otherwise a single service that is added and removed repeatedly could
-    /// rebuild all rules each time.
+    /// Returns whether the layout should be compact. The ledger returns to the classic layout only
+    /// at half of the threshold. Otherwise a single service that is added and removed repeatedly
+    /// could rebuild all rules each time.
     fn wants_compact(&self, state: &State, is_compact: bool) -> bool {
         let factor = if is_compact { 2 } else { 1 };
         self.ruleset.config.is_compact(state.service_count() * factor, state.endpoint_count() * factor)
