@@ -76,8 +76,8 @@ impl Group {
 /// released number is used again as late as possible.
 #[derive(Debug, Default)]
 pub(super) struct Numbers {
-    /// The highest number in use or free. 0 is not used, because it means "no service port" in the
-    /// rules.
+    /// The highest number in use or free. 0 is not used, because it stands for a service port
+    /// without groups.
     last: u32,
     free: VecDeque<u32>,
 }
