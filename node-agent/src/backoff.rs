@@ -26,8 +26,8 @@ pub struct Backoff {
 }
 
 impl Default for Backoff {
-    /// From 200 ms to 10 s with full jitter. When 15,000 agents lose their replica, about 1,500 of
-    /// them connect again per second.
+    /// The bounds grow from 200 ms to 10 s, with full jitter. When 15,000 agents lose their
+    /// replica, about 1,500 agents per second connect again.
     fn default() -> Self {
         Self::new(Duration::from_millis(200), Duration::from_secs(10), Jitter::Full)
     }

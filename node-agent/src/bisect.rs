@@ -1,7 +1,7 @@
 //! Finds the few faulty items of a batch by trying halves.
 
-/// A faulty item, and the reason of its failure. Holds several items if the attempts ran out before
-/// the search could find the faulty ones among them.
+/// A faulty item, and the reason of its failure. Contains several items if the attempts ran out
+/// before the search found the faulty items among these items.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Fault<K> {
     pub(crate) items: Vec<K>,

@@ -62,9 +62,9 @@ impl InterfaceMetrics {
     /// Registers the counters.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
-        let help = "Lists of the addresses of the node's interfaces: one at start, and one whenever notifications of changes were lost";
+        let help = "Times that the agent listed the addresses of the node's interfaces: at the start, and again after an error or after the kernel dropped notifications";
         add.counter("interface_lists", "", help, self.lists.clone());
-        let help = "Times that the agent could not list or follow the addresses of the node's interfaces, and used the last known ones";
+        let help = "Times that the agent could not list or follow the addresses of the node's interfaces, and continued with the last known addresses";
         add.counter("interface_errors", "", help, self.errors.clone());
     }
 }
@@ -173,12 +173,12 @@ impl Follower {
     }
 }
 
-/// Becomes ready when notifications arrive.
+/// Returns an object that becomes readable when notifications arrive.
 #[allow(unsafe_code)]
 fn readiness(listener: &Listener) -> io::Result<AsyncFd<OwnedFd>> {
     let descriptor = listener.as_fd().try_clone_to_owned()?;
-    // SAFETY: the descriptor is open. Its owner neither closes nor replaces the descriptor before
-    // the owner and the registration are dropped together.
+    // SAFETY: the descriptor is open. The `AsyncFd` owns the descriptor, and nothing closes or
+    // replaces the descriptor before the `AsyncFd` is dropped.
     Ok(unsafe { AsyncFd::register_with_interest(descriptor, Interest::READABLE) }?)
 }
 

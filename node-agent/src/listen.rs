@@ -13,7 +13,7 @@ const BACKLOG: i32 = 1024;
 pub(crate) enum Families {
     /// IPv6 only.
     Own,
-    /// Also IPv4, if the address is unspecified (`::`).
+    /// IPv6, and also IPv4 if the address is unspecified (`::`).
     Both,
 }
 

@@ -37,8 +37,8 @@ use crate::{
     sysctl::{SysctlError, Sysctls},
 };
 
-/// How long the first sync waits for the Node, if rules depend on it. After that time the agent
-/// writes the rules without the Node.
+/// How long the first sync waits for the Node, if rules depend on the Node. After this time the
+/// agent writes the rules without the Node.
 const NODE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why the agent could not start, or ended by itself. An unreachable control plane is never the

@@ -55,7 +55,7 @@ pub trait Dataplane: Send {
     }
 
     /// Reads all objects of this family from the kernel. The cost grows with the number of
-    /// Services. Called in full syncs and, rarely, before [`Self::matches`].
+    /// Services. The caller reads in full syncs and, rarely, before [`Self::matches`].
     ///
     /// # Errors
     /// The kernel cannot be read.
@@ -148,8 +148,8 @@ pub trait Maintain<K> {
 /// other services.
 pub trait FindFaults<K> {
     /// The caller calls this function after [`super::ErrorKind::Rejected`]. Finds the faulty
-    /// services among `suspects`; `None` means among all services that are not quarantined. Returns
-    /// nothing when the kernel accepts each service by itself.
+    /// services among `suspects`. If `suspects` is `None`, searches all services that are not
+    /// quarantined. Returns an empty list if the kernel accepts each service by itself.
     ///
     /// If the dataplane knows the faulty services from the kernel's answer, it returns these
     /// services. Otherwise the dataplane bisects: it tries the rules of some services in chains
@@ -186,9 +186,10 @@ pub struct Fault {
 /// The result of writing one plan.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Services that the step planned.
+    /// Number of services that the step planned.
     pub services_planned: u32,
-    /// Chains, or the corresponding objects of the dataplane, that were written or removed.
+    /// Number of chains, or of the corresponding objects of the dataplane, that were written or
+    /// removed.
     pub objects_written: u32,
     /// One sentence for each part of the step that did not succeed completely.
     pub warnings: Vec<String>,
@@ -220,9 +221,9 @@ pub struct Statistics {
 pub struct TableStatistics {
     /// The table.
     pub table: &'static str,
-    /// Rules that are in the kernel.
+    /// Number of rules that are in the kernel.
     pub total: u32,
-    /// Rules that the last step wrote.
+    /// Number of rules that the last step wrote.
     pub last: u32,
 }
 

@@ -7,7 +7,7 @@ use headgate_core::{Family, ServiceKey};
 /// How the caller reacts to a [`DataplaneError`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorKind {
-    /// Plan and write the same services again later. For example, another process holds a lock.
+    /// The same attempt may succeed later. For example, another process holds a lock.
     Retry,
     /// The kernel differs from the dataplane's records. Only a full sync helps.
     NeedsFullSync,

@@ -55,7 +55,7 @@ impl<K: Ord + Copy> Retries<K> {
         Some(entry)
     }
 
-    /// Removes the objects that `is_kept` does not select. The cost grows with the number of all
+    /// Removes the objects for which `is_kept` returns false. The cost grows with the number of all
     /// objects.
     pub(in crate::dataplane) fn retain(&mut self, is_kept: impl Fn(&K) -> bool) {
         self.entries.retain(|what, _| is_kept(what));

@@ -47,6 +47,6 @@ pub(super) fn register(registry: &mut MetricRegistry) {
     let info = Family::<Labels, Gauge>::default();
     info.get_or_create(&labels).set(1);
     let names = "build_date, compiler, git_commit, git_tree_state, git_version, go_version, major, minor, platform";
-    let help = "Always 1; the labels describe Headgate's own build, and are empty if they do not apply to it";
+    let help = "Always 1. The labels describe Headgate's build. A label without a meaning for this build is empty";
     registry.adder("kubernetes").gauge("build_info", names, help, info);
 }

@@ -30,15 +30,18 @@ pub enum Scope<'a> {
 
 /// Work that follows each change of the rules. The reconcile loop calls observers on its thread.
 pub trait Observer: Send {
-    /// Is called when a step is planned. The caller holds the lock of the state, so this method
-    /// must only compute. If the previous step failed, `scope` includes the services of that step.
+    /// Reads the state for a step that is being planned. The caller holds the lock of the state, so
+    /// this method must only compute. If the previous step failed, `scope` includes the services of
+    /// that step.
     fn plan(&mut self, state: &State, node: &NodeFacts, scope: Scope<'_>);
 
-    /// Is called when the rules of the step that was planned last are in the kernel.
+    /// Does the work of the step that was planned last. The caller calls this method when the rules
+    /// of this step are in the kernel.
     fn applied(&mut self);
 
-    /// Is called at the start when the kernel still has the rules of an earlier run and no control
-    /// plane has confirmed the state yet. `state` comes from disk and may be older than the rules.
+    /// Does the work for a state from disk. The caller calls this method repeatedly while the
+    /// kernel has the rules of an earlier run and no control plane has confirmed the state. `state`
+    /// may be older than the rules.
     fn restored(&mut self, _state: &State, _node: &NodeFacts) {}
 }
 

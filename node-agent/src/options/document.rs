@@ -31,8 +31,9 @@ use the arguments and the ConfigMap of kube-proxy unchanged; only add `--control
 - `--write-config-to FILE` writes the defaults and exits. `/configz` on the metrics port shows the
   configuration in use.
 - Durations have Go's syntax: `250ms`, `30s`, `1m0s`, `24h`.
-- Some values come only from the Node: `podCIDRs` in mode `NodeCIDR`, and `primary` NodePort
-  addresses. When they change, the agent writes the rules again, and does not end.
+- Two settings use values of the Node: mode `NodeCIDR` uses its `podCIDRs`, and `primary` NodePort
+  addresses are its addresses. When these values change, the agent writes the rules again, and does
+  not end.
 ";
 
 /// The text of `docs/configuration.md`.

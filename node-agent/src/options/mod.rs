@@ -36,8 +36,9 @@ pub enum OptionsError {
     /// [`AddressError`], because the output would repeat the text of an error source.
     #[error("--control-plane: {0}")]
     ControlPlane(String),
-    /// No URL is given. clap reports a missing URL itself, unless the arguments contain `--cleanup`
-    /// or another flag that needs no URL, even as `--cleanup=false`.
+    /// No URL is given. clap itself reports a missing URL, except if the arguments contain a flag
+    /// such as `--cleanup`, which needs no URL. clap also makes this exception for
+    /// `--cleanup=false`.
     #[error("--control-plane: pass at least one URL, such as https://192.0.2.10:7443")]
     NoControlPlane,
     /// A flag that names a TLS file is missing.

@@ -41,7 +41,7 @@ pub(super) struct Loaded {
     pub(super) base_bytes: u64,
     /// The offset of the end of the last intact point.
     pub(super) valid_bytes: u64,
-    /// Why the rest of the file is not used. `None` if the whole file is used.
+    /// Why the end of the file is not used. `None` if the whole file is used.
     pub(super) left_out: Option<LoadError>,
 }
 

@@ -54,7 +54,7 @@ impl SessionMetrics {
         let mut add = registry.adder(AGENT);
         add.gauge("connected", "", "1 while a control plane serves this agent", self.connected.clone());
         add.counter("stream_errors", "reason", "Streams that ended, by reason", self.stream_errors.clone());
-        add.counter("reconnects", "", "Attempts to connect after the first", self.reconnects.clone());
+        add.counter("reconnects", "", "Attempts to connect, without the first attempt", self.reconnects.clone());
         let help = "Streams that began, by resume mode";
         add.counter("resumes", "mode (log, digests, full)", help, self.resumes.clone());
         let help = "Resources that the control plane sent and this agent cannot use";

@@ -8,9 +8,8 @@ use headgate_proto::v1::{self, welcome::ResumeMode};
 
 use crate::state::held::Snapshot;
 
-/// Maximum number of rejections that the agent remembers. It exceeds the number that a replica
-/// remembers for each agent. Rejections beyond this number are never withdrawn, but end with the
-/// stream.
+/// Maximum number of rejections that the agent remembers. A replica remembers fewer rejections for
+/// each agent. The agent does not withdraw rejections beyond this number; they end with the stream.
 const MAX_KEPT: usize = 1024;
 
 /// The rejections in force, by the resource's name as in [`v1::Rejection`].
@@ -23,16 +22,16 @@ pub(super) struct Rejected {
 }
 
 impl Rejected {
-    /// Is called when a stream begins. Returns the rejections to repeat on this stream: after a
+    /// Returns the rejections to repeat on a stream that begins with this resume mode. After a
     /// resume by log, the replica does not send the rejected resources again.
     pub(super) fn begin(&self, mode: ResumeMode) -> Vec<v1::Rejection> {
         if mode == ResumeMode::Log { self.kept.values().cloned().collect() } else { Vec::new() }
     }
 
-    /// Is called when the first snapshot of a stream is complete. The snapshot contained every
-    /// rejected resource that still differs, so earlier rejections can be dropped. The rejections
-    /// cannot be dropped before this call: the stream may break, and the next stream may resume by
-    /// log.
+    /// Drops all rejections except the rejections of the Node. The caller calls this function when
+    /// the first snapshot of a stream is complete: this snapshot contains every rejected resource
+    /// that still differs. The caller must not drop the rejections earlier, because the stream may
+    /// break and the next stream may resume by log.
     pub(super) fn resumed(&mut self) {
         self.kept.retain(|resource, _| is_node(resource));
         self.has_forgotten = false;
@@ -55,8 +54,8 @@ impl Rejected {
     }
 
     /// Records the rejections of a step. Returns the resources whose rejections end, because the
-    /// step contains a usable value or a removal. The cost is negligible while no rejection is in
-    /// force.
+    /// step contains a usable value or removes the resource. The cost is negligible while no
+    /// rejection is in force.
     pub(super) fn step(
         &mut self,
         rejections: &[v1::Rejection],
@@ -92,8 +91,8 @@ impl Rejected {
         self.kept.keys().filter(is_over).cloned().collect()
     }
 
-    /// Is called when the agent's own Node is usable. Removes and returns the names under which a
-    /// Node was rejected.
+    /// Removes the rejections of the agent's own Node, and returns the names under which the Node
+    /// was rejected.
     pub(super) fn node_is_usable(&mut self) -> Vec<String> {
         let nodes: Vec<String> = self.kept.keys().filter(|resource| is_node(resource)).cloned().collect();
         nodes.iter().for_each(|resource| drop(self.kept.remove(resource)));

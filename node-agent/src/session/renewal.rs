@@ -13,7 +13,7 @@ use crate::backoff::jitter;
 
 /// Shortest time between two checks for a renewed certificate.
 const RETRY: Duration = Duration::from_secs(10);
-/// Longer than any stream lasts.
+/// The wait before a check whose time is too far away to be represented. No stream lasts this long.
 const ONE_YEAR: Duration = Duration::from_secs(365 * 86_400);
 
 /// Checks for a renewed certificate before the certificate of a stream expires, because the replica

@@ -1,8 +1,8 @@
 //! Chooses the replica to connect to.
 //!
 //! Each address of the host in a URL counts as one replica. The order is random, so that agents
-//! spread evenly. The replica that was tried last comes after all others. Names are resolved again
-//! after all replicas have been tried, because replicas start and stop.
+//! spread evenly. The last replica in the order is the replica that was tried last. Names are
+//! resolved again after all replicas have been tried, because replicas start and stop.
 
 use std::{collections::VecDeque, fmt, net::SocketAddr};
 
@@ -81,7 +81,7 @@ impl Replicas {
         self.waiting.clear();
     }
 
-    /// Makes [`Replicas::next`] return the replica that was tried last again.
+    /// Makes the next call of [`Replicas::next`] return the same replica as the last call.
     pub(super) fn repeat(&mut self) {
         if let Some(last) = self.last.clone() {
             self.waiting.push_front(last);

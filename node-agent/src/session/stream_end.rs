@@ -30,7 +30,7 @@ pub(super) enum StreamEnd {
     Drained(String),
     #[error("moving to {to}, because {}", .trouble.reason())]
     Moved { to: Box<Target>, trouble: Trouble },
-    #[error("the certificate was renewed, and the old one expires soon")]
+    #[error("the certificate was renewed, and the old certificate expires soon")]
     Renewed,
     #[error("a background task of the agent was stopped")]
     Worker(#[from] JoinError),

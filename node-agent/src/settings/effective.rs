@@ -25,7 +25,7 @@ pub enum ProxyMode {
     Iptables,
     /// The agent uses virtual servers of IPVS.
     Ipvs,
-    /// With maps of nftables.
+    /// The agent uses maps of nftables.
     Nftables,
 }
 
@@ -36,8 +36,8 @@ pub struct IpvsSettings {
     pub scheduler: Scheduler,
     /// Virtual servers with addresses in these ranges belong to other software.
     pub exclude_cidrs: Vec<IpNet>,
-    /// True if only the device that carries the services' addresses answers ARP requests for these
-    /// addresses.
+    /// True if the agent sets kernel parameters that make other interfaces ignore ARP requests for
+    /// the services' addresses.
     pub strict_arp: bool,
     /// Idle time-out of established TCP connections.
     pub tcp_timeout: Duration,
@@ -74,7 +74,7 @@ pub enum NodePortSelector {
     All,
     /// The node's own addresses, from `bindAddress` or from the Node.
     Primary,
-    /// The addresses in these ranges. For a family without a range, all addresses.
+    /// The addresses in these ranges. In a family without a range, all addresses answer.
     Cidrs(Vec<IpNet>),
 }
 
@@ -202,7 +202,8 @@ impl Checker<'_> {
             detect_local: self.detect_local(),
             node_ports: self.node_ports(),
             localhost_node_ports: raw.bool("iptables.localhostNodePorts"),
-            // The flag `--masquerade-all` sets the field of iptables. It counts in each mode.
+            // The flag `--masquerade-all` sets `iptables.masqueradeAll`, so this field has an
+            // effect in each mode.
             masquerade_all: raw.bool("iptables.masqueradeAll")
                 || (mode == ProxyMode::Nftables && raw.bool("nftables.masqueradeAll")),
             masquerade_bit: u8::try_from(raw.int("iptables.masqueradeBit")).unwrap_or(14),

@@ -240,8 +240,8 @@ fn empty(kind: Kind) -> Json {
     }
 }
 
-/// True for an empty value that kube-proxy replaces by the default. `false` and `0` are not empty
-/// if the field is a pointer in the API.
+/// True for an empty value, which means the default. `false` and `0` are empty only in fields that
+/// have no effect in Headgate: in other fields, they may be values that differ from the default.
 fn means_unset(field: &Field, json: &Json) -> bool {
     match json {
         Json::Null => true,
@@ -270,8 +270,8 @@ fn is_default(field: &Field, value: &Value) -> bool {
     }
 }
 
-/// True for the values of sections that kubeadm writes for unset fields: zeros, empty texts, and
-/// the defaults of logging.
+/// True if kubeadm writes this value for an unset field or for a section with only unset fields.
+/// Such values are zeros, empty texts, and the defaults of logging.
 fn is_unset(json: &Json) -> bool {
     match json {
         Json::Object(map) => map.values().all(is_unset),

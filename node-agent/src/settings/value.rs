@@ -164,8 +164,9 @@ fn parse_gates(text: &str) -> Option<Json> {
 }
 
 /// Parses a duration like Go's `time.ParseDuration`: `0`, or numbers with units, such as `1h30m`,
-/// `1.5h` or `250ms`. Returns `None` for any other text, and for a negative duration, because no
-/// setting accepts a negative duration.
+/// `1.5h` or `250ms`. Returns `None` for any other text. Also returns `None` for a text with a
+/// minus sign, because no setting accepts a negative duration. If a number has digits below a
+/// nanosecond, the result may be a few nanoseconds less than Go's result.
 #[must_use]
 pub fn parse_duration(text: &str) -> Option<Duration> {
     if text == "0" {
@@ -197,7 +198,9 @@ pub fn parse_duration(text: &str) -> Option<Duration> {
     (sum.as_nanos() <= i64::MAX.unsigned_abs().into()).then_some(sum)
 }
 
-/// Multiplies a decimal number by a unit, and drops fractions of a nanosecond.
+/// Multiplies a decimal number by a unit. The place value of each digit after the point is rounded
+/// down to whole nanoseconds before it is multiplied by the digit. Go rounds down only the result
+/// for all digits. The result is therefore at most 9 ns less than Go's result.
 fn times(number: &str, unit_nanoseconds: u64) -> Option<Duration> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     if (whole.is_empty() && fraction.is_empty()) || fraction.contains('.') {

@@ -43,8 +43,8 @@ pub struct IpvsFamily {
     /// One sentence for each kernel parameter that could not be set.
     unset_parameters: Vec<String>,
     /// The deferred objects, with the reason why the kernel rejected each and the time of the next
-    /// attempt. Does not contain the destinations of a deferred server, because they are added
-    /// together with the server.
+    /// attempt. Does not contain the destinations of a deferred server, because the dataplane adds
+    /// these destinations together with the server.
     pub(super) rejected: Retries<Object>,
     /// Schedulers that services ask for and the kernel does not have.
     pub(super) missing_schedulers: Retries<Scheduler>,
@@ -244,8 +244,8 @@ impl IpvsFamily {
         for RejectedOp { op, reason, missing_scheduler } in rejected {
             let Some(object) = op.object().filter(|object| self.ledger.is_deferred(object)) else { continue };
             let config = self.ledger.config();
-            // If a service asks for a missing scheduler, it gets the configured scheduler. The
-            // configured scheduler has no fallback.
+            // If a service asks for a missing scheduler, its virtual servers use the configured
+            // scheduler. The configured scheduler has no fallback.
             let is_replaced = |scheduler: &Scheduler| {
                 *scheduler != config.scheduler && config.available_schedulers.contains(scheduler)
             };
@@ -279,7 +279,7 @@ impl IpvsFamily {
             return Ok(());
         }
         let message =
-            format!("the kernel has no scheduler {}: planning the services that ask for it again", names.join(", "));
+            format!("the kernel has no scheduler {}: planning again the services that ask for it", names.join(", "));
         Err(DataplaneError::plan_again(message, services))
     }
 

@@ -1,4 +1,5 @@
-//! Connections to the parts of the kernel that the dataplane uses, and its network device.
+//! Connections to the parts of the kernel that the dataplane uses, and the network device that the
+//! dataplane creates.
 
 use std::{
     io,

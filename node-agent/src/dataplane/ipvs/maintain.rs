@@ -50,7 +50,8 @@ impl IpvsFamily {
     /// Checks whether the kernel now has schedulers that were missing.
     ///
     /// # Errors
-    /// [`ErrorKind::PlanAgain`] with the services that ask for such a scheduler.
+    /// [`ErrorKind::PlanAgain`] if the kernel has a scheduler that was missing. The error contains
+    /// the services that ask for this scheduler. Other kinds mean that the check failed.
     fn retry_schedulers(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
         let (mut found, mut services) = (Vec::new(), BTreeSet::new());
         for scheduler in self.missing_schedulers.due(now) {
@@ -70,7 +71,7 @@ impl IpvsFamily {
             return Ok(());
         }
         let message =
-            format!("the kernel now has scheduler {}: planning the services that ask for it again", found.join(", "));
+            format!("the kernel now has scheduler {}: planning again the services that ask for it", found.join(", "));
         Err(DataplaneError::plan_again(message, services))
     }
 

@@ -31,7 +31,7 @@ impl EndpointCheckMetrics {
         add.counter("endpoint_checks", "result (passed, failed, not_made)", help, self.checks.clone());
         let help = "Endpoints that are checked for services with the annotation headgate.io/health-check";
         add.gauge("endpoints_checked", "", help, self.checked.clone());
-        let help = "Endpoints that fail their health checks and get no new connections while others pass";
+        let help = "Endpoints that fail their health checks. They get no new connections while other endpoints of their service pass";
         add.gauge("endpoints_failing", "", help, self.failing.clone());
     }
 

@@ -116,7 +116,7 @@ impl Checker {
             Err(error) => {
                 let changed = self.checks.finish(check, false, now_ms);
                 if !changed.is_empty() {
-                    info!(endpoint = %check.address, %error, "an endpoint fails its health checks; it gets no new connections while others pass");
+                    info!(endpoint = %check.address, %error, "an endpoint fails its health checks; it gets no new connections while other endpoints of its service pass");
                 }
                 (CheckResult::Failed, changed)
             }
@@ -166,8 +166,8 @@ async fn connect(check: Check) -> io::Result<()> {
     }
 }
 
-/// True if the check failed for a reason on this machine, such as a lack of file descriptors. Such
-/// an error says nothing about the endpoint.
+/// True if the check failed for a reason on this machine, such as a lack of file descriptors. In
+/// this case, it is unknown whether the endpoint works.
 fn is_local_error(error: &io::Error) -> bool {
     let local = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM, libc::EADDRNOTAVAIL, libc::EAFNOSUPPORT];
     error.raw_os_error().is_some_and(|code| local.contains(&code))

@@ -25,7 +25,7 @@ use tokio::{
 };
 use tracing::{debug, warn};
 
-/// Whether the proxy as a whole works.
+/// A test of whether the proxy as a whole works.
 #[derive(Clone)]
 pub struct IsHealthy(Arc<dyn Fn() -> bool + Send + Sync>);
 

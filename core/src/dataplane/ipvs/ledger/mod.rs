@@ -68,14 +68,15 @@ pub struct Ledger {
     deferred: Deferred,
 }
 
-/// The changes of one plan before they are put in order. The kernel keeps an element that one
-/// service releases and another service needs in the same round.
+/// The changes of one plan before they are put in order. An element that one service no longer
+/// needs, and that another service needs after this plan, stays in the kernel.
 #[derive(Debug, Default)]
 struct Round {
-    /// Deferred servers and destinations to try again. Deferred elements and addresses need no
-    /// entry: `elements` and `device_addresses` record that the kernel lacks them.
+    /// Deferred servers and destinations to try again. Deferred elements and addresses are not
+    /// listed here, because `elements` and `device_addresses` record that the kernel lacks these
+    /// objects.
     retries: BTreeSet<Object>,
-    /// Changes of servers, in order.
+    /// Changes of servers for [`Plan::before`] and [`Plan::after`], in order.
     before: Vec<Op>,
     after: Vec<Op>,
     elements: Touched<(Set, Element)>,
@@ -197,11 +198,15 @@ impl Ledger {
     }
 
     /// Plans the changes from `existing`, the objects in the kernel, to the wanted objects. The
-    /// operations do not depend on what the ledger recorded before, except for the times at which
-    /// destinations started to drain; [`rules::Ledger::full`] describes the script. Objects of
-    /// Headgate that no service wants are removed or drained. Objects of other programs are not
-    /// touched, except a virtual server that a service wants: Headgate takes over this server. The
-    /// plan is empty if the kernel already has the wanted objects.
+    /// plan is empty if the kernel already has the wanted objects. [`rules::Ledger::full`]
+    /// describes the script of the plan.
+    ///
+    /// The earlier contents of the ledger do not affect the operations, with one exception: the
+    /// ledger keeps the times at which destinations started to drain.
+    ///
+    /// Objects of Headgate that no service wants are removed or drained. Objects of other programs
+    /// stay unchanged, with one exception: if a service wants a virtual server of another program,
+    /// this server becomes a server of Headgate.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &Existing, now_ms: u64) -> Plan {
         let (script, planned) = self.rules.full(state, node, &existing.tables);
         let before = std::mem::take(&mut self.servers);
