@@ -12,8 +12,8 @@ pub struct FamilyDemand {
     pub with_node_ports: usize,
     /// Services of the family that have an SCTP port.
     pub with_sctp: usize,
-    /// Services of the family that ask for each algorithm of [`LoadBalancing::ALL`]. The last number
-    /// counts Services that ask for an unknown algorithm.
+    /// Services of the family that ask for each algorithm of [`LoadBalancing::ALL`]. The last
+    /// number counts Services that ask for an unknown algorithm.
     load_balancing: [usize; LoadBalancing::ALL.len() + 1],
 }
 

@@ -1,12 +1,13 @@
 //! Creates, enters and removes network namespaces.
 
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Context, Result, bail};
+use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, setns, unshare};
 
@@ -53,11 +54,7 @@ pub fn sweep_stale() -> Result<()> {
         let name = entry?.file_name().to_string_lossy().into_owned();
         let Some(process) = owner(&name) else { continue };
         if !Path::new(&format!("/proc/{process}")).exists() {
-            // If another test process removes the namespace at the same time, this removal fails.
-            let removed = remove(&name);
-            if removed.is_err() && Path::new(NAMESPACES).join(&name).exists() {
-                removed?;
-            }
+            remove(&name)?;
         }
     }
     Ok(())
@@ -179,11 +176,20 @@ impl Drop for Namespace {
 }
 
 /// Removes the name of a namespace. The kernel removes the namespace itself when no socket, process
-/// or handle uses it any more.
+/// or handle uses it any more. Several test processes may remove the same name at the same time.
 fn remove(name: &str) -> Result<()> {
     let path = Path::new(NAMESPACES).join(name);
-    umount2(&path, MntFlags::MNT_DETACH).with_context(|| format!("unmounting {}", path.display()))?;
-    std::fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))
+    match umount2(&path, MntFlags::MNT_DETACH) {
+        // Another process has unmounted the file (EINVAL), or removed it too (ENOENT).
+        Ok(()) | Err(Errno::EINVAL | Errno::ENOENT) => {}
+        Err(error) => return Err(error).with_context(|| format!("unmounting {}", path.display())),
+    }
+    match std::fs::remove_file(&path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("removing {}", path.display()))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Runs `ip` with `input` on its standard input.
