@@ -74,8 +74,8 @@ pub fn prepare(settings: &Settings) -> Result<(), DataplaneError> {
     }
 }
 
-/// Everything that an earlier run may have left in the kernel, in the order of removal. Rules come
-/// first, because the kernel keeps a set or a counter while a rule refers to it.
+/// Everything that an earlier run may have left in the kernel, in the order of removal. Rules are
+/// removed first, because the kernel does not delete a set or a counter that a rule refers to.
 #[must_use]
 pub fn leftovers(settings: &Settings) -> Vec<Leftover> {
     vec![

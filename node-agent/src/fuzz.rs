@@ -2,8 +2,8 @@
 //! from a replica, the disk or an operator.
 //!
 //! A function must return for every input, and its memory is bounded by the size of the input. The
-//! result says whether the input was valid, so that a test can check that its inputs pass the first
-//! checks.
+//! result shows whether the input was valid. A test uses the result to check that its inputs pass
+//! the first checks.
 
 use std::sync::Arc;
 

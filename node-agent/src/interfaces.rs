@@ -53,7 +53,7 @@ const IPVS_DEVICES: [&str; 2] = [ipvs::DEVICE, ipvs::PROBE_DEVICE];
 /// The counters of the thread that follows the addresses.
 #[derive(Debug, Clone, Default)]
 pub struct InterfaceMetrics {
-    /// How often the thread listed all addresses.
+    /// Number of times that the thread listed all addresses.
     pub lists: Counter,
     errors: Counter,
 }

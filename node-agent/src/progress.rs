@@ -19,7 +19,7 @@ pub struct Target {
     pub node_revision: u64,
 }
 
-/// What the reconcile loop has programmed so far, and its last failure.
+/// The results of the syncs so far: the programmed state, the last failure, and problems.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Progress {
     /// The name of the backend, and the problems that the operator has to fix.

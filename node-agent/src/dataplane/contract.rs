@@ -32,8 +32,9 @@ pub trait Dataplane: Send {
     /// addresses.
     const NEEDS_INTERFACES: bool = false;
 
-    /// The algorithms that the dataplane has. A Service that asks for another algorithm gets the
-    /// dataplane's default, and [`super::DualStack`] reports this.
+    /// The load-balancing algorithms that the dataplane supports. If a Service asks for another
+    /// algorithm, the dataplane uses its default, and [`super::DualStack`] reports the missing
+    /// algorithm.
     const LOAD_BALANCING: &'static [LoadBalancing] = &[LoadBalancing::Random];
 
     /// The family that this instance programs.

@@ -108,7 +108,7 @@ pub trait NodeDataplane: Send {
     fn cleanup(&mut self) -> Result<(), DataplaneError>;
 }
 
-/// The algorithms that a Service can ask for; `None` stands for all unknown algorithms.
+/// The algorithms that a Service can ask for; `None` means any unknown algorithm.
 const ASKED_FOR: [Option<LoadBalancing>; 5] = [
     Some(LoadBalancing::Random),
     Some(LoadBalancing::RoundRobin),

@@ -169,8 +169,8 @@ pub struct Options {
     #[arg(long, value_name = "FILTER", default_value = "info", env = "HEADGATE_LOG")]
     pub log: String,
 
-    /// All flags with their values. A value comes from the command line, from the environment, or
-    /// from the default.
+    /// All flags with their values. The source of a value is the command line, the environment, or
+    /// the default.
     #[arg(skip)]
     pub flags: Flags,
 }

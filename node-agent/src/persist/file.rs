@@ -96,7 +96,7 @@ impl StateFile {
     }
 
     /// Reads the file. Returns `None` if the file does not exist. If the file is intact and this
-    /// agent gets the lock, later changes are appended to the file.
+    /// agent has the lock, later changes are appended to the file.
     pub(super) fn load(&mut self) -> Result<Option<Loaded>, LoadError> {
         // Take the lock before reading, because another agent could append to the file. If the lock
         // cannot be taken, the next write reports the reason.

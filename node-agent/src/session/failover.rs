@@ -90,10 +90,10 @@ pub struct Standing {
 /// Returns the positions that decide whether a replica is behind: Services, EndpointSlices and
 /// ServiceCIDRs.
 ///
-/// The position of a folder is left out, because it comes from the clock of the replica that reads
-/// the folder. The position of Nodes is left out, because it concerns only the agent's own Node. A
-/// replica whose Nodes are behind does not send this Node, but sends everything else (rule 6 of the
-/// contract).
+/// The position of a folder is left out, because this position is a time of the clock of the
+/// replica that reads the folder. The position of Nodes is left out, because it concerns only the
+/// agent's own Node. A replica whose Nodes are behind sends all resources except this Node (rule 6
+/// of the contract).
 #[must_use]
 pub fn comparable(positions: &[v1::SourcePosition]) -> Positions {
     let is_comparable = |kind| matches!(kind, Kind::Services | Kind::EndpointSlices | Kind::ServiceCidrs);

@@ -91,7 +91,7 @@ pub enum Violation {
     },
 }
 
-/// What the caller has to do after a message.
+/// An action that the caller has to take after a message.
 #[derive(Debug)]
 pub enum Effect {
     /// The replica has accepted the stream.

@@ -154,9 +154,9 @@ fn client_config(material: &Material) -> Result<ClientConfig, rustls::Error> {
     Ok(config)
 }
 
-/// Remembers why TLS ended a connection, because HTTP/2 keeps only a text of the error. The error
-/// may come after the handshake: in TLS 1.3, the client completes its handshake before the server
-/// checks the client's certificate.
+/// Remembers why TLS ended a connection, because the HTTP/2 client reports only a text of the
+/// error. The error may occur after the handshake: in TLS 1.3, the client completes its handshake
+/// before the server checks the client's certificate.
 #[derive(Debug)]
 struct Explain {
     files: Files,

@@ -16,7 +16,7 @@ pub const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
 /// The `kind` of the configuration file.
 pub const KIND: &str = "KubeProxyConfiguration";
 
-/// Where settings come from. Messages name a setting by its flag or by its field.
+/// The source of settings. Messages name a setting by its flag or by its field.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Origin {
     /// Flags, such as `--cluster-cidr`.
@@ -29,7 +29,7 @@ pub enum Origin {
 /// The given settings, by [`Field::id`]. All other settings have their defaults.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Raw {
-    /// Where the settings come from.
+    /// The source of the settings.
     pub origin: Origin,
     values: BTreeMap<&'static str, Value>,
 }

@@ -209,7 +209,7 @@ impl Backlog {
     }
 
     /// Records whether the agent's own Node is going away. Before the first call, the node is
-    /// eligible: a source may have no Nodes. An example is a folder without Node manifests.
+    /// eligible, because some sources have no Nodes. An example is a folder without Node manifests.
     pub(crate) fn set_node(&self, node: &Node) {
         self.lock().is_node_going_away = node.going_away;
     }

@@ -55,7 +55,7 @@ pub struct Restored {
     pub node: Option<Node>,
 }
 
-/// What a snapshot replaces.
+/// The buckets that a snapshot replaces, and the resources that the agent rejected.
 #[derive(Debug)]
 pub struct Snapshot {
     /// The buckets that are replaced.

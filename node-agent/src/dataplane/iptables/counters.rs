@@ -1,5 +1,5 @@
 //! Decides whether rules count packets: the kernel must have packet counters, and the programs must
-//! know the match `nfacct`.
+//! support the match `nfacct`.
 
 use headgate_core::iptables::{Ledger, RenderConfig, ruleset};
 

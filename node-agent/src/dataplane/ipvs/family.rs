@@ -145,7 +145,7 @@ impl Dataplane for IpvsFamily {
     fn check(&mut self, kernel: &mut Kernel) -> Result<Option<String>, DataplaneError> {
         let sign = self.rules.check(self.ledger.rules().jumps())?;
         let sign = sign.map_or_else(|| self.check_device_and_sets(kernel), |sign| Ok(Some(sign)))?;
-        // Before the first full sync, the ledger does not know what the kernel should hold.
+        // Before the first full sync, the ledger does not contain the objects of the kernel.
         if sign.is_some() || !self.is_synced { Ok(sign) } else { self.check_contents(kernel) }
     }
 

@@ -267,8 +267,8 @@ impl Reader<'_> {
         let [_, timeout, count, _, group] =
             [self.number()?, self.number()?, self.number()?, self.number()?, self.number()?];
         let target = Target { group, count, affinity_timeout_seconds: Some(timeout).filter(|timeout| *timeout != 0) };
-        // This agent never writes a count of 0. If the kernel has one, the agent writes the whole
-        // table again.
+        // This agent never writes a count of 0. If the kernel has such a count, the agent writes
+        // the whole table again.
         (target.count > 0).then_some(target)
     }
 

@@ -28,7 +28,7 @@ use crate::packet_counters;
 pub(super) struct Rules {
     pub(super) programs: Programs,
     pub(super) sctp: Sctp,
-    /// How many rules the last step wrote to the tables nat and filter.
+    /// The number of rules that the last step wrote to the tables nat and filter.
     last_written: [u32; 2],
 }
 

@@ -15,7 +15,8 @@ use super::{
     programs::Programs,
 };
 
-/// Whether one family's programs can match SCTP, and when to try again if they cannot.
+/// Records whether one family's programs can match SCTP. If not, contains the time of the next
+/// attempt.
 #[derive(Debug)]
 pub(in crate::dataplane) struct Sctp(Retries<()>);
 

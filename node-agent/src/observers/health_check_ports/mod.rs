@@ -44,7 +44,7 @@ pub type HealthCheckPorts = Follower<HealthCheckPort>;
 
 /// Returns the observer, and the server. The caller runs the server on the async runtime.
 ///
-/// `is_healthy` says whether the proxy as a whole works. If the proxy does not work, every port
+/// `is_healthy` tests whether the proxy as a whole works. If the proxy does not work, every port
 /// answers 503.
 #[must_use]
 pub fn new(metrics: HealthCheckMetrics, node_ports: NodePorts, is_healthy: IsHealthy) -> (HealthCheckPorts, Server) {
