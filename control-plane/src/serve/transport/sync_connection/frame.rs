@@ -92,7 +92,7 @@ impl Header {
 }
 
 fn put(out: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
-    // Payloads are at most a frame's default size, far below 2^24, so the length always fits.
+    // A payload has at most `MAX_PAYLOAD_BYTES`, so its length fits into the 24 bits of the field.
     Header { length: u32::try_from(payload.len()).unwrap_or(u32::MAX), kind, flags, stream }.put(out);
     out.extend_from_slice(payload);
 }
