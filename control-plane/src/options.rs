@@ -33,7 +33,7 @@ pub struct Options {
     #[arg(long, value_name = "SOURCE")]
     pub source: SourceSpec,
 
-    /// Kubeconfig for --source kubernetes; without it the in-cluster configuration is used
+    /// Kubeconfig for --source kubernetes. Without this option, the in-cluster configuration is used
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
 
@@ -92,7 +92,7 @@ pub struct Options {
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=3600))]
     pub behind_wait_seconds: u32,
 
-    /// How long agents have to move to another replica when this replica stops, in milliseconds
+    /// Time in which agents can move to another replica before this replica stops, in milliseconds
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 2000, value_parser = clap::value_parser!(u32).range(0..=600_000))]
     pub drain_grace_ms: u32,
 

@@ -61,8 +61,8 @@ impl SourceKind {
     }
 }
 
-/// One step of the source. Changes are grouped by Service. A new endpoint comes before its Service.
-/// Removed Services and ServiceCIDRs come last.
+/// One step of the source. Changes are grouped by Service. A new endpoint precedes its Service.
+/// Removed Services and ServiceCIDRs are last.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Transaction {
     /// Changes for every agent.
@@ -120,9 +120,9 @@ pub trait Sink: Send + Sync + 'static {
     /// Replaces the list of all present problems. The list is sorted.
     fn problems(&self, problems: Vec<Problem>);
 
-    /// For each kind, the last position that an agent has seen at another replica and that this
-    /// replica had not reached. The receiver wakes when such a position is added. A source that can
-    /// ask the server for its current position asks when the receiver wakes.
+    /// For each kind, the last position that an agent has seen and this replica had not reached.
+    /// The agent saw the position at another replica. The receiver wakes when a position is added.
+    /// A source that can ask the server for its current position asks when the receiver wakes.
     fn wanted_positions(&self) -> watch::Receiver<BTreeMap<SourceKind, u64>>;
 
     /// Counts a refused object, a lost watch or an invalid answer. `reason` is a value of a small

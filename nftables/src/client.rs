@@ -85,14 +85,14 @@ impl Nftables {
 
     /// Passes each element of a set to `each` without storing the list. If the result is
     /// [`Dumped::Interrupted`], another transaction in the network namespace interfered, and
-    /// elements may be missing or listed twice. After many elements were added to a set without a
-    /// size, the kernel still grows the hash table of the set. During this time, the list may be
-    /// incomplete or contain an element twice although the result is [`Dumped::Whole`].
+    /// elements may be missing or listed twice. After a transaction has added many elements to a
+    /// set without a size, the kernel continues to grow the set's hash table. During this time, the
+    /// list may be incomplete or contain an element twice even if the result is [`Dumped::Whole`].
     /// [`Kernel::elements`] detects both cases.
     ///
     /// # Errors
-    /// The kernel does not list the elements: `ENOENT` if the set does not exist. Elements already
-    /// passed to `each` are valid.
+    /// The kernel does not list the elements: `ENOENT` if the set does not exist. The elements that
+    /// were passed to `each` before the error are valid.
     pub fn each_element(
         &mut self,
         table: &TableName,
@@ -180,7 +180,7 @@ enum Expected {
     Stable,
     /// The list must have this number of elements.
     Count(usize),
-    /// Two successive lists must be the same.
+    /// Two successive lists must be equal.
     Unknown,
 }
 

@@ -11,7 +11,7 @@ use crate::{
 pub(crate) fn request(request: &Request, offset_bytes: Option<u32>) -> String {
     let payload = request.payload();
     let text = describe(request, payload, offset_bytes);
-    // The payload decodes, because this crate encoded it.
+    // The payload can be decoded, because this crate encoded it.
     text.unwrap_or_else(|_| format!("message of type {}", request.kind()))
 }
 

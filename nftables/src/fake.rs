@@ -49,7 +49,8 @@ pub enum Misses {
     /// No lookup, as in kernels since 6.17.
     #[default]
     Never,
-    /// The given number of first lookups of each key. Later lookups find the key.
+    /// The first N lookups of each key miss the key, and later lookups find the key. N is the
+    /// value.
     First(u32),
     /// All lookups.
     Always,

@@ -2,11 +2,11 @@
 //!
 //! An address that several slices contain has the ports of all these slices. Conditions, node, zone
 //! and hints belong to an address and a port, and come from the slice that lists this port. If
-//! several slices list the same port, the slice whose name comes last counts, but a terminating
-//! entry never replaces another entry. kube-proxy decides by the same rule (`addEndpoints` in
-//! `pkg/proxy/endpointslicecache.go`), but visits the slices in random order. In this module the
-//! result depends only on the present slices, and not on the order in which they arrived. A change
-//! of one slice visits only the addresses that the change affects.
+//! several slices list the same port, the slice with the last name in sorted order counts, but a
+//! terminating entry never replaces another entry. kube-proxy decides by the same rule
+//! (`addEndpoints` in `pkg/proxy/endpointslicecache.go`), but visits the slices in random order. In
+//! this module the result depends only on the present slices, and not on the order in which they
+//! arrived. A change of one slice visits only the addresses that the change affects.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -128,7 +128,7 @@ impl Endpoints {
         reading.take_in(has_good, |slice, is_good| self.set(key, slice, is_good, trigger_is_new, interner))
     }
 
-    /// Slices in use.
+    /// The keys of the slices in use.
     pub(super) fn slice_keys(&self) -> impl Iterator<Item = &ObjectKey> {
         self.slices.keys().map(|key| &**key)
     }

@@ -120,9 +120,9 @@ impl Model {
         self.problems.take()
     }
 
-    /// The changes since the last call, grouped by service. A new endpoint comes before its
-    /// service. Removals of Services come last, together with the removals of their endpoints and
-    /// of ServiceCIDRs.
+    /// The changes since the last call, grouped by service. A new endpoint precedes its service.
+    /// Removals of Services are last, together with the removals of their endpoints and of
+    /// ServiceCIDRs.
     pub fn take_changes(&mut self) -> (Vec<TriggeredChange>, Vec<NodeChange>) {
         let mut changes = Vec::new();
         let mut removals = Vec::new();

@@ -178,8 +178,8 @@ impl Object {
 }
 
 api_types! {
-    /// The `apiVersion`, `kind` and names of an object. They identify an object whose other fields
-    /// cannot be decoded.
+    /// The `apiVersion`, `kind` and names of an object. These fields identify an object whose other
+    /// fields cannot be decoded.
     pub struct Header {
         /// `apiVersion`, such as `discovery.k8s.io/v1`.
         pub api_version: String,

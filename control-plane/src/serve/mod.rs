@@ -70,8 +70,8 @@ impl Running {
         self.join().await;
     }
 
-    /// Waits until the servers have stopped. They stop when the `shutdown` token of [`start`] is
-    /// cancelled.
+    /// Waits until the servers have stopped. The servers stop when the `shutdown` token of
+    /// [`start`] is cancelled.
     pub async fn join(self) {
         if let Err(error) = self.task.await {
             tracing::error!(%error, "the servers stopped because of a defect");
@@ -79,8 +79,8 @@ impl Running {
     }
 }
 
-/// Starts the servers of a replica that serves `store`. They run until `shutdown` is cancelled.
-/// Port 0 stands for any free port.
+/// Starts the servers of a replica that serves `store`. The servers run until `shutdown` is
+/// cancelled. Port 0 stands for any free port.
 ///
 /// # Errors
 ///

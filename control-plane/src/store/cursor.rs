@@ -89,11 +89,12 @@ pub struct Cursor {
 
 #[derive(Debug)]
 enum Phase {
-    /// Between batches, at `Cursor.version`.
+    /// The next message is the batch after `Cursor.version`.
     Follow,
-    /// In the middle of a batch that was split. The store bounds the memory of all such batches.
+    /// The next message is part `next` of a split batch. The store bounds the memory of all split
+    /// batches.
     Parts { delta: Arc<Delta>, next: usize },
-    /// In the middle of a snapshot.
+    /// The next message belongs to a snapshot.
     Snapshot(Walk),
 }
 

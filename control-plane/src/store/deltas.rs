@@ -18,7 +18,7 @@ use headgate_proto::v1;
 
 use super::encode::{Item, Span, batch_frames};
 
-/// One step in parts may take at most the bytes of the [`SplitBudget`] divided by this number.
+/// The maximum size of one step in parts is the size of the [`SplitBudget`] divided by this number.
 const MAX_SHARE: usize = 8;
 
 /// Limits the bytes of all steps in parts. Both cached steps and steps that streams are sending

@@ -111,11 +111,11 @@ impl Store {
         endpoints.map(with_version).collect()
     }
 
-    /// The version of the last change of a Service or one of its endpoints. With `endpoint`, the
-    /// version of the last change of the endpoint with this address. Without `gone`, the result is
-    /// `None` if the Service or endpoint does not exist. With `gone`, the result is `None` if the
-    /// Service or endpoint still exists. If the log does not contain the change, the result is the
-    /// floor of the log, or the head while the floor is 0.
+    /// Returns the version of the last change of the Service or any of its endpoints. If `endpoint`
+    /// is given, only the endpoint with this address counts. If `gone` is false, the result is
+    /// `None` when the Service or endpoint does not exist. If `gone` is true, the result is `None`
+    /// when the Service or endpoint exists. If the log no longer contains the change, the result is
+    /// the floor of the log. A floor of 0 is replaced by the newest version.
     pub(crate) fn version_of(&self, key: &ServiceKey, endpoint: Option<IpAddr>, gone: bool) -> Option<u64> {
         let inner = self.read();
         let entry = inner.state.entry(key);

@@ -279,7 +279,7 @@ impl Store {
     }
 
     /// The longest time since the source last confirmed a kind. Until every kind has been listed,
-    /// the time since the start of the replica.
+    /// the result is the time since the start of the replica.
     #[must_use]
     pub fn source_age(&self) -> Duration {
         self.freshness.age()
@@ -291,9 +291,9 @@ impl Store {
         Arc::clone(&self.problems.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// When the change after `version` arrived from the source. An agent at `version` has lagged
-    /// since this time. `None` if `version` is the head. If the time of an old version is no longer
-    /// kept, the result is the oldest time that is kept.
+    /// The time at which the change after `version` arrived from the source. An agent at `version`
+    /// has lagged since this time. `None` if `version` is the head. If the time of an old version
+    /// is no longer kept, the result is the oldest time that is kept.
     #[must_use]
     pub fn lagging_since(&self, version: u64) -> Option<SystemTime> {
         let inner = self.read();
@@ -385,9 +385,9 @@ impl Store {
         }
     }
 
-    // The store continues after a thread has panicked while it held the lock. After such a panic,
-    // state and log may disagree about one key until its next change. A control plane that stops
-    // serving would be worse.
+    // The store continues to serve after a thread has panicked while holding the lock. After such a
+    // panic, state and log may disagree about one key until its next change. A control plane that
+    // stops serving would be worse.
     fn read(&self) -> RwLockReadGuard<'_, Inner> {
         self.inner.read().unwrap_or_else(PoisonError::into_inner)
     }

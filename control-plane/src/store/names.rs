@@ -1,6 +1,7 @@
-//! References: numbers that stand for values in messages (discovery.proto, section 13). Service
-//! keys, placements and port lists in the state have references. This module also stores the
-//! version since which the state has contained each value without a break.
+//! References: numbers that stand for values in messages (discovery.proto, section 13). Each
+//! Service key, placement and port list in the state has a reference. A receiver can resolve a
+//! reference only if the receiver's state contains the value. Therefore, this module also stores
+//! the version that added each value to the state.
 
 use std::{
     borrow::Borrow,
@@ -34,7 +35,7 @@ struct Table<T> {
     collisions: Collisions,
 }
 
-/// Which references of one kind may be used.
+/// Decides which references of one kind messages may use.
 #[derive(Debug)]
 enum Collisions {
     Few {

@@ -134,8 +134,8 @@ pub struct Resumption(Option<Resume>);
 
 impl Resumption {
     /// Decides how an agent resumes. `Welcome` announces the mode to the agent. Also returns the
-    /// agent's cursor if the agent can continue at once. Only an agent that resumes from the log
-    /// need not wait, because the agent followed this replica before.
+    /// agent's cursor if the agent can continue at once. An agent that resumes from the log never
+    /// waits, because it followed this replica before.
     pub fn begin(store: &Store, resume: Option<Resume>) -> (ResumeMode, Result<Cursor, Self>) {
         let (mode, cursor) = store.cursor(resume.as_ref());
         match mode {

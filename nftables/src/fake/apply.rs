@@ -117,7 +117,7 @@ fn attempt(state: &mut State, port: u32, requests: &[Request], each: bool) -> Re
         let is_unbound =
             |table: &FakeTable| table.sets.iter().any(|set| set.set.flags.anonymous && table.uses_of_set(set) == 0);
         if running.state.tables.iter().any(is_unbound) {
-            // The kernel reports errors that it detects at the end for the first message.
+            // The kernel reports errors of the validation at the end for the first message.
             refused.push((0, Refusal::of_code(libc::EINVAL)));
         } else if !running.needs_validation || validate(running.state).is_ok() {
             running.finish();
@@ -342,7 +342,8 @@ impl Running<'_> {
         let table = self.table(&wanted.table)?;
         let is_wanted = |set: &&mut FakeSet| set.set.name == wanted.name && !wanted.flags.anonymous;
         if let Some(FakeSet { set, .. }) = table.sets.iter_mut().find(is_wanted) {
-            // Since Linux 6.5 these properties can change. All other properties must be the same.
+            // Since Linux 6.5, size, timeout and interval of removal can change. All other
+            // properties must be equal.
             let (size, timeout_ms) = (wanted.size.or(set.size), wanted.timeout_ms.or(set.timeout_ms));
             let gc_interval_ms = wanted.gc_interval_ms.or(set.gc_interval_ms);
             let changed = Set { size, timeout_ms, gc_interval_ms, ..set.clone() };

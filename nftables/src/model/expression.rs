@@ -21,7 +21,7 @@ pub struct DynamicSet {
     pub data: Option<Register>,
     /// The timeout of the element in milliseconds, if it differs from the set's timeout.
     pub timeout_ms: Option<u64>,
-    /// Expressions that a new element gets.
+    /// Expressions that the kernel adds to a new element.
     pub expressions: Vec<Expression>,
 }
 
@@ -219,7 +219,7 @@ pub enum Expression {
         burst: u32,
         /// Whether the units are bytes or packets.
         bytes: Bytes,
-        /// Whether the expression matches above the rate instead.
+        /// Whether the expression matches above the rate, instead of up to the rate.
         inverted: bool,
     },
     /// `log`: writes a line to the kernel's log.

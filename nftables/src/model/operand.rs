@@ -229,7 +229,7 @@ impl NatFlags {
     pub const NONE: Self = Self(0);
     /// A random port.
     pub const RANDOM: Self = Self(4);
-    /// All connections of a client get the same address.
+    /// All connections of a client are translated to the same address.
     pub const PERSISTENT: Self = Self(8);
     /// A random port from a generator whose results are unpredictable.
     pub const FULLY_RANDOM: Self = Self(16);
@@ -242,8 +242,8 @@ impl BitOr for NatFlags {
     }
 }
 
-/// The registers that hold the first and the last address or port of a range. Both registers may be
-/// the same.
+/// The registers that hold the first and the last address or port of a range. Both may be the same
+/// register.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RegisterRange {
     /// The register that holds the first address or port.

@@ -166,10 +166,10 @@ pub struct Set {
     pub data: Option<SetData>,
     /// The flags of the set.
     pub flags: SetFlags,
-    /// The maximum number of elements. With a size the kernel uses a hash with a fixed number of
-    /// buckets; without a size it uses a hash that grows.
+    /// The maximum number of elements. With a size, the kernel uses a hash table with a fixed
+    /// number of buckets. Without a size, the hash table grows.
     pub size: Option<u32>,
-    /// The timeout in milliseconds of elements that have no timeout of their own.
+    /// The timeout in milliseconds of elements without an individual timeout.
     pub timeout_ms: Option<u64>,
     /// The interval in milliseconds at which the kernel removes expired elements.
     pub gc_interval_ms: Option<u32>,
@@ -253,7 +253,7 @@ impl Set {
         Self { size: Some(size), ..self }
     }
 
-    /// Sets the timeout of elements that have no timeout of their own.
+    /// Sets the timeout of elements without an individual timeout.
     #[must_use]
     pub fn with_timeout_ms(mut self, timeout_ms: u64) -> Self {
         self.flags.timeout = true;

@@ -77,8 +77,8 @@ pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_refle
         .add_service(InterceptedService::new(reflection_v1alpha, readers_only(context))))
 }
 
-/// Returns a filter that lets only requests of readers pass. The health service has no filter:
-/// every client with a trusted certificate may use it.
+/// Returns a filter that rejects requests of clients that may not use Inspect and reflection. The
+/// health service has no filter: every client with a trusted certificate may use it.
 fn readers_only(context: &Arc<Context>) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone + use<> {
     let context = Arc::clone(context);
     move |request| {

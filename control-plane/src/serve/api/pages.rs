@@ -58,7 +58,7 @@ async fn scrape(fleet: &Fleet, next_scrape: &Mutex<Instant>) -> String {
     context.metrics.render()
 }
 
-/// Returns a page of metrics in the format that the request asks for.
+/// Returns a page of metrics in the format that the request's headers select.
 fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + use<> {
     let accepted = request.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let (content_type, text) = exposition::page(accepted, open_metrics);

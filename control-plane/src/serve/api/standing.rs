@@ -68,7 +68,7 @@ fn standing(fleet: &Fleet, request: &tonic::Request<v1::StandingRequest>) -> Res
     if !fleet.may_open(node, Instant::now()) {
         context.metrics.count_request_denied("too_many_requests");
         return Err(Status::resource_exhausted(format!(
-            "node {node} asks too often; wait some seconds before the next request"
+            "node {node} sends too many requests; wait some seconds before the next request"
         )));
     }
     let store = &context.store;

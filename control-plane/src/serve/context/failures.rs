@@ -14,14 +14,15 @@ use super::Network;
 /// The pause that each failure adds.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// How much of the sum of a network's pauses does not delay its connections.
+/// A network's connections are delayed only by the part of its sum of pauses that exceeds this
+/// time.
 const FREE: Duration = Duration::from_secs(1);
 
 /// The maximum number of networks whose failures are remembered.
 const MAX_NETWORKS: usize = 65_536;
 
-/// For each network, the end of the sum of its pauses. Connections are delayed until [`FREE`]
-/// before this time.
+/// For each network, the time at which all its pauses have passed. The network's connections wait
+/// until [`FREE`] before this time.
 #[derive(Debug, Default)]
 pub(crate) struct Failures(Mutex<HashMap<Network, Instant>>);
 
@@ -38,7 +39,8 @@ impl Failures {
         }
     }
 
-    /// Returns when the network's pause ends, or `None` if the network need not pause at `now`.
+    /// Returns when the network's pause ends, or `None` if connections of the network need not wait
+    /// at `now`.
     pub(crate) fn pause_end(&self, network: Network, now: Instant) -> Option<Instant> {
         let paused_until = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         paused_until.get(&network)?.checked_sub(FREE).filter(|end| *end > now)

@@ -64,8 +64,8 @@ impl Context {
         *self.lifecycle.borrow()
     }
 
-    /// Returns why this replica is not ready, or `None` if it is ready. All probes use this answer
-    /// (discovery.proto, section 14).
+    /// Returns why this replica is not ready, or `None` if the replica is ready. All probes use
+    /// this answer (discovery.proto, section 14).
     pub(crate) fn unready_reason(&self) -> Option<String> {
         if self.lifecycle() != Lifecycle::Serving {
             return Some("draining".into());

@@ -20,7 +20,7 @@ pub struct Settings {
     /// How long a client may read nothing of a pending response before the replica closes the
     /// connection. Applies to all gRPC requests except streams of agents.
     pub stalled_response_timeout: Duration,
-    /// How long agents have to move to another replica when this replica stops.
+    /// Time in which agents can move to another replica before this replica stops.
     pub drain_grace: Duration,
     /// True if clients with the identity of a node may use Inspect and reflection, like readers.
     pub nodes_may_inspect: bool,

@@ -1,4 +1,4 @@
-//! The signal that wakes one stream, and tells the stream that the Node of its agent changed.
+//! The signal that wakes one stream, and reports that the Node of the stream's agent changed.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -24,8 +24,8 @@ impl Signal {
         Self { waker: AtomicWaker::new(), node_changed: AtomicBool::new(true) }
     }
 
-    /// Sets the task to wake. The task must call this before it looks for work, so that it misses
-    /// no signal.
+    /// Sets the task to wake. The task must call this method before looking for work. Otherwise,
+    /// the task could miss a signal.
     pub(crate) fn register(&self, waker: &Waker) {
         self.waker.register(waker);
     }
@@ -43,8 +43,8 @@ impl Signal {
 
     /// Returns true once after each change of the Node, and once for a new signal.
     pub(crate) fn take_node_change(&self) -> bool {
-        // The load comes first because the answer is usually false: a write would slow down other
-        // cores that read this memory.
+        // The load precedes the swap, because the value is usually false. A write would slow down
+        // other cores that read this memory.
         self.node_changed.load(Ordering::Acquire) && self.node_changed.swap(false, Ordering::AcqRel)
     }
 }

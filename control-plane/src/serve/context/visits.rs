@@ -25,14 +25,14 @@ use tokio_util::sync::CancellationToken;
 
 use super::Context;
 
-/// The number of visits after which other tasks get their turn. This number of visits takes a
+/// After this number of visits, the visiting task yields to other tasks. So many visits take a
 /// fraction of a millisecond.
 const VISITS_PER_TURN: usize = 32;
 
 /// The lower and upper bound of the time between two visits when nothing happens.
 const TICK: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(500));
 
-/// Something that is visited: for example a stream, or a response of the general server.
+/// An item to visit, such as a stream or a response of the general server.
 pub(crate) trait Visit: Send + Sync {
     /// Does the work that is due at `now`, without waiting for anything.
     fn visit(&self, now: Instant);
@@ -42,8 +42,8 @@ pub(crate) trait Visit: Send + Sync {
         false
     }
 
-    /// Ends the item at once, without telling the peer. The default does nothing, for items that
-    /// end together with their server.
+    /// Ends the item at once, without a message to the peer. The default does nothing. It is meant
+    /// for items that end together with their server.
     fn abort(&self) {}
 }
 
@@ -71,7 +71,7 @@ impl Drop for PositionWait {
     }
 }
 
-/// Membership of a stream in [`Visits`]. Dropping it ends the visits to the stream.
+/// Membership of a stream in [`Visits`]. Dropping this value ends the visits to the stream.
 pub(crate) struct Visited {
     visits: Arc<Visits>,
     shard: usize,
@@ -169,7 +169,7 @@ impl Drop for Visited {
     }
 }
 
-/// Starts the tasks that visit the streams. They run until `stopped` is cancelled.
+/// Starts the tasks that visit the streams. The tasks run until `stopped` is cancelled.
 pub(crate) fn start(context: &Arc<Context>, stopped: &CancellationToken) {
     for shard in 0..context.visits.shards.len() {
         let context = Arc::clone(context);
@@ -208,7 +208,7 @@ async fn visit_all(context: &Context, shard: usize) {
 
 async fn change<T>(receiver: &mut watch::Receiver<T>) {
     if receiver.changed().await.is_err() {
-        // The sender no longer exists, so no further change can come.
+        // The sender no longer exists, so no further change can arrive.
         std::future::pending::<()>().await;
     }
 }

@@ -96,7 +96,8 @@ impl Warnings {
         is_admitted
     }
 
-    /// Logs how many warnings were left out in intervals that have ended. Call this regularly.
+    /// Logs how many warnings were left out in intervals that have ended. Call this method
+    /// regularly.
     pub(crate) fn tick(&self, now: Instant) {
         for warning in Warning::ALL {
             self.end_interval(warning, now);

@@ -1,4 +1,4 @@
-//! One stream of an agent, as the rest of the replica sees it.
+//! The data about one stream of an agent that other parts of the replica use.
 
 use std::{
     net::SocketAddr,
@@ -148,8 +148,8 @@ impl Agent {
         self.counted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets the newest version that the stream sends. Call this before the message is written, so
-    /// that no ACK of the version arrives earlier.
+    /// Sets the newest version that the stream sends. Call this method before the message is
+    /// written, so that no ACK of the version arrives earlier.
     pub(crate) fn set_sent_version(&self, version: u64) {
         self.sent_version.store(version, Ordering::Release);
     }

@@ -48,12 +48,13 @@ pub(crate) struct Fleet {
 #[derive(Debug, Default)]
 struct Registry {
     present: BTreeMap<Arc<str>, Arc<Agent>>,
-    /// For each node, when it has its full allowance of [`STREAMS_AT_ONCE`] again.
+    /// For each node, the time at which the node has its full allowance of [`STREAMS_AT_ONCE`]
+    /// again.
     full_at: HashMap<Arc<str>, Instant>,
 }
 
 impl Fleet {
-    /// Returns a fleet without agents. The store notifies it when a Node changes.
+    /// Returns a fleet without agents. The store notifies the fleet when a Node changes.
     pub(crate) fn new(context: Arc<Context>) -> Arc<Self> {
         let progress = Progress::new(Arc::clone(&context.store), Arc::clone(&context.metrics));
         let fleet = Arc::new(Self { progress: Arc::new(progress), registry: Mutex::default(), context });
@@ -104,7 +105,8 @@ impl Fleet {
         }
     }
 
-    /// Removes a stream. If a newer stream of the node has replaced it, the newer stream stays.
+    /// Removes a stream. If a newer stream of the node has replaced this stream, the newer stream
+    /// stays.
     pub(crate) fn leave(&self, agent: &Arc<Agent>) {
         agent.leave();
         let mut registry = self.registry();

@@ -2,9 +2,9 @@
 //! in a map of the distinct versions.
 //!
 //! A commit is *programmed everywhere* when the last member has programmed it. The replica measures
-//! the time from the arrival of the commit's event from the source until that moment. An ACK says
-//! how long ago the kernel had each version that the ACK covers (discovery.proto, section 7), so a
-//! delayed ACK does not distort the measurement.
+//! the time from the arrival of the commit's event from the source until that moment. An ACK states
+//! for each version that it covers how long ago the kernel accepted the version (discovery.proto,
+//! section 7). So a delayed ACK does not distort the measurement.
 //!
 //! An agent with a stream becomes a *member* when its kernel has the version that was the newest
 //! version when the agent connected. So an agent that joins does not count for earlier commits.
@@ -123,7 +123,8 @@ impl Counts {
             for version in next..=*version {
                 let index = usize::try_from(version - self.measured - 1).unwrap_or(usize::MAX);
                 if index >= TIMED_COMMITS {
-                    // By the time this commit is measured, the store will have forgotten its time.
+                    // When this commit is measured, the store will no longer have the commit's
+                    // arrival time.
                     return;
                 }
                 if index >= self.programmed.len() {
@@ -287,7 +288,7 @@ impl Progress {
         Everywhere { p50: at(50), p99: at(99), max: at(100), commits: ages.len() }
     }
 
-    /// Sets the metrics that change with time. Call this before each scrape.
+    /// Sets the metrics that change with time. Call this method before each scrape.
     pub(crate) fn refresh_metrics(&self) {
         let states = self.states();
         self.metrics.set_agents(NodeState::ALL.map(|state| {

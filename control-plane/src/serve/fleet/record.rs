@@ -9,10 +9,10 @@ use std::{
 use headgate_core::node_state::Reported;
 use headgate_proto::v1;
 
-/// The maximum number of items that are kept of each list that an agent sent, such as rejections.
+/// The maximum number of stored items of each list that an agent sent, such as rejections.
 const MAX_LISTED: usize = 64;
 
-/// The maximum number of bytes that are kept of a text that an agent sent.
+/// The maximum stored length of a text that an agent sent, in bytes.
 const MAX_TEXT_BYTES: usize = 512;
 
 /// The longest age of a programmed version that is accepted from an ACK. Older entries are ignored.

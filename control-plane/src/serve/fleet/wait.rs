@@ -236,7 +236,7 @@ impl Waiter {
         }
     }
 
-    /// Returns all agents as laggards. No agent counts as up to date while its replica does not
+    /// Returns all agents as laggards. No agent counts as up to date while this replica does not
     /// follow its source.
     fn agents_without_source(&self, source: SourceState) -> Vec<v1::Laggard> {
         let store = &self.fleet.context.store;

@@ -1,10 +1,11 @@
-//! One stream to an agent: the session decides which message comes next. The connection asks for
+//! One stream to an agent: the session decides which message is sent next. The connection requests
 //! one message at a time.
 //!
 //! There is no queue between the store and the connection. When the connection can send a message,
 //! the session looks up the next message at its cursor. So a connection that is blocked needs no
-//! memory for messages. A session does no input or output and never waits. The connection asks
-//! again when it is visited ([`crate::serve::context::Visits`]) or when its signal wakes it.
+//! memory for messages. A session does no input or output and never waits. The connection requests
+//! the next message when it is visited ([`crate::serve::context::Visits`]) or when its signal wakes
+//! it.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -117,8 +118,8 @@ impl Session {
     }
 
     fn start(streams: &Arc<Streams>, peer: &Peer, hello: &v1::Hello, admitted: Admitted, signal: &Arc<Signal>) -> Self {
-        // The wait is registered before the store is read. Otherwise the stream could miss a
-        // position that changes between the two steps.
+        // The wait is registered before the store is read. Otherwise, the stream could miss a
+        // position that moves between the read and the registration.
         let context = &streams.context;
         let wait = context.visits.wait_for_position();
         let store = &context.store;
@@ -231,8 +232,8 @@ impl Session {
             let reason = "this replica has more than its share of agents";
             return Some(drain(balance::MOVE_WITHIN, reason, true));
         }
-        // A heartbeat that is due before the next visit is sent now, because that visit may come
-        // too late.
+        // A heartbeat that is due before the next visit is sent now, because that visit may be too
+        // late.
         let is_due = self.next_heartbeat <= now + self.streams.context.visits.tick();
         if is_due || self.sent_source != self.streams.context.store.source_state() {
             return Some(self.heartbeat(now));
@@ -271,7 +272,7 @@ impl Session {
     fn resource_message(&mut self, now: Instant) -> Option<Bytes> {
         let Position::At(cursor) = &mut self.position else { return None };
         if let Some(buckets) = cursor.snapshot_buckets() {
-            // A snapshot without buckets is only an end marker and need not wait for its turn.
+            // A snapshot without buckets is only an end marker, so it does not wait in the queue.
             let signal = self.agent.signal();
             if buckets > 0 && !self.streams.snapshots.may_continue(&mut self.ticket, buckets, signal, now) {
                 return None;

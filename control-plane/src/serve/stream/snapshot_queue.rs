@@ -237,7 +237,7 @@ mod tests {
         let mut readers: Vec<Reader> = std::iter::repeat_with(Reader::new).take(4).collect();
         let answers: Vec<bool> = readers.iter_mut().map(|reader| rig.ask(reader, 5)).collect();
         assert_eq!(answers, [true, true, false, false]);
-        // A small snapshot that comes later does not overtake larger snapshots.
+        // A small snapshot that is requested later does not overtake larger snapshots.
         let mut small = Reader::new();
         assert!(!rig.ask(&mut small, 1));
         rig.queue.leave(&mut readers[1].0, rig.now);

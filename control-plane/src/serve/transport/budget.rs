@@ -15,7 +15,7 @@ const BURST: u64 = 1 << 20;
 /// The number of bytes that may be read per second on average.
 const PER_SECOND: u64 = 256 << 10;
 
-/// The least number of bytes that a read spends. A call to the kernel and a TLS record take time
+/// A read spends at least this number of bytes. A call to the kernel and a TLS record take time
 /// even if the read returns few bytes.
 const MIN_READ: u64 = 32;
 

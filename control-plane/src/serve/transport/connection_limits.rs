@@ -11,17 +11,18 @@ use crate::identity::Identity;
 /// immediately.
 const MAX_CONNECTIONS: usize = 65_536;
 
-/// The maximum number of connections of one node: a connection that ends, the connection that
-/// replaces it, and some connections for people on the node who use `headgatectl`.
+/// The maximum number of connections of one node. A node needs a connection for its agent, and a
+/// second connection while the agent reconnects. The others are for people who use `headgatectl` on
+/// the node.
 const MAX_CONNECTIONS_PER_NODE: usize = 16;
 
 /// The maximum number of connections of one reader, or of several clients with the same reader
 /// name.
 const MAX_CONNECTIONS_PER_READER: usize = 256;
 
-/// The maximum number of connections of all clients together whose certificates name neither a node
-/// nor a reader. If the client authority is the cluster's own, other programs of the cluster have
-/// such certificates.
+/// Some certificates name neither a node nor a reader. All clients with such certificates together
+/// may have this many connections. If `--tls-client-ca` names the cluster's own authority, other
+/// programs of the cluster have such certificates.
 const MAX_CONNECTIONS_OF_NOBODY: usize = 64;
 
 /// The open connections.

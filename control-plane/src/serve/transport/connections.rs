@@ -18,8 +18,9 @@ use crate::serve::{context::Warning, stream::Streams};
 /// connection. A later request for `Sync` needs another connection.
 const FIRST_REQUEST_WAIT: Duration = Duration::from_secs(10);
 
-/// Starts a task that serves each accepted connection, in a task of `tasks`. When `shutdown` is
-/// cancelled, connections that still wait for their first request are dropped.
+/// Starts a task that passes each accepted connection to its server. `tasks` tracks the tasks that
+/// serve connections. When `shutdown` is cancelled, connections that still wait for their first
+/// request are dropped.
 pub(crate) fn dispatch(
     mut accepted: mpsc::Receiver<Connection>,
     streams: Arc<Streams>,

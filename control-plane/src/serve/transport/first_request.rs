@@ -317,7 +317,7 @@ mod tests {
                 [PREFACE, &frame(kind::SETTINGS, 0, 0, &[]), &frame(kind::HEADERS, flag::END_HEADERS, 1, &block)];
             assert_eq!(ends_with_sync(&bytes.concat()), is_accepted, "{what}");
         }
-        // A size update must come before all fields (RFC 7541, 4.2).
+        // A size update must precede all fields (RFC 7541, 4.2).
         let behind = frame(kind::HEADERS, flag::END_HEADERS, 1, &[fields(), vec![0x20]].concat());
         assert!(!ends_with_sync(&[PREFACE, &frame(kind::SETTINGS, 0, 0, &[]), &behind].concat()));
     }

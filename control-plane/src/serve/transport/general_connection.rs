@@ -50,7 +50,7 @@ pub(crate) struct General {
 }
 
 impl General {
-    /// Returns a server of `routes`. It sends GOAWAY on every connection when `shutdown` is
+    /// Returns a server of `routes`. The server sends GOAWAY on every connection when `shutdown` is
     /// cancelled, and closes every connection when `stopped` is cancelled.
     pub(crate) fn new(
         routes: Routes,

@@ -92,7 +92,7 @@ struct Group {
     queue: Arc<Queue>,
     /// The number of running handshakes.
     running: usize,
-    /// How to evict each waiting connection, by its number.
+    /// For each waiting connection, by its number: the signal that evicts the connection.
     waiting: BTreeMap<u64, Arc<Notify>>,
 }
 
@@ -128,8 +128,9 @@ impl Handshakes {
     /// Returns the handshakes of a new listener. `failures` decides which networks have to pause.
     pub(crate) fn new(metrics: Arc<Metrics>, failures: Arc<Failures>) -> Arc<Self> {
         // Waiting connections may use half of the open files; the other half is for connections
-        // that are served. The limit is high, because a refused client has used up its session
-        // ticket and then needs a full handshake.
+        // that are served. The limit of waiting connections is high, because a client whose
+        // connection is refused has used up its session ticket. The client then needs a full
+        // handshake.
         let files = usize::try_from(open_files::limit() / 2).unwrap_or(usize::MAX);
         let waiting = LIMITS.waiting.min(files);
         let waiting_of_network = LIMITS.waiting_of_network.min(files / 4 * 3);
@@ -181,9 +182,9 @@ impl Handshakes {
         self.connections().waiting > 0
     }
 
-    /// Evicts running handshakes whose peers are silent at `now`, the longest silent first. Evicts
-    /// a handshake only if a waiting connection can use its place. Evicts at most as many
-    /// handshakes as connections wait.
+    /// Evicts running handshakes whose peers are silent at `now`. The peer that has been silent for
+    /// longest is first. Evicts a handshake only if a waiting connection can use its place. Evicts
+    /// at most as many handshakes as connections wait.
     pub(crate) fn evict_silent(&self, now: Instant) {
         let connections = self.connections();
         let is_full = connections.running.len() >= self.limits.running;
@@ -247,8 +248,8 @@ impl Handshake {
             self.mark_heard();
             if step.is_none() {
                 step = ready!(steps.poll_acquire(cx));
-                // The release of the permit made this task run next. Yield, so that other tasks run
-                // before this step.
+                // The release of the permit made this task run next. The task yields, so that other
+                // tasks run before this step.
                 cx.waker().wake_by_ref();
                 return Poll::Pending;
             }

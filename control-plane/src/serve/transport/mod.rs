@@ -22,8 +22,8 @@ use std::time::Duration;
 pub(crate) use self::{page_listener::BoundedListener, server::serve};
 
 /// If a client sends nothing for this time, the server sends a ping. If the client then sends
-/// nothing for the same time again, the server closes the connection. Agents do the same with a
-/// server that sends nothing.
+/// nothing for the same time again, the server closes the connection. Agents apply the same rule to
+/// the server.
 const KEEPALIVE: Duration = Duration::from_secs(20);
 
 /// The pause after an accept that failed, for example because there are too many open files.

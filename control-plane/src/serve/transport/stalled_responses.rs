@@ -1,9 +1,9 @@
 //! Closes connections of the general server whose clients do not read a response.
 //!
 //! A client can leave its flow-control window at zero (RFC 9113, 6.9) and still answer pings. The
-//! response would then stay in memory for ever, because the server asks a body for more only when
-//! there is room in the window. So the server closes the connection of a client that reads nothing
-//! of a pending response for some time.
+//! response would then stay in memory for ever, because the server requests more data from a body
+//! only when the window has room. So the server closes the connection of a client that reads
+//! nothing of a pending response for some time.
 
 use std::{
     pin::Pin,
@@ -38,8 +38,8 @@ struct Response {
     caller: Caller,
     /// Wakes the server's task for the response.
     server: AtomicWaker,
-    /// Since when the response has had data that the client does not read; `None` while the
-    /// response has no such data.
+    /// The time since which the response has had data that the client does not read; `None` while
+    /// the response has no such data.
     pending_since: Mutex<Option<Instant>>,
 }
 

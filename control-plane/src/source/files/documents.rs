@@ -276,7 +276,7 @@ fn undecodable(key: ObjectKey, fault: Fault) -> Event {
 }
 
 /// The object that a header names; `None` for kinds that are not read. The error contains the key
-/// of the object if it is known.
+/// of the object if the key is known.
 fn identify(header: &Header) -> Result<Option<ObjectKey>, (Option<ObjectKey>, Fault)> {
     let fault = |field: &str, message: String| Fault { field: field.to_owned(), message };
     for (field, value) in [("apiVersion", &header.api_version), ("kind", &header.kind)] {

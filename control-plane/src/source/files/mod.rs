@@ -149,8 +149,7 @@ impl Reader {
     }
 
     fn scan(&mut self, now: Instant) {
-        // Only a scan sets the time of the next scan, so files that are due do not delay the next
-        // scan.
+        // Reads of single files between two scans do not change the time of the next scan.
         self.next_scan = now + RESCAN;
         let Self { folder, intake, notices, .. } = self;
         folder.scan(now, |path| notices.is_being_written(path), |update| intake.take_in(update));

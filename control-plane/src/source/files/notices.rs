@@ -21,10 +21,10 @@ use super::folder::{Folder, is_hidden, is_manifest};
 /// A file is read this long after the last notification about the file.
 const QUIET: Duration = Duration::from_millis(50);
 
-/// A file that changes again and again is read after this time at the latest.
+/// A file that changes again and again is read at most this long after the first notification.
 const LONGEST_UNREST: Duration = Duration::from_millis(500);
 
-/// A file that is written to and not closed is read after this time at the latest.
+/// A file that a program keeps open for writing is read this long after the first notification.
 const LONGEST_WRITING: Duration = Duration::from_secs(5);
 
 /// The number of changed files above which a scan is cheaper than reading each file.
@@ -52,7 +52,7 @@ impl Unrest {
         Self { first: now, last: now, is_being_written: false }
     }
 
-    /// When the file or the folder is read.
+    /// The time at which the file or the folder is read.
     fn due(&self) -> Instant {
         if self.is_being_written {
             self.first + LONGEST_WRITING

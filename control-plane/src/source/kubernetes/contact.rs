@@ -22,7 +22,7 @@ use tokio::{
 use super::wire::path;
 use crate::{objects::ObjectKind, transaction::Sink};
 
-/// Time between two checks.
+/// Time between two checks of the source.
 const TICK: Duration = Duration::from_secs(1);
 
 /// A probe is sent when the server has sent nothing for this time.
@@ -38,11 +38,11 @@ const ANSWER_LIMIT_BYTES: usize = 4 << 20;
 /// every [`PROBE_AFTER`].
 const FAILED_PROBES: u32 = 2;
 
-/// How long requests for one kind may fail before the source is cut off.
+/// The source is cut off after the requests for one kind have failed for this time.
 const FAILING_LIMIT: Duration = Duration::from_secs(10);
 
-/// The source is cut off when a kind has received nothing for the silence limit of its watch and
-/// this margin.
+/// The source is cut off when no list, change or bookmark of a kind has arrived for a time: the
+/// silence limit of a watch plus this margin.
 const STALE_MARGIN: Duration = Duration::from_secs(30);
 
 /// Collects the outcomes of requests, and reports a verdict and a doubt to the sink. The verdict
@@ -66,7 +66,8 @@ struct Inner {
     /// When a complete list, a change or a bookmark of each kind last arrived. A kind is added with
     /// its first list.
     current: BTreeMap<ObjectKind, Instant>,
-    /// True if a probe has taken longer than [`TICK`] and the server has sent nothing since.
+    /// Becomes true when a probe takes longer than [`TICK`], and false when the server sends
+    /// something.
     is_probe_late: bool,
     /// The last verdict that the sink has received.
     is_cut_off: bool,

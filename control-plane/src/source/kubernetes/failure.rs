@@ -1,4 +1,4 @@
-//! Why a list or a watch failed, what to do about it, and how long to wait.
+//! Failures of lists and watches, their remedies, and the pauses before retries.
 
 use std::{error::Error, time::Duration};
 

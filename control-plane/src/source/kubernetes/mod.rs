@@ -48,7 +48,7 @@ const LINGER: Duration = Duration::from_millis(1);
 /// The longest time that an update waits for further updates.
 const LONGEST_LINGER: Duration = Duration::from_millis(5);
 
-/// How long it may take to connect to the server.
+/// Maximum time to connect to the server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Watches the API server until `shutdown`, and passes its changes to `sink`.
@@ -142,7 +142,7 @@ struct Applier {
     shown_problems: Vec<Problem>,
     positions: BTreeMap<SourceKind, u64>,
     /// The position of the last bookmark of each kind. A list or a change that arrives later
-    /// removes it.
+    /// removes the position.
     bookmarks: BTreeMap<SourceKind, u64>,
     /// When the oldest update arrived that is not committed yet.
     received: Option<SystemTime>,

@@ -58,8 +58,8 @@ use crate::{
 /// How long the server may take to begin an answer, or to send one page of a list.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long the check for a restored server may take. Without an answer, the watch is opened
-/// anyway.
+/// Time limit of the check that detects a server restored from a backup. If no answer arrives in
+/// this time, the watch is opened anyway.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A streaming list that sends nothing for this time has failed.
@@ -71,8 +71,9 @@ const PAGE_OBJECTS: u32 = 500;
 /// Maximum size of the body of an error answer.
 const ERROR_BODY_LIMIT_BYTES: usize = 64 * 1024;
 
-/// Time after which a server that does not have a kind is asked for the kind again. The answer
-/// counts like a bookmark, so the server is asked about as often as bookmarks would arrive.
+/// If the server does not have a kind, the watch asks for the kind again after this time. Each
+/// answer confirms the state of the kind, like a bookmark. API servers send bookmarks about every
+/// minute, so the time is similar.
 const ABSENT_PAUSE: Duration = Duration::from_secs(50);
 
 /// A pause follows a list or watch that ends within this time, even without a failure. Without the
@@ -484,7 +485,7 @@ impl Watch {
     }
 
     async fn send_update(&self, update: WatchUpdate, version: Option<String>) {
-        // The time is taken before the wait for room in the channel. Sending fails only at
+        // The clock is read before the wait for room in the channel. Sending fails only at
         // shutdown, which `run` detects.
         let _ = self.updates.send(KindUpdate { kind: self.kind, update, version, received: SystemTime::now() }).await;
     }

@@ -1,10 +1,10 @@
 //! Decodes what the API server sends: lists, and watches with one JSON document per line.
 //!
 //! `kube::runtime::watcher` is not used, for two reasons. First, the watcher does not pass on
-//! bookmarks. A kind whose objects do not change has no other messages, and bookmarks carry its
-//! position. Second, the watcher hides the loss of an event in a line that cannot be decoded. In
-//! this module, an object that cannot be decoded is still an event if its name can be read, because
-//! one invalid object must not stop a list.
+//! bookmarks. While no object of a kind changes, only bookmarks report the position of the kind.
+//! Second, the watcher hides the loss of an event in a line that cannot be decoded. In this module,
+//! an object that cannot be decoded is still an event if its name can be read, because one invalid
+//! object must not stop a list.
 
 use std::borrow::Cow;
 

@@ -14,7 +14,7 @@ use crate::store::{Cursor, Limits};
 #[derive(Debug, Clone)]
 enum Action {
     Commit(Vec<Change>),
-    /// Lets a reader take some messages.
+    /// A reader receives some messages.
     Read(usize, usize),
     /// Breaks a reader's stream. The reader resumes, with or without its epoch.
     Reconnect(usize, bool),

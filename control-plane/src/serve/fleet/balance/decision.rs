@@ -33,7 +33,7 @@ pub(super) const LEAVING: Duration = Duration::from_secs(10);
 /// this agent again.
 pub(super) const MEMORY: Duration = Duration::from_secs(600);
 
-/// The number of asked agents from which on a replica can judge whether its requests are futile.
+/// A replica can judge whether its requests are futile after it has asked this many agents.
 const MIN_ASKED: usize = 10;
 
 /// The numbers by which a replica decides at a step.
@@ -81,8 +81,8 @@ impl Band {
 /// The state that a replica keeps from one step to the next.
 #[derive(Debug, Default)]
 pub(super) struct Decision {
-    /// Since when this replica has been above its limit without a break, and the number of replicas
-    /// during that time.
+    /// The time since which this replica has been above its limit without a break, and the number
+    /// of replicas since then.
     above: Option<(Instant, usize)>,
     is_moving: bool,
 }

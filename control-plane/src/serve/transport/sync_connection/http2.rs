@@ -323,7 +323,7 @@ impl Stream {
                 }
             }
             Phase::Open(session) => {
-                // This function also checks whether the session has ended, because `fill` asks the
+                // This function also checks whether the session has ended, because `fill` calls the
                 // session only if there is room for a message.
                 if let Some(end) = session.end(now) {
                     self.finish(&end);

@@ -13,7 +13,7 @@ pub(super) enum Malformed {
     Incomplete,
 }
 
-/// Assembles messages. It stores only the part of an incomplete message that has arrived.
+/// Assembles messages. This type stores only the received part of an incomplete message.
 #[derive(Debug, Default)]
 pub(super) struct Messages {
     prefix: [u8; PREFIX_BYTES],

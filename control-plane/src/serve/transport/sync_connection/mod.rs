@@ -88,7 +88,7 @@ struct State {
 }
 
 /// Returns a future that serves a connection. `first` holds the bytes that were already read from
-/// the connection. They contain the client's preface and the headers of `Sync`.
+/// the connection. These bytes contain the client's preface and the headers of `Sync`.
 pub(crate) fn serve(
     streams: &Arc<Streams>,
     peer: Peer,
@@ -111,7 +111,7 @@ pub(crate) fn serve(
     Serve { connection, _visited: visited }
 }
 
-/// The task of a connection. It reads, and it writes when the kernel accepts bytes again. Other
+/// The task of a connection. The task reads, and writes when the kernel accepts bytes again. Other
 /// writes happen in visits.
 struct Serve {
     connection: Arc<SyncConnection>,
