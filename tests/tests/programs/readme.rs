@@ -104,7 +104,7 @@ impl Session {
         symlink(repository.join("docs"), folder.path().join("docs")).unwrap();
         let start: String = blocks(page, "sh").concat();
         let start: Vec<&str> = start.lines().filter(|line| !line.starts_with("cargo build ")).collect();
-        let end = page.split("To end it: `").nth(1).unwrap().split('`').next().unwrap();
+        let end = page.split("To end the example: `").nth(1).unwrap().split('`').next().unwrap();
         let script = format!("set -e\n{}\nset +e\nread -r _\n{end}\nwait\n", start.join("\n"));
         let log = File::create(folder.path().join("log")).unwrap();
         let mut shell = Command::new("bash");
