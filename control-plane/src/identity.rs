@@ -29,7 +29,7 @@ const NODE_ORGANIZATION: &str = "system:nodes";
 /// Organization of readers, for authorities that can set subjects more easily than URIs.
 const READER_ORGANIZATION: &str = "headgate:readers";
 
-/// How to get a certificate that names its holder.
+/// Explains how to issue a certificate that names its holder.
 const REMEDY: &str = "issue it with one URI in its subject alternative names: headgate://node/NAME for a node's agent (or the common name \
                       system:node:NAME and the organization system:nodes), or headgate://reader/NAME for a reader (or the organization headgate:readers)";
 

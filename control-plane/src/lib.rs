@@ -1,7 +1,7 @@
 //! The control plane: watches the API server once and streams deltas to every node agent.
 //!
-//! Objects come from [`source`]. [`model`] turns them into a [`transaction`], [`store`] keeps the
-//! state, and [`serve`] streams the state to the agents.
+//! [`source`] reads objects. [`model`] turns the objects into a [`transaction`], [`store`] holds
+//! the state, and [`serve`] streams the state to the agents.
 
 #[doc(hidden)]
 pub mod fuzz;

@@ -33,7 +33,8 @@ pub struct Options {
     #[arg(long, value_name = "SOURCE")]
     pub source: SourceSpec,
 
-    /// Kubeconfig for --source kubernetes. Without this option, the in-cluster configuration is used
+    /// Kubeconfig for --source kubernetes. Without this option, the in-cluster configuration is
+    /// used
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
 

@@ -41,7 +41,7 @@ pub enum SourceKind {
 
 impl SourceKind {
     /// True when replicas that follow the same source have comparable positions. The position of a
-    /// folder comes from the clock of the machine that reads the folder, so two replicas cannot
+    /// folder is a time on the clock of the machine that reads the folder, so two replicas cannot
     /// compare such positions.
     #[must_use]
     pub fn is_comparable(self) -> bool {
@@ -122,7 +122,7 @@ pub trait Sink: Send + Sync + 'static {
 
     /// For each kind, the last position that an agent has seen and this replica had not reached.
     /// The agent saw the position at another replica. The receiver wakes when a position is added.
-    /// A source that can ask the server for its current position asks when the receiver wakes.
+    /// A source with a server then asks the server for the server's current position.
     fn wanted_positions(&self) -> watch::Receiver<BTreeMap<SourceKind, u64>>;
 
     /// Counts a refused object, a lost watch or an invalid answer. `reason` is a value of a small

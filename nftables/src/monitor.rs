@@ -13,7 +13,7 @@ use crate::{
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
     /// The port of the connection that made the change ([`crate::Nftables::port`]), or 0 if the
-    /// kernel made the change, for example when it deletes a table whose owner has closed its
+    /// kernel made the change. For example, the kernel deletes a table when its owner closes the
     /// connection.
     pub port: u32,
     /// The change.

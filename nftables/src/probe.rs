@@ -102,9 +102,9 @@ pub fn probe(kernel: &mut impl Kernel, family: Family, features: &[Feature]) -> 
     Ok(all)
 }
 
-/// Lists what the kernel would reject in a transaction, without executing the transaction. Checks
-/// that the kernel makes only at the end of a transaction are not included: loops of jumps, and
-/// expressions in chains of the wrong type.
+/// Lists what the kernel would reject in a transaction, without executing the transaction. The list
+/// does not include checks at the end of a transaction: loops of jumps, and expressions in chains
+/// of the wrong type.
 ///
 /// # Errors
 /// The kernel does not answer.

@@ -23,7 +23,7 @@ number of label values is bounded: names of nodes and services are never label v
 | --- | --- | --- | --- |
 ";
 
-/// A set of labels that knows the names of its labels.
+/// A set of labels with the names of the labels.
 pub(super) trait Labelled {
     /// The names of the labels in the order of the fields, separated by commas.
     const LABELS: &str;

@@ -1,9 +1,9 @@
 //! Endpoints: the union of a service's EndpointSlices.
 //!
 //! An address that several slices contain has the ports of all these slices. Conditions, node, zone
-//! and hints belong to an address and a port, and come from the slice that lists this port. If
-//! several slices list the same port, the slice with the last name in sorted order counts, but a
-//! terminating entry never replaces another entry. kube-proxy decides by the same rule
+//! and hints belong to an address and a port, and are read from the slice that lists this port. If
+//! several slices list the same port, the slice with the last name in sorted order counts. As an
+//! exception, a terminating entry never replaces another entry. kube-proxy decides by the same rule
 //! (`addEndpoints` in `pkg/proxy/endpointslicecache.go`), but visits the slices in random order. In
 //! this module the result depends only on the present slices, and not on the order in which they
 //! arrived. A change of one slice visits only the addresses that the change affects.

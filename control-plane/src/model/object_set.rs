@@ -34,8 +34,8 @@ impl<T> Reading<T> {
     }
 
     /// Applies the rule for invalid objects. Calls `set` with the value, and with whether the value
-    /// is good. If the object is invalid and `has_good` says that a good version is in use, `set`
-    /// is not called and the good version stays in use.
+    /// is good. `has_good` says whether a good version is in use. If so, and if the object is
+    /// invalid, the good version stays in use, and `set` is not called.
     pub(super) fn take_in(self, has_good: bool, set: impl FnOnce(Option<T>, bool)) -> Outcome {
         let Self { value, findings } = self;
         let (is_good, is_served) = (findings.is_fit(), value.is_some());

@@ -6,8 +6,8 @@ use headgate_core::{Protocol, dns_name::check_subdomain};
 use ipnet::IpNet;
 use k8s_openapi::jiff::Timestamp;
 
-/// Parses an address like the API server: numbers with leading zeros in an IPv4 address are
-/// decimal, and an IPv4-mapped IPv6 address becomes the IPv4 address.
+/// Parses an address like the API server. Numbers with leading zeros in an IPv4 address are
+/// decimal. An IPv4-mapped IPv6 address becomes the IPv4 address.
 ///
 /// # Errors
 /// A sentence that ends in the remedy.

@@ -14,9 +14,9 @@ const DEFAULT_AFFINITY_TIMEOUT_SECONDS: u32 = 10_800;
 /// The API's upper bound of `timeoutSeconds`.
 const MAX_AFFINITY_TIMEOUT_SECONDS: i64 = 86_400;
 
-/// Reads a Service. The result has no value if this proxy does not serve the Service: an
-/// ExternalName Service, a headless Service, or a Service that the label
-/// `service.kubernetes.io/service-proxy-name` assigns to another proxy.
+/// Reads a Service. The result has no value for ExternalName Services and headless Services. The
+/// result also has no value if the label `service.kubernetes.io/service-proxy-name` assigns the
+/// Service to another proxy.
 pub(super) fn read(object: &objects::Service) -> Reading<Service> {
     let spec = &object.spec;
     let is_headless = spec.cluster_ip == "None" || spec.cluster_ips.first().is_some_and(|first| first == "None");
@@ -167,9 +167,9 @@ fn read_external_addresses(
     service.load_balancer_ips = load_balancer_ips;
 }
 
-/// The source ranges. If an IP family has a range with prefix length 0, all ranges of this family
-/// are left out: the family is open to all clients, like a family without ranges. `None` if a range
-/// cannot be read.
+/// The source ranges. If an IP family has a range with prefix length 0, all ranges of the family
+/// are left out. The family is then open to all clients, like a family without ranges. `None` if a
+/// range cannot be read.
 fn source_ranges(spec: &objects::ServiceSpec, findings: &mut Findings) -> Option<Vec<IpNet>> {
     let mut ranges = Vec::new();
     let mut are_all_valid = true;

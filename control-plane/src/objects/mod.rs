@@ -2,7 +2,7 @@
 //!
 //! Decoding these types costs a fraction of decoding the full types: `managedFields`, most labels
 //! and annotations, and selectors are skipped in the text, so no memory is allocated for them.
-//! Values are kept as written: an address is text, and a port is any number. So [`crate::model`]
+//! Values are stored as written: an address is text, and a port is any number. So [`crate::model`]
 //! can report one invalid field of an object and use the other fields. A list that is `null` is
 //! empty, because Go writes empty lists as `null`.
 

@@ -80,7 +80,7 @@ impl Running {
 }
 
 /// Starts the servers of a replica that serves `store`. The servers run until `shutdown` is
-/// cancelled. Port 0 stands for any free port.
+/// cancelled. Port 0 means any free port.
 ///
 /// # Errors
 ///
@@ -124,8 +124,8 @@ pub async fn start(
 async fn bind(option: &'static str, address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeError> {
     let fail = |error| ServeError::Listen { option, address, error };
     let listener = match TcpListener::bind(address).await {
-        // `[::]` stands for every address, but a host without IPv6 cannot bind `[::]`. On such a
-        // host, `0.0.0.0` is bound instead.
+        // `[::]` means every address, but a host without IPv6 cannot bind `[::]`. On such a host,
+        // `0.0.0.0` is bound instead.
         Err(error) if address.ip() == Ipv6Addr::UNSPECIFIED && error.kind() != io::ErrorKind::AddrInUse => {
             let ipv4 = SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port()));
             TcpListener::bind(ipv4).await.map_err(|_| error)

@@ -1,4 +1,4 @@
-//! The place of a stream in the store. A cursor takes a few words of memory, however far behind the
+//! The place of a stream in the store. A cursor needs a few words of memory, however far behind the
 //! stream is.
 
 use std::{collections::BTreeMap, sync::Arc};
@@ -280,8 +280,8 @@ impl Store {
     /// Returns the compacted step from `start`: the current values of everything that has changed
     /// since `start`. All streams at `start` share the step. A cached step is reused if it ends at
     /// most [`FOLLOW_VERSIONS`] versions before `head`. If `spelt_out_to` is after `start`, the
-    /// step contains no references and ends at `spelt_out_to` or later, because the receiver may
-    /// hold values of `spelt_out_to` and must not return to older values.
+    /// step contains no references and ends at `spelt_out_to` or later. The receiver may already
+    /// hold values of `spelt_out_to`, and must not return to older values.
     ///
     /// Returns `None` if the step is so large that buckets are cheaper, or if the memory for split
     /// steps has no room for the step.

@@ -175,7 +175,7 @@ impl DeltaCache {
 
     /// Returns the step from `start`: the cached step if `usable` accepts it, otherwise a new step.
     /// `encode` must return a step that `usable` accepts. If `encode` returns `None`, all callers
-    /// that wait for this step get `None`.
+    /// that wait for this step receive `None`.
     pub(super) fn get(
         &self,
         start: Start,
@@ -294,7 +294,7 @@ mod tests {
             begin.wait();
             let encode = || {
                 encoded.fetch_add(1, Ordering::Relaxed);
-                // The sleep gives the other threads time to arrive.
+                // During the sleep, the other threads arrive.
                 thread::sleep(Duration::from_millis(20));
                 Some(delta(1, 9, 10))
             };

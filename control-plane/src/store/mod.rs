@@ -59,7 +59,7 @@ pub use nodes::{NodeObserver, OwnNode};
 /// receive a compacted step instead, which the first stream encodes.
 const EAGER_CHANGES: usize = 1024;
 
-/// Number of commits whose time is kept, to measure lag.
+/// Number of commits whose arrival time is stored, to measure lag.
 pub(crate) const TIMED_COMMITS: usize = 4096;
 
 /// Bounds of the memory that the store uses in addition to the state.
@@ -293,7 +293,7 @@ impl Store {
 
     /// The time at which the change after `version` arrived from the source. An agent at `version`
     /// has lagged since this time. `None` if `version` is the head. If the time of an old version
-    /// is no longer kept, the result is the oldest time that is kept.
+    /// is no longer stored, the result is the oldest stored time.
     #[must_use]
     pub fn lagging_since(&self, version: u64) -> Option<SystemTime> {
         let inner = self.read();
@@ -303,7 +303,7 @@ impl Store {
     }
 
     /// For each version above `after`, up to `upto`: the time since its changes arrived from the
-    /// source. Versions whose time is no longer kept are left out.
+    /// source. Versions whose time is no longer stored are left out.
     #[must_use]
     pub fn commit_ages(&self, after: u64, upto: u64) -> Vec<Duration> {
         let inner = self.read();
@@ -315,7 +315,7 @@ impl Store {
         times.map(|time| now.duration_since(*time).unwrap_or_default()).collect()
     }
 
-    /// The newest version that is at least `age` old. Versions whose time is no longer kept count
+    /// The newest version that is at least `age` old. Versions whose time is no longer stored count
     /// as older.
     #[must_use]
     pub fn version_before(&self, age: Duration) -> u64 {

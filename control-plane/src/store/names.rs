@@ -45,8 +45,8 @@ enum Collisions {
         /// resolve such a reference to the wrong value.
         collided: HashSet<u32>,
     },
-    /// Too many references have collided. This kind is sent without references until the epoch
-    /// ends.
+    /// Too many references have collided. Values of this kind are sent without references until the
+    /// epoch ends.
     Many,
 }
 

@@ -80,7 +80,7 @@ impl Wait {
 impl BehindWait {
     /// Decides whether an agent still has to wait at the time `now`. `not_yet` is the result of the
     /// latest check for this agent. The wait lasts `bound`, and starts again while the replica does
-    /// not follow its source: a cut-off replica cannot tell whether the source was restored, and an
+    /// not follow its source. A cut-off replica cannot detect whether the source was restored. An
     /// unlisted replica has no state to send.
     pub fn look(&mut self, not_yet: NotYet, store: &Store, bound: Duration, now: Instant) -> Wait {
         let NotYet::Behind { kind, there, .. } = not_yet else { return Wait::Continues };
@@ -159,8 +159,8 @@ impl Resumption {
     }
 
     /// The agent's cursor into the state of this replica, even if this state is older than the
-    /// agent's state. Call this method when [`BehindWait`] says that the wait is over, for example
-    /// because the source was restored from a backup.
+    /// agent's state. Call this method when [`BehindWait`] reports that the wait is over, for
+    /// example because the source was restored from a backup.
     #[must_use]
     pub fn revert(&self, store: &Store) -> Cursor {
         store.cursor(self.0.as_ref()).1

@@ -138,7 +138,7 @@ pub enum Action {
     DestinationTranslated(IpAddr, u16),
     /// The source was translated to this address and port.
     SourceTranslated(IpAddr, u16),
-    /// The source was translated to the address of the outgoing interface. The fake does not know
+    /// The source was translated to the address of the outgoing interface. The fake does not model
     /// this address.
     Masqueraded(NatFlags),
     /// The destination was translated to this port of the local host.

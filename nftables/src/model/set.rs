@@ -215,15 +215,15 @@ impl Set {
         Self { data: Some(SetData::Verdicts), ..Self::new(table, name, key) }
     }
 
-    /// Adds user data that tells `nft` that keys are numbers in the machine's byte order. Without
+    /// Adds user data that marks keys for `nft` as numbers in the machine's byte order. Without
     /// this user data, `nft` prints the bytes of keys in reverse order. Concatenations do not need
-    /// the user data. Every version of `nft` knows this kind of user data.
+    /// the user data. Every version of `nft` supports this kind of user data.
     #[must_use]
     pub fn with_key_in_host_order(self) -> Self {
         self.with_byte_order(KEY_BYTE_ORDER)
     }
 
-    /// Adds user data that tells `nft` that data are numbers in the machine's byte order.
+    /// Adds user data that marks data for `nft` as numbers in the machine's byte order.
     #[must_use]
     pub fn with_data_in_host_order(self) -> Self {
         self.with_byte_order(DATA_BYTE_ORDER)

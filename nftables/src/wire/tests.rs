@@ -17,9 +17,9 @@ fn hex(request: &headgate_netlink::Request) -> String {
     words.map(|word| word.iter().map(|byte| format!("{byte:02x}")).collect::<String>() + " ").collect()
 }
 
-/// The expected bytes are what `nft --debug=mnl` (1.0.6) prints for `table inet t { map eps { type
-/// mark . mark : ipv4_addr . inet_service; size 1024; }` `chain a { type nat hook prerouting
-/// priority dstnat; policy accept; } }`, without user data.
+/// The expected bytes are the output of `nft --debug=mnl` (1.0.6), without user data, for `table
+/// inet t { map eps { type mark . mark : ipv4_addr . inet_service; size 1024; }` `chain a { type
+/// nat hook prerouting priority dstnat; policy accept; } }`.
 #[cfg(target_endian = "little")]
 #[test]
 fn messages_equal_the_messages_of_nft() {

@@ -39,8 +39,8 @@ type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 /// The maximum size of the problems in a status, in bytes. Clients accept answers of up to 4 MiB.
 const MAX_PROBLEM_BYTES: usize = 1 << 20;
 
-/// Converts as many problems as fit into an answer. If some problems do not fit, a last entry gives
-/// their number.
+/// Converts as many problems as fit into an answer. If some problems do not fit, a last entry
+/// states the number of these problems.
 fn problems_to_wire(problems: &[Problem]) -> Vec<v1::Problem> {
     let mut shown = Vec::new();
     let mut bytes = 0;

@@ -24,7 +24,7 @@ use super::{
 };
 use crate::identity::Peer;
 
-/// Longest message of a request to the general server. Such messages hold little more than names.
+/// Longest message of a request to the general server. The messages contain little more than names.
 /// The limit is small because the server allocates memory for the whole message as soon as it has
 /// read the message's length.
 const MAX_REQUEST_BYTES: usize = 64 << 10;

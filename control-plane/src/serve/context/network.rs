@@ -2,8 +2,8 @@
 
 use std::net::{IpAddr, Ipv6Addr};
 
-/// The network that a connection comes from: one IPv4 address, or an IPv6 network with a prefix of
-/// 64 bits. A single IPv6 host can use any address of such a network.
+/// The network of a connection's client: one IPv4 address, or an IPv6 network with a prefix of 64
+/// bits. A single IPv6 host can use any address of such a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Network(IpAddr);
 

@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::Context;
 
-/// After this number of visits, the visiting task yields to other tasks. So many visits take a
+/// After this number of visits, the visiting task yields to other tasks. These visits take a
 /// fraction of a millisecond.
 const VISITS_PER_TURN: usize = 32;
 
@@ -42,8 +42,8 @@ pub(crate) trait Visit: Send + Sync {
         false
     }
 
-    /// Ends the item at once, without a message to the peer. The default does nothing. It is meant
-    /// for items that end together with their server.
+    /// Ends the item at once, without a message to the peer. The default does nothing, because
+    /// items without this method end together with their server.
     fn abort(&self) {}
 }
 

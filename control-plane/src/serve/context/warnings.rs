@@ -24,8 +24,8 @@ pub(crate) enum Warning {
     Rejected,
     /// An agent could not program its kernel.
     ApplyFailed,
-    /// An agent goes back to this replica's older state, because the replica's source did not catch
-    /// up.
+    /// An agent receives this replica's older state, because the replica's source did not reach the
+    /// agent's position.
     WentBack,
     /// A stream was refused.
     StreamRefused,

@@ -3,8 +3,8 @@
 //!
 //! The waiter sleeps until an agent reports, connects or leaves, or until a commit. After each of
 //! these events, the waiter counts agents with the fleet's map of distinct versions, which is
-//! cheap. The waiter looks at each single agent only when it finds the version to wait for, while
-//! agents reject the Service or the endpoint, and at the end.
+//! cheap. The waiter examines every agent only in three cases: when it finds the version to wait
+//! for, at the end, and while agents reject the Service or the endpoint.
 
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::Duration};
 

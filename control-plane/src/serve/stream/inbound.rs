@@ -37,7 +37,7 @@ pub(crate) fn closed_by_agent() -> End {
 pub(crate) fn take(message: v1::AgentMessage, agent: &Agent, context: &Context) -> Result<(), End> {
     let Context { metrics, warnings, .. } = context;
     let Some(body) = message.body else {
-        // The message is empty, or has a type that only newer agents know (discovery.proto, section
+        // The message is empty, or has a type that only newer agents send (discovery.proto, section
         // 12).
         metrics.count_ignored("unknown_message");
         return Ok(());

@@ -135,7 +135,7 @@ fn ends_with_sync(bytes: &[u8]) -> bool {
 /// connections that h2 serves.
 fn parse(bytes: &[u8]) -> Option<Request<h2::RecvStream>> {
     let cx = &mut Context::from_waker(Waker::noop());
-    // With HPACK's header table, a few bytes can stand for very large headers, so the size of the
+    // With HPACK's header table, a few bytes can encode very large headers, so the size of the
     // decoded headers is limited.
     let handshake =
         h2::server::Builder::new().max_header_list_size(MAX_HEADER_LIST_BYTES).handshake::<_, Bytes>(Replay(bytes));

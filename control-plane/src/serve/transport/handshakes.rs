@@ -10,7 +10,7 @@
 //!
 //! A handshake consists of steps: the computations between two messages of the peer. One step takes
 //! as much processor time as about fifty messages to agents. So at most one step for each core is
-//! computed at a time, and streams get their turn before the next step.
+//! computed at a time, and streams are served before the next step.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -264,8 +264,8 @@ impl Handshake {
         ended
     }
 
-    /// Waits in order for a place of the network, for the network's turn, for the end of the
-    /// network's pause, and for a place of all networks. Returns the permits of both places.
+    /// Waits for these conditions in order: a place of the network, the network's turn, the end of
+    /// the network's pause, and a place of all networks. Returns the permits of both places.
     /// Semaphores serve waiting tasks in the order of their requests.
     async fn place(&self) -> impl Sized + use<'_> {
         let Self { handshakes, network, queue, .. } = self;

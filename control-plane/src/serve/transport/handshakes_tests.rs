@@ -172,7 +172,7 @@ async fn a_network_whose_handshakes_fail_has_to_pause_and_other_networks_do_not(
     assert_eq!(rig.running(), [2]);
     rig.end([pausing, other]).await;
 
-    // After a short pause the connection gets its place by itself.
+    // After a short pause, the handshake begins without a further event.
     let rig = Rig::new();
     (0..21).for_each(|_| rig.0.failures.count(network, Instant::now()));
     let pausing = rig.enter(1).unwrap().run(|| ready(Ok::<(), ()>(())));

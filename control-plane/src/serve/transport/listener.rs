@@ -86,7 +86,7 @@ async fn accept_all(listener: TcpListener, security: Security, context: Arc<Cont
     }
 }
 
-/// Starts a task that runs the handshake of a connection when the connection gets a place.
+/// Starts a task that runs the handshake of a connection when the connection has a place.
 fn secure_in_turn(
     stream: TcpStream,
     address: SocketAddr,

@@ -175,7 +175,7 @@ impl ServerTls {
 
 /// Returns a configuration with new keys for session tickets. So no session of an earlier
 /// configuration can be resumed, and each client is verified against the present authorities. A
-/// session, including the client certificate, is stored only in the client's ticket, and takes no
+/// session, including the client certificate, is stored only in the client's ticket, and needs no
 /// memory of the server.
 fn server_config(material: &Material) -> Result<ServerConfig, rustls::Error> {
     let provider = Arc::new(ring::default_provider());

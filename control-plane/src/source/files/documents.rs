@@ -74,9 +74,9 @@ impl Parsed {
 }
 
 /// Cuts a text into documents, each with the number of its first line, counted from 0. A line that
-/// begins with `---` always starts a document, and a line that begins with `...` always ends a
-/// document, even inside a block scalar (YAML 1.2, 9.1.2). So documents can be cut out without
-/// being parsed.
+/// begins with `---` always starts a document. A line that begins with `...` always ends a
+/// document. Both rules apply even inside a block scalar (YAML 1.2, 9.1.2). So documents can be cut
+/// out without being parsed.
 fn split(text: &str) -> Vec<(usize, &str)> {
     let mut documents = Vec::new();
     let (mut start, mut first_line, mut offset) = (0, 0, 0);

@@ -12,9 +12,9 @@
 //! - If the folder itself cannot be read, its last known content stays in use. An empty folder
 //!   defines nothing.
 //!
-//! This module keeps only the location and a hash of each definition; the model keeps the content.
-//! When an object loses the definition in use and another file also defines the object, that other
-//! file is read again.
+//! This module stores only the location and a hash of each definition. The model stores the
+//! content. When an object loses the definition in use and another file also defines the object,
+//! that other file is read again.
 
 use std::{
     collections::{
@@ -156,8 +156,8 @@ impl Folder {
     }
 
     /// Compares the stamps of all files, and reads the files that have changed, except files that
-    /// are being written. Passes the changes of each file to `hand_on` before the next file is
-    /// read, so that the content of a large folder is never in memory as a whole.
+    /// are being written. Passes the changes of each file to `hand_on` before reading the next
+    /// file. So the memory never holds the content of a whole large folder.
     pub(super) fn scan(
         &mut self,
         now: Instant,

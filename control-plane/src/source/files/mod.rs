@@ -70,7 +70,8 @@ struct Reader {
     folder: Folder,
     intake: Intake,
     notices: Notices,
-    /// Keeps the thread of the watcher alive; `None` if the system gives no notifications.
+    /// The watcher, whose thread runs until the watcher is dropped; `None` if the system sends no
+    /// notifications.
     _watcher: Option<notify::RecommendedWatcher>,
     next_scan: Instant,
 }

@@ -41,8 +41,8 @@ const FAILED_PROBES: u32 = 2;
 /// The source is cut off after the requests for one kind have failed for this time.
 const FAILING_LIMIT: Duration = Duration::from_secs(10);
 
-/// The source is cut off when no list, change or bookmark of a kind has arrived for a time: the
-/// silence limit of a watch plus this margin.
+/// The source is cut off when a kind has not been confirmed for the silence limit of a watch plus
+/// this margin.
 const STALE_MARGIN: Duration = Duration::from_secs(30);
 
 /// Collects the outcomes of requests, and reports a verdict and a doubt to the sink. The verdict

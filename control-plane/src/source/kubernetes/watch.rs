@@ -16,10 +16,11 @@
 //! of a list. So the time since the last confirmation of the kind grows until the watch works
 //! again.
 //!
-//! An agent that comes from another replica may have seen a higher position of a kind than this
-//! replica, although no object has changed. The cause is that the other replica listed the kind
-//! later. In this case, this replica asks the server for its current position. API servers send a
-//! bookmark 2 s before a watch ends, so the watch is opened again with a time limit of 3 s.
+//! Another replica may have listed a kind later, and may have a higher position although no object
+//! has changed. An agent that moves from the other replica to this replica has seen the higher
+//! position. In this case, this replica asks the server for the server's current position. API
+//! servers send a bookmark 2 s before a watch ends, so the watch is opened again with a time limit
+//! of 3 s.
 //!
 //! A list is passed on only when it is complete, so a list that breaks removes nothing. A watch
 //! resumes after the last event that was decoded, so a watch that breaks loses nothing.
@@ -285,9 +286,9 @@ impl Watch {
     }
 
     /// Reads a streaming list: the watch begins with all present objects, and a bookmark marks the
-    /// end of the list. A streaming list may fail although a list by pages works: the server may
-    /// not support streaming lists, etcd may report no progress, or the watch cache may not be
-    /// filled. So the next list after any failure is read by pages.
+    /// end of the list. A streaming list may fail even if a list by pages works. For example, the
+    /// server may not support streaming lists, or etcd may not report progress. So the next list
+    /// after any failure is read by pages.
     async fn list_by_watch(&mut self) -> Result<(), Failure> {
         self.streaming_lists = StreamingLists::Broken;
         let mut lines = self.open_watch("", true, time_limit()).await?;
@@ -378,9 +379,9 @@ impl Watch {
         self.send_update(WatchUpdate::Listed(listed), Some(version)).await;
     }
 
-    /// Checks that the server has reached `version`. A watch from a version that the server has not
-    /// reached would wait in silence, so a server that was restored from a backup must be detected
-    /// first. Without an answer to the check, the watch is opened anyway.
+    /// Checks that the server has reached `version`. After the server was restored from a backup,
+    /// the server's version may be lower. A watch from a higher version would receive nothing, so
+    /// the versions are compared first. Without an answer to the check, the watch is opened anyway.
     async fn check_not_behind(&self, version: &str) -> Result<(), Failure> {
         let Ok(ours) = version.parse::<u64>() else { return Ok(()) };
         let theirs = match timeout(CHECK_TIMEOUT, self.page(None, Some(1))).await {

@@ -3,8 +3,8 @@
 //! `kube::runtime::watcher` is not used, for two reasons. First, the watcher does not pass on
 //! bookmarks. While no object of a kind changes, only bookmarks report the position of the kind.
 //! Second, the watcher hides the loss of an event in a line that cannot be decoded. In this module,
-//! an object that cannot be decoded is still an event if its name can be read, because one invalid
-//! object must not stop a list.
+//! an invalid object is still an event if the name of the object can be read. So one invalid object
+//! does not stop a list.
 
 use std::borrow::Cow;
 

@@ -4,10 +4,10 @@
 //! Replicas do not talk to each other. Each replica compares the number of its agents with its
 //! share. The share is the number of Nodes in the source, divided by the number of ready replicas
 //! according to the source. Only agents of these Nodes count, with one stream for each Node. So the
-//! number of counted agents at all replicas never exceeds the sum of the shares: while one replica
-//! is above its share, another replica is below its share. Therefore the moves come to an end.
+//! number of counted agents at all replicas never exceeds the sum of the shares. While one replica
+//! is above its share, another replica is below its share. Therefore, the moves end.
 //!
-//! Three rules keep agents from moving back and forth. A replica tolerates some agents above its
+//! Three rules prevent agents from moving back and forth. A replica tolerates some agents above its
 //! share, up to a limit. A replica must be above this limit for some time before it asks agents to
 //! move. And a replica remembers which agents it asked.
 
@@ -15,8 +15,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// The mean time from one step to the next. The actual time is a random value between half and one
-/// and a half of this mean, so that replicas do not act at the same moment.
+/// The mean time from one step to the next. The actual time is random, between 0.5 and 1.5 times
+/// this mean, so that replicas do not act at the same moment.
 pub(super) const STEP: Duration = Duration::from_secs(1);
 
 /// The maximum number of agents that a replica asks to move in one step.

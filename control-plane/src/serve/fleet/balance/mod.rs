@@ -1,5 +1,5 @@
-//! Balances agents between replicas: a replica with more agents than its share asks some of them to
-//! move to another replica, a few at a time.
+//! Balances agents between replicas. A replica with more agents than its share asks some of these
+//! agents to move to another replica, a few at a time.
 //!
 //! Agents choose a replica at random when they connect. They do not move when a replica is added.
 //! So without balancing, the replica that was replaced last in a rollout would have few agents.
@@ -95,8 +95,8 @@ impl Balance {
     /// not follow its source, or if there are no Nodes or no other replicas.
     fn band(&mut self, fleet: &Fleet) -> Option<Band> {
         let store = &fleet.context.store;
-        // A replica that does not follow its source does not know which replicas are ready, so it
-        // keeps its agents.
+        // A replica that does not follow its source cannot know which replicas are ready, so it
+        // asks no agents to move.
         if fleet.context.lifecycle() != Lifecycle::Serving || store.source_state() != SourceState::Following {
             return None;
         }

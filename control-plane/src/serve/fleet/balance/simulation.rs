@@ -23,7 +23,7 @@ struct Simulation {
     replicas: Vec<Replica>,
     /// The replica of each agent.
     places: Vec<usize>,
-    /// Agents below this number know no other replica than their own.
+    /// Agents below this number know only their present replica.
     pinned: usize,
     /// Moves that have not happened yet. Each entry holds the time of the move, the number of the
     /// agent, and the present replica of the agent.
@@ -62,7 +62,7 @@ impl Simulation {
         Band::new(self.nodes, self.ready())
     }
 
-    /// Returns for each replica the number of its agents whose nodes the source knows.
+    /// Returns for each replica the number of its agents whose Nodes are in the source.
     fn loads(&self) -> Vec<usize> {
         let mut loads = vec![0; self.replicas.len()];
         for place in &self.places[..self.nodes] {

@@ -133,8 +133,8 @@ pub(super) fn put_data(out: &mut Vec<u8>, stream: u32, payload: &[u8]) {
 /// Writes the response's headers, which are the first header block of the server.
 ///
 /// The block begins with a size update of HPACK's dynamic table to 0, because the server never uses
-/// the table. The update is required for a client whose settings reduce the table's size: without
-/// the update, the client reports an error (RFC 9113, 4.3.1; RFC 7541, 4.2 and 6.3).
+/// the table. A client whose settings reduce the table's size requires the update (RFC 9113, 4.3.1;
+/// RFC 7541, 4.2 and 6.3). Without the update, the client reports an error.
 ///
 /// Next is the field `:status: 200`, entry 8 of the static table (RFC 7541, 6.1). The last field is
 /// the content type, a literal that is not indexed, with the name of entry 31 (RFC 7541, 6.2.2).

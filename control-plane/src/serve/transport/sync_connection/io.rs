@@ -26,7 +26,7 @@ const MAX_UNSENT_BYTES: u32 = 64 << 10;
 pub(super) struct Io {
     stream: TcpStream,
     tls: Option<Box<ServerConnection>>,
-    /// Without TLS: bytes that the kernel has not accepted yet. With TLS, rustls keeps them.
+    /// Without TLS: bytes that the kernel has not accepted yet. With TLS, rustls stores such bytes.
     unwritten: Vec<u8>,
     written_bytes: u64,
     budget: Budget,
@@ -57,8 +57,8 @@ impl Io {
         self.written_bytes
     }
 
-    /// Reads into `buffer`. Returns the number of bytes; 0 stands for the end of the connection.
-    /// Must not be called while [`Io::is_paused`] returns true.
+    /// Reads into `buffer`. Returns the number of bytes; 0 means the end of the connection. Must
+    /// not be called while [`Io::is_paused`] returns true.
     ///
     /// # Errors
     ///

@@ -53,8 +53,8 @@ const READ_BYTES: usize = 16 << 10;
 /// The maximum size of one write, in bytes of plaintext: one TLS record.
 const WRITE_BYTES: usize = MAX_PAYLOAD_BYTES as usize;
 
-/// The number of bytes that a connection may read, and may write, before other connections get
-/// their turn.
+/// The number of bytes that a connection may read, and may write, before other connections are
+/// served.
 const TURN_BYTES: usize = 128 << 10;
 
 thread_local! {
@@ -83,7 +83,7 @@ struct State {
     is_blocked: bool,
     /// True while reading pauses because the client sends too fast.
     is_paused: bool,
-    /// True after the peer was told that nothing more will be written.
+    /// True after the connection was closed for writing.
     is_closed: bool,
 }
 
