@@ -393,7 +393,7 @@ impl Entry<'_> {
 }
 
 /// Merges the entries of all slices for one address. If the merged endpoint is too large to be
-/// sent, the result has the ports of one slice only.
+/// sent, the result has the ports of one slice only. Also returns two slices that disagree, if any.
 fn merge(
     slices: &HashMap<Arc<ObjectKey>, (Slice, bool)>,
     address: IpAddr,

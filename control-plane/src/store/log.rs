@@ -85,8 +85,7 @@ impl Log {
         }
     }
 
-    /// The oldest version that the log reaches back to. The log contains every change after this
-    /// version.
+    /// The floor: the log contains every change after this version.
     pub(super) fn floor(&self) -> u64 {
         self.floor
     }

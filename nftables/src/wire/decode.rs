@@ -104,7 +104,7 @@ pub(crate) fn new_chain(payload: &[u8]) -> Result<Listed<Chain>, Malformed> {
 }
 
 /// Decodes the properties of a base chain. Notifications of deleted chains contain a hook attribute
-/// without its number; in this case the result is `None`.
+/// without the number of the hook. In this case, the result is `None`.
 fn base_chain(family: Family, fields: &Fields<'_>, hook: &Fields<'_>) -> Result<Option<BaseChain>, Malformed> {
     let kind = fields.text(chain::TYPE)?.and_then(|name| ChainType::of_name(&name)).unwrap_or(ChainType::Filter);
     let Some(number) = hook.u32(chain::HOOK_NUMBER)? else { return Ok(None) };

@@ -57,7 +57,7 @@ impl Warning {
                 "more agents failed to program their kernels; `headgatectl agents` shows the error of each agent"
             }
             Self::WentBack => {
-                "more agents go back to this replica's older state, because its source did not catch up with them"
+                "more agents receive this replica's older state, because the replica's source did not reach their positions"
             }
             Self::StreamRefused => "more streams refused; headgate_streams_rejected_total counts them by reason",
             Self::RequestRefused => "more requests refused; headgate_requests_denied_total counts them by reason",

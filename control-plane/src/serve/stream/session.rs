@@ -329,8 +329,8 @@ fn to_ms(duration: Duration) -> u32 {
     u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
 }
 
-/// Returns true if the agent has waited long enough for the replica's source to catch up with it.
-/// Logs and counts the beginning and the end of the wait.
+/// Returns true if the agent has waited long enough for the replica's source. Logs and counts the
+/// beginning and the end of the wait.
 fn wait_is_over(behind: &mut BehindWait, not_yet: NotYet, context: &Context, agent: &Agent, now: Instant) -> bool {
     let wait = behind.look(not_yet, &context.store, context.settings.behind_wait, now);
     if let NotYet::Behind { kind, here, there } = not_yet {
@@ -342,7 +342,7 @@ fn wait_is_over(behind: &mut BehindWait, not_yet: NotYet, context: &Context, age
             context.metrics.behind_waits_expired.inc();
             if context.warnings.admit(Warning::WentBack, now) {
                 tracing::warn!(node = %agent.node, ?kind, here, there,
-                    "this replica's source is still behind the agent's state (was etcd restored from a backup?): the agent goes back to this replica's older state");
+                    "this replica's source is still behind the agent's state (was etcd restored from a backup?): the agent receives this replica's older state");
             }
         }
     }

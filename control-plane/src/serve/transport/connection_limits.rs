@@ -12,8 +12,8 @@ use crate::identity::Identity;
 const MAX_CONNECTIONS: usize = 65_536;
 
 /// The maximum number of connections of one node. A node needs a connection for its agent, and a
-/// second connection while the agent reconnects. The others are for people who use `headgatectl` on
-/// the node.
+/// second connection while the agent reconnects. The other connections are for people who use
+/// `headgatectl` on the node.
 const MAX_CONNECTIONS_PER_NODE: usize = 16;
 
 /// The maximum number of connections of one reader, or of several clients with the same reader

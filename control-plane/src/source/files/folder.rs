@@ -62,15 +62,15 @@ impl Stamp {
 /// The result of the last read of a file.
 #[derive(Debug, Default)]
 struct File {
-    /// `None` if the file could not be read, or does not exist.
+    /// `None` if the file does not exist or must be read again, for example after a failed read.
     stamp: Option<Stamp>,
-    /// Hash of the content; `None` if the file could not be read, or does not exist.
+    /// Hash of the content. `None` if `stamp` is `None`.
     content_hash: Option<u64>,
     /// Objects that the file defines, and lost objects: objects that the file no longer defines but
     /// that are still in use.
     keys: BTreeSet<Arc<ObjectKey>>,
-    /// When the wait of [`SETTLE`] for the lost objects began; `None` if there are no lost objects,
-    /// or if a document of the file cannot be read.
+    /// When the wait of [`SETTLE`] for the lost objects began. `None` if there are no lost objects,
+    /// or if the file or one of its documents cannot be read.
     losing_since: Option<Instant>,
 }
 
