@@ -1,6 +1,6 @@
 //! `headgatectl agents`: the agents of all replicas, the worst first. If some replicas do not
-//! answer, the agents of the other replicas are still shown, because this command is needed most
-//! during failures.
+//! answer, the command still shows the agents of the other replicas, because operators need this
+//! command most during failures.
 
 use std::io::Write;
 
@@ -44,7 +44,8 @@ struct Found {
     failures: Vec<Failure>,
 }
 
-/// Asks all replicas concurrently, so that several hanging replicas cost only one timeout.
+/// Queries all replicas concurrently, so that several hanging replicas delay the result by only one
+/// timeout.
 async fn ask_all(args: &Args, node: &str) -> Result<Found, Failure> {
     let mut found = Found::default();
     let mut replicas = Vec::new();
@@ -133,32 +134,33 @@ impl Found {
     }
 }
 
-/// Whether the agent has programmed all changes older than a second, and its replica follows its
-/// source.
+/// Returns whether the agent has programmed all changes older than a second and its replica follows
+/// its source.
 fn is_up_to_date(agent: &AgentInfo) -> bool {
     !is_waiting_or_cut_off(agent) && !render::is_behind(agent)
 }
 
-/// Whether the state of the agent is `waiting` or `cut_off`.
+/// Returns whether the state of the agent is `waiting` or `cut_off`.
 fn is_waiting_or_cut_off(agent: &AgentInfo) -> bool {
     matches!(agent.state.as_str(), "waiting" | "cut_off")
 }
 
-/// Whether the agent's last attempt to program its kernel failed, or the agent rejects resources.
+/// Returns whether the agent's last attempt to program its kernel failed or the agent rejects
+/// resources.
 fn is_failing(agent: &AgentInfo) -> bool {
     !agent.last_error.is_empty() || !agent.rejections.is_empty()
 }
 
-/// The sort key: larger is worse. Errors count most, then rejections, agents that wait or are cut
-/// off, lag, and degraded agents.
+/// The sort key of an agent. A larger key means a worse state. Errors count most, then rejections,
+/// agents that wait or are cut off, lag, and degraded agents.
 fn badness(agent: &AgentInfo) -> (bool, bool, bool, u64, bool) {
     let lag = if render::is_behind(agent) { agent.lag_ms } else { 0 };
     let is_rejecting = !agent.rejections.is_empty();
     (!agent.last_error.is_empty(), is_rejecting, is_waiting_or_cut_off(agent), lag, !agent.degraded.is_empty())
 }
 
-/// Combines the summaries of several replicas. Each replica measures only its own agents, so the
-/// time until all nodes have programmed a change is the longest of these times.
+/// Combines the summaries of several replicas. Each replica measures only its own agents. The time
+/// until all nodes have programmed a change is therefore the longest of the replicas' times.
 fn together(fleets: &[FleetInfo]) -> FleetInfo {
     fleets.iter().fold(FleetInfo::default(), |sum, fleet| FleetInfo {
         up_to_date: sum.up_to_date + fleet.up_to_date,

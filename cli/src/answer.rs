@@ -51,12 +51,13 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Whether the reader of the answer has closed the pipe.
+    /// Returns whether the reader of the answer has closed the pipe.
     pub(crate) fn is_closed_pipe(&self) -> bool {
         matches!(self, Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe)
     }
 
-    /// The exit code: 2 for wrong usage, 3 for a wait that timed out, otherwise 1.
+    /// The exit code: 2 for a wrong command line, 3 for a wait that timed out, and 1 for any other
+    /// failure.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) | Self::Connect(ConnectError::Usage(_)) | Self::Certs(CertsError::Usage(_)) => 2,
@@ -90,7 +91,8 @@ pub(crate) async fn collect<T>(
 }
 
 /// Writes an answer as indented JSON and a line feed. Field names and units are the same as in
-/// `headgate.v1.Inspect`. Every field is always present, so that programs can rely on it.
+/// `headgate.v1.Inspect`. The JSON always contains every field, so that programs can rely on each
+/// field.
 pub(crate) fn write_json(out: &mut dyn Write, answer: &impl Serialize) -> Result<(), Failure> {
     let value = serde_json::to_value(answer).map_err(io::Error::from)?;
     Ok(writeln!(out, "{value:#}")?)

@@ -12,10 +12,10 @@ use crate::units;
 #[derive(Debug, Parser)]
 #[command(name = "headgatectl", version, max_term_width = 100)]
 pub struct Args {
-    /// URL of the replica to ask. Repeat the option or separate URLs by commas for several
-    /// replicas, or use a name that resolves to several addresses. `agents` and `wait` ask all
+    /// URL of the replica to query. For several replicas, repeat the option, separate URLs by
+    /// commas, or use a name that resolves to several addresses. `agents` and `wait` query all
     /// replicas, other commands only the first. http:// works only for loopback and test addresses;
-    /// elsewhere use https:// with the --tls options
+    /// for other addresses use https:// with the --tls options
     #[arg(
         long,
         global = true,
@@ -74,15 +74,15 @@ pub enum Command {
     Services(Selection),
     /// List endpoints of one Service or of all Services, with address, ports, state and node
     Endpoints(Selection),
-    /// List agents: what each node has programmed, how far it lags, and why
+    /// List agents: the version that each node has programmed, its lag, and the reason for the lag
     Agents(AgentsArgs),
     /// Wait until every connected node has programmed the current state of a Service or an endpoint
     ///
-    /// Exit codes: 0 if all nodes have programmed it, 1 if a replica does not answer, 2 for a wrong
-    /// command line, 3 after the timeout. Standard error then names the nodes that have not
-    /// programmed it, with the reasons. A node that rejects the Service has not programmed it.
-    /// Nodes that disconnect during the wait are named but not waited for. Nodes that connect
-    /// during the wait are waited for.
+    /// Exit codes: 0 if all nodes have programmed the state, 1 if a replica does not answer, 2 for
+    /// a wrong command line, 3 after the timeout. After a timeout, standard error names the nodes
+    /// that have not programmed the state, with the reasons. A node that rejects the Service counts
+    /// as such a node. The command also waits for nodes that connect during the wait. It does not
+    /// wait for nodes that disconnect, and names them.
     Wait(WaitArgs),
     /// Print changes from now on, until Ctrl-C
     Watch(Selection),
@@ -105,8 +105,8 @@ pub struct AgentsArgs {
     /// Only this node
     #[arg(long = "node", value_name = "NODE", conflicts_with = "node")]
     pub node_flag: Option<String>,
-    /// Only agents that lag by more than a second, that have not acknowledged anything yet, or
-    /// whose replica has not listed its source or is cut off from it
+    /// Only agents that lag by more than a second, agents that have not acknowledged anything yet,
+    /// and agents of replicas whose source is unlisted or cut off
     #[arg(long)]
     pub behind: bool,
     /// Only agents that failed in their last attempt to program the kernel, or that reject
@@ -166,7 +166,7 @@ pub struct Selection {
     pub namespace: Option<String>,
 }
 
-/// Namespace and name in the form that the `Inspect` service expects. Empty means all.
+/// Namespace and name in the form that the `Inspect` service expects. An empty field selects all.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Selected {
     /// Namespace, or empty.

@@ -84,7 +84,7 @@ struct Authority {
     certificate_pem: String,
     issuer: Issuer<'static, KeyPair>,
     not_after: SystemTime,
-    /// Whether the authority already existed.
+    /// True if the authority already existed.
     is_kept: bool,
 }
 
@@ -271,7 +271,7 @@ fn common_name_of(name: &str) -> &str {
 }
 
 impl Made {
-    /// A description of the created files and of their use, for people.
+    /// Describes the created files and their use as text for people.
     pub fn text(&self) -> String {
         let out = quoted(&self.out.display().to_string());
         let days = |until: SystemTime| {

@@ -213,8 +213,8 @@ fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
     ConnectError::Unreachable { server: server.to_owned(), reason, advice: advice.to_owned() }
 }
 
-/// The error for a server that is not a control plane, or whose URL has the wrong scheme. `None` if
-/// the request failed for another reason.
+/// Returns the error for a server that is not a control plane, or whose URL has the wrong scheme.
+/// Returns `None` if the request failed for another reason.
 pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     let unreachable = |reason: &str, advice: &str| {
         let (server, reason, advice) = (server.to_owned(), reason.to_owned(), advice.to_owned());
@@ -226,7 +226,7 @@ pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<Conne
             "Check the port of --server (or HEADGATE_SERVER): a control plane answers at its --listen address, and serves metrics at another address.",
         );
     }
-    // HTTP/2 reports a TLS alert as one of these codes. A replica rarely answers with these codes.
+    // tonic reports a TLS alert as one of these codes. A replica rarely sends these codes itself.
     let is_broken = matches!(status.code(), Code::Internal | Code::Unknown | Code::Unavailable | Code::Cancelled);
     let uri: tonic::transport::Uri = server.parse().ok().filter(|_| is_broken)?;
     let is_plain = uri.scheme_str() == Some("http");
@@ -240,8 +240,9 @@ pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<Conne
     None
 }
 
-/// The error for a request whose connection broke. `None` if the request failed for another reason.
-/// In TLS 1.3 a client learns only after its handshake that the server rejects its certificate.
+/// Returns the error for a request whose connection broke, or `None` if the request failed for
+/// another reason. In TLS 1.3 a client learns only after its handshake that the server rejects its
+/// certificate.
 pub(crate) fn broken(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     let broken = causes(status).find(|cause| cause.is::<tonic::transport::Error>())?;
     // The TLS alert with the reason is lost if the connection closes before the client reads the
@@ -256,7 +257,7 @@ pub(crate) fn broken(server: &str, status: &tonic::Status) -> Option<ConnectErro
     Some(ConnectError::Unreachable { server, reason, advice: advice.to_owned() })
 }
 
-/// Whether a request failed because no answer began in time.
+/// Returns whether a request failed because the answer did not begin within the timeout.
 pub(crate) fn is_silence(status: &tonic::Status) -> bool {
     causes(status).any(<dyn Error>::is::<tonic::TimeoutExpired>)
 }
@@ -266,7 +267,7 @@ fn causes<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dyn
     std::iter::successors(Some(error), |cause| (*cause).source())
 }
 
-/// Joins the messages of an error and its causes, without repetitions. The outermost error is often
+/// Joins the messages of an error and its causes, without repetitions. Omits the outermost message
 /// "transport error", which adds no information to its causes.
 pub fn chain(error: &(dyn Error + 'static)) -> String {
     errors::chain(error).trim_start_matches("transport error: ").to_owned()

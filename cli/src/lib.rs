@@ -1,5 +1,4 @@
-//! `headgatectl` shows what a control plane replica knows and what its agents have programmed, for
-//! people and programs.
+//! `headgatectl` shows people and programs the state of control plane replicas and of their agents.
 //!
 //! [`args`] defines the commands, [`client`] connects to replicas, [`render`] formats answers as
 //! tables. [`run`] runs the commands. [`certs`] creates certificates without contacting a server.

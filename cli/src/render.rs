@@ -10,10 +10,10 @@ use headgate_proto::v1::{
 
 use crate::units;
 
-/// How text is decorated.
+/// The decoration of text.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Style {
-    /// Whether to use ANSI colours, for terminals.
+    /// True to use ANSI colours, for terminals.
     pub colour: bool,
 }
 
@@ -232,8 +232,8 @@ fn hints(endpoint: &EndpointInfo) -> String {
     zones.chain(endpoint.hint_nodes.iter().map(|node| format!("node {node}"))).collect::<Vec<_>>().join(", ")
 }
 
-/// Milliseconds of lag below which an agent counts as up to date. This limit applies only to
-/// replicas that report no agent states.
+/// The lag in milliseconds at which an agent counts as behind, if its state does not show whether
+/// it is behind.
 pub const SETTLED_MS: u64 = 1000;
 
 /// Formats agents, one per row, in the given order. Lines below explain why a node lags or is
@@ -305,12 +305,13 @@ fn agent_state(agent: &AgentInfo) -> (&'static str, Tone) {
     }
 }
 
-/// Whether the agent has not programmed a change that its replica has known for more than a second.
+/// Returns whether the agent lacks a change that its replica has known for more than a second.
 pub fn is_behind(agent: &AgentInfo) -> bool {
     match agent.state.as_str() {
         "up_to_date" => false,
         "behind" => true,
-        // Older replicas send no state. The other states do not tell whether the agent lags.
+        // Older replicas send no state. In all other states, only the lag shows whether the agent
+        // is behind.
         _ => agent.lag_ms >= SETTLED_MS,
     }
 }

@@ -19,7 +19,7 @@ use crate::client;
 use crate::render::{plain, thousands};
 use crate::units;
 
-/// How long after the timeout the last message of a replica may arrive.
+/// The time after the timeout within which the last message of a replica must arrive.
 const GRACE: Duration = Duration::from_secs(5);
 /// The maximum number of lagging nodes that the text output names.
 const MAX_NAMED: usize = 20;

@@ -157,8 +157,8 @@ impl IpSets {
         self.ask(wire::swap(self.protocol, set, with), || format!("swapping the sets {set} and {with}"), None)
     }
 
-    /// Executes changes of entries in order, many in one send. Each change is independent: the
-    /// result lists, in order, the changes that the kernel rejected, and the kernel executed all
+    /// Executes changes of entries in order, many in one send. Each change is independent. The
+    /// result lists, in order, the changes that the kernel rejected. The kernel has executed all
     /// other changes.
     ///
     /// # Errors

@@ -59,9 +59,9 @@ impl SetType {
         Self::ALL.into_iter().find(|set_type| set_type.name() == name)
     }
 
-    /// The newest revision that this crate needs: it supports comments, counters and forced
-    /// additions (Linux 3.18). Newer revisions add only options that this crate does not offer, and
-    /// older `ipset` programs cannot list sets of newer revisions.
+    /// The newest revision that this crate needs. This revision supports comments, counters and
+    /// forced additions (Linux 3.18). Newer revisions add only options that this crate does not
+    /// offer, and older `ipset` programs cannot list sets of newer revisions.
     pub(crate) fn wanted_revision(self) -> u8 {
         match self {
             Self::HashIp => 4,
@@ -196,7 +196,7 @@ pub struct Header {
     pub max_elements: Option<u32>,
     /// Bitmap types: the first and the last port.
     pub port_range: Option<(u16, u16)>,
-    /// Whether entries may have comments.
+    /// True if entries may have comments.
     pub comments: bool,
     /// An option changes the entries of the set: entries expire (`timeout`), addresses are masked
     /// (`netmask`, `bitmask`), or a full set evicts entries (`forceadd`). Sets that this crate
@@ -210,17 +210,18 @@ pub struct Header {
 }
 
 impl Header {
-    /// Whether type and family are the same, so that the set can be swapped with the wanted set and
-    /// can hold the same entries.
+    /// Returns whether the set has the wanted type and family. Such a set can be swapped with the
+    /// wanted set and can hold the same entries.
     #[must_use]
     pub fn is_of_type(&self, wanted: &Specification) -> bool {
         let is_bitmap = wanted.set_type == SetType::BitmapPort;
         self.type_name == wanted.set_type.name() && (is_bitmap || self.family == Some(wanted.family))
     }
 
-    /// Whether the set already has the wanted properties, so that no swap is needed. The maximum
-    /// number of entries is compared only if it was specified. Hash sizes are not compared, because
-    /// hashes grow. Options that do not affect entries, such as counters, are ignored.
+    /// Returns whether the set already has the wanted properties, so that no swap is needed. The
+    /// maximum number of entries is compared only if `wanted` specifies a maximum. Hash sizes are
+    /// not compared, because hashes grow. Options that do not affect entries, such as counters, are
+    /// ignored.
     #[must_use]
     pub fn fits(&self, wanted: &Specification) -> bool {
         let is_bitmap = wanted.set_type == SetType::BitmapPort;

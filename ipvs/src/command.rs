@@ -9,16 +9,16 @@ use crate::{Destination, Refusal, Service, ServiceId};
 pub enum Command {
     /// Creates a virtual service. The kernel rejects the command if the service exists.
     AddService(Service),
-    /// Changes the scheduler, persistence and flags of a virtual service. Its destinations and
-    /// connections are kept.
+    /// Changes the scheduler, persistence and flags of a virtual service. The kernel keeps its
+    /// destinations and connections.
     SetService(Service),
     /// Removes a virtual service and its destinations.
     RemoveService(ServiceId),
     /// Adds a destination to a virtual service. The kernel rejects the command if the destination
     /// exists.
     AddDestination(ServiceId, Destination),
-    /// Changes the weight, forwarding method and thresholds of a destination. Its connections are
-    /// kept.
+    /// Changes the weight, forwarding method and thresholds of a destination. The kernel keeps its
+    /// connections.
     SetDestination(ServiceId, Destination),
     /// Removes a destination. The kernel drops each of its connections at the next packet. If
     /// `expire_nodest_conn` is 0 and the destination is added again, its connections continue.

@@ -99,8 +99,8 @@ impl Ipvs {
         self.list(&wire::list_destinations(self.family, id), |payload| wire::destination(payload, id.family()))
     }
 
-    /// Executes commands in order, many in one send. Each command is independent: the result lists,
-    /// in order, the commands that the kernel rejected, and the kernel executed all other commands.
+    /// Executes commands in order, many in one send. Each command is independent. The result lists,
+    /// in order, the commands that the kernel rejected. The kernel has executed all other commands.
     ///
     /// # Errors
     /// The kernel may have executed none, some or all of the commands.

@@ -40,7 +40,7 @@ pub enum Protocol {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ServiceId {
     /// A protocol, an address and a port. With persistence, port 0 matches every port of the
-    /// address that has no service of its own.
+    /// address for which no other service exists.
     Address {
         /// The protocol.
         protocol: Protocol,
@@ -177,8 +177,8 @@ pub enum Forwarding {
     /// By address translation (`IP_VS_CONN_F_MASQ`).
     #[default]
     Masquerade,
-    /// The destination is this node (`IP_VS_CONN_F_LOCALNODE`). The kernel selects this method
-    /// itself.
+    /// The destination is this node (`IP_VS_CONN_F_LOCALNODE`). Only the kernel selects this
+    /// method.
     Local,
     /// Through a tunnel (`IP_VS_CONN_F_TUNNEL`).
     Tunnel,
@@ -197,7 +197,7 @@ pub struct Destination {
     /// The forwarding method.
     pub forwarding: Forwarding,
     /// The relative share of new connections, at most 2³¹ − 1. A destination of weight 0 gets no
-    /// new connections and keeps existing ones.
+    /// new connections and keeps its existing connections.
     pub weight: u32,
     /// The number of connections at which the destination stops getting new connections. 0 means no
     /// limit.

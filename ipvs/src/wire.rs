@@ -161,8 +161,8 @@ fn put_service(request: Request, id: ServiceId, fill: impl FnOnce(Request) -> Re
 
 fn put_whole_service(request: Request, service: &Service) -> Request {
     let flags = service_flags(service).to_ne_bytes();
-    // The second half of `struct ip_vs_flags` is the mask of flags to set. The kernel controls
-    // HASHED itself.
+    // The second half of `struct ip_vs_flags` is the mask of flags to set. Only the kernel sets or
+    // clears HASHED.
     let mask = (!flag::HASHED).to_ne_bytes();
     let (timeout_seconds, netmask) = match service.persistence {
         Some(persistence) => (persistence.timeout_seconds, persistence.netmask),

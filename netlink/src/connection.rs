@@ -1,4 +1,4 @@
-//! A socket with its buffers. It executes lists, queries and batches of changes.
+//! A socket with its buffers, for lists, queries and batches of changes.
 
 use std::{io, ops::ControlFlow};
 
@@ -16,7 +16,7 @@ pub const BATCH_REQUESTS: usize = 128;
 /// send into contiguous memory.
 pub const BATCH_BYTES: usize = 64 * 1024;
 
-/// The maximum capacity in bytes of the request buffer that is kept between sends.
+/// The maximum capacity in bytes of the request buffer between sends.
 const KEPT_BYTES: usize = 64 * 1024;
 
 /// The maximum number of attempts for a list that the kernel interrupts.
@@ -123,7 +123,7 @@ impl Connection {
     /// to `each` until the kernel acknowledges the request.
     ///
     /// # Errors
-    /// The kernel rejects the request, or the result is unknown.
+    /// The kernel rejects the request, or the answer is lost, so the result is unknown.
     pub fn ask(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<(), NetlinkError> {
         let sequence = self.reserve(1);
         self.socket.send(&request.acknowledged().finish(sequence)?).map_err(NetlinkError::Send)?;
@@ -142,8 +142,8 @@ impl Connection {
     /// Sends requests, many in one send ([`BATCH_REQUESTS`], [`BATCH_BYTES`]), and waits until the
     /// kernel has executed them in order. `refused` receives the index of each request that the
     /// kernel rejects. The kernel executes the other requests. Only the last request of each send
-    /// asks for an acknowledgement, because the kernel reports rejections anyway and one
-    /// acknowledgement per request is expensive. Requests for lists are not allowed.
+    /// requires an acknowledgement: the kernel reports rejections in any case, and an
+    /// acknowledgement for each request would be expensive. Requests for lists are not allowed.
     ///
     /// # Errors
     /// The kernel may have executed none, some or all of the requests.
@@ -174,7 +174,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends requests in one send of any length. The request with the index `acknowledged` asks for
+    /// Sends requests in one send of any length. The request with the index `acknowledged` requires
     /// an acknowledgement.
     pub(super) fn send_together<'a>(
         &mut self,

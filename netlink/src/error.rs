@@ -21,15 +21,15 @@ pub enum NetlinkError {
     /// The answer has an unexpected format.
     #[error("the kernel's netlink answer is malformed: {0}")]
     Malformed(#[from] Malformed),
-    /// An attribute of the request is longer than 65,535 bytes. The batch with this request was not
-    /// sent.
+    /// An attribute of the request, with its header, is longer than 65,535 bytes. The batch with
+    /// this request was not sent.
     #[error("a netlink request is too long: an attribute holds 65,531 bytes at most")]
     RequestTooLong,
 }
 
 impl NetlinkError {
-    /// Whether a retry of the same request may succeed at once, because answers were lost or late,
-    /// or because the kernel was interrupted or busy.
+    /// Returns whether a retry of the same request may succeed at once: answers were lost or late,
+    /// or the kernel was interrupted or busy.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         let code = match self {

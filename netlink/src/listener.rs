@@ -22,11 +22,12 @@ pub struct Notification<'a> {
 /// The result of one read of a [`Listener`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Heard {
-    /// No notification was available. Wait until the descriptor is readable.
+    /// No notification was available. The caller must wait until the descriptor is readable.
     Nothing,
-    /// At least one notification was passed to the caller. More may be available.
+    /// At least one notification was passed to the caller. More notifications may be available.
     Notifications,
-    /// The receive buffer overflowed and notifications were lost. List the state again.
+    /// The receive buffer overflowed and notifications were lost. The caller must list the state
+    /// again.
     Lost,
 }
 

@@ -28,7 +28,7 @@ const ERROR_OFFSET: u16 = 2;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     bytes: Vec<u8>,
-    /// Whether an attribute was longer than its 16-bit length field allows.
+    /// True if an attribute was longer than its 16-bit length field allows.
     is_too_long: bool,
 }
 

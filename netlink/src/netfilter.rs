@@ -31,18 +31,18 @@ fn batch_limit(kind: u16, subsystem: libc::c_int) -> Request {
 }
 
 /// Executes requests of one subsystem as one transaction in one send. The kernel executes either
-/// all requests or none. With a `generation`, the kernel rejects the transaction with `ERESTART`
-/// unless `generation` is the current generation.
+/// all requests or none. If `generation` is set and is not the current generation, the kernel
+/// rejects the transaction with `ERESTART`.
 ///
 /// `refused` receives each rejection with the index of the request, or without an index if the
-/// kernel rejects the transaction as a whole. If there is any rejection, the kernel changed
-/// nothing. The kernel also checks the requests after a rejected request, so there may be several
+/// kernel rejects the transaction as a whole. After any rejection, the kernel has changed nothing.
+/// The kernel also checks the requests after a rejected request, so `refused` may receive several
 /// rejections. The first rejection shows the cause. Errors that the kernel detects only at the end
 /// of the transaction are reported for the first request.
 ///
 /// # Errors
-/// If `refused` received a rejection, the kernel changed nothing. Otherwise it is unknown whether
-/// the kernel executed the transaction.
+/// If `refused` received a rejection, the kernel changed nothing. If not, it is unknown whether the
+/// kernel executed the transaction.
 pub fn transact(
     connection: &mut Connection,
     subsystem: libc::c_int,

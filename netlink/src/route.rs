@@ -1,5 +1,5 @@
-//! Links and addresses (`linux/rtnetlink.h`, `if_link.h`, `if_addr.h`). A service proxy uses them
-//! to make Service addresses local to the node.
+//! Links and addresses (`linux/rtnetlink.h`, `if_link.h`, `if_addr.h`). A service proxy adds
+//! Service addresses to a link, so that they are addresses of the node.
 //!
 //! The more addresses the node has, the longer it takes to add or remove an address. Removals of
 //! IPv6 addresses are the slowest.
@@ -53,7 +53,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// Whether the link is up (`IFF_UP`).
+    /// Returns whether the link is up (`IFF_UP`).
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.flags & libc::IFF_UP.cast_unsigned() != 0
@@ -82,7 +82,7 @@ pub enum Event {
         /// The interface name.
         name: String,
     },
-    /// A link with this index was removed. Events about the removal of its addresses came before.
+    /// A link with this index was removed. Earlier events reported the removal of its addresses.
     RemovedLink(u32),
     /// An address was added or changed.
     Address(LinkAddress),

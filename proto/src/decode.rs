@@ -55,7 +55,7 @@ struct Tables {
 }
 
 impl Decoder {
-    /// Enables references. They belong to the epoch of `referrer` and refer to the contents of
+    /// Enables references, which belong to the epoch of `referrer` and refer to the contents of
     /// `referable`. Before this call, messages must not contain references.
     pub fn refer_to(&mut self, referrer: Referrer, referable: Referable) {
         self.known.replace(referrer, referable);
@@ -67,8 +67,8 @@ impl Decoder {
         self.known.clear();
     }
 
-    /// Whether so many targets were learned from messages that the caller should call
-    /// [`Decoder::refer_to`] with the present contents of its state.
+    /// Returns true if the decoder has learned so many targets from messages that the caller should
+    /// call [`Decoder::refer_to`] with the present contents of its state.
     #[must_use]
     pub fn has_learned_much(&self) -> bool {
         self.known.has_learned_much()
@@ -400,8 +400,8 @@ pub fn node_from_wire(wire: &v1::Node) -> Result<Node, v1::Rejection> {
     })
 }
 
-/// Converts digests from a `Hello`. Returns `None` unless there is exactly one sum and one count
-/// per bucket.
+/// Converts digests from a `Hello`. Returns `None` if the numbers of sums and of counts do not both
+/// equal the number of buckets.
 #[must_use]
 pub fn digests_from_wire(wire: &v1::BucketDigests) -> Option<Digests> {
     if wire.sums.len() != 16 * BUCKETS || wire.counts.len() != BUCKETS {
@@ -421,9 +421,9 @@ fn checked_key(namespace: &str, name: &str) -> Checked<ServiceKey> {
     Ok(ServiceKey::new(namespace, name))
 }
 
-/// Rejects names with other characters than letters, digits, '-', '.' and '_', because names become
-/// part of rules. The Kubernetes API rejects such names too (RFC 1123 labels and subdomains), but
-/// the receiver does not rely on the sender.
+/// Rejects names that contain a character other than a letter, a digit, '-', '.' or '_', because
+/// names become part of rules. The Kubernetes API rejects such names too (RFC 1123 labels and
+/// subdomains), but this check does not rely on the sender.
 fn check_name(name: &str, field: &str) -> Checked<()> {
     let is_name = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
     if name.is_empty() || name.len() > 253 || !name.bytes().all(is_name) {

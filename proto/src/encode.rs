@@ -115,8 +115,8 @@ impl ChangesBuilder {
         self.resources
     }
 
-    /// An upper estimate of the encoded size in bytes. Callers use it to limit the size of
-    /// messages.
+    /// An upper estimate of the encoded size in bytes. Callers use this estimate to limit the size
+    /// of messages.
     #[must_use]
     pub fn estimated_bytes(&self) -> usize {
         self.estimated_bytes
@@ -125,7 +125,8 @@ impl ChangesBuilder {
     /// Finishes the message.
     #[must_use]
     pub fn finish(mut self) -> v1::Changes {
-        // Complete values follow the references. The number of references is final only now.
+        // In the finished tables, complete values follow the references. The number of references
+        // is known only when the message is complete.
         let count = |known: usize| u32::try_from(known).unwrap_or(u32::MAX);
         let port_lists = count(self.changes.known_port_lists.len());
         let placements = count(self.changes.known_placements.len());

@@ -43,7 +43,8 @@ type Table<T> = HashMap<u32, Option<T>>;
 /// The known targets of references.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
-    /// Without a referrer, messages must not contain references, and nothing is learned.
+    /// `None` before the first [`Known::replace`]: messages must not contain references, and no
+    /// targets are learned.
     referrer: Option<Referrer>,
     services: Table<Arc<ServiceKey>>,
     placements: Table<Arc<Placement>>,
@@ -109,8 +110,8 @@ impl Known {
         self.services.len() + self.placements.len() + self.ports.len()
     }
 
-    /// Whether a [`Known::replace`] is due. Removed targets stay in the tables until then, and may
-    /// outnumber the held targets.
+    /// Returns true if a [`Known::replace`] is due. Targets of removed resources stay in the tables
+    /// until the next [`Known::replace`], and may outnumber the targets in the state.
     pub(crate) fn has_learned_much(&self) -> bool {
         self.len() > 2 * self.held + LEARNED_MUCH
     }
@@ -139,7 +140,7 @@ impl Known {
     }
 
     /// Learns a list of ports and the placements of its ports. Unusable lists are learned too,
-    /// because the replica holds them and may refer to them.
+    /// because the replica holds these lists and may refer to them.
     pub(crate) fn learn_ports(&mut self, list: &PortList) {
         let Some(referrer) = self.referrer else { return };
         let reference = match list {

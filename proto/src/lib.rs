@@ -58,8 +58,8 @@ fn kind_name<S: serde::Serializer>(kind: &i32, serializer: S) -> Result<S::Ok, S
 }
 
 impl v1::Batch {
-    /// The version that the receiver must have before it applies the batch. `None` if the batch
-    /// violates the contract because it follows no version.
+    /// The version that the receiver must have before it applies the batch. `None` for a batch with
+    /// version 0 and without `follows_version`, which violates the contract.
     #[must_use]
     pub fn follows(&self) -> Option<u64> {
         self.follows_version.or_else(|| self.version.checked_sub(1))

@@ -88,7 +88,8 @@ proptest! {
         let (mut builder, mut wanted) = (ChangesBuilder::default(), Vec::new());
         for (mut endpoint, known) in sent {
             let mut references = References::default();
-            // The endpoint shares port list and placement with an endpoint that the receiver holds.
+            // The endpoint has the port list and the placement of an endpoint that the receiver
+            // holds.
             if let Some(known) = known.filter(|_| !held.is_empty()).map(|index| held[index.index(held.len())]) {
                 (endpoint.ports, endpoint.placement) = (Arc::clone(&known.ports), Arc::clone(&known.placement));
                 references.ports = Some(referrer.ports(&known.ports));
@@ -106,7 +107,7 @@ proptest! {
         prop_assert_eq!(got.iter().map(hash).collect::<Vec<_>>(), wanted.iter().map(hash).collect::<Vec<_>>());
     }
 
-    /// Properties of ports are part of digests and references.
+    /// Digests and references depend on the properties of ports.
     #[test]
     fn endpoints_that_differ_have_different_hashes(one in any_endpoint(), ports in any_ports()) {
         let other = Endpoint { ports, ..one.clone() };

@@ -164,8 +164,8 @@ impl Files {
         Ok(Material { own: Arc::new(own), authorities, validity, authorities_not_after })
     }
 
-    /// Reads the authorities. Leaves out expired authorities, because rustls would still trust
-    /// them.
+    /// Reads the authorities. Leaves out expired authorities, because rustls would trust an expired
+    /// authority.
     fn authorities(&self, pem: &[u8], now: SystemTime) -> Result<(RootCertStore, SystemTime), FileError> {
         let (option, file) = (self.side.ca_option(), &self.ca);
         let mut roots = RootCertStore::empty();

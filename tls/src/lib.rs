@@ -1,9 +1,9 @@
 //! TLS for both sides of a Headgate connection. Certificates, keys and authorities come from PEM
 //! files that may change while a program runs. Errors name the fault and the remedy.
 //!
-//! [`Files`] names the three files. [`Reloader`] builds a rustls configuration from them, and
-//! builds a new configuration after the files change. [`explain`] describes why a handshake failed
-//! and what to do. [`speaks_tls`] detects that a server at an http:// URL uses TLS.
+//! [`Files`] names the three files. [`Reloader`] builds a rustls configuration from the files, and
+//! builds a new configuration after the files change. [`explain`] returns the reason for a failed
+//! handshake and the remedy. [`speaks_tls`] detects that a server at an http:// URL uses TLS.
 
 mod explain;
 mod files;

@@ -1,4 +1,4 @@
-//! TLS configurations that are built again when their files change.
+//! TLS configurations that are rebuilt after their files change.
 
 use std::{fmt, sync::Arc, time::SystemTime};
 
@@ -48,10 +48,10 @@ impl<C> Reloader<C> {
         &self.files
     }
 
-    /// Reads the files. If their contents have not changed and this side's certificate has not
+    /// Reads the files. If the contents have not changed and this side's certificate has not
     /// expired, returns the previous configuration (`Arc::ptr_eq`) with its session cache and
-    /// ticket keys. Otherwise returns a new configuration with a new session cache and new ticket
-    /// keys. Blocks while reading.
+    /// ticket keys. Otherwise checks the files and returns a new configuration with a new session
+    /// cache and new ticket keys. Blocks while reading.
     ///
     /// # Errors
     ///

@@ -13,16 +13,17 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 /// The first byte of a TLS alert (RFC 8446, 5.1).
 const ALERT: u8 = 21;
 
-/// Whether a handshake failed because the other side does not speak TLS.
+/// Returns whether a handshake failed because the other side does not use TLS.
 #[must_use]
 pub fn is_not_tls(error: &io::Error) -> bool {
     let error = error.get_ref().and_then(|error| error.downcast_ref::<Error>());
     matches!(error, Some(Error::InvalidMessage(_)))
 }
 
-/// Whether the server speaks TLS: it answers a plaintext request with a TLS alert. Use this to
-/// explain a URL with http:// that should be https://, because HTTP/2 clients do not report the
-/// alert reliably. Blocks the thread for up to a few seconds. Returns false if no server answers.
+/// Returns whether the server uses TLS: a TLS server answers a plaintext request with a TLS alert.
+/// Returns false if no server answers. Callers use this function to explain an error of an http://
+/// URL that should be https://, because HTTP/2 clients do not report the alert reliably. Blocks the
+/// thread for up to a few seconds.
 #[must_use]
 pub fn speaks_tls(address: impl ToSocketAddrs) -> bool {
     let ask = |address| -> io::Result<u8> {

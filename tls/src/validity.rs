@@ -25,7 +25,7 @@ impl Validity {
         Self { not_before: at(validity.not_before), not_after: at(validity.not_after) }
     }
 
-    /// Whether the last valid second is over.
+    /// Returns whether the last valid second is over.
     #[must_use]
     pub fn has_expired(&self, now: SystemTime) -> bool {
         now.duration_since(self.not_after).is_ok_and(|since| since >= Duration::from_secs(1))

@@ -1,5 +1,5 @@
-//! Files that are written together. All contents are prepared and checked first. Then each file is
-//! written and renamed to its final path.
+//! Files that are written together. [`Folder`] first collects and checks all contents. It then
+//! writes each file under a temporary name and renames the file to its final path.
 
 use std::{
     fs::{self, DirBuilder, OpenOptions},
