@@ -180,7 +180,7 @@ enum Expected {
     Stable,
     /// The list must have this number of elements.
     Count(usize),
-    /// Two successive lists must be equal.
+    /// Two successive lists must have equal keys.
     Unknown,
 }
 

@@ -197,7 +197,7 @@ pub(crate) fn flush_set(of: &TableName, name: &str) -> Request {
     elements_request(message::DELETE_ELEMENTS, 0, of, &name.into())
 }
 
-/// Divides elements among messages. Each message holds as many elements as fit.
+/// Divides elements among messages with about [`ELEMENT_BYTES`] of elements each.
 fn elements(
     command: u8,
     flags: u16,

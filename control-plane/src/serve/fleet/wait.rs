@@ -198,8 +198,8 @@ impl Waiter {
         let Some((version, nodes)) = &self.target else { return progress };
         let rejections = progressed.rejections(|rejection| self.concerns(&rejection.resource));
         if !rejections.is_empty() {
-            // All agents are looked at only if an agent rejects the Service or the endpoint, which
-            // is rare.
+            // All agents are listed only if an agent rejects the Service or the endpoint, which is
+            // rare.
             let all = self.fleet.all();
             let has = |node: &str| {
                 all.binary_search_by(|agent| (*agent.node).cmp(node))

@@ -144,7 +144,7 @@ struct Applier {
     /// The position of the last bookmark of each kind. A list or a change that arrives later
     /// removes the position.
     bookmarks: BTreeMap<SourceKind, u64>,
-    /// When the oldest update arrived that is not committed yet.
+    /// When the oldest uncommitted list or change arrived; `None` if there is no such update.
     received: Option<SystemTime>,
     unlisted: BTreeSet<ObjectKind>,
     is_synced: bool,

@@ -88,8 +88,8 @@ pub(super) struct Decision {
 }
 
 impl Decision {
-    /// Returns how many agents to ask to move, at most [`MAX_PER_STEP`]. `view` is `None` if there
-    /// is no other replica, or if the replica does not follow its source.
+    /// Returns how many agents to ask to move, at most [`MAX_PER_STEP`]. Returns 0 if requests are
+    /// futile. `view` is `None` if the replica has no [`Band`].
     pub(super) fn step(&mut self, view: Option<View>, now: Instant) -> usize {
         let Some(view) = view.filter(|view| !view.is_futile()) else {
             *self = Self::default();
@@ -106,7 +106,7 @@ impl Decision {
         if self.is_moving { MAX_PER_STEP.min(view.agents - band.target) } else { 0 }
     }
 
-    /// Returns true from the first agent that is asked to move until the target is reached.
+    /// Returns true if the last step decided to ask agents to move.
     pub(super) fn is_moving(&self) -> bool {
         self.is_moving
     }

@@ -57,8 +57,8 @@ impl Balance {
     fn step(&mut self, fleet: &Fleet, now: Instant) {
         let band = self.band(fleet);
         fleet.context.metrics.set_balance(self.replicas.unwrap_or(0), band.map_or(0, |band| band.limit));
-        // Looking at each agent is expensive. So a replica looks at its agents only while it is
-        // above its limit or moves agents.
+        // A list of all agents is expensive. So a replica makes the list only while it is above its
+        // limit or asks agents to move.
         let is_busy = self.decision.is_moving() || band.is_some_and(|band| fleet.len() > band.limit);
         let agents: HashMap<Arc<str>, Arc<Agent>> = if is_busy { known_agents(fleet) } else { HashMap::new() };
         let (may_be_asked, view) = self.memory.view(band, agents.keys().cloned().collect(), now);
