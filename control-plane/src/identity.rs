@@ -49,7 +49,7 @@ pub enum Identity {
     Unusable(Arc<str>),
 }
 
-/// The peer of a connection. The extensions of every request contain it.
+/// The peer of a connection. The extensions of every request contain the peer.
 #[derive(Debug, Clone)]
 pub struct Peer {
     /// Remote address.

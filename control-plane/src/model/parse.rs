@@ -35,7 +35,7 @@ pub(super) fn specified_address(text: &str) -> Result<IpAddr, String> {
 ///
 /// # Errors
 /// The errors of [`address`], and an error for unspecified, loopback, multicast, link-local and
-/// broadcast addresses, which the API's validation of endpoints also refuses.
+/// broadcast addresses.
 pub(super) fn routable_address(text: &str) -> Result<IpAddr, String> {
     let address = address(text)?;
     let class = match address {

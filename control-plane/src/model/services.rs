@@ -159,8 +159,8 @@ fn read_external_addresses(
     }
     match source_ranges(spec, findings) {
         Some(ranges) => service.load_balancer_source_ranges = ranges,
-        // If a range cannot be read, it is unknown which clients to allow. So the load balancer's
-        // addresses are not served until the range is corrected.
+        // If a range cannot be read, it is unknown which clients to allow. So this version of the
+        // Service has no load balancer addresses.
         None => load_balancer_ips.clear(),
     }
     service.external_ips = external_ips;

@@ -127,7 +127,7 @@ impl Notices {
     pub(super) fn take(&mut self, now: Instant) -> Option<Look> {
         if self.everywhere.is_some_and(|unrest| unrest.due() <= now) {
             self.everywhere = None;
-            // Files that are being written are read when they are closed.
+            // Files that are being written are read later, at the latest after [`LONGEST_WRITING`].
             self.files.retain(|_, unrest| unrest.is_being_written);
             return Some(Look::Everywhere);
         }

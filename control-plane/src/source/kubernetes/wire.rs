@@ -138,7 +138,7 @@ fn required_items<'de: 'a, 'a, D: Deserializer<'de>>(deserializer: D) -> Result<
 /// Decodes one page of a list.
 ///
 /// # Errors
-/// A description, if the text is not a list, or an item has no name.
+/// A description, if the text is not a list, or an item has no name, namespace or resourceVersion.
 pub(super) fn page(kind: ObjectKind, text: &[u8]) -> Result<Page, String> {
     let raw: RawPage<'_> = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     if raw.metadata.resource_version.is_empty() {

@@ -76,7 +76,7 @@ struct Frame {
     /// The number of bytes of padding; known once `has_padding_length` is true.
     padding: u32,
     has_padding_length: bool,
-    /// The last bytes of payload, for frames with fields of fixed size.
+    /// The bytes of the current field that have arrived, for frames with fields of fixed size.
     fields: [u8; 8],
     field_bytes: u8,
 }
@@ -230,7 +230,7 @@ impl Input {
         take: &mut impl FnMut(Event<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         let left = frame.left;
-        // `payload` is never longer than the rest of the frame.
+        // `payload` has at most `left` bytes.
         frame.left -= u32::try_from(payload.len()).unwrap_or(left);
         match frame.header.kind {
             kind::DATA => self.feed_data(frame, left, payload, take),
