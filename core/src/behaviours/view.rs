@@ -71,7 +71,7 @@ pub struct ServicePortView {
     pub external_traffic_policy: TrafficPolicy,
     /// Timeout of ClientIP affinity in seconds; `None` for no affinity.
     pub affinity_timeout_seconds: Option<u32>,
-    /// The algorithm that the Service asks for; `None` for the default of the dataplane.
+    /// The algorithm that the Service selects; `None` for the default of the dataplane.
     pub load_balancing: Option<LoadBalancing>,
     /// Endpoints for Cluster policy.
     pub cluster_endpoints: Vec<Destination>,

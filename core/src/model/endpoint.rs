@@ -72,8 +72,9 @@ pub struct Hints {
     pub nodes: Vec<Arc<str>>,
 }
 
-/// How many connections an endpoint gets, in proportion to the weights of the other endpoints of a
-/// service port: 1 to 100. Annotation `headgate.io/weights` of the EndpointSlice; 1 without it.
+/// The weight of an endpoint, 1 to 100. The share of an endpoint in the connections to a service
+/// port is its weight, divided by the sum of all weights. The annotation `headgate.io/weights` of
+/// the EndpointSlice sets the weight. Without the annotation, the weight is 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Weight(u8);
 

@@ -1,22 +1,24 @@
-//! Load balancing: how a node chooses an endpoint for a new connection.
+//! Load balancing: the algorithms by which a node chooses an endpoint for a new connection.
 //!
-//! A Service asks for an algorithm with the annotation `headgate.io/load-balancing`, and an
-//! EndpointSlice gives weights with `headgate.io/weights`. Each dataplane supports some of the
-//! algorithms; for the others it uses its default and reports this ([`Demand`](crate::Demand)).
+//! The annotation `headgate.io/load-balancing` of a Service selects an algorithm, and the
+//! annotation `headgate.io/weights` of an EndpointSlice sets weights. Each dataplane supports some
+//! of the algorithms. In place of an algorithm that it does not support, a dataplane uses its
+//! default and reports this ([`Demand`](crate::Demand)).
 
 use std::fmt;
 
 /// An algorithm that chooses endpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum LoadBalancing {
-    /// At random.
+    /// Selects an endpoint at random.
     Random,
-    /// In turn.
+    /// Selects the endpoints in turn.
     RoundRobin,
-    /// The endpoint with the fewest connections of this node.
+    /// Selects the endpoint with the fewest connections from this node.
     LeastConnections,
-    /// By a hash of the client's address. All nodes choose the same endpoint for a client. When an
-    /// endpoint disappears, only few clients of the other endpoints change their endpoint.
+    /// Selects an endpoint by a hash of the client's address. All nodes select the same endpoint
+    /// for a client. When an endpoint is removed, only few clients of the other endpoints change
+    /// their endpoint.
     ConsistentHash,
 }
 

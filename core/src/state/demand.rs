@@ -12,13 +12,13 @@ pub struct FamilyDemand {
     pub with_node_ports: usize,
     /// Services of the family that have an SCTP port.
     pub with_sctp: usize,
-    /// Services of the family that ask for each algorithm of [`LoadBalancing::ALL`]. The last
-    /// number counts Services that ask for an unknown algorithm.
+    /// Services of the family that select each algorithm of [`LoadBalancing::ALL`]. The last number
+    /// counts Services that select an unknown algorithm.
     load_balancing: [usize; LoadBalancing::ALL.len() + 1],
 }
 
 impl FamilyDemand {
-    /// Returns the number of Services that ask for an algorithm; `None` stands for all algorithms
+    /// Returns the number of Services that select an algorithm; `None` stands for all algorithms
     /// that this program does not know.
     #[must_use]
     pub fn with_load_balancing(&self, algorithm: Option<LoadBalancing>) -> usize {

@@ -63,8 +63,9 @@ impl IpvsConfig {
 
     /// Returns the settings of the virtual servers of a service, without session affinity, and the
     /// problem if the service gets the default scheduler instead of the requested scheduler. The
-    /// annotation for IPVS takes precedence over the annotation for all modes. With neither, the
-    /// default scheduler applies, or its weighted form if endpoints have different weights.
+    /// annotation for IPVS takes precedence over the annotation for all modes. Without both
+    /// annotations, the service gets the default scheduler, or the weighted form of the default
+    /// scheduler if `has_weights` is true.
     #[must_use]
     pub fn settings_for(&self, service: &Service, has_weights: bool) -> (Settings, Option<Problem>) {
         let algorithm = LoadBalancing::parse(&service.load_balancing).and_then(Scheduler::of);

@@ -42,7 +42,7 @@ impl fmt::Display for ServerKey {
 pub struct Settings {
     /// Scheduler.
     pub scheduler: Scheduler,
-    /// The scheduler hashes the source port too (flag `mh-port`). Only for `mh`.
+    /// The scheduler also hashes the source port (flag `mh-port`). Only `mh` uses this flag.
     pub hashes_source_port: bool,
     /// How long a client stays with its destination, in seconds (flag `persistent`, with the
     /// netmask of a single host). `None` for no session affinity.

@@ -88,8 +88,9 @@ impl Scheduler {
         Self::ALL.into_iter().find(|scheduler| scheduler.as_str() == name)
     }
 
-    /// Returns the scheduler for an algorithm; `None` if IPVS has no such scheduler. The schedulers
-    /// observe weights. Consistent hashing uses `mh` on the client's address alone.
+    /// Returns the scheduler for an algorithm, or `None` if IPVS has no such scheduler. All
+    /// returned schedulers observe weights. For consistent hashing, `mh` must hash only the
+    /// client's address.
     #[must_use]
     pub fn of(algorithm: LoadBalancing) -> Option<Self> {
         match algorithm {
@@ -100,8 +101,8 @@ impl Scheduler {
         }
     }
 
-    /// Returns the scheduler that differs from this one only in that it observes weights. Returns
-    /// the scheduler itself if there is none.
+    /// Returns the weighted form of this scheduler, or the scheduler itself if it has no weighted
+    /// form.
     #[must_use]
     pub fn weighted(self) -> Self {
         match self {

@@ -167,9 +167,9 @@ impl<'a> PortRules<'a> {
     }
 
     /// Renders a chain that distributes connections over endpoints. With session affinity, known
-    /// clients keep their endpoint. For other clients, the rule of an endpoint matches with the
-    /// weight of this endpoint, divided by the sum of the weights from this endpoint on. Without
-    /// weights, the probabilities are 1/n, 1/(n − 1), ….
+    /// clients keep their endpoint. For other clients, the rule of an endpoint matches at random.
+    /// The probability is the weight of this endpoint, divided by the sum of its weight and the
+    /// weights of all later endpoints. With equal weights, the probabilities are 1/n, 1/(n − 1), ….
     pub(in crate::dataplane) fn policy_chain(
         &self,
         chain: ChainName,
