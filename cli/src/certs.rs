@@ -102,7 +102,8 @@ pub struct Made {
     files: Vec<PathBuf>,
 }
 
-/// Creates the requested certificates. If any of them cannot be created, no file is written.
+/// Creates the requested certificates. If one certificate cannot be created, the function writes no
+/// file.
 pub fn make(args: &CertsArgs) -> Result<Made, CertsError> {
     check(args)?;
     let now = SystemTime::now();

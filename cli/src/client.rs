@@ -70,8 +70,8 @@ pub(crate) fn silent(server: &str) -> ConnectError {
     }
 }
 
-/// The URLs of all replicas that `servers` name, each with the TLS options to use. A host name that
-/// resolves to several addresses stands for one replica per address. The URLs of such replicas
+/// The URLs of all replicas that `servers` name, each with the TLS options to use. If a host name
+/// resolves to several addresses, each address counts as one replica. The URLs of such replicas
 /// contain addresses, and `tls_server_name` is the name that their certificates must contain.
 pub async fn replicas(servers: &[String], tls: &TlsArgs) -> Result<Vec<(String, TlsArgs)>, ConnectError> {
     let mut replicas = Vec::new();

@@ -1,6 +1,6 @@
 //! IPVS on a kernel that rejects some objects of services. All other objects are always programmed,
-//! the ledger knows exactly which objects are missing, and a retry programs them as soon as the
-//! kernel accepts them.
+//! and the ledger records exactly the missing objects. A retry programs the missing objects as soon
+//! as the kernel accepts them.
 #![allow(clippy::unwrap_used)]
 
 use std::{collections::BTreeSet, net::SocketAddr};

@@ -105,8 +105,8 @@ impl IpSets {
         Ok(Self { connection, protocol: most.min(PROTOCOL), revisions: HashMap::new() })
     }
 
-    /// The revision in which new sets of a type are created. The crate asks the kernel once per
-    /// type and family.
+    /// The revision in which new sets of a type are created. The crate queries the kernel once for
+    /// each type and family.
     ///
     /// # Errors
     /// [`IpSetError::MissingType`] if the kernel does not have the type.

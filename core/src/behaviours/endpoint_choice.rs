@@ -6,9 +6,9 @@
 //!
 //! 1. The Cluster set contains the ready endpoints that the [topology](crate::behaviours::topology)
 //!    admits. If no such endpoint exists, the set contains all serving and terminating endpoints
-//!    (KEP-1669), whatever the topology.
-//! 2. The Local set contains the ready endpoints on this node, whatever the topology. If no such
-//!    endpoint exists, the set contains the serving and terminating endpoints on this node.
+//!    (KEP-1669), independent of the topology.
+//! 2. The Local set contains the ready endpoints on this node, independent of the topology. If no
+//!    such endpoint exists, the set contains the serving and terminating endpoints on this node.
 //! 3. All other endpoints are in no set.
 
 use std::net::{IpAddr, SocketAddr};

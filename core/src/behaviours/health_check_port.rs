@@ -3,9 +3,9 @@
 //!
 //! A service with `externalTrafficPolicy: Local` and type `LoadBalancer` has a health-check node
 //! port. The node answers requests to this port with the number of addresses that have a ready port
-//! on this node. Terminating endpoints do not count, even while they get traffic, so that the load
-//! balancer switches to other nodes before the endpoints stop. Each family has a separate count.
-//! The family of the request selects the count.
+//! on this node. Terminating endpoints do not count, even while they receive traffic, so that the
+//! load balancer switches to other nodes before the endpoints stop. Each family has a separate
+//! count. The family of the request selects the count.
 
 use crate::{
     model::{Family, PortState, ServiceKey},

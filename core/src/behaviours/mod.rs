@@ -1,7 +1,7 @@
 //! The behaviours of Kubernetes Services that every dataplane implements, one per file.
 //!
-//! [`view`] combines them. From the shared state and the node's [facts](crate::NodeFacts) it
-//! computes what one node does for one service port in one IP family.
+//! [`view`] combines these behaviours. From the shared state and the [facts](crate::NodeFacts)
+//! about a node, it computes the behaviour of this node for one service port in one IP family.
 
 pub mod conntrack;
 pub mod endpoint_choice;

@@ -8,7 +8,7 @@ const MAX_BYTES: usize = 253;
 ///
 /// # Errors
 ///
-/// Returns a sentence that says what is wrong with the name and which names are allowed.
+/// Returns a sentence with the fault of the name and the names that are allowed.
 pub fn check_subdomain(name: &str) -> Result<(), String> {
     let is_label = |label: &str| {
         let is_allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';

@@ -63,7 +63,7 @@ pub enum NodeState {
     /// The node's last attempt to program its kernel failed, or the node rejects a resource.
     Failing,
     /// The node has acknowledged nothing on its stream, or the replica's source is unlisted. The
-    /// kernel may hold rules from an earlier stream, but the replica does not know them.
+    /// kernel may hold rules from an earlier stream, which the replica cannot confirm.
     Waiting,
     /// The replica's source is cut off.
     CutOff,

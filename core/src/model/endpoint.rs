@@ -31,10 +31,10 @@ impl Conditions {
 
 /// One named port of an endpoint.
 ///
-/// An EndpointSlice gives conditions and placement of an address for the ports in that slice. Two
-/// ports of one address may come from different slices, so their conditions and placements may
-/// differ. This is rare. A port therefore carries only values that differ from its [`Endpoint`],
-/// and endpoints share equal port lists.
+/// The conditions and the placement of an address in an EndpointSlice apply to the ports in that
+/// slice. Two ports of one address may be in different slices, so their conditions and placements
+/// may differ. Such differences are rare. A port therefore carries only values that differ from its
+/// [`Endpoint`], and endpoints share equal port lists.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct EndpointPort {
     /// The name of the [`super::ServicePort`] to which this port belongs.
@@ -224,7 +224,7 @@ mod tests {
             plain("a"),
             EndpointPort { conditions: Some(not_ready), ..plain("b") },
             EndpointPort { placement: Some(Arc::clone(&elsewhere)), ..plain("c") },
-            // This port carries the conditions that the endpoint has anyway.
+            // This port carries conditions that are equal to the conditions of the endpoint.
             EndpointPort { conditions: Some(Conditions::READY), ..plain("d") },
             EndpointPort { conditions: Some(not_ready), placement: Some(Arc::default()), ..plain("e") },
         ]);

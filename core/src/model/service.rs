@@ -113,7 +113,7 @@ pub struct Service {
     /// Annotation `headgate.io/scheduler`; empty for the cluster's default.
     pub scheduler: CompactString,
     /// Annotation `headgate.io/health-check`: `tcp`, or empty for no checks. An agent makes no
-    /// checks if it does not know the value.
+    /// checks for an unknown value.
     pub health_check: CompactString,
     /// Annotation `headgate.io/health-check-interval`: time between two checks of an endpoint in
     /// milliseconds, 0 for the agent's default.

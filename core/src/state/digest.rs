@@ -194,8 +194,8 @@ impl Form {
         self.text(&key.name);
     }
 
-    /// Adds a list of ports. Bits 16 and 17 of the port number say whether the port carries
-    /// conditions and a placement.
+    /// Adds a list of ports. Bits 16 and 17 of the port number are set if the port carries
+    /// conditions and a placement, respectively.
     pub(crate) fn ports(&mut self, ports: &[EndpointPort]) {
         self.number(ports.len() as u64);
         for port in ports {

@@ -2,10 +2,11 @@
 //! the key of a service or the placement of an endpoint.
 //!
 //! A reference is the first 4 bytes of SHA-256 over the replica's epoch and the value, in the
-//! canonical form of [`crate::state::digest`]. The epoch is random, so nobody can choose names in
-//! advance that collide. Collisions are still possible: every node knows the epoch, and 4 bytes can
-//! collide by chance. If two values in the sender's state have the same reference, the sender never
-//! uses that reference again. The receiver resolves a reference to the value that it received last.
+//! canonical form of [`crate::state::digest`]. The epoch is random, so nobody can choose names that
+//! collide before the epoch begins. Collisions are still possible, because every node receives the
+//! epoch, and because 4 bytes can collide by chance. If two values in the sender's state have the
+//! same reference, the sender never uses that reference again. The receiver resolves a reference to
+//! the value that it received last.
 
 use std::{collections::HashSet, sync::Arc};
 
@@ -21,8 +22,8 @@ pub struct Referrer {
     epoch: u64,
 }
 
-/// A port of an endpoint, with the numbers that the gRPC message contains. This program may not
-/// know the meaning of a number that a newer program sent: see [`Referrer::numbered_ports`].
+/// A port of an endpoint, with the numbers that the gRPC message contains. A newer program may send
+/// a number whose meaning this program does not know, see [`Referrer::numbered_ports`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NumberedPort {
     /// Name of the port, as in [`EndpointPort`].
@@ -110,7 +111,8 @@ fn numbered_port(
     form.text(name);
     form.number(u64::from(protocol.cast_unsigned()) << 32 | u64::from(port));
     // The first number contains the conditions, or is 0 if the port carries no conditions. The
-    // second number says whether the port carries a placement, and whether the placement has hints.
+    // second number depends on whether the port carries a placement, and on whether the placement
+    // has hints.
     form.number(conditions.map_or(0, |bits| u64::from(bits) + 1));
     form.number(placement.map_or(0, |placement| 1 + u64::from(placement.hints.is_some())));
     if let Some(placement) = placement {

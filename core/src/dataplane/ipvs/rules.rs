@@ -1,4 +1,4 @@
-//! The iptables rules of IPVS mode, which masquerade, reject and drop packets. They match
+//! The iptables rules of IPVS mode, which masquerade, reject and drop packets. The rules match
 //! [sets](crate::dataplane::ipsets), so their number does not depend on the number of services. The
 //! [short circuit](super::short_circuit) is the exception.
 //!

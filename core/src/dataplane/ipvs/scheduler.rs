@@ -7,7 +7,7 @@ use crate::model::{LoadBalancing, Weight};
 /// A scheduler of IPVS (`net/netfilter/ipvs/ip_vs_*.c`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Scheduler {
-    /// Selects destinations in turn.
+    /// Selects each destination in turn.
     #[default]
     RoundRobin,
     /// Selects destinations in turn, in proportion to their weights.
@@ -16,7 +16,8 @@ pub enum Scheduler {
     LeastConnection,
     /// Selects the destination with the fewest connections in proportion to its weight.
     WeightedLeastConnection,
-    /// Selects one destination for each destination address, unless that destination is overloaded.
+    /// Selects one destination for each destination address, and another destination if the first
+    /// is overloaded.
     LocalityBasedLeastConnection,
     /// Like [`Self::LocalityBasedLeastConnection`], with a set of destinations for each destination
     /// address.
@@ -31,7 +32,7 @@ pub enum Scheduler {
     NeverQueue,
     /// Selects by a consistent hash of source address and port (Maglev).
     MaglevHashing,
-    /// Selects the destination with the highest weight. Headgate gives the highest weight to the
+    /// Selects the destination with the highest weight. Headgate sets the highest weight for the
     /// first destination in order of address, see [`Scheduler::weight`].
     WeightedFailover,
     /// Selects the first destination in order of address whose active connections do not exceed its

@@ -19,7 +19,7 @@ pub struct Wanted {
     /// Settings.
     pub settings: Settings,
     /// Destinations with their weights, in order of address. All virtual servers of a port and
-    /// policy share them.
+    /// policy share these destinations.
     pub destinations: Arc<[(SocketAddr, u32)]>,
     /// The element that marks the server as Headgate's.
     pub mark: (Set, Element),

@@ -2,8 +2,8 @@
 //! external Local policy.
 //!
 //! The virtual server of an address with Local policy has only endpoints on this node. Local pods
-//! and the node itself may use all endpoints, so iptables translates their packets before IPVS sees
-//! them.
+//! and the node itself may use all endpoints, so iptables translates packets of these clients
+//! before IPVS receives the packets.
 
 use crate::dataplane::rules::service::{PortRules, ServiceRules};
 

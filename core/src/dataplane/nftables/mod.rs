@@ -12,7 +12,7 @@
 //! endpoints for policy Local. The rules look up two maps:
 //!
 //! 1. [`Element::Service`]: address, protocol and port → [`Target`], the group with the number of
-//!    its endpoints. NodePorts have a map of their own. A small map contains, for each number *n*,
+//!    its endpoints. NodePorts are in a separate map. A small map contains, for each number *n*,
 //!    the chain that selects a slot between 0 and *n* - 1 at random ([`Pick`]).
 //! 2. [`Element::Endpoint`]: group and slot → address and port.
 //!

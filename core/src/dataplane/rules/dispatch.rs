@@ -3,9 +3,9 @@
 //!
 //! In the classic layout a dispatch chain is one list. In the compact layout its lines are divided
 //! into groups. Each group is a separate chain, and one rule of the dispatch chain jumps to the
-//! group. The jump matches an address prefix if the lines of the group match addresses, and a port
-//! range if they match NodePorts. The prefix length is chosen from the addresses of the cluster, so
-//! that both the number and the length of groups are small.
+//! group. The jump matches an address prefix if the lines of the group match addresses. The jump
+//! matches a port range if the lines match NodePorts. The prefix length is chosen from the
+//! addresses of the cluster, so that both the number and the length of groups are small.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},

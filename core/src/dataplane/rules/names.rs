@@ -26,7 +26,7 @@ pub const MARK_MASQ: &str = "KUBE-MARK-MASQ";
 /// `KUBE-POSTROUTING`, in nat.
 pub const POSTROUTING: &str = "KUBE-POSTROUTING";
 /// `KUBE-HAIRPIN`, in nat and filter, only in the compact layout. It matches connections of this
-/// node's endpoints to themselves: nat masquerades them, filter accepts them.
+/// node's endpoints to themselves: nat masquerades these connections, and filter accepts them.
 pub const HAIRPIN: &str = "KUBE-HAIRPIN";
 /// `KUBE-FORWARD`, in filter.
 pub const FORWARD: &str = "KUBE-FORWARD";
@@ -243,8 +243,8 @@ impl ChainName {
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         ChainKind::ALL.into_iter().find_map(|kind| {
-            // KUBE-SVC-G- begins with KUBE-SVC-. After the shorter prefix the rest contains a dash,
-            // so it cannot be decoded as a hash.
+            // KUBE-SVC-G- begins with KUBE-SVC-. If `text` has the longer prefix, the text after
+            // the shorter prefix contains a dash and is not a valid hash.
             let hash = BASE32_NOPAD.decode(text.strip_prefix(kind.prefix())?.as_bytes()).ok()?;
             Some(Self { kind, hash: hash.try_into().ok()? })
         })

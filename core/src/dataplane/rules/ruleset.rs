@@ -12,7 +12,7 @@ use super::{
 };
 use crate::model::Family;
 
-/// The rules of one family of a dataplane. The [`super::Ledger`] programs them.
+/// The rules of one family of a dataplane. The [`super::Ledger`] programs these rules.
 #[derive(Debug, Clone)]
 pub struct Ruleset {
     /// The configuration of the rules.
@@ -173,7 +173,8 @@ pub(in crate::dataplane) fn drop_invalid(config: &RenderConfig) -> String {
 
 /// Renders the rules of KUBE-FORWARD that accept masqueraded connections and replies, even if the
 /// host's firewall would drop them. In the compact layout these rules do not match hairpin
-/// connections, because only nat POSTROUTING detects them; KUBE-HAIRPIN accepts them.
+/// connections, because only nat POSTROUTING detects hairpin connections. KUBE-HAIRPIN accepts
+/// these connections.
 pub(in crate::dataplane) fn forward(config: &RenderConfig) -> String {
     let mut rules = String::new();
     let mark = config.masquerade.mark();

@@ -267,8 +267,8 @@ impl Ledger {
         plan
     }
 
-    /// Returns the virtual servers with draining destinations. The agent asks the kernel for the
-    /// number of their connections and calls [`Self::drained`].
+    /// Returns the virtual servers with draining destinations. The agent reads the number of
+    /// connections of these destinations from the kernel and calls [`Self::drained`].
     pub fn draining(&self) -> impl Iterator<Item = ServerKey> {
         self.draining.iter().copied()
     }

@@ -46,7 +46,7 @@ impl Ledger {
                 }
             }
             let mut rendered = self.render(state, node, key).chains;
-            // The script deletes the chains that it declares without having planned rules for them.
+            // The script deletes each chain that it declares and for which no rules were planned.
             // If the service now wants such a chain, the next step writes all of its chains.
             if rendered.iter().any(|chain| script.declares(chain.name) && !chains.contains_key(&chain.name)) {
                 rendered.clear();
