@@ -9,11 +9,13 @@ pub enum Column {
     Iptables,
     /// IPVS.
     Ipvs,
+    /// nftables.
+    Nftables,
 }
 
 impl Column {
     /// All backends of the checklist.
-    pub const ALL: [Self; 2] = [Self::Iptables, Self::Ipvs];
+    pub const ALL: [Self; 3] = [Self::Iptables, Self::Ipvs, Self::Nftables];
 
     /// The backend's name in comments and on the page.
     #[must_use]
@@ -21,6 +23,7 @@ impl Column {
         match self {
             Self::Iptables => "iptables",
             Self::Ipvs => "ipvs",
+            Self::Nftables => "nftables",
         }
     }
 
@@ -31,6 +34,7 @@ impl Column {
         match self {
             Self::Iptables => Backend::IptablesLegacy,
             Self::Ipvs => Backend::Ipvs,
+            Self::Nftables => Backend::Nftables,
         }
     }
 }
@@ -62,10 +66,12 @@ impl Row {
     /// differs from the row, if any.
     #[must_use]
     pub fn reason(&self, column: Column) -> Option<&'static str> {
-        match column {
-            Column::Iptables => self.iptables_reason,
-            Column::Ipvs => IPVS_REASONS.iter().find(|(number, _)| *number == self.number).map(|(_, reason)| *reason),
-        }
+        let reasons = match column {
+            Column::Iptables => return self.iptables_reason,
+            Column::Ipvs => IPVS_REASONS,
+            Column::Nftables => NFTABLES_REASONS,
+        };
+        reasons.iter().find(|(number, _)| *number == self.number).map(|(_, reason)| *reason)
     }
 }
 
@@ -104,6 +110,18 @@ const IPVS_REASONS: &[(u8, &str)] = &[
         99,
         "not needed: the number of rules does not depend on the number of Services, except Services with policy Local",
     ),
+];
+
+/// Rows that nftables cannot or need not fulfil, with the reason.
+const NFTABLES_REASONS: &[(u8, &str)] = &[
+    (43, "there is no rule, as in kube-proxy's nftables mode: the packet follows the node's routes"),
+    (
+        72,
+        "nftables cannot do this: a table cannot accept what another table drops, so the host's firewall must admit the ports",
+    ),
+    (99, "not needed: the number of rules does not depend on the number of Services"),
+    (101, "this row is for ipvs; row 97 covers tables of other programs"),
+    (102, "this row is for ipvs: rules have no connections to drain, see row 89"),
 ];
 
 const fn row(number: u8, behaviour: &'static str) -> Row {

@@ -223,7 +223,7 @@ pub fn health_checks_do_not_open_loopback(bed: &Testbed) -> Result<()> {
 }
 
 /// A machine outside the cluster that sends packets for 127.0.0.1 to node-b.
-fn neighbour_of_loopback(bed: &Testbed) -> Result<&Namespace> {
+pub(super) fn neighbour_of_loopback(bed: &Testbed) -> Result<&Namespace> {
     let neighbour = bed.machines().machine("outside-2")?;
     let gateway = address("node-b", Family::V4)?;
     neighbour.set_sysctls(&[("ipv4/conf/all/route_localnet", "1")])?;
@@ -253,6 +253,6 @@ pub fn a_node_gets_an_icmp_refusal(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-fn address(machine: &str, family: Family) -> Result<IpAddr> {
+pub(super) fn address(machine: &str, family: Family) -> Result<IpAddr> {
     Ok(plan::address(machine).with_context(|| format!("{machine} has no address"))?.of(family))
 }

@@ -453,23 +453,38 @@ mod virtual_servers {
 
 /// Tests of behaviour that only nftables has.
 mod tables {
-    use headgate_tests::cases::nftables;
+    use headgate_tests::cases::{nftables, unserved};
 
     use super::*;
 
     const BACKEND: Backend = Backend::Nftables;
 
+    // rows of nftables: 41, 42, 59
+    #[test]
+    fn addresses() {
+        on_machines(BACKEND, Ok(Manifests::default()), unserved::addresses);
+    }
+
+    // rows of nftables: 50
+    #[test]
+    fn neighbours_cannot_reach_loopback() {
+        on_machines(BACKEND, Ok(Manifests::default()), unserved::neighbours_cannot_reach_loopback);
+    }
+
+    // rows of nftables: 92, 93, 100
     #[test]
     fn a_change_writes_a_handful_of_elements() {
         on_machines(BACKEND, lifecycle::some_services(), nftables::a_change_writes_a_handful_of_elements);
     }
 
+    // rows of nftables: 92, 96, 97, 103
     #[test]
     fn the_table_survives_a_flush_and_is_repaired_after_a_change() {
         let scenario = nftables::the_table_survives_a_flush_and_is_repaired_after_a_change;
         on_machines(BACKEND, lifecycle::some_services(), scenario);
     }
 
+    // rows of nftables: 103
     #[test]
     fn modes_switch_without_losing_connections() {
         on_machines(BACKEND, lifecycle::some_services(), nftables::modes_switch_without_losing_connections);
