@@ -54,7 +54,11 @@ impl Sets {
                 return Err(format!("{target:?} of {lookup:?} has no chain"));
             }
             for slot in 0..target.count {
-                if !self.elements.contains_key(&ElementKey::Endpoint(target.group, slot)) {
+                let key = match target.affinity_timeout_seconds {
+                    None => ElementKey::Endpoint(target.group, slot),
+                    Some(_) => ElementKey::AffinityEndpoint(target.group, slot),
+                };
+                if !self.elements.contains_key(&key) {
                     return Err(format!("slot {slot} of {target:?} is empty"));
                 }
             }
@@ -72,7 +76,7 @@ impl Sets {
         let (mut frontends, mut others) = (BTreeMap::new(), BTreeSet::new());
         for element in self.elements.values() {
             match element {
-                Element::Endpoint(group, _, address, port) => {
+                Element::Endpoint(group, _, address, port) | Element::AffinityEndpoint(group, _, address, port) => {
                     endpoints.entry(*group).or_default().insert(format!("{address} {port}"));
                 }
                 Element::Member(group, address, port) => {

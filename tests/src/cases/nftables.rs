@@ -3,6 +3,7 @@
 
 use anyhow::{Result, ensure};
 
+use super::affinity;
 use super::case::{SourceAddress, ask};
 use super::changes::eventually;
 use super::ipvs::{restart, tool};
@@ -57,6 +58,21 @@ pub fn a_change_writes_a_handful_of_elements(bed: &Testbed) -> Result<()> {
     ensure!(agent.backend == "nftables", "the backend is {}", agent.backend);
     ensure!(agent.objects_written == 0, "{} objects were written by a warm restart", agent.objects_written);
     answers(bed, &["a1", "b2"])
+}
+
+/// `nft` lists the table and the records of clients, whatever the Services are.
+///
+/// Needs a running cluster with [`super::table::services`].
+pub fn nft_lists_services_of_every_shape(bed: &Testbed) -> Result<()> {
+    affinity::a_client_stays_with_its_server(bed)?;
+    for family in Family::BOTH {
+        let family = if family == Family::V4 { "ip" } else { "ip6" };
+        let listed = nft(bed, &["list", "table", family, "headgate"])?;
+        for expected in ["map affinity-endpoints", "map clients-", "a random endpoint of the group", "chain unserved"] {
+            ensure!(listed.contains(expected), "the list does not contain {expected}:\n{listed}");
+        }
+    }
+    Ok(())
 }
 
 /// The agent owns the table, so `nft flush ruleset` of another program does not remove the table.

@@ -479,6 +479,11 @@ mod tables {
 
     // rows of nftables: 92, 96, 97, 103
     #[test]
+    fn nft_lists_services_of_every_shape() {
+        on_testbed(BACKEND, table::services(), nftables::nft_lists_services_of_every_shape);
+    }
+
+    #[test]
     fn the_table_survives_a_flush_and_is_repaired_after_a_change() {
         let scenario = nftables::the_table_survives_a_flush_and_is_repaired_after_a_change;
         on_machines(BACKEND, lifecycle::some_services(), scenario);

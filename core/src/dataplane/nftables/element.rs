@@ -84,6 +84,9 @@ pub enum Element {
     Admitted(Frontend, IpNet),
     /// The endpoint in a slot of a group: group, slot, address, port.
     Endpoint(u32, u32, IpAddr, u16),
+    /// The same for a group with affinity. The rules that record clients need a map of another
+    /// form.
+    AffinityEndpoint(u32, u32, IpAddr, u16),
     /// An endpoint of a group with affinity. While this element exists, connections of a recorded
     /// client are sent to the endpoint.
     Member(u32, IpAddr, u16),
@@ -101,6 +104,8 @@ pub enum ElementKey {
     Inside(Frontend),
     /// [`Element::Endpoint`].
     Endpoint(u32, u32),
+    /// [`Element::AffinityEndpoint`].
+    AffinityEndpoint(u32, u32),
 }
 
 impl Element {
@@ -111,6 +116,7 @@ impl Element {
             Self::Service(frontend, _) => ElementKey::Service(frontend),
             Self::Inside(frontend, _) => ElementKey::Inside(frontend),
             Self::Endpoint(group, slot, ..) => ElementKey::Endpoint(group, slot),
+            Self::AffinityEndpoint(group, slot, ..) => ElementKey::AffinityEndpoint(group, slot),
             whole => ElementKey::Whole(whole),
         }
     }

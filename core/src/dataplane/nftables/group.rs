@@ -62,9 +62,11 @@ impl Group {
 
     /// Returns the elements of the group.
     pub(super) fn elements(&self) -> impl Iterator<Item = Element> + '_ {
+        let has_affinity = self.affinity_timeout_seconds.is_some();
+        let endpoint = if has_affinity { Element::AffinityEndpoint } else { Element::Endpoint };
         let slots = (0u32..).zip(&self.slots);
-        let endpoints = slots.map(|(slot, (address, port))| Element::Endpoint(self.number, slot, *address, *port));
-        let with_affinity = self.slots.iter().filter(|_| self.affinity_timeout_seconds.is_some());
+        let endpoints = slots.map(move |(slot, (address, port))| endpoint(self.number, slot, *address, *port));
+        let with_affinity = self.slots.iter().filter(move |_| has_affinity);
         let members = with_affinity.map(|(address, port)| Element::Member(self.number, *address, *port));
         endpoints.chain(members)
     }

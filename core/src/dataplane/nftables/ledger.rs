@@ -368,7 +368,10 @@ impl Found {
         let mut found = Self::default();
         for element in elements {
             match *element {
-                Element::Endpoint(group, slot, address, port) if group <= Numbers::MAX_ADOPTED => {
+                Element::Endpoint(group, slot, address, port)
+                | Element::AffinityEndpoint(group, slot, address, port)
+                    if group <= Numbers::MAX_ADOPTED =>
+                {
                     found.slots.entry(group).or_default().insert(slot, (address, port));
                 }
                 Element::Service(_, target) | Element::Inside(_, target) if target.group <= Numbers::MAX_ADOPTED => {

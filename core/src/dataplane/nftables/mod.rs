@@ -14,7 +14,8 @@
 //! 1. [`Element::Service`]: address, protocol and port → [`Target`], the group with the number of
 //!    its endpoints. NodePorts are in a separate map. A small map contains, for each number *n*,
 //!    the chain that selects a slot between 0 and *n* - 1 at random ([`Pick`]).
-//! 2. [`Element::Endpoint`]: group and slot → address and port.
+//! 2. [`Element::Endpoint`]: group and slot → address and port. Groups with ClientIP affinity
+//!    have a map of their own, [`Element::AffinityEndpoint`].
 //!
 //! A new endpoint of a group is stored in the slot after the last slot. If an endpoint is removed,
 //! the endpoint of the last slot moves to the free slot. So the change of one endpoint writes at

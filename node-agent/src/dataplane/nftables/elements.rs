@@ -8,10 +8,10 @@ use std::{
 use headgate_core::{
     Family, Protocol,
     frontends::Frontend,
-    nftables::{Element, Lookup, MasqueradeSources, Pick, Refusal, Target},
+    nftables::{Element, Lookup, MasqueradeSources, Pick, Plan, Refusal, Target},
 };
 use ipnet::IpNet;
-use nftables_netlink::{DataType, ElementData, Set, TableName, Value};
+use nftables_netlink::{DataType, ElementData, Set, TableName, Transaction, Value};
 
 /// The name of the map from frontends to targets.
 pub(super) fn lookup_map(lookup: Lookup) -> &'static str {
@@ -25,6 +25,7 @@ pub(super) fn lookup_map(lookup: Lookup) -> &'static str {
 
 /// Names of maps and sets.
 pub(super) mod names {
+    pub(in super::super) const AFFINITY_ENDPOINTS: &str = "affinity-endpoints";
     pub(in super::super) const CLUSTER_IPS: &str = "cluster-ips";
     pub(in super::super) const ENDPOINTS: &str = "endpoints";
     pub(in super::super) const GUARDED: &str = "guarded";
@@ -86,6 +87,8 @@ pub(super) fn fixed_sets(table: &TableName, family: Family) -> Vec<Set> {
     let (frontend, node_port) = ([address, Protocol, Port], [Protocol, Port]);
     let mut sets = vec![
         Set::map(table, names::ENDPOINTS, &[Mark, Mark], &[address, Port]),
+        // Rules do not use the first two words: see `Builder::add_pick`.
+        Set::map(table, names::AFFINITY_ENDPOINTS, &[Mark, Mark], &[Mark, Mark, address, Port]),
         Set::new(table, names::CLUSTER_IPS, &[address]),
         Set::new(table, names::GUARDED, &frontend),
         Set::new(table, names::HAIRPINS, &[address, address]),
@@ -181,14 +184,29 @@ pub(super) fn encode(element: &Element) -> (String, nftables_netlink::Element) {
             let (name, element) = of(names::ENDPOINTS, &[number(group), number(slot)]);
             (name, element.with_value(Value::concatenation(&[address.into(), Value::port(port)])))
         }
+        Element::AffinityEndpoint(group, slot, address, port) => {
+            let (name, element) = of(names::AFFINITY_ENDPOINTS, &[number(group), number(slot)]);
+            let value = [number(0), number(0), address.into(), Value::port(port)];
+            (name, element.with_value(Value::concatenation(&value)))
+        }
         Element::Member(group, address, port) => {
             of(names::MEMBERS, &[address.into(), Value::port(port), number(group)])
         }
     }
 }
 
+/// Adds the elements of a plan to a transaction.
+pub(super) fn write(plan: &Plan, table: &TableName, transaction: &mut Transaction) {
+    for (set, elements) in by_set(&plan.delete) {
+        transaction.delete_elements(table, set, elements);
+    }
+    for (set, elements) in by_set(&plan.add) {
+        transaction.add_elements(table, set, elements);
+    }
+}
+
 /// Returns the elements in the kernel's form, by the name of their set.
-pub(super) fn by_set(elements: &[Element]) -> BTreeMap<String, Vec<nftables_netlink::Element>> {
+fn by_set(elements: &[Element]) -> BTreeMap<String, Vec<nftables_netlink::Element>> {
     let mut sets: BTreeMap<String, Vec<nftables_netlink::Element>> = BTreeMap::new();
     for element in elements {
         let (set, element) = encode(element);
@@ -214,6 +232,10 @@ pub(super) fn decode(family: Family, set: &str, element: &nftables_netlink::Elem
         }
         names::GUARDED => Element::Guarded(key.frontend(true)?),
         names::ENDPOINTS => Element::Endpoint(key.number()?, key.number()?, value.address()?, value.port()?),
+        names::AFFINITY_ENDPOINTS => {
+            value.unused_words(2)?;
+            Element::AffinityEndpoint(key.number()?, key.number()?, value.address()?, value.port()?)
+        }
         names::MEMBERS => {
             let (address, port) = (key.address()?, key.port()?);
             Element::Member(key.number()?, address, port)
@@ -261,6 +283,11 @@ impl Reader<'_> {
 
     fn number(&mut self) -> Option<u32> {
         self.take().map(u32::from_ne_bytes)
+    }
+
+    fn unused_words(&mut self, words: usize) -> Option<()> {
+        self.bytes = self.bytes.get(words * 4..)?;
+        Some(())
     }
 
     fn target(&mut self) -> Option<Target> {

@@ -176,6 +176,11 @@ impl Expressions {
         Expression::Meta { key: MetaKey::Mark, to }
     }
 
+    /// Placeholders for an address and a port: see [`Self::placeholder`].
+    pub(super) fn endpoint_placeholders(self, to: Register) -> [Expression; 2] {
+        [self.address(Side::Source, to), self.destination_port(to.after(self.address_bytes()))]
+    }
+
     /// Looks a key up in a map, and loads the value. Continues if the map contains the key.
     pub(super) fn lookup(self, set: &str, key: Register, to: Register) -> Expression {
         Expression::Lookup { set: set.into(), key, result: LookupResult::Into(to) }

@@ -146,6 +146,11 @@ pub(super) fn clients_map(timeout_seconds: u32) -> String {
     format!("clients-{timeout_seconds}s")
 }
 
+/// The map of the endpoints that a pick draws from.
+fn endpoints_map(pick: &Pick) -> &'static str {
+    if pick.affinity_timeout_seconds.is_some() { names::AFFINITY_ENDPOINTS } else { names::ENDPOINTS }
+}
+
 impl Layout {
     /// The layout for a configuration and a shape.
     pub(super) fn new(config: &LayoutConfig, shape: &Shape) -> Self {
@@ -246,9 +251,11 @@ const FIRST: Register = Register::word(0);
 /// The register at which targets are loaded. The key of a target does not reach this register: the
 /// longest such key, an IPv6 frontend, has 6 words.
 const SECOND: Register = Register::word(8);
-/// The number of the service port in a target that is loaded at [`SECOND`]. The client's address is
-/// loaded after the number, and both together are the key of a recorded client.
-const CLIENT: Register = Register::word(8 + PORT_WORD);
+/// The register at which the rules for affinity load the target of a client.
+const CLIENT_TARGET: Register = Register::word(7);
+/// The number of the service port in a target that is loaded at [`CLIENT_TARGET`]. The client's
+/// address is loaded after the number, and both together are the key of a recorded client.
+const CLIENT: Register = Register::word(7 + PORT_WORD);
 
 impl Builder<'_> {
     fn add_base_chains(&self, layout: &mut Layout) {
@@ -459,59 +466,79 @@ impl Builder<'_> {
     /// address. The groups for policy Cluster and for policy Local have the same service port
     /// number, so both groups use the same records.
     fn client(&self, lookup: Lookup) -> Vec<Expression> {
-        let mut all = self.target(lookup, SECOND);
+        let mut all = self.target(lookup, CLIENT_TARGET);
         all.push(self.expressions.address(Side::Source, CLIENT.after(4)));
         all
     }
 
     /// Adds the chain of a pick.
+    ///
+    /// `nft` 1.0.6 aborts when the first word of a lookup's result lies in the data of a record.
+    /// Therefore an endpoint follows two unused words in the map of endpoints with affinity, and
+    /// one unused word in a record.
     fn add_pick(&self, pick: &Pick, layout: &mut Layout) {
         let Pick { lookup, affinity_timeout_seconds, count } = *pick;
         let to = self.expressions;
-        let group = |target: Register| target.after(4 * GROUP_WORD);
         let text = format!("a random endpoint of the group, from @{}", lookup_map(lookup));
         let mut rules = Vec::new();
-        if let Some(timeout) = affinity_timeout_seconds {
-            let clients = clients_map(timeout);
-            rules.push(self.recorded(lookup, &clients));
-            // If the map of clients is full, the kernel does not execute the rest of this rule. The
-            // next rule then translates the connection without recording the client.
-            let (target, slot) = (Register::word(3), Register::word(8));
-            let mut recording = self.client(lookup);
-            recording.extend(self.target(lookup, target));
-            recording.push(to.random(count, slot));
-            recording.push(to.lookup(names::ENDPOINTS, group(target), FIRST.after(4)));
-            recording.push(to.record(&clients, DynamicSetOperation::Delete, CLIENT, Some(FIRST)));
-            recording.push(to.record(&clients, DynamicSetOperation::Add, CLIENT, Some(FIRST)));
-            recording.push(to.translate(FIRST.after(4)));
-            rules.push(RuleContent::with_comment(recording, &format!("{text}; the client is recorded")));
-        }
+        let endpoint = match affinity_timeout_seconds {
+            None => FIRST,
+            Some(timeout) => {
+                rules.push(self.recorded(lookup, timeout));
+                rules.push(self.recording(pick, timeout, &text));
+                FIRST.after(8)
+            }
+        };
+        let (group, slot) = (SECOND.after(4 * GROUP_WORD), SECOND.after(4 * (GROUP_WORD + 1)));
         let mut plain = self.target(lookup, SECOND);
-        plain.push(to.random(count, group(SECOND).after(4)));
-        plain.push(to.lookup(names::ENDPOINTS, group(SECOND), FIRST));
-        plain.push(to.translate(FIRST));
+        plain.push(to.random(count, slot));
+        if affinity_timeout_seconds.is_some() {
+            plain.extend(to.endpoint_placeholders(endpoint));
+        }
+        plain.push(to.lookup(endpoints_map(pick), group, FIRST));
+        plain.push(to.translate(endpoint));
         rules.push(RuleContent::with_comment(plain, &text));
         let chain = pick_chain(pick);
         layout.add_chain(&chain, rules);
         layout.verdicts.insert((picks_map(lookup), pick_key(pick)), Verdict::Jump(chain));
     }
 
-    /// Sends a recorded client to its endpoint, if the endpoint is still in the group.
-    fn recorded(&self, lookup: Lookup, clients: &str) -> RuleContent {
+    /// Sends a client to a random endpoint and records it. If the map is full, the rule ends: the
+    /// next rule sends the client on without a record.
+    fn recording(&self, pick: &Pick, timeout: u32, text: &str) -> RuleContent {
         let to = self.expressions;
-        // A record contains a word that no rule uses, and the address and port of an endpoint. The
-        // group is loaded after the port, so that address, port and group are the key of a member.
-        let record = FIRST.after(4);
-        let endpoint = record.after(4);
-        let port = endpoint.after(to.address_bytes());
-        let target = Register::word(port.index() + 1 - GROUP_WORD);
+        let clients = clients_map(timeout);
+        let (record, endpoint, target) = (FIRST.after(4), FIRST.after(8), Register::word(4));
+        let (group, slot) = (target.after(4 * GROUP_WORD), target.after(4 * (GROUP_WORD + 1)));
+        let mut all = self.client(pick.lookup);
+        all.extend(self.target(pick.lookup, target));
+        all.push(to.random(pick.count, slot));
+        all.push(to.placeholder(record));
+        all.extend(to.endpoint_placeholders(endpoint));
+        all.push(to.lookup(endpoints_map(pick), group, FIRST));
+        all.push(to.record(&clients, DynamicSetOperation::Delete, CLIENT, Some(record)));
+        all.push(to.record(&clients, DynamicSetOperation::Add, CLIENT, Some(record)));
+        all.push(to.translate(endpoint));
+        RuleContent::with_comment(all, &format!("{text}; the client is recorded"))
+    }
+
+    /// Sends a recorded client to its endpoint, if the endpoint is still in the group.
+    fn recorded(&self, lookup: Lookup, timeout: u32) -> RuleContent {
+        let to = self.expressions;
+        let clients = clients_map(timeout);
+        // The group follows the record, so that endpoint and group are the key of a member.
+        let (record, endpoint) = (FIRST.after(4), FIRST.after(8));
+        let group = endpoint.after(to.address_bytes()).after(4);
         let mut all = self.client(lookup);
-        all.extend(self.target(lookup, target));
-        all.push(to.address(Side::Source, endpoint));
-        all.push(to.destination_port(port));
-        all.push(to.lookup(clients, CLIENT, record));
+        // The kernel renews the timeout of a record and keeps its data, but the rule must name
+        // data. If the record expires at this moment, the data of the rule make a record that leads
+        // to no member, unless the client is one.
+        all.push(to.destination_port(CLIENT.after(4).after(to.address_bytes())));
+        all.extend(self.target(lookup, Register::word(group.index() - GROUP_WORD)));
+        all.extend(to.endpoint_placeholders(endpoint));
+        all.push(to.lookup(&clients, CLIENT, record));
         all.push(to.is_in(names::MEMBERS, endpoint));
-        all.push(to.record(clients, DynamicSetOperation::Update, CLIENT, Some(record)));
+        all.push(to.record(&clients, DynamicSetOperation::Update, CLIENT, Some(CLIENT)));
         all.push(to.translate(endpoint));
         RuleContent::with_comment(all, &format!("the endpoint of the client, from @{clients}"))
     }

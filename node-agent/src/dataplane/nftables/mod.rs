@@ -252,12 +252,7 @@ impl Dataplane for NftablesFamily {
         if let Some(layout) = &layout {
             report.objects_written += self.layout.change_to(layout, &table, &mut transaction);
         }
-        for (set, elements) in elements::by_set(&plan.delete) {
-            transaction.delete_elements(&table, set, elements);
-        }
-        for (set, elements) in elements::by_set(&plan.add) {
-            transaction.add_elements(&table, set, elements);
-        }
+        elements::write(&plan, &table, &mut transaction);
         self.last_written = u32::try_from(plan.add.len() + plan.delete.len()).unwrap_or(u32::MAX);
         report.objects_written = report.objects_written.saturating_add(self.last_written);
         if transaction.message_count() == before && !needs_table && report.warnings.is_empty() {
