@@ -12,7 +12,7 @@
 //! - Objects have other handles.
 //! - Elements are listed in another order.
 //! - Overlapping ranges of a single type may go undetected.
-//! - Limits always match.
+//! - Limits of rules always match; limits of elements count packets, not bytes.
 //! - Translation to a range of ports or addresses selects the first port or address.
 //! - Expressions that this crate does not know are accepted and end a rule.
 //! - Verdicts that this crate does not know, such as `NF_QUEUE`, have no effect.

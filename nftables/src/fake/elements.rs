@@ -88,7 +88,7 @@ fn add_one(running: &mut Running<'_>, set: &FakeSet, mut element: Element, is_ex
     let timeout = element.timeout_ms.or(set.set.timeout_ms);
     let expires_at_ms = element.expires_in_ms.or(timeout).map(|after| running.state.now_ms + after);
     element.expires_in_ms = None;
-    running.put_element(set.handle, key, Stored { element, expires_at_ms });
+    running.put_element(set.handle, key, Stored::new(element, expires_at_ms));
     Ok(())
 }
 

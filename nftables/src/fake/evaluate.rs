@@ -327,17 +327,18 @@ fn dynamic(walker: &mut Walker<'_>, table: &TableName, change: &DynamicSet) -> F
     let contents = walker.state.contents.entry(set.handle).or_default();
     let is_full = contents.len() >= most;
     match (change.operation, contents.get_mut(&key)) {
-        (DynamicSetOperation::Delete, Some(_)) => {
+        (DynamicSetOperation::Delete, _) => {
             contents.remove(&key);
+            return Flow::Next;
         }
-        (DynamicSetOperation::Delete, None) => return Flow::Break,
         // The element keeps its data.
         (DynamicSetOperation::Update, Some(stored)) => stored.expires_at_ms = expires_at_ms,
         (DynamicSetOperation::Add, Some(_)) => {}
         (_, None) if is_full => return Flow::Break,
         (_, None) => {
-            contents.insert(key, Stored { element, expires_at_ms });
+            contents.insert(key.clone(), Stored::new(element, expires_at_ms));
         }
     }
-    Flow::Next
+    let now_ms = walker.state.now_ms;
+    Flow::matches(contents.get_mut(&key).is_none_or(|stored| stored.is_within_limit(now_ms)))
 }

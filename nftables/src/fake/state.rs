@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::Misses;
-use crate::{Chain, Element, ElementData, Expression, Rule, Set, SetName, Table, TableName, Value};
+use crate::{Bytes, Chain, Element, ElementData, Expression, Rule, Set, SetName, Table, TableName, Value};
 
 /// The key of a stored element. It distinguishes kinds of elements that may have the same key
 /// bytes.
@@ -25,6 +25,31 @@ pub(super) type Contents = BTreeMap<ElementKey, Stored>;
 pub(super) struct Stored {
     pub(super) element: Element,
     pub(super) expires_at_ms: Option<u64>,
+    /// The tokens of the element's limit in nanoseconds, and the time at which they were counted in
+    /// milliseconds. `None` before the first use.
+    pub(super) tokens: Option<(u64, u64)>,
+}
+
+impl Stored {
+    pub(super) fn new(element: Element, expires_at_ms: Option<u64>) -> Self {
+        Self { element, expires_at_ms, tokens: None }
+    }
+
+    /// Whether the limit of the element admits a packet. Like `net/netfilter/nft_limit.c`, a packet
+    /// costs the time in which one more is admitted. Limits of bytes admit all packets.
+    pub(super) fn is_within_limit(&mut self, now_ms: u64) -> bool {
+        let limit = self.element.expressions.iter().find(|found| matches!(found, Expression::Limit { .. }));
+        let Some(Expression::Limit { rate, seconds, burst, bytes: Bytes::Ignored, inverted }) = limit else {
+            return true;
+        };
+        let cost_ns = seconds.saturating_mul(1_000_000_000) / rate;
+        let most_ns = cost_ns.saturating_mul(u64::from(*burst));
+        let (tokens_ns, at_ms) = self.tokens.unwrap_or((most_ns, now_ms));
+        let tokens_ns = tokens_ns.saturating_add((now_ms - at_ms).saturating_mul(1_000_000)).min(most_ns);
+        let left_ns = tokens_ns.checked_sub(cost_ns);
+        self.tokens = Some((left_ns.unwrap_or(tokens_ns), now_ms));
+        left_ns.is_some() != *inverted
+    }
 }
 
 #[derive(Debug, Clone)]

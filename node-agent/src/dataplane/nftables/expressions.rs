@@ -4,8 +4,8 @@
 use headgate_core::{Family, masquerade::LocalDetector};
 use ipnet::IpNet;
 use nftables_netlink::{
-    AddressFamily, Comparison, CtKey, Direction, DynamicSet, DynamicSetOperation, Expression, FibFlags, FibResult,
-    Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register, Reject, Value, Verdict,
+    AddressFamily, Bytes, Comparison, CtKey, Direction, DynamicSet, DynamicSetOperation, Expression, FibFlags,
+    FibResult, Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register, Reject, Value, Verdict,
 };
 
 /// `NF_CT_STATE_INVALID_BIT` of `linux/netfilter/nf_conntrack_common.h`.
@@ -225,6 +225,29 @@ impl Expressions {
             Family::V4 => ICMP_PORT_UNREACHABLE,
             Family::V6 => ICMP6_PORT_UNREACHABLE,
         }))
+    }
+
+    /// Continues at most `burst` times at once for each key, and `burst` times more in each period
+    /// of `seconds`.
+    pub(super) fn within_rate(self, set: &str, key: Register, burst: u32, seconds: u32) -> Expression {
+        // `nft` can print a rate per hour, but not one per any other number of seconds.
+        const HOUR_SECONDS: u64 = 3600;
+        let rate = u64::from(burst) * HOUR_SECONDS / u64::from(seconds.max(1));
+        let limit = Expression::Limit {
+            rate: rate.max(1),
+            seconds: HOUR_SECONDS,
+            burst,
+            bytes: Bytes::Ignored,
+            inverted: false,
+        };
+        Expression::DynamicSet(DynamicSet {
+            set: set.into(),
+            operation: DynamicSetOperation::Update,
+            key,
+            data: None,
+            timeout_ms: None,
+            expressions: vec![limit],
+        })
     }
 
     /// Changes an element of a dynamic set.

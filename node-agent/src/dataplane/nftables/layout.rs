@@ -47,7 +47,12 @@ const LOOPBACK_GUARD: &str = "loopback-guard";
 const MASQUERADING: &str = "masquerading";
 
 /// Maximum number of clients that the map of one affinity timeout records.
-const MAX_RECORDED_CLIENTS: u32 = 1 << 17;
+pub(super) const MAX_RECORDED_CLIENTS: u32 = 1 << 18;
+/// The number of clients that a Service port may record at once. It may record as many again within
+/// one affinity timeout. So a Service port fills at most an eighth of a map.
+pub(super) const RECORDING_BURST: u32 = MAX_RECORDED_CLIENTS >> 4;
+/// Maximum number of Service ports whose clients are recorded with one affinity timeout.
+const MAX_RECORDING_PORTS: u32 = 1 << 16;
 
 /// The configuration that rules depend on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -144,6 +149,11 @@ fn picks_map(lookup: Lookup) -> String {
 /// The name of the map that records the clients of one affinity timeout.
 pub(super) fn clients_map(timeout_seconds: u32) -> String {
     format!("clients-{timeout_seconds}s")
+}
+
+/// The set of Service ports with affinity, which bounds how many clients each port records.
+fn recordings_set(timeout_seconds: u32) -> String {
+    format!("recordings-{timeout_seconds}s")
 }
 
 /// The map of the endpoints that a pick draws from.
@@ -442,6 +452,10 @@ impl Builder<'_> {
         let timeouts = shape.picks.iter().filter(|pick| pick.lookup == lookup);
         for timeout in timeouts.filter_map(|pick| pick.affinity_timeout_seconds) {
             layout.add_set(self.clients_set(timeout));
+            let recordings = Set::new(&self.table, recordings_set(timeout), &[DataType::Mark]);
+            let recordings = recordings.with_size(MAX_RECORDING_PORTS);
+            // After this time, the kernel would grant a port its whole burst again.
+            layout.add_set(recordings.with_timeout_ms(u64::from(timeout) * 1000).dynamic());
         }
         let mut by_count = self.target(lookup, SECOND);
         by_count.push(to.verdict_of(&map, SECOND.after(4 * TIMEOUT_WORD)));
@@ -503,8 +517,9 @@ impl Builder<'_> {
         layout.verdicts.insert((picks_map(lookup), pick_key(pick)), Verdict::Jump(chain));
     }
 
-    /// Sends a client to a random endpoint and records it. If the map is full, the rule ends: the
-    /// next rule sends the client on without a record.
+    /// Sends a client to a random endpoint and records it. If the port has recorded too many
+    /// clients, or the map is full, the rule ends: the next rule sends the client on without a
+    /// record.
     fn recording(&self, pick: &Pick, timeout: u32, text: &str) -> RuleContent {
         let to = self.expressions;
         let clients = clients_map(timeout);
@@ -516,6 +531,7 @@ impl Builder<'_> {
         all.push(to.placeholder(record));
         all.extend(to.endpoint_placeholders(endpoint));
         all.push(to.lookup(endpoints_map(pick), group, FIRST));
+        all.push(to.within_rate(&recordings_set(timeout), CLIENT, RECORDING_BURST, timeout));
         all.push(to.record(&clients, DynamicSetOperation::Delete, CLIENT, Some(record)));
         all.push(to.record(&clients, DynamicSetOperation::Add, CLIENT, Some(record)));
         all.push(to.translate(endpoint));

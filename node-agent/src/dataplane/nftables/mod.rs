@@ -7,6 +7,8 @@ mod elements;
 mod expressions;
 mod layout;
 mod leftover;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use leftover::tables;
 

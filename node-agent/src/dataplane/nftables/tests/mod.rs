@@ -1,0 +1,5 @@
+//! The rules and elements on the fake kernel.
+#![allow(clippy::unwrap_used)]
+
+mod affinity;
+mod rig;
