@@ -205,3 +205,43 @@ fn an_endpoint_change_replaces_the_targets_and_at_most_two_slots() {
     assert_eq!(change(Change::RemoveEndpoint(key.clone(), [10, 244, 0, 101].into())), 7, "the last slot is removed");
     assert_eq!(change(Change::RemoveEndpoint(key, [10, 244, 0, 1].into())), 9, "the last endpoint moves");
 }
+
+/// An agent that restarts repairs slots with the same endpoint, slots after a gap, and slots beyond
+/// the number of endpoints.
+#[test]
+fn wrong_slots_are_not_adopted() {
+    use headgate_core::{Change, ClientIpAffinity, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort};
+    for session_affinity in [None, Some(ClientIpAffinity { timeout_seconds: 10 })] {
+        let key = ServiceKey::new("ns", "web");
+        let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
+        let service = Service::new(key.clone(), vec!["10.96.0.10".parse().unwrap()], vec![port]);
+        let mut rig = Rig::new(Family::V4);
+        rig.state.apply(Change::from(Service { session_affinity, ..service }), &mut Dirty::default());
+        let ports = [EndpointPort::new("http", Protocol::Tcp, 8080)];
+        for last in 1..=3 {
+            let endpoint = Endpoint::new([10, 244, 0, last].into(), ports.clone().into());
+            rig.state.apply(Change::Endpoint(key.clone(), endpoint), &mut Dirty::default());
+        }
+        rig.full().unwrap();
+        let wanted = rig.sets.clone();
+        let group = wanted.elements.values().find_map(Lookup::of).unwrap().2.group;
+        let endpoint = |slot, last: u8| {
+            let new = if session_affinity.is_some() { Element::AffinityEndpoint } else { Element::Endpoint };
+            new(group, slot, [10, 244, 0, last].into(), 8080)
+        };
+        // The slots and endpoints that the kernel has.
+        for slots in
+            [[(0, 1), (1, 1), (2, 1)], [(0, 2), (5, 1), (9, 3)], [(0, 1), (1, 2), (3, 2)], [(0, 9), (1, 1), (7, 1)]]
+        {
+            rig.sets = wanted.clone();
+            for slot in 0..3 {
+                rig.sets.elements.remove(&endpoint(slot, 0).key());
+            }
+            rig.sets.elements.extend(slots.map(|(slot, last)| (endpoint(slot, last).key(), endpoint(slot, last))));
+            rig.ledger = ledger(Family::V4);
+            rig.full().unwrap();
+            assert_eq!(rig.sets.flat(), wanted.flat(), "{slots:?}");
+            assert_eq!(rig.sets.elements.len(), wanted.elements.len(), "{slots:?}");
+        }
+    }
+}

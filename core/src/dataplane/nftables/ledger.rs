@@ -93,7 +93,8 @@ struct Round {
 #[derive(Debug, Default)]
 struct Found {
     numbers: HashMap<(Lookup, Frontend), u32>,
-    slots: HashMap<u32, BTreeMap<u32, (IpAddr, u16)>>,
+    /// The slots of each group, for groups with affinity and for groups without.
+    slots: HashMap<(u32, bool), BTreeMap<u32, (IpAddr, u16)>>,
     taken: HashSet<u32>,
 }
 
@@ -163,7 +164,7 @@ impl Ledger {
     /// groups in the kernel. The plan is empty if the kernel already has the wanted elements.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &Existing) -> Plan {
         let mut found = Found::of(&existing.elements);
-        let in_use = found.slots.keys().chain(found.numbers.values());
+        let in_use = found.slots.keys().map(|(group, _)| group).chain(found.numbers.values());
         self.numbers = Numbers::besides(&in_use.copied().map(port_number).collect());
         self.programmed.clear();
         self.shared.clear();
@@ -238,12 +239,10 @@ impl Ledger {
                 }
                 let key = GroupKey { protocol: view.protocol, port: view.port, is_local };
                 let number = group_number(port, is_local);
+                let has_affinity = view.affinity_timeout_seconds.is_some();
                 let slots = match old.groups.iter().find(|group| group.key == key) {
                     Some(group) => group.slots.clone(),
-                    None => {
-                        let found = found.as_deref_mut().and_then(|found| found.slots.remove(&number));
-                        found.unwrap_or_default().into_values().collect()
-                    }
+                    None => found.as_deref_mut().map_or_else(Vec::new, |found| found.take_slots(number, has_affinity)),
                 };
                 let mut group = Group { key, number, affinity_timeout_seconds: view.affinity_timeout_seconds, slots };
                 group.set_endpoints(endpoints);
@@ -372,7 +371,8 @@ impl Found {
                 | Element::AffinityEndpoint(group, slot, address, port)
                     if group <= Numbers::MAX_ADOPTED =>
                 {
-                    found.slots.entry(group).or_default().insert(slot, (address, port));
+                    let has_affinity = matches!(element, Element::AffinityEndpoint(..));
+                    found.slots.entry((group, has_affinity)).or_default().insert(slot, (address, port));
                 }
                 Element::Service(_, target) | Element::Inside(_, target) if target.group <= Numbers::MAX_ADOPTED => {
                     if let Some((lookup, frontend, _)) = Lookup::of(element) {
@@ -383,6 +383,14 @@ impl Found {
             }
         }
         found
+    }
+
+    /// Returns the endpoints of a group in the order of their slots, each endpoint once. Returns
+    /// each group only once.
+    fn take_slots(&mut self, group: u32, has_affinity: bool) -> Vec<(IpAddr, u16)> {
+        let slots = self.slots.remove(&(group, has_affinity)).unwrap_or_default();
+        let mut seen = HashSet::new();
+        slots.into_values().filter(|endpoint| seen.insert(*endpoint)).collect()
     }
 
     /// Returns the number of the service port to which the plan's frontends belong in the kernel.

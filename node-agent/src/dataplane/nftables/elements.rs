@@ -216,8 +216,14 @@ fn by_set(elements: &[Element]) -> BTreeMap<String, Vec<nftables_netlink::Elemen
 }
 
 /// Converts an element that the kernel lists in one of our sets. Returns `None` if this agent never
-/// writes such an element.
+/// writes such an element: the bytes must be exactly those that [`encode`] produces.
 pub(super) fn decode(family: Family, set: &str, element: &nftables_netlink::Element) -> Option<Element> {
+    let read = read(family, set, element)?;
+    let (name, written) = encode(&read);
+    (name == set && written == *element).then_some(read)
+}
+
+fn read(family: Family, set: &str, element: &nftables_netlink::Element) -> Option<Element> {
     let mut key = Reader { bytes: &element.key.0, family };
     let mut value = match &element.data {
         Some(ElementData::Value(value)) => Reader { bytes: &value.0, family },
@@ -294,8 +300,6 @@ impl Reader<'_> {
         let [_, timeout, count, _, group] =
             [self.number()?, self.number()?, self.number()?, self.number()?, self.number()?];
         let target = Target { group, count, affinity_timeout_seconds: Some(timeout).filter(|timeout| *timeout != 0) };
-        // This agent never writes a count of 0. If the kernel has such a count, the agent writes
-        // the whole table again.
         (target.count > 0).then_some(target)
     }
 
