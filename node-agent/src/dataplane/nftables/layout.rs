@@ -42,6 +42,7 @@ const NODE_PORTS: &str = "node-ports";
 const REJECT: &str = "reject";
 const SERVICES: &str = "services";
 const UNSERVED: &str = "unserved";
+const UNUSED_PORTS: &str = "unused-ports";
 const UNSERVED_NODE_PORTS: &str = "unserved-node-ports";
 const LOOPBACK_GUARD: &str = "loopback-guard";
 const MASQUERADING: &str = "masquerading";
@@ -625,8 +626,16 @@ impl Builder<'_> {
         rules.push(vec![
             to.address(Side::Destination, FIRST),
             to.is_in(names::CLUSTER_IPS, FIRST),
-            Expression::Verdict(Verdict::Goto(REJECT.to_owned())),
+            Expression::Verdict(Verdict::Goto(UNUSED_PORTS.to_owned())),
         ]);
+        // The map of targets may have missed a frontend whose target is replaced. Each frontend is
+        // also in a set whose elements are not replaced: a packet to it is dropped and sent again.
+        let mut unused_ports: Vec<Vec<Expression>> = MASQUERADE_SOURCES
+            .map(|sources| [to.frontend(FIRST), vec![to.is_in(masquerade_set(sources), FIRST)]].concat())
+            .map(|known| [known, vec![Expression::Verdict(Verdict::Drop)]].concat())
+            .into();
+        unused_ports.push(vec![to.reject()]);
+        layout.add_chain(UNUSED_PORTS, unused_ports);
         for range in service_cidrs {
             let mut unused = to.in_range(Side::Destination, range, Comparison::Equal);
             unused.push(Expression::Verdict(Verdict::Drop));

@@ -3,4 +3,5 @@
 
 mod affinity;
 mod decoding;
+mod misses;
 mod rig;
