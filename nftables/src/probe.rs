@@ -2,8 +2,8 @@
 
 use crate::{
     AddressFamily, DataType, Direction, DynamicSet, DynamicSetOperation, Element, Expression, Family, Fault, FibFlags,
-    FibResult, Generator, Kernel, MetaKey, NatFlags, NatKind, NftablesError, Register, Reject, Rule, Set, SocketKey,
-    Table, TableName, Transaction, Value,
+    FibResult, Generator, Kernel, Malformed, MetaKey, NatFlags, NatKind, NftablesError, Register, Reject, Rule, Set,
+    SocketKey, Table, TableName, Transaction, Value,
     model::{Chain, CtKey},
 };
 
@@ -110,23 +110,21 @@ pub fn probe(kernel: &mut impl Kernel, family: Family, features: &[Feature]) -> 
 /// The kernel does not answer.
 pub fn refusals(kernel: &mut impl Kernel, transaction: &Transaction) -> Result<Vec<Fault>, NftablesError> {
     let mut attempt = transaction.clone();
-    // This table does not exist, so its deletion fails and the kernel rejects the whole
-    // transaction.
-    attempt.delete_table(&TableName::new(Family::Inet, "nftables-netlink-probe-refused-on-purpose"));
+    // No table can have a name of this length (`NFT_NAME_MAXLEN` is 256), so the kernel always
+    // rejects the deletion, and with it the whole transaction.
+    attempt.delete_table(&TableName::new(Family::Inet, "refused-on-purpose-".repeat(16)));
     let last = attempt.message_count() - 1;
     match kernel.commit(&attempt) {
         Err(NftablesError::Refused(faults)) => {
             Ok(faults.into_iter().filter(|fault| fault.message != Some(last)).collect())
         }
         Err(error) => Err(error),
-        // A table with this name existed, so its deletion succeeded, and the kernel executed the
-        // whole transaction.
-        Ok(()) => Ok(Vec::new()),
+        Ok(()) => Err(Malformed("the kernel deleted a table that cannot exist").into()),
     }
 }
 
 fn attempt(feature: Feature, family: Family) -> Transaction {
-    let name = TableName::new(family, "nftables-netlink-probe");
+    let name = TableName::new(family, format!("nftables-netlink-probe-{}", std::process::id()));
     let mut table = Table::new(name.clone());
     table.owned = matches!(feature, Feature::Owner | Feature::OwnerAndPersist);
     table.persistent = feature == Feature::OwnerAndPersist;
@@ -205,10 +203,16 @@ fn expression(feature: Feature, of_table: Family) -> Option<Expression> {
         }
         Feature::Masquerade => Expression::Masquerade { port: None, flags: NatFlags::FULLY_RANDOM },
         Feature::Redirect => Expression::Redirect { port: Some(to.into()), flags: NatFlags::NONE },
-        Feature::Reject => Expression::Reject(Reject::TcpReset),
+        // `ICMP_PORT_UNREACH` and `ICMPV6_PORT_UNREACH`
+        Feature::Reject => Expression::Reject(match of_table {
+            Family::Ip => Reject::Icmp(3),
+            Family::Ip6 => Reject::Icmp(4),
+            _ => Reject::TcpReset,
+        }),
         Feature::Conntrack => Expression::Conntrack { key: CtKey::Status, direction: None, to },
         Feature::ConntrackAddresses => {
-            Expression::Conntrack { key: CtKey::DestinationIp, direction: Some(Direction::Original), to }
+            let key = if of_table == Family::Ip6 { CtKey::DestinationIp6 } else { CtKey::DestinationIp };
+            Expression::Conntrack { key, direction: Some(Direction::Original), to }
         }
         Feature::DynamicSet => dynamic(DynamicSetOperation::Update),
         Feature::DynamicSetDelete => dynamic(DynamicSetOperation::Delete),
@@ -220,4 +224,28 @@ fn expression(feature: Feature, of_table: Family) -> Option<Expression> {
         Feature::TransparentProxy => Expression::TransparentProxy { family, address: None, port: Some(to) },
         _ => return None,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::fake::FakeKernel;
+
+    #[test]
+    fn a_probe_leaves_every_table_as_it_is() {
+        let mut kernel = FakeKernel::new().connect();
+        let names = ["nftables-netlink-probe", "nftables-netlink-probe-refused-on-purpose"];
+        for name in names {
+            let mut transaction = Transaction::new();
+            transaction.add_table(&Table::new(TableName::new(Family::Inet, name)));
+            kernel.commit(&transaction).unwrap();
+        }
+        let before = kernel.tables(None).unwrap();
+        for family in [Family::Ip, Family::Ip6, Family::Inet] {
+            let support = probe(&mut kernel, family, &Feature::ALL).unwrap();
+            assert!(support.iter().all(|one| one.fault.is_none()), "{support:?}");
+        }
+        assert_eq!(kernel.tables(None).unwrap(), before);
+    }
 }

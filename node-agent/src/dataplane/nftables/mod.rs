@@ -44,7 +44,7 @@ pub struct Config {
 }
 
 /// The expressions that every rule set needs.
-const NEEDED: [Feature; 7] = [
+const NEEDED: [Feature; 8] = [
     Feature::Fib,
     Feature::NumberGenerator,
     Feature::Nat,
@@ -52,6 +52,7 @@ const NEEDED: [Feature; 7] = [
     Feature::Reject,
     Feature::ConntrackAddresses,
     Feature::DynamicSetDelete,
+    Feature::Limit,
 ];
 
 /// Programs the kernel's nftables.
@@ -138,12 +139,18 @@ impl DualStack<NftablesFamily> {
     pub fn new(config: &Config) -> Result<Self, DataplaneError> {
         let mut connection = Nftables::open().map_err(|error| failure("mode nftables cannot run", &error))?;
         let mut lacking = |features: &[Feature]| {
-            let support = probe(&mut connection, nftables_netlink::Family::Ip, features)
-                .map_err(|error| failure("finding out what this kernel's nftables supports", &error))?;
-            Ok(support.into_iter().find_map(|one| Some((one.feature, one.fault?))))
+            for family in &config.families {
+                let table = table_name(*family);
+                let support = probe(&mut connection, table.family, features)
+                    .map_err(|error| failure("finding out what this kernel's nftables supports", &error))?;
+                if let Some((feature, fault)) = support.into_iter().find_map(|one| Some((one.feature, one.fault?))) {
+                    return Ok(Some((*family, feature, fault)));
+                }
+            }
+            Ok(None)
         };
-        if let Some((feature, fault)) = lacking(&NEEDED)? {
-            let message = format!("this kernel's nftables lacks {feature:?}: {fault}");
+        if let Some((family, feature, fault)) = lacking(&NEEDED)? {
+            let message = format!("this kernel's nftables lacks {feature:?} in {family}: {fault}");
             return Err(DataplaneError::new(ErrorKind::Unavailable, message));
         }
         let supports_owners = lacking(&[Feature::OwnerAndPersist])?.is_none();
