@@ -27,10 +27,12 @@ pub fn eventually(check: impl Fn() -> Result<()>) -> Result<()> {
 pub fn within(limit: Duration, check: impl Fn() -> Result<()>) -> Result<()> {
     let deadline = Instant::now() + limit;
     loop {
+        let checked = Instant::now();
         match check() {
             Ok(()) => return Ok(()),
             Err(error) if Instant::now() >= deadline => return Err(error),
-            Err(_) => std::thread::sleep(Duration::from_millis(100)),
+            // A check may need much processor time, and the programs under test need some of it.
+            Err(_) => std::thread::sleep(checked.elapsed().max(Duration::from_millis(100))),
         }
     }
 }

@@ -10,7 +10,7 @@ use super::run::{answers, shares};
 use crate::testbed::client::{self, HeldConnection};
 use crate::testbed::flow::{self, Flow, open_all};
 use crate::testbed::manifests::{Service, Via, ready};
-use crate::testbed::turn::in_turn;
+use crate::testbed::turn::{ask_and_pause, in_turn};
 use crate::testbed::{Answer, Family, Outcome, Request, Testbed, Transport};
 
 use Via::{ClusterIp, LoadBalancerIp, NodePort};
@@ -40,8 +40,8 @@ pub fn while_asking(
                     let mut outcomes = Vec::new();
                     let request = Request::new(Transport::Tcp, *to);
                     while !stop.load(Ordering::Relaxed) {
-                        outcomes.push(in_turn(&request, || client::outcome(&request)));
-                        std::thread::sleep(PAUSE);
+                        let ask = || in_turn(&request, || client::outcome(&request));
+                        outcomes.push(ask_and_pause(targets.len(), PAUSE, ask));
                     }
                     answers(outcomes).with_context(|| format!("{from} asks {to} repeatedly"))
                 })

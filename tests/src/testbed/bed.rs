@@ -17,7 +17,8 @@ use super::process::Process;
 /// Longest wait until every agent has programmed a change. Agents usually need well under a second.
 const PROGRAMMED_TIMEOUT: Duration = Duration::from_secs(120);
 /// Shortest and longest pause between two polls of the control plane. Pauses grow with the time
-/// waited, so that polling does not slow down a busy machine.
+/// waited, and are at least twice as long as the last poll, so that polling does not slow down a
+/// busy machine.
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(250)];
 
 /// A cluster under test. Dropping it ends its programs and removes its machines. Logs and manifests
@@ -135,7 +136,9 @@ impl Testbed {
         };
         let asked = Instant::now();
         loop {
+            let polled = Instant::now();
             let glance = self.check_running().and_then(|()| cluster::glance(&self.machines));
+            let poll_time = polled.elapsed();
             if glance.as_ref().is_ok_and(|glance| self.is_programmed(glance, &expected)) {
                 return Ok(());
             }
@@ -147,7 +150,7 @@ impl Testbed {
             {
                 return Err(error);
             }
-            std::thread::sleep((asked.elapsed() / 8).clamp(PAUSES[0], PAUSES[1]));
+            std::thread::sleep((asked.elapsed() / 8).clamp(PAUSES[0], PAUSES[1]).max(poll_time * 2));
         }
     }
 

@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::{Answer, Outcome, Testbed, manifests::Via, plan::Family};
+use super::{Answer, Outcome, Testbed, manifests::Via, plan::Family, turn::ask_and_pause};
 
 /// Longest wait until a flow follows a change. A flow usually needs some milliseconds.
 const GUARD: Duration = Duration::from_secs(30);
@@ -137,9 +137,8 @@ pub fn while_asking(flows: &[Flow], work: impl FnOnce() -> Result<()>) -> Result
         for flow in flows {
             scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
-                    flow.ask();
+                    ask_and_pause(flows.len(), PAUSE, || flow.ask());
                     asked.fetch_add(1, Ordering::Relaxed);
-                    std::thread::sleep(PAUSE);
                 }
             });
         }

@@ -38,6 +38,7 @@ mod sctp;
 mod server;
 pub mod spawn;
 pub mod turn;
+mod wiring;
 
 pub use backend::Backend;
 pub use bed::Testbed;

@@ -1,12 +1,15 @@
 //! Namespaces, links, addresses, routes and kernel settings of one testbed.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 use anyhow::{Context, Result};
+use headgate_netlink::route::Prefix;
+use nix::libc;
 
 use super::netns::{self, Namespace};
-use super::plan::{self, Addresses, CONTROL, NODES, NodePlan, OUTSIDE, SERVICE_PREFIXES};
+use super::plan::{self, Addresses, CONTROL, Family, NODES, NodePlan, OUTSIDE, SERVICE_PREFIXES};
+use super::wiring::{Route, Wiring};
 
 /// Settings of every namespace. Settings under `default` apply to links that are created later.
 const SYSCTLS: [(&str, &str); 12] = [
@@ -41,9 +44,6 @@ pub struct Network {
 
 impl Network {
     /// Creates all machines and links. If a step fails, everything is removed again.
-    ///
-    /// Starting a program takes time, most of all inside User-Mode Linux, so one run of `ip`
-    /// executes all commands of a namespace.
     pub fn create() -> Result<Self> {
         netns::check_prerequisites()?;
         netns::sweep_stale()?;
@@ -60,17 +60,20 @@ impl Network {
         for name in on_underlay.iter().copied().chain(NODES.iter().flat_map(|node| node.pods.iter().copied())) {
             machines.insert(name, namespace(name)?);
         }
-        underlay.ip_batch(&underlay_commands(&on_underlay, &machines)?)?;
-        find(&machines, CONTROL)?.ip_batch(&uplink_commands(CONTROL)?)?;
+        wire(&underlay, |wiring| wire_underlay(wiring, &on_underlay, &machines))?;
+        wire(find(&machines, CONTROL)?, |wiring| wire_uplink(wiring, CONTROL))?;
         for (name, via) in OUTSIDE {
-            find(&machines, name)?.ip_batch(&(uplink_commands(name)? + &service_routes(via)?))?;
+            wire(find(&machines, name)?, |wiring| {
+                wire_uplink(wiring, name)?;
+                add_service_routes(wiring, via)
+            })?;
         }
         for node in &NODES {
             let machine = find(&machines, node.name)?;
             machine.set_sysctls(&NODE_SYSCTLS)?;
-            machine.ip_batch(&node_commands(node, &machines)?)?;
+            wire(machine, |wiring| wire_node(wiring, node, &machines))?;
             for pod in node.pods {
-                find(&machines, pod)?.ip_batch(&pod_commands(pod)?)?;
+                wire(find(&machines, pod)?, |wiring| wire_pod(wiring, pod))?;
             }
         }
         Ok(Self { machines, _underlay: underlay })
@@ -90,81 +93,100 @@ fn address(name: &str) -> Result<Addresses> {
     plan::address(name).with_context(|| format!("the testbed's plan has no address for {name}"))
 }
 
-const LOOPBACK: &str = "link set lo up\n";
+/// Brings `lo` up in a namespace, and creates what `wire` adds.
+fn wire(namespace: &Namespace, wire: impl FnOnce(&mut Wiring) -> Result<()> + Send) -> Result<()> {
+    let work = || {
+        let mut wiring = Wiring::open()?;
+        wiring.up("lo");
+        wire(&mut wiring)?;
+        wiring.apply()
+    };
+    namespace.run(work).with_context(|| format!("links, addresses and routes of {}", namespace.name()))
+}
 
 /// Creates the bridge, a veth pair from the bridge to the `eth0` of each machine, and blackhole
 /// default routes.
-fn underlay_commands(names: &[&str], machines: &BTreeMap<&'static str, Namespace>) -> Result<String> {
-    let gateway = plan::gateway();
-    let mut commands = format!(
-        "{LOOPBACK}link add br0 type bridge mcast_snooping 0\nlink set br0 up\n\
-         addr add {}/24 dev br0\naddr add {}/64 dev br0 nodad\n\
-         route add blackhole default\nroute add blackhole ::/0\n",
-        gateway.v4, gateway.v6,
-    );
-    for name in names {
-        let netns = find(machines, name)?.name();
-        let _ = write!(
-            commands,
-            "link add {name} type veth peer name eth0 netns {netns}\nlink set {name} master br0\nlink set {name} up\n"
-        );
+fn wire_underlay(wiring: &mut Wiring, names: &[&str], machines: &BTreeMap<&'static str, Namespace>) -> Result<()> {
+    wiring.bridge("br0");
+    wiring.up("br0");
+    add_underlay_addresses(wiring, "br0", plan::gateway())?;
+    for family in Family::BOTH {
+        wiring.route(all(family), Route::Blackhole)?;
     }
-    Ok(commands)
+    for name in names {
+        wiring.veth(name, find(machines, name)?.handle());
+        wiring.join(name, "br0")?;
+        wiring.up(name);
+    }
+    Ok(())
+}
+
+fn add_underlay_addresses(wiring: &mut Wiring, device: &str, addresses: Addresses) -> Result<()> {
+    wiring.address(device, addresses.v4.into(), 24, libc::RT_SCOPE_UNIVERSE)?;
+    wiring.address(device, addresses.v6.into(), 64, libc::RT_SCOPE_UNIVERSE)
 }
 
 /// Sets up a machine's side of its link to the underlay, and a default route to the gateway, which
 /// drops packets.
-fn uplink_commands(name: &str) -> Result<String> {
-    let (own, gateway) = (address(name)?, plan::gateway());
-    Ok(format!(
-        "{LOOPBACK}link set eth0 up\naddr add {}/24 dev eth0\naddr add {}/64 dev eth0 nodad\n\
-         route add default via {}\nroute add default via {}\n",
-        own.v4, own.v6, gateway.v4, gateway.v6,
-    ))
+fn wire_uplink(wiring: &mut Wiring, name: &str) -> Result<()> {
+    wiring.up("eth0");
+    add_underlay_addresses(wiring, "eth0", address(name)?)?;
+    Family::BOTH.into_iter().try_for_each(|family| wiring.route(all(family), Route::Via(plan::gateway().of(family))))
 }
 
 /// Sends an outside client's packets for service addresses to one node.
-fn service_routes(via: &str) -> Result<String> {
-    let gateway = address(via)?;
-    let mut commands = String::new();
-    for prefix in SERVICE_PREFIXES {
-        let via = if prefix.contains(':') { gateway.v6.to_string() } else { gateway.v4.to_string() };
-        let _ = writeln!(commands, "route add {prefix} via {via}");
-    }
-    Ok(commands)
+fn add_service_routes(wiring: &mut Wiring, via: &str) -> Result<()> {
+    let node = address(via)?;
+    SERVICE_PREFIXES.into_iter().try_for_each(|network| add_route_via(wiring, network, node))
+}
+
+/// Adds a route to the network by the machine with these addresses.
+fn add_route_via(wiring: &mut Wiring, network: &str, machine: Addresses) -> Result<()> {
+    let (address, length) = network.split_once('/').with_context(|| format!("no prefix length in {network}"))?;
+    let network = Prefix { address: address.parse()?, length: length.parse()? };
+    wiring.route(network, Route::Via(machine.of(Family::of(network.address))))
 }
 
 /// Sets up a node's link to the underlay, its sides of the links to its pods, and routes to the
 /// pods of other nodes. Host routes connect both sides of a pod's link, so that every packet is
 /// routed.
-fn node_commands(node: &NodePlan, machines: &BTreeMap<&'static str, Namespace>) -> Result<String> {
+fn wire_node(wiring: &mut Wiring, node: &NodePlan, machines: &BTreeMap<&'static str, Namespace>) -> Result<()> {
+    wire_uplink(wiring, node.name)?;
     let host = address(node.name)?;
-    let mut commands = uplink_commands(node.name)?;
     for pod in node.pods {
-        let (own, netns) = (address(pod)?, find(machines, pod)?.name());
-        let _ = write!(
-            commands,
-            "link add veth-{pod} type veth peer name eth0 netns {netns}\nlink set veth-{pod} up\n\
-             addr add 169.254.1.1/32 dev veth-{pod} scope link\naddr add fe80::1/64 dev veth-{pod} nodad\n\
-             route add {}/32 dev veth-{pod} src {}\nroute add {}/128 dev veth-{pod}\n",
-            own.v4, host.v4, own.v6,
-        );
+        let (own, device) = (address(pod)?, format!("veth-{pod}"));
+        wiring.veth(&device, find(machines, pod)?.handle());
+        wiring.up(&device);
+        wiring.address(&device, NODE_OF_POD.0.into(), 32, libc::RT_SCOPE_LINK)?;
+        wiring.address(&device, NODE_OF_POD.1.into(), 64, libc::RT_SCOPE_UNIVERSE)?;
+        wiring.route(Prefix::host(own.v4.into()), Route::To(&device, Some(host.v4.into())))?;
+        wiring.route(Prefix::host(own.v6.into()), Route::To(&device, None))?;
     }
     for other in NODES.iter().filter(|other| other.name != node.name) {
         let via = address(other.name)?;
-        let [v4, v6] = plan::pod_networks(other.name).context("the plan has no pod networks for a node")?;
-        let _ = writeln!(commands, "route add {v4} via {}\nroute add {v6} via {}", via.v4, via.v6);
+        for network in plan::pod_networks(other.name).context("the plan has no pod networks for a node")? {
+            add_route_via(wiring, &network, via)?;
+        }
     }
-    Ok(commands)
+    Ok(())
 }
 
 /// Sets up a pod's side of the link to its node.
-fn pod_commands(name: &str) -> Result<String> {
-    let own = address(name)?;
-    Ok(format!(
-        "{LOOPBACK}link set eth0 up\naddr add {}/32 dev eth0\naddr add {}/128 dev eth0 nodad\n\
-         route add 169.254.1.1/32 dev eth0 scope link\nroute add default via 169.254.1.1 dev eth0\n\
-         route add default via fe80::1 dev eth0\n",
-        own.v4, own.v6,
-    ))
+fn wire_pod(wiring: &mut Wiring, name: &str) -> Result<()> {
+    wiring.up("eth0");
+    for own in address(name)?.both() {
+        wiring.address("eth0", own, Prefix::host(own).length, libc::RT_SCOPE_UNIVERSE)?;
+    }
+    wiring.route(Prefix::host(NODE_OF_POD.0.into()), Route::To("eth0", None))?;
+    wiring.route(all(Family::V4), Route::ViaOn(NODE_OF_POD.0.into(), "eth0"))?;
+    wiring.route(all(Family::V6), Route::ViaOn(NODE_OF_POD.1.into(), "eth0"))
+}
+
+/// The address of every node on its links to its pods.
+const NODE_OF_POD: (Ipv4Addr, Ipv6Addr) = (Ipv4Addr::new(169, 254, 1, 1), Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 1));
+
+/// The network of all addresses of a family.
+fn all(family: Family) -> Prefix {
+    let address = if family == Family::V4 { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    Prefix { address, length: 0 }
 }

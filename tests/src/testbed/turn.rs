@@ -9,6 +9,7 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::client::{Request, Transport};
 
@@ -29,6 +30,20 @@ pub fn in_turn<T>(request: &Request, ask: impl FnOnce() -> T) -> T {
     let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
     ask()
 }
+
+/// Calls `ask`, and then pauses for `shortest`, or for as long as all `clients` clients need for
+/// such a call one after the other. On a machine with one slow CPU, clients that repeat their
+/// requests would otherwise leave little time to the programs under test.
+pub(crate) fn ask_and_pause<T>(clients: usize, shortest: Duration, ask: impl FnOnce() -> T) -> T {
+    let asked = Instant::now();
+    let result = ask();
+    let all_clients = asked.elapsed() * u32::try_from(clients).unwrap_or(u32::MAX);
+    std::thread::sleep(all_clients.clamp(shortest, LONGEST_PAUSE.max(shortest)));
+    result
+}
+
+/// Pauses do not grow with long waits for an answer.
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
 mod tests {

@@ -24,9 +24,10 @@
 //!   gets its own network namespace, in which `lo` is up, and an empty `TMPDIR`. If the test fails,
 //!   the files in `TMPDIR` are copied to the slot. All processes of a test are killed at its end.
 //!
-//! Properties of this kernel (Debian's package, 6.1): it has one CPU, and a process start takes
-//! about 15 ms. Clocks and sleeps follow the host's time, in ticks of 10 ms. The kernel's nf_tables
-//! supports neither IPv4 nor IPv6 tables, so only the legacy variant of iptables works.
+//! Properties of this kernel (Debian's package, 6.1): it has one CPU. A system call takes about
+//! 20 µs, a page fault 110 µs, and a process start 15 ms and more. Clocks and sleeps follow the
+//! host's time, in ticks of 10 ms. The kernel's nf_tables supports neither IPv4 nor IPv6 tables, so
+//! only the legacy variant of iptables works.
 
 pub mod guest;
 mod host;

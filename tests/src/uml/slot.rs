@@ -19,6 +19,7 @@ const KEPT_RUNS: usize = 4;
 #[derive(Debug)]
 pub struct Slot {
     folder: PathBuf,
+    number: usize,
     _lock: File,
 }
 
@@ -43,7 +44,7 @@ impl Slot {
             let path = folder.join("lock");
             let lock = File::create(&path).with_context(|| format!("creating {}", path.display()))?;
             match lock.try_lock() {
-                Ok(()) => return Ok(Self { folder, _lock: lock }),
+                Ok(()) => return Ok(Self { folder, number, _lock: lock }),
                 Err(TryLockError::WouldBlock) => {}
                 Err(TryLockError::Error(error)) => return Err(error).context("locking a slot"),
             }
@@ -54,6 +55,11 @@ impl Slot {
     /// The slot's folder.
     pub fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// The slot's number, from 0.
+    pub fn number(&self) -> usize {
+        self.number
     }
 
     /// The file with the kernel's output.

@@ -27,6 +27,49 @@ __attribute__((constructor)) static void find_next(void)
 	next_ptrace = (long (*)(int, ...))dlsym(RTLD_NEXT, "ptrace");
 }
 
+/*
+ * User-Mode Linux reads these registers after each stop of a process, and sets them before it lets
+ * the process continue. After a system call they are usually unchanged, and setting them is slow. So
+ * the library remembers what the stopped process holds, and skips a call that would change nothing.
+ */
+static struct {
+	int pid;
+	size_t length;
+	char registers[4096];
+} held;
+
+static int holds(int pid, const struct iovec *given)
+{
+	return held.length != 0 && held.pid == pid && held.length <= given->iov_len &&
+	       memcmp(held.registers, given->iov_base, held.length) == 0;
+}
+
+static void remember(int pid, const struct iovec *given)
+{
+	held.length = 0;
+	if (given->iov_len <= sizeof(held.registers)) {
+		memcpy(held.registers, given->iov_base, given->iov_len);
+		held.pid = pid;
+		held.length = given->iov_len;
+	}
+}
+
+static long set_registers(int pid, const struct iovec *given)
+{
+	struct iovec whole = { area, sizeof(area) };
+	if (area_size == 0) {
+		if (next_ptrace(PTRACE_GETREGSET, pid, NT_X86_XSTATE, &whole) < 0)
+			return -1;
+		area_size = whole.iov_len;
+	}
+	if (given->iov_len >= area_size)
+		return next_ptrace(PTRACE_SETREGSET, pid, NT_X86_XSTATE, given);
+	memcpy(area, given->iov_base, given->iov_len);
+	memset(area + given->iov_len, 0, area_size - given->iov_len);
+	whole.iov_len = area_size;
+	return next_ptrace(PTRACE_SETREGSET, pid, NT_X86_XSTATE, &whole);
+}
+
 long ptrace(enum __ptrace_request request, ...)
 {
 	va_list arguments;
@@ -36,20 +79,29 @@ long ptrace(enum __ptrace_request request, ...)
 	void *data = va_arg(arguments, void *);
 	va_end(arguments);
 
-	if (request != PTRACE_SETREGSET || (long)address != NT_X86_XSTATE)
+	long result;
+	switch ((int)request) {
+	case PTRACE_GETREGSET:
+		result = next_ptrace(request, pid, address, data);
+		if (result == 0 && (long)address == NT_X86_XSTATE)
+			remember(pid, data);
+		return result;
+	case PTRACE_SETREGSET:
+		if ((long)address != NT_X86_XSTATE)
+			return next_ptrace(request, pid, address, data);
+		if (holds(pid, data))
+			return 0;
+		result = set_registers(pid, data);
+		if (result == 0)
+			remember(pid, data);
+		return result;
+	case PTRACE_GETREGS:
+	case PTRACE_SETREGS:
+	case PTRACE_GETSIGINFO:
+		/* The process stays stopped and its extended registers unchanged. */
 		return next_ptrace(request, pid, address, data);
-
-	const struct iovec *given = data;
-	if (area_size == 0) {
-		struct iovec whole = { area, sizeof(area) };
-		if (next_ptrace(PTRACE_GETREGSET, pid, address, &whole) < 0)
-			return -1;
-		area_size = whole.iov_len;
+	default:
+		held.length = 0;
+		return next_ptrace(request, pid, address, data);
 	}
-	if (given->iov_len >= area_size)
-		return next_ptrace(request, pid, address, data);
-	memcpy(area, given->iov_base, given->iov_len);
-	memset(area + given->iov_len, 0, area_size - given->iov_len);
-	struct iovec whole = { area, area_size };
-	return next_ptrace(request, pid, address, &whole);
 }
