@@ -59,6 +59,16 @@ impl Listener {
         Ok(Self { socket, buffer: vec![0; RECEIVE_BUFFER_BYTES] })
     }
 
+    /// Makes the kernel drop notifications about changes that the connection with this port made
+    /// ([`super::Connection::port`]). These notifications neither wake the reader nor fill the
+    /// receive buffer.
+    ///
+    /// # Errors
+    /// The kernel does not accept the filter.
+    pub fn ignore_changes_of(&self, port: u32) -> Result<(), NetlinkError> {
+        self.socket.ignore_changes_of(port).map_err(NetlinkError::Open)
+    }
+
     /// Reads once without blocking and passes each notification to `each`.
     ///
     /// # Errors

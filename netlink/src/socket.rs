@@ -92,6 +92,28 @@ impl Socket {
         self.set_option(libc::SOL_NETLINK, libc::NETLINK_ADD_MEMBERSHIP, &group)
     }
 
+    /// Makes the kernel drop notifications about changes that the socket with this port made.
+    pub(super) fn ignore_changes_of(&self, port: u32) -> io::Result<()> {
+        // The position of `nlmsg_pid` in the header of a message. All messages that the kernel
+        // sends together have the same port.
+        const PORT_OFFSET: u32 = 12;
+        // Bits of `linux/filter.h`: load a word, jump if it equals the constant, return.
+        const LOAD_WORD: u16 = 0x20;
+        const JUMP_IF_EQUAL: u16 = 0x15;
+        const RETURN: u16 = 0x06;
+        let instruction = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
+        let mut program = [
+            instruction(LOAD_WORD, 0, 0, PORT_OFFSET),
+            // The load takes the bytes as a number in network byte order.
+            instruction(JUMP_IF_EQUAL, 0, 1, u32::from_be_bytes(port.to_ne_bytes())),
+            instruction(RETURN, 0, 0, 0),
+            instruction(RETURN, 0, 0, u32::MAX),
+        ];
+        let length = u16::try_from(program.len()).map_err(io::Error::other)?;
+        let program = libc::sock_fprog { len: length, filter: program.as_mut_ptr() };
+        self.set_option(libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, &program)
+    }
+
     /// The port of the socket, which identifies it in its network namespace.
     pub(super) fn port(&self) -> io::Result<u32> {
         // SAFETY: the structure consists of plain numbers, for which zero is valid.

@@ -1,5 +1,7 @@
 //! The connection to the kernel's nftables.
 
+use std::{thread, time::Duration};
+
 use headgate_netlink::{Connection, Dumped, Malformed, NetlinkError, Refusal, Request, netfilter};
 
 use crate::{
@@ -172,15 +174,57 @@ impl Nftables {
         }
     }
 
-    fn list<T>(
+    fn list<T: PartialEq>(
         &mut self,
         request: &Request,
         read: impl Fn(&[u8]) -> Result<T, Malformed>,
     ) -> Result<Vec<T>, NftablesError> {
-        self.connection.list(request, |found: &mut Vec<T>, payload| {
-            found.push(read(payload)?);
-            Ok(())
-        })
+        self.list_some(request, |payload| read(payload).map(Some))
+    }
+
+    /// Lists the objects that `read` returns. A change of any table in the network namespace
+    /// interrupts the list. If the kernel interrupts every attempt, two successive lists that are
+    /// the same are complete.
+    fn list_some<T: PartialEq>(
+        &mut self,
+        request: &Request,
+        read: impl Fn(&[u8]) -> Result<Option<T>, Malformed>,
+    ) -> Result<Vec<T>, NftablesError> {
+        let mut before = None;
+        for attempt in 0..ATTEMPTS {
+            pause(attempt);
+            let (found, dumped) = self.dump(request, |found, payload| {
+                found.extend(read(payload)?);
+                Ok(())
+            })?;
+            if dumped == Dumped::Whole || before.as_ref() == Some(&found) {
+                return Ok(found);
+            }
+            before = Some(found);
+        }
+        Err(Refusal::of_code(libc::EINTR).into())
+    }
+
+    fn dump<T>(
+        &mut self,
+        request: &Request,
+        add: impl Fn(&mut Vec<T>, &[u8]) -> Result<(), Malformed>,
+    ) -> Result<(Vec<T>, Dumped), NftablesError> {
+        let (mut found, mut malformed) = (Vec::new(), None);
+        let dumped = self.connection.dump(request.clone(), |_, payload| {
+            if let Err(error) = add(&mut found, payload) {
+                malformed = Some(error);
+            }
+        });
+        malformed.map_or(Ok(()), Err)?;
+        Ok((found, dumped?))
+    }
+}
+
+/// Pauses before another attempt to obtain a list, for 127 ms in all attempts together.
+fn pause(attempt: u32) {
+    if attempt > 0 {
+        thread::sleep(Duration::from_millis(1 << (attempt - 1)));
     }
 }
 
@@ -230,8 +274,9 @@ impl Kernel for Nftables {
 
     fn chains(&mut self, table: &TableName) -> Result<Vec<Listed<Chain>>, NftablesError> {
         // The kernel lists the chains of all tables in the family.
-        let all = self.list(&wire::list(message::GET_CHAIN, None, Some(table), None), decode::new_chain)?;
-        Ok(all.into_iter().filter(|chain| chain.object.table == *table).collect())
+        self.list_some(&wire::list(message::GET_CHAIN, None, Some(table), None), |payload| {
+            Ok(Some(decode::new_chain(payload)?).filter(|chain| chain.object.table == *table))
+        })
     }
 
     fn rules(&mut self, table: &TableName, chain: Option<&str>) -> Result<Vec<Listed<Rule>>, NftablesError> {
@@ -244,22 +289,27 @@ impl Kernel for Nftables {
 
     fn elements(&mut self, table: &TableName, set: &str) -> Result<Vec<Element>, NftablesError> {
         let request = wire::list_elements(table, set);
-        let mut before = None;
-        for _ in 0..ATTEMPTS {
-            let listed: Result<_, NftablesError> = self.connection.list(&request, |all: &mut Vec<Element>, payload| {
+        let mut before: Option<Vec<Element>> = None;
+        for attempt in 0..ATTEMPTS {
+            pause(attempt);
+            let (mut found, dumped) = self.dump(&request, |all, payload| {
                 all.extend(decode::elements(payload)?.list.unwrap_or_default());
                 Ok(())
-            });
-            let mut found = listed?;
+            })?;
             found.sort_by(|a, b| place(a).cmp(&place(b)));
             let is_unique = found.windows(2).all(|pair| place(&pair[0]) != place(&pair[1]));
             // The kernel does not count the catch-all element.
             let counted = found.iter().filter(|element| !element.catch_all).count();
-            let is_as_before = |before: &Vec<Element>| before.iter().map(place).eq(found.iter().map(place));
+            let is_as_before = before.as_ref().is_some_and(|before| {
+                before.len() == found.len()
+                    && before.iter().zip(&found).all(|(a, b)| place(a) == place(b) && a.data == b.data)
+            });
+            // If changes of other tables interrupt every list, the list that repeats is complete.
+            let is_settled = dumped == Dumped::Whole || is_as_before;
             match self.expected_count(table, set)? {
-                Expected::Stable => return Ok(found),
-                Expected::Count(count) if is_unique && count == counted => return Ok(found),
-                Expected::Unknown if is_unique && before.as_ref().is_some_and(is_as_before) => return Ok(found),
+                Expected::Stable if is_settled => return Ok(found),
+                Expected::Count(count) if is_settled && is_unique && count == counted => return Ok(found),
+                Expected::Unknown if is_as_before && is_unique => return Ok(found),
                 _ => before = Some(found),
             }
         }

@@ -50,6 +50,6 @@ pub trait Kernel {
     ///
     /// # Errors
     /// The kernel does not return the list: `ENOENT` if the set does not exist, `EINTR` if the set
-    /// changed during every attempt.
+    /// changed during every attempt. Changes of other tables do not prevent the list.
     fn elements(&mut self, table: &TableName, set: &str) -> Result<Vec<Element>, NftablesError>;
 }

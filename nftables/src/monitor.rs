@@ -96,6 +96,17 @@ impl Monitor {
         Ok(Self(Listener::open(libc::NETLINK_NETFILTER, &[wire::GROUP], receive_buffer_bytes)?))
     }
 
+    /// Like [`Self::open`], without the changes of the connection with this port
+    /// ([`crate::Nftables::port`]). The kernel drops these events, so they wake nobody.
+    ///
+    /// # Errors
+    /// The same errors as [`Self::open`].
+    pub fn open_without(own_port: u32, receive_buffer_bytes: u32) -> Result<Self, NftablesError> {
+        let monitor = Self::open(receive_buffer_bytes)?;
+        monitor.0.ignore_changes_of(own_port)?;
+        Ok(monitor)
+    }
+
     /// Reads once without blocking.
     ///
     /// # Errors

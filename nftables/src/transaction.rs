@@ -2,7 +2,7 @@
 
 use headgate_netlink::Request;
 
-use crate::{Chain, Element, Existing, Rule, RulePosition, Set, SetName, Table, TableName, describe, wire};
+use crate::{Chain, Element, Existing, Fault, Rule, RulePosition, Set, SetName, Table, TableName, describe, wire};
 
 /// An ordered list of changes. The kernel executes either all changes or none, and packets see only
 /// the state before or after the transaction. Each change sees the earlier changes of the
@@ -151,6 +151,19 @@ impl Transaction {
     /// Deletes all elements of a set.
     pub fn flush_set(&mut self, table: &TableName, set: &str) {
         self.requests.push(wire::flush_set(table, set));
+    }
+
+    /// The element that the kernel refuses to add, with its table and the name of its set. `None`
+    /// if the fault is not in an element that the transaction adds.
+    #[must_use]
+    pub fn added_element(&self, fault: &Fault) -> Option<(TableName, String, Element)> {
+        let request = self.requests.get(fault.message?)?;
+        if wire::command(request.kind()) != Some(wire::message::NEW_ELEMENTS) {
+            return None;
+        }
+        let elements = wire::decode::elements(request.payload()).ok()?;
+        let element = elements.list?.into_iter().nth(fault.element?)?;
+        Some((elements.table, elements.set.name, element))
     }
 
     pub(crate) fn requests(&self) -> &[Request] {

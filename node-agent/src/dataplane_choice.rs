@@ -24,7 +24,7 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
         ProxyMode::Iptables => return Ok(Box::new(iptables(options, settings)?)),
         ProxyMode::Ipvs => ("ipvs", boxed(ipvs::IpvsDataplane::new(ipvs_config(options, settings)), settings)),
         ProxyMode::Nftables => {
-            ("nftables", boxed(nftables::NftablesDataplane::new(&nftables_config(settings)), settings))
+            ("nftables", boxed(nftables::NftablesDataplane::new(&nftables_config(options, settings)), settings))
         }
     };
     match chosen {
@@ -92,8 +92,9 @@ fn masquerade(settings: &Settings) -> MasqueradeConfig {
     MasqueradeConfig { all: settings.masquerade_all, bit: settings.masquerade_bit, detector_v4, detector_v6 }
 }
 
-fn nftables_config(settings: &Settings) -> nftables::Config {
+fn nftables_config(options: &Options, settings: &Settings) -> nftables::Config {
     nftables::Config {
+        owns_tables: options.own_nftables_tables,
         families: Family::BOTH.into(),
         masquerade: masquerade(settings),
         localhost_node_ports: settings.localhost_node_ports,

@@ -9,7 +9,7 @@ use std::{
     collections::BTreeSet,
     io,
     net::IpAddr,
-    os::fd::{AsFd as _, OwnedFd},
+    os::fd::{AsFd, OwnedFd},
     sync::Arc,
     thread,
 };
@@ -174,8 +174,11 @@ impl Follower {
 }
 
 /// Returns an object that becomes readable when notifications arrive.
+///
+/// # Errors
+/// The system cannot duplicate or watch the descriptor.
 #[allow(unsafe_code)]
-fn readiness(listener: &Listener) -> io::Result<AsyncFd<OwnedFd>> {
+pub(crate) fn readiness(listener: &impl AsFd) -> io::Result<AsyncFd<OwnedFd>> {
     let descriptor = listener.as_fd().try_clone_to_owned()?;
     // SAFETY: the descriptor is open. The `AsyncFd` owns the descriptor, and nothing closes or
     // replaces the descriptor before the `AsyncFd` is dropped.

@@ -43,6 +43,7 @@ pub mod dataplane_choice;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod http;
+mod instance;
 pub mod interfaces;
 mod listen;
 mod memory;

@@ -16,6 +16,7 @@ use crate::{
     dataplane::{DataplaneError, NodeDataplane},
     dataplane_choice,
     http::{self, Pages, listen::BindError},
+    instance,
     interfaces::{self, Interfaces},
     metrics::Metrics,
     node_inputs::NodeSettings,
@@ -60,6 +61,9 @@ pub enum AgentError {
     /// The configuration file was edited. The agent reads the file only at its start.
     #[error("{0} was edited; the agent ends, so that its next start reads the new content")]
     ConfigEdited(String),
+    /// The system creates no socket for the claim of the network namespace.
+    #[error("cannot claim this network namespace")]
+    Claim(#[source] std::io::Error),
     /// The system cannot start a thread.
     #[error("cannot start a thread")]
     Thread(#[from] std::io::Error),
@@ -82,6 +86,10 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
     // Check these options before changing the machine.
     options.node_name(&configured.settings)?;
     options.control_planes()?;
+    let _claim = tokio::select! {
+        claim = instance::claim() => claim.map_err(AgentError::Claim)?,
+        () = shutdown.cancelled() => return Ok(()),
+    };
     prepare(&configured.settings)?;
     let dataplane = dataplane_choice::build(&options, &configured.settings)?;
     run_configured(options, configured, dataplane, Conntrack::Cleaned, shutdown).await

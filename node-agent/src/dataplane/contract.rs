@@ -11,7 +11,7 @@ use std::{
 
 use headgate_core::{Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, view::NoLocalEndpoints};
 
-use super::{DataplaneError, StateSource};
+use super::{DataplaneError, StateSource, metrics::DataplaneMetrics};
 use crate::node_inputs::NodeInputs;
 
 /// One IP family of a dataplane.
@@ -56,7 +56,7 @@ pub trait Dataplane: Send {
     }
 
     /// Reads all objects of this family from the kernel. The cost grows with the number of
-    /// Services. The caller reads in full syncs and, rarely, before [`Self::matches`].
+    /// Services. Called in full syncs.
     ///
     /// # Errors
     /// The kernel cannot be read.
@@ -89,8 +89,13 @@ pub trait Dataplane: Send {
     /// The check failed. It is unknown whether the rules are complete.
     fn check(&mut self, kernel: &mut Self::Kernel) -> Result<Option<String>, DataplaneError>;
 
-    /// True when `found` is exactly what this dataplane has programmed.
-    fn matches(&self, found: &Self::Found) -> bool;
+    /// Compares the kernel with what this dataplane has programmed. Returns a sentence for each
+    /// difference that it reports. A dataplane may compare a part at each call. Successive calls
+    /// then compare all parts in turn.
+    ///
+    /// # Errors
+    /// The kernel cannot be read.
+    fn compare(&mut self, kernel: &mut Self::Kernel) -> Result<Vec<String>, DataplaneError>;
 
     /// Counts of the programmed rules after the last step. Does not read the kernel.
     fn statistics(&self) -> Statistics {
@@ -121,7 +126,20 @@ pub trait KernelHandle: Send {
     /// answers to old requests may still arrive on the old socket. A handle whose sockets serve
     /// traffic keeps these sockets.
     fn reset(&mut self) {}
+
+    /// Starts to follow the changes that other programs make, if the kernel reports them. Calls
+    /// `wake` from another thread after such a change, not more often than the pauses of the
+    /// implementation allow. The next [`Dataplane::check`] then reports the change.
+    ///
+    /// # Errors
+    /// The kernel does not report changes now. The dataplane works without the reports.
+    fn follow(&mut self, _wake: Wake, _metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
+        Ok(())
+    }
 }
+
+/// Wakes the reconcile loop, so that it verifies the rules.
+pub type Wake = Arc<dyn Fn() + Send + Sync>;
 
 /// The handle of dataplanes that run a program for each call.
 impl KernelHandle for () {}

@@ -8,17 +8,22 @@ use std::{
 };
 
 use headgate_core::{Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State};
+use prometheus_client::metrics::counter::Counter;
 use tracing::{info, warn};
 
 use super::{
     DataplaneError, StateSource,
-    contract::{Dataplane, Degradation, FamilyStatistics, Fault, KernelHandle as _, Maintain, Report},
+    contract::{Dataplane, Degradation, FamilyStatistics, Fault, KernelHandle as _, Maintain, Report, Wake},
     leftovers::{Leftover, Leftovers},
+    metrics::DataplaneMetrics,
 };
 use crate::node_inputs::NodeInputs;
 
-/// The pause after a comparison of all rules, as a multiple of the time that the comparison took.
-const DEEP_CHECK_PAUSE_FACTOR: u32 = 100;
+/// The pause after a comparison, as a multiple of the time that the comparison took.
+const COMPARISON_PAUSE_FACTOR: u32 = 100;
+
+/// The maximum number of differences that the log names after one comparison.
+const MAX_LOGGED_DIFFERENCES: usize = 5;
 
 /// The maximum number of services that a degradation names.
 const MAX_NAMES: usize = 3;
@@ -38,6 +43,10 @@ pub trait NodeDataplane: Send {
 
     /// Like [`Dataplane::configure`], for both families.
     fn configure(&mut self, inputs: &NodeInputs) -> bool;
+
+    /// Starts to follow the changes of other programs; see [`super::KernelHandle::follow`]. The
+    /// dataplane counts into `metrics`. Logs a warning if the kernel does not report changes.
+    fn follow(&mut self, wake: Wake, metrics: DataplaneMetrics);
 
     /// Programs the whole state, whatever the kernel holds. The caller calls this function for the
     /// first sync and for every repair. The function reads the kernel, plans while it holds the
@@ -124,6 +133,7 @@ pub struct DualStack<D: Dataplane> {
     families: Vec<OneFamily<D>>,
     own: Vec<Leftover>,
     leftovers: Leftovers,
+    metrics: DataplaneMetrics,
     is_without_ipv6: bool,
     /// Why this dataplane runs in place of the configured dataplane.
     in_place_of: Option<String>,
@@ -135,8 +145,8 @@ struct OneFamily<D: Dataplane> {
     planned: Option<D::Plan>,
     /// How long the kernel took for the last step.
     took: Duration,
-    /// When all rules may be compared again; `None` before the first full sync.
-    next_deep_check: Option<Instant>,
+    /// When rules may be compared again; `None` before the first full sync.
+    next_comparison: Option<Instant>,
     deferred: Vec<Fault>,
 }
 
@@ -177,7 +187,7 @@ impl<D: Dataplane> DualStack<D> {
                 dataplane: make(family),
                 planned: None,
                 took: Duration::ZERO,
-                next_deep_check: None,
+                next_comparison: None,
                 deferred: Vec::new(),
             });
         }
@@ -187,6 +197,7 @@ impl<D: Dataplane> DualStack<D> {
             families: made,
             own,
             leftovers: Leftovers::new(Vec::new()),
+            metrics: DataplaneMetrics::default(),
             is_without_ipv6,
             in_place_of: None,
         }
@@ -276,6 +287,13 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
         is_changed
     }
 
+    fn follow(&mut self, wake: Wake, metrics: DataplaneMetrics) {
+        if let Err(error) = self.kernel.follow(wake, &metrics) {
+            warn!(%error, "the agent cannot follow the changes of other programs, and finds such changes by comparisons alone");
+        }
+        self.metrics = metrics;
+    }
+
     fn sync_full(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         let mut report = Report::default();
         // The families sync one after the other, so that memory holds only one full plan at a time.
@@ -362,7 +380,8 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
     }
 
     fn verify(&mut self) -> Result<bool, DataplaneError> {
-        self.all(OneFamily::is_intact)
+        let drift = self.metrics.drift.clone();
+        self.all(|family, kernel| family.is_intact(kernel, &drift))
     }
 
     fn statistics(&self) -> Vec<FamilyStatistics> {
@@ -383,7 +402,7 @@ impl<D: Dataplane> OneFamily<D> {
         drop(found);
         if let Some(plan) = plan {
             report.merge(self.apply(kernel, plan, Some(source))?);
-            self.next_deep_check.get_or_insert_with(Instant::now);
+            self.next_comparison.get_or_insert_with(Instant::now);
         }
         Ok(report)
     }
@@ -401,21 +420,23 @@ impl<D: Dataplane> OneFamily<D> {
     }
 
     /// True when nobody else has changed the rules. Each call detects flushed rules. Only a
-    /// comparison of all rules detects a changed rule. The pauses between comparisons limit the
-    /// cost of the comparisons to one percent of a core.
-    fn is_intact(&mut self, kernel: &mut D::Kernel) -> Result<bool, DataplaneError> {
+    /// comparison detects a changed rule. The pauses between comparisons limit the cost of the
+    /// comparisons to one percent of a core. Adds the number of differences to `drift`.
+    fn is_intact(&mut self, kernel: &mut D::Kernel, drift: &Counter) -> Result<bool, DataplaneError> {
         if let Some(sentence) = self.dataplane.check(kernel)? {
             warn!("{sentence}");
             return Ok(false);
         }
         let started = Instant::now();
-        if self.next_deep_check.is_none_or(|due| started < due) {
+        if self.next_comparison.is_none_or(|due| started < due) {
             return Ok(true);
         }
-        let found = self.dataplane.read(kernel)?;
-        let is_intact = self.dataplane.matches(&found);
-        self.next_deep_check = Some(Instant::now() + started.elapsed() * DEEP_CHECK_PAUSE_FACTOR);
-        Ok(is_intact)
+        let differences = self.dataplane.compare(kernel);
+        self.next_comparison = Some(Instant::now() + started.elapsed() * COMPARISON_PAUSE_FACTOR);
+        let differences = differences?;
+        differences.iter().take(MAX_LOGGED_DIFFERENCES).for_each(|sentence| warn!("{sentence}"));
+        drift.inc_by(differences.len() as u64);
+        Ok(differences.is_empty())
     }
 
     fn statistics(&self) -> FamilyStatistics {

@@ -13,13 +13,14 @@ pub mod in_memory;
 pub mod iptables;
 pub mod ipvs;
 mod leftovers;
+pub mod metrics;
 pub mod nftables;
 mod retries;
 pub(crate) mod xtables;
 
 pub use contract::{
     Dataplane, Degradation, FamilyStatistics, Fault, FindFaults, KernelHandle, Maintain, Report, Statistics,
-    TableStatistics,
+    TableStatistics, Wake,
 };
 pub use dual_stack::{DualStack, NodeDataplane};
 pub use error::{DataplaneError, ErrorKind};

@@ -122,6 +122,11 @@ pub struct Options {
         value_parser = PossibleValuesParser::new(["auto", "classic", "compact"]).map(|layout| layout_of(&layout)))]
     pub iptables_layout: Layout,
 
+    /// Own the tables of mode nftables, where the kernel supports owners that persist. Tests set
+    /// this flag to false, so that the agent behaves as on a kernel without owners
+    #[arg(long, hide = true, action = ArgAction::Set, default_value_t = true, value_name = "BOOL", value_parser = truth)]
+    pub own_nftables_tables: bool,
+
     /// A KubeProxyConfiguration file. It replaces kube-proxy's flags, except --hostname-override.
     /// The agent ends when the file is edited
     #[arg(long, value_name = "FILE")]

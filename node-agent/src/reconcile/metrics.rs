@@ -10,7 +10,7 @@ use headgate_core::Family as IpFamily;
 use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram};
 
 use crate::{
-    dataplane::{FamilyStatistics, Report},
+    dataplane::{FamilyStatistics, Report, metrics::DataplaneMetrics},
     metric_registry::{AGENT, KUBE_PROXY, Labels, MetricRegistry, family_label, sync_histogram},
     state::backlog::Trigger,
 };
@@ -53,6 +53,8 @@ pub struct SyncMetrics {
     pub service_rejections: Counter,
     /// Number of problems that the operator has to fix.
     pub degraded_modes: Gauge,
+    /// Metrics that the dataplane updates.
+    pub dataplane: DataplaneMetrics,
     /// 1 while rules count packets into [`crate::packet_counters`], else 0.
     pub counts_packets: Gauge,
     apply_duration: Family<Labels<1>, Histogram>,
@@ -88,6 +90,7 @@ impl Default for SyncMetrics {
             services_rejected: Gauge::default(),
             service_rejections: Counter::default(),
             degraded_modes: Gauge::default(),
+            dataplane: DataplaneMetrics::default(),
             counts_packets: Gauge::default(),
             apply_duration: Family::new_with_constructor(sync_histogram),
             applies_failed: Family::default(),
@@ -132,6 +135,7 @@ impl SyncMetrics {
         let help = "1 while rules count packets in nfnetlink_acct objects, from which the metrics kubeproxy_iptables_…_packets_total are read";
         add.gauge("packet_counters", "", help, self.counts_packets.clone());
         self.register_kube_proxy_names(registry);
+        self.dataplane.register(registry);
     }
 
     fn register_kube_proxy_names(&self, registry: &mut MetricRegistry) {

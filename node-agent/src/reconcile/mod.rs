@@ -193,6 +193,8 @@ impl Reconciler {
 
     /// Runs until [`AgentState::stop`]. The rules stay in the kernel.
     pub fn run(mut self) {
+        let shared = Arc::clone(&self.shared);
+        self.dataplane.follow(Arc::new(move || shared.rules_changed()), self.metrics.dataplane.clone());
         self.resolve_inputs();
         self.publish_status();
         if self.shared.is_unconfirmed() {
@@ -205,7 +207,8 @@ impl Reconciler {
                 Wake::Stop => return,
                 Wake::Interfaces => self.resolve_inputs(),
                 Wake::Work => self.sync(),
-                Wake::Verify if self.shared.is_unconfirmed() => self.check_rules_of_earlier_run(),
+                Wake::Rules | Wake::Verify if self.shared.is_unconfirmed() => self.check_rules_of_earlier_run(),
+                Wake::Rules => self.verify(),
                 Wake::Verify if self.maintain_at().is_some_and(|due| due <= Instant::now()) => self.maintain(),
                 Wake::Verify if Instant::now() < self.verify_at => self.retry(&self.quarantine.due()),
                 Wake::Verify => self.verify(),

@@ -76,6 +76,9 @@ struct Inner {
     /// True if the addresses of the node's interfaces changed since [`AgentState::wait`] last
     /// reported a change.
     interfaces_changed: bool,
+    /// True if another program may have changed rules since [`AgentState::wait`] last reported a
+    /// change of the rules.
+    rules_changed: bool,
     /// Counts the updates that a sync must program.
     generation: u64,
     stop: bool,
@@ -122,6 +125,8 @@ pub(crate) enum Wake {
     Stop,
     /// The addresses of the node's interfaces changed.
     Interfaces,
+    /// Another program may have changed the rules.
+    Rules,
     /// Changes must be programmed.
     Work,
     /// No changes must be programmed, and it is time to verify the rules.
@@ -212,6 +217,7 @@ impl AgentState {
             dirty: Dirty::default(),
             needs_full: true,
             interfaces_changed: false,
+            rules_changed: false,
             generation: 0,
             stop: false,
         };
@@ -328,6 +334,13 @@ impl AgentState {
         self.changed.notify_all();
     }
 
+    /// Wakes the reconcile loop, because another program may have changed the rules. Waits for the
+    /// lock, as [`Self::apply`] does.
+    pub fn rules_changed(&self) {
+        self.lock().rules_changed = true;
+        self.changed.notify_all();
+    }
+
     /// Allows syncs to program the state from disk. Call this function when the state is as new as
     /// the control plane's state was at the start of the stream, or when the kernel cannot have
     /// newer rules.
@@ -384,6 +397,9 @@ impl AgentState {
             }
             if std::mem::take(&mut inner.interfaces_changed) {
                 return Wake::Interfaces;
+            }
+            if inner.held.position().is_some() && std::mem::take(&mut inner.rules_changed) {
+                return Wake::Rules;
             }
             let is_done = Some(inner.generation) == done || inner.is_unconfirmed;
             let due = match (inner.held.position(), is_done) {

@@ -1,11 +1,16 @@
 //! Cases of mode nftables: the table in the kernel, and other programs that list or change the
 //! table.
 
-use anyhow::{Result, ensure};
+use std::fs;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use super::affinity;
 use super::case::{SourceAddress, ask};
-use super::changes::eventually;
+use super::changes::{eventually, within};
 use super::ipvs::{restart, tool};
 use super::run::run;
 use crate::testbed::client::HeldConnection;
@@ -138,6 +143,166 @@ pub fn modes_switch_without_losing_connections(bed: &Testbed) -> Result<()> {
     eventually(|| {
         let tables = nft(bed, &["list", "tables"])?;
         ensure!(!tables.contains("headgate"), "a table of mode nftables still exists:\n{tables}");
+        Ok(())
+    })
+}
+
+/// An agent that does not own its tables and checks them once in an hour.
+fn without_owner(bed: &Testbed) -> Result<AgentSetup> {
+    let file = bed.machines().folder().join("without-owner.yaml");
+    let text = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: nftables\n\
+                nftables: {syncPeriod: 1h, minSyncPeriod: 0s}\n";
+    fs::write(&file, text).with_context(|| file.display().to_string())?;
+    let file = file.to_str().context("the folder has no UTF-8 name")?;
+    Ok(AgentSetup { cannot_tell_pods: true, ..AgentSetup::with(&["--own-nftables-tables=false", "--config", file]) })
+}
+
+/// The value of a metric without labels of the agent of node-a.
+fn metric(bed: &Testbed, name: &str) -> Result<u64> {
+    let page = tool(
+        bed.machines().machine("node-a")?,
+        "curl",
+        &["-sS", "--max-time", "10", "http://127.0.0.1:10249/metrics"],
+    )?;
+    let value = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    let value = value.with_context(|| format!("the page has no metric {name}:\n{page}"))?;
+    value.parse().with_context(|| format!("{name} is {value}"))
+}
+
+/// The contents of both tables, sorted, without the numbers of groups, which are arbitrary.
+fn contents(bed: &Testbed) -> Result<Vec<String>> {
+    let listed = nft(bed, &["--terse", "list", "ruleset"])?;
+    let mut lines: Vec<String> = listed.lines().map(str::to_owned).collect();
+    for family in ["ip", "ip6"] {
+        let mut list = |map: &str, part_of: fn((&str, &str)) -> String| -> Result<()> {
+            let listed = nft(bed, &["list", "map", family, "headgate", map])?;
+            let elements = listed.split(['{', '}', ',', '\n']).filter_map(|element| element.split_once(" : "));
+            lines.extend(elements.map(|element| format!("{family} {map} {}", part_of(element).trim())));
+            Ok(())
+        };
+        list("services", |(frontend, _)| frontend.to_owned())?;
+        list("endpoints", |(_, endpoint)| endpoint.to_owned())?;
+    }
+    lines.sort();
+    Ok(lines)
+}
+
+/// Where the agent does not own its tables, notifications make it repair what other programs
+/// change, long before the next check. A program that changes the tables in a loop makes the agent
+/// write ever less often.
+///
+/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
+pub fn changes_of_other_programs_are_repaired_at_once(bed: &Testbed) -> Result<()> {
+    bed.start_control_plane()?;
+    bed.start_agent_with("node-a", &without_owner(bed)?)?;
+    bed.wait_programmed()?;
+    ensure!(metric(bed, "headgate_agent_repairs_total")? == 0, "the agent repaired its own changes");
+    ensure!(metric(bed, "headgate_agent_foreign_changes_total")? == 0, "the agent counts its own changes");
+    nft(bed, &["flush", "ruleset"])?;
+    eventually(|| answers(bed, &["a1", "b1"]))?;
+    let before = contents(bed)?;
+    let changes: [&[&str]; 6] = [
+        &["delete", "table", "ip", "headgate"],
+        &["flush", "ruleset"],
+        &["flush", "map", "ip6", "headgate", "services"],
+        &["add", "rule", "ip", "headgate", "nat-prerouting", "drop"],
+        &["add", "element", "ip", "headgate", "cluster-ips", "{ 192.0.2.77 }"],
+        &["flush", "chain", "ip", "headgate", "services"],
+    ];
+    for (done, change) in changes.iter().enumerate() {
+        nft(bed, change)?;
+        let changed = Instant::now();
+        // A pause follows every repair. The pauses double from 250 ms.
+        let limit = Duration::from_secs(4) + Duration::from_millis(250 << done);
+        within(Duration::from_secs(60), || {
+            ensure!(contents(bed)? == before, "{change:?} was not repaired");
+            Ok(())
+        })?;
+        ensure!(changed.elapsed() < limit, "the repair of {change:?} took {:?}", changed.elapsed());
+        answers(bed, &["a1", "b1"])?;
+    }
+    // Other programs may change their own tables without an effect on the agent.
+    let repairs = metric(bed, "headgate_agent_repairs_total")?;
+    let foreign = metric(bed, "headgate_agent_foreign_changes_total")?;
+    nft(bed, &["add", "table", "ip", "another"])?;
+    let started = Instant::now();
+    while started.elapsed() < Duration::from_secs(10) {
+        nft(bed, &["add", "chain", "ip", "another", "busy"])?;
+        nft(bed, &["delete", "chain", "ip", "another", "busy"])?;
+    }
+    ensure!(metric(bed, "headgate_agent_foreign_changes_total")? == foreign, "changes of another table count");
+    // After seven repairs, the pause between two repairs is at least 16 seconds.
+    while started.elapsed() < Duration::from_secs(20) {
+        nft(bed, &["add", "chain", "ip", "headgate", "foreign"])?;
+    }
+    let more = metric(bed, "headgate_agent_repairs_total")? - repairs;
+    ensure!((1..=2).contains(&more), "the agent made {more} repairs in 10 s");
+    Ok(())
+}
+
+/// When notifications are lost, the agent compares its tables with the kernel, and names what
+/// differs.
+///
+/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
+pub fn a_change_is_found_after_notifications_were_lost(bed: &Testbed) -> Result<()> {
+    bed.start_control_plane()?;
+    bed.start_agent_with("node-a", &without_owner(bed)?)?;
+    bed.wait_programmed()?;
+    let before = contents(bed)?;
+    let agent = bed.take_agent("node-a")?;
+    let process = Pid::from_raw(agent.id().try_into()?);
+    kill(process, Signal::SIGSTOP)?;
+    let elements: Vec<String> = (0..60_000).map(|mark| mark.to_string()).collect();
+    let file = bed.machines().folder().join("flood.nft");
+    let text = format!(
+        "add table ip another\nadd set ip another marks {{ type mark; }}\nadd element ip another marks {{ {} }}\n",
+        elements.join(", ")
+    );
+    fs::write(&file, text).with_context(|| file.display().to_string())?;
+    nft(bed, &["-f", file.to_str().context("the folder has no UTF-8 name")?])?;
+    nft(bed, &["delete", "table", "ip", "another"])?;
+    // The receive buffer is full, so nothing tells the agent of this change.
+    nft(bed, &["add", "element", "ip", "headgate", "cluster-ips", "{ 192.0.2.77 }"])?;
+    kill(process, Signal::SIGCONT)?;
+    within(Duration::from_secs(20), || {
+        ensure!(metric(bed, "headgate_agent_drift_total")? == 1, "the comparison found no difference");
+        let set = nft(bed, &["list", "set", "ip", "headgate", "cluster-ips"])?;
+        ensure!(!set.contains("192.0.2.77"), "the foreign element is still there");
+        Ok(())
+    })?;
+    ensure!(metric(bed, "headgate_agent_notifications_lost_total")? > 0, "no notification was lost");
+    ensure!(metric(bed, "headgate_agent_foreign_changes_total")? == 0, "the agent saw the change");
+    ensure!(contents(bed)? == before, "the tables differ");
+    agent.terminate().map(drop)
+}
+
+/// A second agent waits until the first one ends, and opens no stream before. Then it takes the
+/// tables over.
+///
+/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
+pub fn a_new_agent_waits_for_the_old_one(bed: &Testbed) -> Result<()> {
+    bed.start_control_plane()?;
+    bed.start_agent("node-a")?;
+    bed.wait_programmed()?;
+    let connected = || -> Result<u64> {
+        let agents = bed.agents()?;
+        let agent = agents.iter().find(|agent| agent.node == "node-a").context("no agent of node-a")?;
+        Ok(agent.connected_unix_ms)
+    };
+    let first = connected()?;
+    let old = bed.take_agent("node-a")?;
+    bed.start_agent("node-a")?;
+    std::thread::sleep(Duration::from_secs(3));
+    ensure!(connected()? == first, "the new agent opened its stream while the old one ran");
+    old.kill()?;
+    within(Duration::from_secs(20), || {
+        ensure!(connected()? > first, "the new agent has not opened its stream");
+        Ok(())
+    })?;
+    bed.wait_programmed()?;
+    answers(bed, &["a1", "b1"])?;
+    eventually(|| {
+        ensure!(nft(bed, &["delete", "table", "ip", "headgate"]).is_err(), "the new agent does not own its table");
         Ok(())
     })
 }

@@ -223,7 +223,9 @@ impl Testbed {
         cluster::run_agent_once(&self.machines, self.backend, node, setup, "--init-only")
     }
 
-    fn take_agent(&self, node: &str) -> Result<Process> {
+    /// Takes the running agent of a node out of the testbed. The caller may start another agent of
+    /// the node meanwhile.
+    pub fn take_agent(&self, node: &str) -> Result<Process> {
         self.processes().agents.remove(node).with_context(|| format!("no agent runs on {node}"))
     }
 

@@ -8,6 +8,7 @@ mod clients;
 mod conntrack;
 mod health_check;
 mod interfaces;
+mod nftables;
 mod packets;
 mod rule_text;
 mod testbed;

@@ -491,6 +491,21 @@ mod tables {
 
     // rows of nftables: 103
     #[test]
+    fn changes_of_other_programs_are_repaired_at_once() {
+        on_machines(BACKEND, lifecycle::some_services(), nftables::changes_of_other_programs_are_repaired_at_once);
+    }
+
+    #[test]
+    fn a_change_is_found_after_notifications_were_lost() {
+        on_machines(BACKEND, lifecycle::some_services(), nftables::a_change_is_found_after_notifications_were_lost);
+    }
+
+    #[test]
+    fn a_new_agent_waits_for_the_old_one() {
+        on_machines(BACKEND, lifecycle::some_services(), nftables::a_new_agent_waits_for_the_old_one);
+    }
+
+    #[test]
     fn modes_switch_without_losing_connections() {
         on_machines(BACKEND, lifecycle::some_services(), nftables::modes_switch_without_losing_connections);
     }

@@ -114,4 +114,11 @@ impl Numbers {
     pub(super) fn release(&mut self, number: u32) {
         self.free.push_back(number);
     }
+
+    /// Takes a number that [`Self::release`] has just made free.
+    pub(super) fn take_back(&mut self, number: u32) {
+        if let Some(at) = self.free.iter().rposition(|free| *free == number) {
+            self.free.remove(at);
+        }
+    }
 }

@@ -5,12 +5,15 @@
 //! assumes that plans succeed. After a plan has failed, the caller must use [`Ledger::full`] for
 //! the next plan.
 
+mod quarantine;
+
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     net::IpAddr,
     sync::Arc,
 };
 
+use self::quarantine::Quarantine;
 use super::{
     config::NftablesConfig,
     element::{Element, Lookup, Pick, Shape, Target, port_number},
@@ -34,12 +37,13 @@ pub struct Ledger {
     shared: RefCounts<Element>,
     shape: Shape,
     numbers: Numbers,
+    quarantine: Quarantine,
     no_local: NoLocalEndpoints,
     element_count: usize,
 }
 
 /// The programmed elements of one service.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 struct Programmed {
     groups: Vec<Group>,
     /// The elements that belong to no group, sorted.
@@ -112,6 +116,7 @@ impl Ledger {
             shared: RefCounts::default(),
             shape: Shape::default(),
             numbers: Numbers::default(),
+            quarantine: Quarantine::default(),
             no_local: NoLocalEndpoints::default(),
             element_count: 0,
         }
@@ -151,6 +156,10 @@ impl Ledger {
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
         let mut round = Round::default();
         for key in &dirty.services {
+            if self.quarantine.contains(key) {
+                continue;
+            }
+            self.quarantine.changed(key, self.programmed.get(key));
             self.program(state, node, key, None, &mut round);
         }
         if dirty.service_cidrs {
@@ -166,6 +175,7 @@ impl Ledger {
         let mut found = Found::of(&existing.elements);
         let in_use = found.slots.keys().map(|(group, _)| group).chain(found.numbers.values());
         self.numbers = Numbers::besides(&in_use.copied().map(port_number).collect());
+        self.quarantine.begin_full();
         self.programmed.clear();
         self.shared.clear();
         self.no_local = NoLocalEndpoints::default();
@@ -174,6 +184,10 @@ impl Ledger {
 
         let mut round = Round::default();
         let keys: BTreeSet<&Arc<ServiceKey>> = state.entries().map(|(key, _)| key).collect();
+        let (quarantined, keys): (Vec<_>, Vec<_>) = keys.into_iter().partition(|key| self.quarantine.contains(key));
+        for key in quarantined {
+            self.keep_last_good(key, &existing.elements, &mut round);
+        }
         let planned = keys.len();
         for key in keys {
             self.program(state, node, key, Some(&mut found), &mut round);
@@ -194,15 +208,10 @@ impl Ledger {
         plan
     }
 
-    /// True if the kernel has exactly the recorded elements, chains and prefix lengths. The caller
-    /// compares the rules, which also contain the ranges of ClusterIPs.
-    #[must_use]
-    pub fn matches(&self, found: &Existing) -> bool {
+    /// The programmed elements, each once, in no particular order.
+    pub fn elements(&self) -> impl Iterator<Item = Element> + '_ {
         let own = self.programmed.values().flat_map(Programmed::own_elements);
-        found.elements.len() == self.element_count
-            && found.shape.picks == self.shape.picks
-            && found.shape.prefix_lengths == self.shape.prefix_lengths
-            && own.chain(self.shared.iter().copied()).all(|element| found.elements.contains(&element))
+        own.chain(self.shared.iter().copied())
     }
 
     fn program(
@@ -339,6 +348,10 @@ impl Ledger {
 }
 
 impl Programmed {
+    fn is_empty(&self) -> bool {
+        self.elements.is_empty()
+    }
+
     fn all_elements(&self) -> impl Iterator<Item = Element> + '_ {
         self.elements.iter().copied().chain(self.groups.iter().flat_map(Group::elements))
     }

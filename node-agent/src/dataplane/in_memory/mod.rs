@@ -107,8 +107,9 @@ impl Dataplane for InMemoryFamily {
         Ok((!is_intact).then(|| "somebody else has changed the table".to_owned()))
     }
 
-    fn matches(&self, found: &Table) -> bool {
-        *found == self.programmed
+    fn compare(&mut self, kernel: &mut Control) -> Result<Vec<String>, DataplaneError> {
+        let is_same = self.read(kernel)? == self.programmed;
+        Ok(if is_same { Vec::new() } else { vec!["the table differs".to_owned()] })
     }
 
     fn degraded(&self, _: &Demand) -> Vec<Degradation> {

@@ -150,8 +150,10 @@ impl Dataplane for IptablesFamily {
         self.rules.check(self.ledger.jumps())
     }
 
-    fn matches(&self, found: &ExistingTables) -> bool {
-        self.ledger.matches(found)
+    fn compare(&mut self, kernel: &mut ()) -> Result<Vec<String>, DataplaneError> {
+        let found = self.read(kernel)?;
+        let is_same = self.ledger.matches(&found);
+        Ok(if is_same { Vec::new() } else { vec!["the kernel's iptables rules differ from the agent's".to_owned()] })
     }
 
     fn statistics(&self) -> Statistics {

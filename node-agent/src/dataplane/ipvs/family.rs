@@ -149,8 +149,11 @@ impl Dataplane for IpvsFamily {
         if sign.is_some() || !self.is_synced { Ok(sign) } else { self.check_contents(kernel) }
     }
 
-    fn matches(&self, found: &Existing) -> bool {
-        self.ledger.matches(found)
+    fn compare(&mut self, kernel: &mut Kernel) -> Result<Vec<String>, DataplaneError> {
+        let found = self.read(kernel)?;
+        let is_same = self.ledger.matches(&found);
+        let sentence = || "the kernel's virtual servers, sets, addresses or rules differ from the agent's".to_owned();
+        Ok(if is_same { Vec::new() } else { vec![sentence()] })
     }
 
     fn statistics(&self) -> Statistics {

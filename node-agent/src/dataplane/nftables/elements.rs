@@ -1,6 +1,7 @@
 //! Converts elements of [`headgate_core::nftables`] to the kernel's form and back.
 
 use std::{
+    borrow::Cow,
     collections::BTreeMap,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
@@ -192,6 +193,28 @@ pub(super) fn encode(element: &Element) -> (String, nftables_netlink::Element) {
         Element::Member(group, address, port) => {
             of(names::MEMBERS, &[address.into(), Value::port(port), number(group)])
         }
+    }
+}
+
+/// The name of the set of an element.
+pub(super) fn set_of(element: &Element) -> Cow<'static, str> {
+    let by_frontend = |set: &'static str, frontend: &Frontend| match frontend {
+        Frontend::Address(..) => Cow::Borrowed(set),
+        Frontend::NodePort(..) => Cow::Owned(of_node_ports(set)),
+    };
+    match element {
+        Element::ClusterIp(_) => names::CLUSTER_IPS.into(),
+        Element::Hairpin(_) => names::HAIRPINS.into(),
+        Element::Service(..) | Element::Inside(..) => {
+            lookup_map(Lookup::of(element).map_or(Lookup::Service, |(lookup, ..)| lookup)).into()
+        }
+        Element::Unserved(frontend, refusal) => by_frontend(refusal_set(*refusal), frontend),
+        Element::Masquerade(frontend, sources) => by_frontend(masquerade_set(*sources), frontend),
+        Element::Guarded(_) => names::GUARDED.into(),
+        Element::Admitted(_, range) => admitted(range.prefix_len()).into(),
+        Element::Endpoint(..) => names::ENDPOINTS.into(),
+        Element::AffinityEndpoint(..) => names::AFFINITY_ENDPOINTS.into(),
+        Element::Member(..) => names::MEMBERS.into(),
     }
 }
 

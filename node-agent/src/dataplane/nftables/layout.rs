@@ -147,9 +147,17 @@ fn picks_map(lookup: Lookup) -> String {
     format!("{}-by-count", lookup_map(lookup))
 }
 
+/// The start of the names of the maps of recorded clients.
+const CLIENTS: &str = "clients-";
+
 /// The name of the map that records the clients of one affinity timeout.
 pub(super) fn clients_map(timeout_seconds: u32) -> String {
-    format!("clients-{timeout_seconds}s")
+    format!("{CLIENTS}{timeout_seconds}s")
+}
+
+/// Whether a set is a map of recorded clients.
+pub(super) fn is_clients_map(name: &str) -> bool {
+    name.starts_with(CLIENTS)
 }
 
 /// The set of Service ports with affinity, which bounds how many clients each port records.
@@ -202,6 +210,23 @@ impl Layout {
             new.chains.get(name).is_none_or(|wanted| wanted.base == chain.base)
         };
         sets && self.chains.iter().all(is_same)
+    }
+
+    /// Names the chains, sets and maps of verdicts that differ from those in the kernel.
+    pub(super) fn differences(&self, found: &Self) -> Vec<String> {
+        fn different<'a, K: Ord, V: PartialEq>(
+            one: &'a BTreeMap<K, V>,
+            other: &'a BTreeMap<K, V>,
+        ) -> impl Iterator<Item = &'a K> {
+            let differs = |(key, value): &(&K, &V)| other.get(*key) != Some(*value);
+            let surplus = other.keys().filter(|key| !one.contains_key(*key));
+            one.iter().filter(differs).map(|(key, _)| key).chain(surplus)
+        }
+        let chains = different(&self.chains, &found.chains).map(|name| format!("the chain {name}"));
+        let sets = different(&self.sets, &found.sets).map(|name| format!("the set {name}"));
+        let verdicts = different(&self.verdicts, &found.verdicts);
+        let verdicts = verdicts.map(|(map, key)| format!("the verdict of {key} in the map {map}"));
+        chains.chain(sets).chain(verdicts).collect()
     }
 
     /// Adds the changes from this layout to `new` to a transaction. Returns the number of chains

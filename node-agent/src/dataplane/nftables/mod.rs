@@ -3,28 +3,36 @@
 //! [`headgate_core::nftables`] plans the elements of maps and sets. [`layout`] builds the rules.
 //! Each step is one transaction: the kernel applies the whole step or nothing.
 
+mod compare;
+mod connection;
 mod elements;
 mod expressions;
 mod layout;
 mod leftover;
+mod quarantine;
+mod read;
 #[cfg(test)]
 mod tests;
+mod watch;
 
+pub use connection::Connection;
 pub(crate) use leftover::tables;
-
-use std::collections::HashSet;
 
 use headgate_core::{
     Dirty, Family, NodeFacts, State,
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
-    nftables::{Existing, Ledger, NftablesConfig, Plan, Shape},
+    nftables::{Existing, Ledger, NftablesConfig, Plan},
 };
-use nftables_netlink::{ElementData, Feature, Kernel as _, Nftables, NftablesError, Rule, Table, Transaction, probe};
+use nftables_netlink::{Feature, Kernel as _, Nftables, NftablesError, Transaction, probe};
 
-use self::layout::{ChainContent, Layout, LayoutConfig, RuleContent, table_name};
+use self::{
+    compare::{Comparison, Programmed},
+    layout::{Layout, LayoutConfig, table_name},
+    quarantine::Rejected,
+};
 use super::{
-    Dataplane, DataplaneError, DualStack, ErrorKind, KernelHandle, Report, StateSource, Statistics, TableStatistics,
+    Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Report, StateSource, Statistics, TableStatistics,
     iptables::route_localnet,
 };
 use crate::node_inputs::NodeInputs;
@@ -41,6 +49,9 @@ pub struct Config {
     /// True if the kernel parameter `nf_conntrack_tcp_be_liberal` is set. With this parameter, no
     /// rule has to drop INVALID packets.
     pub conntrack_tcp_be_liberal: bool,
+    /// Own the tables if the kernel supports owners that persist, so that no other program can
+    /// change the tables.
+    pub owns_tables: bool,
 }
 
 /// The expressions that every rule set needs.
@@ -58,32 +69,6 @@ const NEEDED: [Feature; 8] = [
 /// Programs the kernel's nftables.
 pub type NftablesDataplane = DualStack<NftablesFamily>;
 
-/// The connection to the kernel. If the kernel supports owned tables, the connection owns the
-/// tables of this agent.
-#[derive(Debug)]
-pub struct Connection {
-    connection: Option<Nftables>,
-    supports_owners: bool,
-    /// Families whose tables this connection has created or adopted.
-    adopted: HashSet<Family>,
-}
-
-impl Connection {
-    fn get(&mut self) -> Result<&mut Nftables, DataplaneError> {
-        match &mut self.connection {
-            Some(connection) => Ok(connection),
-            closed => Ok(closed.insert(Nftables::open().map_err(|error| failure("connecting to nftables", &error))?)),
-        }
-    }
-}
-
-impl KernelHandle for Connection {
-    fn reset(&mut self) {
-        self.connection = None;
-        self.adopted.clear();
-    }
-}
-
 /// One family.
 #[derive(Debug)]
 pub struct NftablesFamily {
@@ -91,6 +76,9 @@ pub struct NftablesFamily {
     layout_config: LayoutConfig,
     /// The layout that is in the kernel.
     layout: Layout,
+    comparison: Comparison,
+    /// The elements that the kernel rejected in the last full sync.
+    rejected: Rejected,
     last_written: u32,
 }
 
@@ -153,8 +141,8 @@ impl DualStack<NftablesFamily> {
             let message = format!("this kernel's nftables lacks {feature:?} in {family}: {fault}");
             return Err(DataplaneError::new(ErrorKind::Unavailable, message));
         }
-        let supports_owners = lacking(&[Feature::OwnerAndPersist])?.is_none();
-        let kernel = Connection { connection: Some(connection), supports_owners, adopted: HashSet::new() };
+        let owns_tables = config.owns_tables && lacking(&[Feature::OwnerAndPersist])?.is_none();
+        let kernel = Connection::new(connection, owns_tables);
         let make = |family| {
             let core = NftablesConfig { masquerade: config.masquerade.clone(), ..NftablesConfig::new(family) };
             let layout_config = LayoutConfig {
@@ -164,7 +152,14 @@ impl DualStack<NftablesFamily> {
                 localhost_node_ports: config.localhost_node_ports,
                 conntrack_tcp_be_liberal: config.conntrack_tcp_be_liberal,
             };
-            NftablesFamily { ledger: Ledger::new(core), layout_config, layout: Layout::default(), last_written: 0 }
+            NftablesFamily {
+                ledger: Ledger::new(core),
+                layout_config,
+                layout: Layout::default(),
+                comparison: Comparison::default(),
+                rejected: Rejected::new(),
+                last_written: 0,
+            }
         };
         Ok(Self::assemble("nftables", kernel, vec![tables()], config.families.clone(), make))
     }
@@ -201,8 +196,12 @@ impl Dataplane for NftablesFamily {
     }
 
     fn read(&mut self, kernel: &mut Connection) -> Result<Found, DataplaneError> {
-        let nftables = kernel.get()?;
-        read(nftables, self.family()).map_err(|error| failure("reading the table of this agent", &error))
+        let owns_tables = kernel.owns_tables();
+        if let Some(watch) = kernel.watch() {
+            watch.forget(self.family());
+        }
+        read::everything(kernel.reader()?, self.family(), owns_tables)
+            .map_err(|error| failure("reading the table of this agent", &error))
     }
 
     fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut Found) -> Step {
@@ -242,7 +241,7 @@ impl Dataplane for NftablesFamily {
         let mut transaction = Transaction::new();
         let mut report = Report { services_planned: plan.services_planned, ..Report::default() };
         let is_full = found.is_some();
-        let needs_table = !kernel.adopted.contains(&family);
+        let needs_table = !kernel.has_adopted(family);
         if replaces_table {
             report.warnings.push(format!("the table {table} was changed by another program; it is written anew"));
             transaction.delete_table(&table);
@@ -251,11 +250,7 @@ impl Dataplane for NftablesFamily {
             self.layout = found;
         }
         if is_full || needs_table {
-            let mut definition = Table::new(table.clone());
-            if kernel.supports_owners {
-                definition = definition.owned_and_persistent();
-            }
-            transaction.add_table(&definition);
+            transaction.add_table(&kernel.table(family));
         }
         let before = transaction.message_count();
         if let Some(layout) = &layout {
@@ -265,29 +260,45 @@ impl Dataplane for NftablesFamily {
         self.last_written = u32::try_from(plan.add.len() + plan.delete.len()).unwrap_or(u32::MAX);
         report.objects_written = report.objects_written.saturating_add(self.last_written);
         if transaction.message_count() == before && !needs_table && report.warnings.is_empty() {
+            self.ledger.confirm();
             return Ok(report);
         }
-        kernel.get()?.commit(&transaction).map_err(|error| failure("writing the table of this agent", &error))?;
-        kernel.adopted.insert(family);
+        if let Err(error) = kernel.commit(family, &transaction) {
+            return Err(self.explain(&transaction, is_full, &error));
+        }
         if let Some(layout) = layout {
             self.layout = layout;
         }
+        self.ledger.confirm();
         Ok(report)
     }
 
     fn check(&mut self, kernel: &mut Connection) -> Result<Option<String>, DataplaneError> {
         let table = table_name(self.family());
-        let chains = kernel.get()?.chains(&table).map_err(|error| failure("listing chains", &error))?;
+        let chains = kernel.reader()?.chains(&table).map_err(|error| failure("listing chains", &error))?;
         let missing = self.layout.chains.keys().find(|name| chains.iter().all(|chain| chain.object.name != **name));
-        Ok(if chains.is_empty() {
-            Some(format!("the table {table} is missing"))
-        } else {
-            missing.map(|chain| format!("the chain {chain} of the table {table} is missing"))
-        })
+        if chains.is_empty() {
+            return Ok(Some(format!("the table {table} is missing")));
+        }
+        if let Some(chain) = missing {
+            return Ok(Some(format!("the chain {chain} of the table {table} is missing")));
+        }
+        if self.layout.chains.is_empty() {
+            // Before the first sync, the records are empty.
+            return Ok(None);
+        }
+        self.check_notifications(kernel)
     }
 
-    fn matches(&self, found: &Found) -> bool {
-        !found.is_foreign && found.layout == self.layout && self.ledger.matches(&found.existing)
+    fn compare(&mut self, kernel: &mut Connection) -> Result<Vec<String>, DataplaneError> {
+        let metrics = kernel.metrics.clone();
+        let Self { layout_config: config, layout, ledger, comparison, .. } = self;
+        let compared = comparison.next(kernel.reader()?, Programmed { config, layout, ledger, metrics: &metrics });
+        compared.map_err(|error| failure("comparing the table of this agent", &error))
+    }
+
+    fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<Connection>> {
+        Some(self)
     }
 
     fn statistics(&self) -> Statistics {
@@ -301,55 +312,25 @@ impl Dataplane for NftablesFamily {
     }
 }
 
-/// Reads the table of a family with all its contents.
-fn read(nftables: &mut Nftables, family: Family) -> Result<Found, NftablesError> {
-    let name = table_name(family);
-    let mut found = Found::default();
-    if nftables.table(&name)?.is_none() {
-        return Ok(found);
-    }
-    found.has_table = true;
-    for chain in nftables.chains(&name)? {
-        let base = chain.object.base;
-        found.layout.chains.insert(chain.object.name, ChainContent { base, rules: Vec::new() });
-    }
-    for rule in nftables.rules(&name, None)? {
-        match found.layout.chains.get_mut(&rule.object.chain) {
-            Some(chain) => {
-                let Rule { expressions, user_data, .. } = rule.object;
-                chain.rules.push(RuleContent { expressions, user_data });
-            }
-            None => found.is_foreign = true,
+impl NftablesFamily {
+    /// Returns a change of another program that a notification reported. If notifications were
+    /// lost, compares everything, and returns the first difference.
+    fn check_notifications(&self, kernel: &mut Connection) -> Result<Option<String>, DataplaneError> {
+        let family = self.family();
+        let Some(watch) = kernel.watch() else { return Ok(None) };
+        let change = watch.foreign_change(family);
+        if change.is_some() || !watch.take_lost(family) {
+            return Ok(change);
         }
-    }
-    for set in nftables.sets(&name)? {
-        let set = set.object;
-        if !set.flags.dynamic {
-            for element in nftables.elements(&name, &set.name)? {
-                match &element.data {
-                    Some(ElementData::Verdict(verdict)) => {
-                        found.layout.verdicts.insert((set.name.clone(), element.key), verdict.clone());
-                    }
-                    _ => match elements::decode(family, &set.name, &element) {
-                        Some(element) => drop(found.existing.elements.insert(element)),
-                        None => found.is_foreign = true,
-                    },
-                }
-            }
-        }
-        found.layout.sets.insert(set.name.clone(), set);
-    }
-    found.existing.shape = shape(&found);
-    Ok(found)
-}
-
-/// Returns the shape that the found layout was made for, without the ranges of ClusterIPs. The
-/// comparison of all rules detects other ranges.
-fn shape(found: &Found) -> Shape {
-    let lengths = found.layout.sets.keys().filter_map(|name| name.strip_prefix(elements::names::ADMITTED));
-    Shape {
-        picks: found.layout.chains.keys().filter_map(|name| layout::pick_of_chain(name)).collect(),
-        prefix_lengths: lengths.filter_map(|length| length.parse().ok()).collect(),
-        ..Shape::default()
+        let metrics = kernel.metrics.clone();
+        let Self { layout_config: config, layout, ledger, .. } = self;
+        let programmed = Programmed { config, layout, ledger, metrics: &metrics };
+        let compared = compare::everything(kernel.reader()?, programmed).inspect_err(|_| {
+            // The next check compares again.
+            kernel.watch().into_iter().for_each(|watch| watch.note_lost(family));
+        });
+        let differences = compared.map_err(|error| failure("comparing the table of this agent", &error))?;
+        metrics.drift.inc_by(differences.len() as u64);
+        Ok(differences.into_iter().next())
     }
 }

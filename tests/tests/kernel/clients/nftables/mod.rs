@@ -2,6 +2,7 @@
 //! kernel.
 
 mod alike;
+mod interrupted;
 mod listing;
 mod packets;
 mod specimen;

@@ -1,0 +1,121 @@
+//! Quarantined services: the kernel rejects their elements. Plans leave these services out, and
+//! their last good elements stay in the kernel.
+
+use std::{
+    collections::{BTreeSet, HashMap, HashSet},
+    sync::Arc,
+};
+
+use super::{
+    super::element::{Element, port_number},
+    Ledger, Plan, Programmed, Round,
+};
+use crate::{model::ServiceKey, node_facts::NodeFacts, state::State};
+
+/// The quarantined services, and the elements that services had before unconfirmed plans.
+#[derive(Debug, Default)]
+pub(super) struct Quarantine {
+    /// For each service that plans changed since the last confirmation, its elements before the
+    /// first of these changes.
+    before: HashMap<Arc<ServiceKey>, Programmed>,
+    /// True if a full plan was made since the last confirmation. The older elements of services
+    /// that are not in `before` are then unknown.
+    is_after_full: bool,
+    /// The quarantined services with their last good elements, or `None` if these are unknown.
+    services: HashMap<Arc<ServiceKey>, Option<Programmed>>,
+}
+
+impl Quarantine {
+    pub(super) fn contains(&self, key: &ServiceKey) -> bool {
+        !self.services.is_empty() && self.services.contains_key(key)
+    }
+
+    /// Records that a plan replaces the elements of a service.
+    pub(super) fn changed(&mut self, key: &Arc<ServiceKey>, before: Option<&Programmed>) {
+        if !self.is_after_full {
+            self.before.entry(Arc::clone(key)).or_insert_with(|| before.cloned().unwrap_or_default());
+        }
+    }
+
+    /// Records that a full plan replaces the elements of all services.
+    pub(super) fn begin_full(&mut self) {
+        self.is_after_full = true;
+    }
+}
+
+impl Ledger {
+    /// Records that the kernel has accepted all plans so far. [`Self::set_quarantined`] treats the
+    /// changes of unconfirmed plans as rejected.
+    pub fn confirm(&mut self) {
+        self.quarantine.before.clear();
+        self.quarantine.is_after_full = false;
+    }
+
+    /// The services that need one of these elements. The cost grows with the number of all
+    /// elements.
+    #[must_use]
+    pub fn services_of(&self, elements: &HashSet<Element>) -> Vec<Arc<ServiceKey>> {
+        let needs = |programmed: &Programmed| programmed.all_elements().any(|element| elements.contains(&element));
+        self.programmed.iter().filter(|(_, programmed)| needs(programmed)).map(|(key, _)| Arc::clone(key)).collect()
+    }
+
+    /// Quarantines these services and releases all other services. The next [`Self::full`] keeps
+    /// the elements that the quarantined services had before the unconfirmed plans, if these
+    /// elements are known and still in the kernel. The caller must pass released services to
+    /// [`Self::changed`].
+    pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
+        self.quarantine.services.retain(|key, _| services.contains(key));
+        for key in services {
+            if !self.quarantine.services.contains_key(key) {
+                let last_good = match self.quarantine.before.remove(key) {
+                    None if self.quarantine.is_after_full => None,
+                    None => self.programmed.get(key).cloned(),
+                    before => before,
+                };
+                self.quarantine.services.insert(Arc::clone(key), last_good);
+            }
+        }
+    }
+
+    /// Records the last good elements of a quarantined service as programmed, if the kernel has all
+    /// of them.
+    pub(super) fn keep_last_good(&mut self, key: &Arc<ServiceKey>, existing: &HashSet<Element>, round: &mut Round) {
+        let slot = self.quarantine.services.entry(Arc::clone(key)).or_default();
+        *slot = slot.take().filter(|kept| kept.all_elements().all(|element| existing.contains(&element)));
+        if let Some(last_good) = slot.clone() {
+            self.hold(&last_good, round);
+            self.programmed.insert(Arc::clone(key), last_good);
+        }
+    }
+
+    /// Returns the plan that would program some services, whether or not they are quarantined. The
+    /// records stay as they are, so the caller must not execute the plan. A trial of the plan shows
+    /// whether the kernel accepts these services.
+    pub fn trial(&mut self, state: &State, node: &NodeFacts, services: &BTreeSet<Arc<ServiceKey>>) -> Plan {
+        let shape = self.shape.clone();
+        let before: Vec<Programmed> =
+            services.iter().map(|key| self.programmed.get(key).cloned().unwrap_or_default()).collect();
+        let mut round = Round::default();
+        for key in services {
+            self.program(state, node, key, None, &mut round);
+        }
+        let plan = self.finish(round, services.len());
+        let mut round = Round::default();
+        for (key, before) in services.iter().zip(before) {
+            let tried = self.programmed.remove(key).unwrap_or_default();
+            self.hold(&before, &mut round);
+            self.release(&tried, &mut round);
+            let numbers_of = |programmed: &Programmed| -> BTreeSet<u32> {
+                programmed.groups.iter().map(|group| port_number(group.number)).collect()
+            };
+            let (old, new) = (numbers_of(&before), numbers_of(&tried));
+            new.difference(&old).for_each(|number| self.numbers.release(*number));
+            old.difference(&new).for_each(|number| self.numbers.take_back(*number));
+            if !before.is_empty() {
+                self.programmed.insert(Arc::clone(key), before);
+            }
+        }
+        self.shape = shape;
+        plan
+    }
+}

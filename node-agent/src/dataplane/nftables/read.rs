@@ -1,0 +1,86 @@
+//! Reads a table from the kernel.
+
+use headgate_core::{Family, nftables::Shape};
+use nftables_netlink::{ElementData, Kernel as _, Nftables, NftablesError, Rule, Set, SetData};
+
+use super::{
+    Found, elements,
+    layout::{self, ChainContent, Layout, RuleContent, table_name},
+};
+
+/// Reads everything of a family. A table that this agent wants to own and that cannot be adopted,
+/// because another program created it, counts as foreign. The same holds for a table that this
+/// agent does not want to own and that has the flag of persistent tables.
+pub(super) fn everything(nftables: &mut Nftables, family: Family, owns_tables: bool) -> Result<Found, NftablesError> {
+    let name = table_name(family);
+    let mut found = Found::default();
+    let Some(table) = nftables.table(&name)? else { return Ok(found) };
+    found.has_table = true;
+    let Some((layout, foreign)) = layout(nftables, family)? else { return Ok(Found::default()) };
+    found.layout = layout;
+    found.is_foreign = table.object.persistent != owns_tables || !foreign.is_empty();
+    for set in found.layout.sets.values().filter(|set| has_elements_of_services(set)) {
+        for element in nftables.elements(&name, &set.name)? {
+            match elements::decode(family, &set.name, &element) {
+                Some(element) => drop(found.existing.elements.insert(element)),
+                None => found.is_foreign = true,
+            }
+        }
+    }
+    found.existing.shape = shape(&found);
+    Ok(found)
+}
+
+/// Whether the elements of a set come from Services. Rules fill the maps of clients, and verdicts
+/// belong to the layout.
+pub(super) fn has_elements_of_services(set: &Set) -> bool {
+    !set.flags.dynamic && set.data != Some(SetData::Verdicts)
+}
+
+/// Reads the layout of a table, or `None` if the table does not exist. Also returns a sentence for
+/// each object that cannot be part of a layout.
+pub(super) fn layout(nftables: &mut Nftables, family: Family) -> Result<Option<(Layout, Vec<String>)>, NftablesError> {
+    let name = table_name(family);
+    if nftables.table(&name)?.is_none() {
+        return Ok(None);
+    }
+    let (mut layout, mut foreign) = (Layout::default(), Vec::new());
+    for chain in nftables.chains(&name)? {
+        let base = chain.object.base;
+        layout.chains.insert(chain.object.name, ChainContent { base, rules: Vec::new() });
+    }
+    for rule in nftables.rules(&name, None)? {
+        let Rule { chain, expressions, user_data, .. } = rule.object;
+        match layout.chains.get_mut(&chain) {
+            Some(content) => content.rules.push(RuleContent { expressions, user_data }),
+            None => foreign.push(format!("a rule of the table {name} is in an unknown chain {chain}")),
+        }
+    }
+    for set in nftables.sets(&name)? {
+        let set = set.object;
+        if set.data == Some(SetData::Verdicts) {
+            for element in nftables.elements(&name, &set.name)? {
+                match element.data {
+                    Some(ElementData::Verdict(verdict)) => {
+                        layout.verdicts.insert((set.name.clone(), element.key), verdict);
+                    }
+                    _ => foreign
+                        .push(format!("the map {} of the table {name} has an element without a verdict", set.name)),
+                }
+            }
+        }
+        layout.sets.insert(set.name.clone(), set);
+    }
+    Ok(Some((layout, foreign)))
+}
+
+/// Returns the shape that the found layout was made for, without the ranges of ClusterIPs. The
+/// comparison of all rules detects other ranges.
+fn shape(found: &Found) -> Shape {
+    let lengths = found.layout.sets.keys().filter_map(|name| name.strip_prefix(elements::names::ADMITTED));
+    Shape {
+        picks: found.layout.chains.keys().filter_map(|name| layout::pick_of_chain(name)).collect(),
+        prefix_lengths: lengths.filter_map(|length| length.parse().ok()).collect(),
+        ..Shape::default()
+    }
+}

@@ -1,0 +1,216 @@
+//! Follows the notifications of nftables, so that changes by other programs are repaired at once.
+//!
+//! A thread reads the notifications. The kernel does not send it the notifications about changes
+//! that this agent makes, so a change of a Service does not wake the thread.
+
+use std::{
+    collections::HashMap,
+    io,
+    sync::{Arc, Mutex, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use headgate_core::Family;
+use nftables_netlink::{Changed, Monitor, NftablesError, Observed, Presence, TableName};
+use tokio::sync::watch;
+use tracing::warn;
+
+use super::{
+    super::{Wake, metrics::DataplaneMetrics},
+    layout::{is_clients_map, table_name},
+};
+use crate::{
+    backoff::{Backoff, Jitter},
+    interfaces::readiness,
+};
+
+/// Notifications that are not read yet fill this buffer. If it overflows, the agent compares its
+/// tables with the kernel.
+const RECEIVE_BUFFER_BYTES: u32 = 1 << 20;
+/// How long the thread gathers further changes before it wakes the reconcile loop.
+const GATHER: Duration = Duration::from_millis(20);
+/// The pauses after each wake. A program that changes the tables in a loop makes the pauses grow.
+const PAUSES: Backoff = Backoff::new(Duration::from_millis(250), Duration::from_secs(30), Jitter::None);
+/// After this time without a change, the pauses begin again with the shortest one.
+const QUIET: Duration = Duration::from_secs(60);
+
+/// What the thread has seen since the last full sync.
+#[derive(Debug, Default)]
+struct Seen {
+    /// The first change of each family's table, as a sentence.
+    changes: HashMap<Family, String>,
+    /// The families whose notifications may have been lost.
+    lost: Vec<Family>,
+}
+
+/// The thread, and what it has seen. The thread ends when this value is dropped.
+#[derive(Debug)]
+pub(super) struct Watch {
+    seen: Arc<Mutex<Seen>>,
+    _stop: watch::Sender<()>,
+}
+
+impl Watch {
+    /// Starts the thread in the network namespace of the caller. `own_port` is the connection that
+    /// writes.
+    ///
+    /// # Errors
+    /// The kernel does not accept the subscription, or the system cannot start the thread.
+    pub(super) fn start(own_port: u32, wake: Wake, metrics: &DataplaneMetrics) -> Result<Self, io::Error> {
+        let seen = Arc::<Mutex<Seen>>::default();
+        let (stop, mut stopped) = watch::channel(());
+        let follower = Follower { seen: Arc::clone(&seen), own_port, wake, metrics: metrics.clone() };
+        let monitor = follower.open().map_err(io::Error::other)?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        thread::Builder::new().name("nftables".into()).spawn(move || {
+            runtime.block_on(async {
+                tokio::select! {
+                    _ = stopped.changed() => {}
+                    () = follower.run(monitor) => {}
+                }
+            });
+        })?;
+        Ok(Self { seen, _stop: stop })
+    }
+
+    /// The first change that another program made to the table of a family since the last call of
+    /// [`Self::forget`], as a sentence.
+    pub(super) fn foreign_change(&self, family: Family) -> Option<String> {
+        self.with(|seen| seen.changes.get(&family).cloned())
+    }
+
+    /// Whether notifications about the table of a family may have been lost since the last call.
+    pub(super) fn take_lost(&self, family: Family) -> bool {
+        self.with(|seen| {
+            let before = seen.lost.len();
+            seen.lost.retain(|lost| *lost != family);
+            seen.lost.len() < before
+        })
+    }
+
+    /// Notes that notifications about the table of a family may have been lost.
+    pub(super) fn note_lost(&self, family: Family) {
+        self.with(|seen| seen.lost.push(family));
+    }
+
+    /// Forgets what was seen about a family. The caller reads everything afterwards.
+    pub(super) fn forget(&self, family: Family) {
+        self.with(|seen| seen.changes.remove(&family));
+        self.take_lost(family);
+    }
+
+    fn with<T>(&self, work: impl FnOnce(&mut Seen) -> T) -> T {
+        work(&mut self.seen.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+struct Follower {
+    seen: Arc<Mutex<Seen>>,
+    own_port: u32,
+    wake: Wake,
+    metrics: DataplaneMetrics,
+}
+
+impl Follower {
+    fn open(&self) -> Result<Monitor, NftablesError> {
+        Monitor::open_without(self.own_port, RECEIVE_BUFFER_BYTES)
+    }
+
+    async fn run(self, monitor: Monitor) {
+        let (mut opened, mut failures) = (Ok(monitor), Backoff::default());
+        loop {
+            let Err(error) = self.follow(opened, &mut failures).await;
+            let pause = failures.next_pause();
+            warn!(%error, pause_ms = pause.as_millis(), "cannot follow the changes of nftables");
+            tokio::time::sleep(pause).await;
+            opened = self.open();
+            self.lose();
+        }
+    }
+
+    /// Wakes the reconcile loop after each change.
+    async fn follow(
+        &self,
+        opened: Result<Monitor, NftablesError>,
+        failures: &mut Backoff,
+    ) -> Result<std::convert::Infallible, io::Error> {
+        let mut monitor = opened.map_err(io::Error::other)?;
+        let readable = readiness(&monitor)?;
+        let (mut pauses, mut last_wake) = (PAUSES, Instant::now());
+        if !self.lock().lost.is_empty() {
+            (self.wake)();
+        }
+        loop {
+            readable.readable().await?.clear_ready();
+            if !self.read(&mut monitor).map_err(io::Error::other)? {
+                continue;
+            }
+            failures.reset();
+            tokio::time::sleep(GATHER).await;
+            self.read(&mut monitor).map_err(io::Error::other)?;
+            if last_wake.elapsed() > QUIET {
+                pauses.reset();
+            }
+            last_wake = Instant::now();
+            (self.wake)();
+            tokio::time::sleep(pauses.next_pause()).await;
+        }
+    }
+
+    /// Reads what is there. Returns true if another program changed our tables, or may have.
+    fn read(&self, monitor: &mut Monitor) -> Result<bool, NftablesError> {
+        let mut is_changed = false;
+        loop {
+            match monitor.read()? {
+                Observed::Nothing => return Ok(is_changed),
+                Observed::Lost => {
+                    self.lose();
+                    is_changed = true;
+                }
+                Observed::Events(events) => {
+                    for (family, sentence) in events.iter().filter_map(|event| foreign_change(&event.what)) {
+                        self.metrics.foreign_changes.inc();
+                        self.lock().changes.entry(family).or_insert(sentence);
+                        is_changed = true;
+                    }
+                }
+            }
+        }
+    }
+
+    fn lose(&self) {
+        self.metrics.notifications_lost.inc();
+        self.lock().lost = Family::BOTH.into();
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The family whose table changed, and the change as a sentence.
+fn foreign_change(change: &Changed) -> Option<(Family, String)> {
+    let verb = |presence: Presence| match presence {
+        Presence::Present => "added or changed",
+        Presence::Absent => "deleted",
+    };
+    let (table, presence, what): (&TableName, Presence, String) = match change {
+        Changed::Table(presence, table) => (&table.name, *presence, "the table".to_owned()),
+        Changed::Chain(presence, chain) => (&chain.table, *presence, format!("the chain {} of the table", chain.name)),
+        Changed::Rule { presence, table, chain, .. } => {
+            (table, *presence, format!("a rule of the chain {chain} of the table"))
+        }
+        Changed::Set(presence, set) if !is_clients_map(&set.name) => {
+            (&set.table, *presence, format!("the set {} of the table", set.name))
+        }
+        // Rules add and delete the clients with ClientIP affinity.
+        Changed::Elements { presence, table, set, elements } if !is_clients_map(set) => {
+            let keys: Vec<String> = elements.iter().take(3).map(|element| element.key.to_string()).collect();
+            (table, *presence, format!("elements ({}) of the set {set} of the table", keys.join(", ")))
+        }
+        _ => return None,
+    };
+    let family = Family::BOTH.into_iter().find(|family| table_name(*family) == *table)?;
+    Some((family, format!("another program {} {what} {table}", verb(presence))))
+}

@@ -1,0 +1,100 @@
+//! Ensures that only one agent programs a network namespace.
+//!
+//! An agent listens on an abstract Unix socket, whose name is unique in the network namespace.
+//! During an upgrade, the new agent waits until the kernel closes the socket of the old agent,
+//! which happens when the old agent ends for whatever reason. The socket has no file, so containers
+//! need no shared folder.
+
+use std::{
+    io,
+    os::{
+        linux::net::SocketAddrExt as _,
+        unix::net::{SocketAddr, UnixListener, UnixStream as StdUnixStream},
+    },
+    time::Duration,
+};
+
+use tokio::{io::AsyncReadExt as _, net::UnixStream};
+use tracing::{info, warn};
+
+/// The name of the socket.
+const NAME: &[u8] = b"headgate-node-agent";
+
+/// The pause before another attempt, if the agent cannot connect to the other agent's socket.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// The right to program the network namespace. Dropping the value gives the right away.
+#[derive(Debug)]
+pub(crate) struct Claim {
+    _listener: Option<UnixListener>,
+}
+
+/// Waits until no other agent programs the network namespace of the caller, and claims the
+/// namespace. Agents of other users do not count, because any user can create a socket with this
+/// name. In this case the function returns without a claim and logs a warning.
+///
+/// # Errors
+/// The system creates no socket.
+pub(crate) async fn claim() -> io::Result<Claim> {
+    let address = SocketAddr::from_abstract_name(NAME)?;
+    let mut is_waiting = false;
+    loop {
+        match UnixListener::bind_addr(&address) {
+            Ok(listener) => {
+                if is_waiting {
+                    info!("the other agent has ended");
+                }
+                return Ok(Claim { _listener: Some(listener) });
+            }
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+            Err(error) => return Err(error),
+        }
+        let Ok(mut other) = connect(&address) else {
+            // The other agent has just ended, or many programs are connected to it.
+            tokio::time::sleep(PAUSE).await;
+            continue;
+        };
+        let owner = other.peer_cred()?;
+        if owner.uid() != 0 && owner.uid() != nix::unistd::geteuid().as_raw() {
+            warn!(
+                user = owner.uid(),
+                process = owner.pid(),
+                "a process of another user has a socket with the name of this agent's; the agent runs without protection against a second agent"
+            );
+            return Ok(Claim { _listener: None });
+        }
+        if !std::mem::replace(&mut is_waiting, true) {
+            info!(process = owner.pid(), "another agent programs this network namespace; waiting until it ends");
+        }
+        // The other agent sends nothing. The read ends when the kernel closes the socket.
+        let _ = other.read(&mut [0]).await;
+    }
+}
+
+fn connect(address: &SocketAddr) -> io::Result<UnixStream> {
+    let stream = StdUnixStream::connect_addr(address)?;
+    stream.set_nonblocking(true)?;
+    UnixStream::from_std(stream)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[tokio::test]
+    async fn a_second_claim_waits_until_the_first_is_dropped() {
+        // The name belongs to a network namespace, so the test needs a namespace of its own.
+        if nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).is_err() {
+            panic!("this test needs CAP_SYS_ADMIN");
+        }
+        let first = claim().await.unwrap();
+        let second = tokio::spawn(claim());
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert!(!second.is_finished(), "both agents have the claim");
+        drop(first);
+        let second = tokio::time::timeout(Duration::from_secs(10), second).await.unwrap().unwrap().unwrap();
+        drop(second);
+        claim().await.unwrap();
+    }
+}
