@@ -16,8 +16,8 @@ use crate::testbed::{AgentSetup, Family, Outcome, Request, Testbed, Transport};
 use SourceAddress::Masqueraded;
 use Via::{ClusterIp, ExternalIp};
 
-/// A port that a Service does not have is refused at its ClusterIP. An address of a ServiceCIDR that
-/// no Service has answers nothing. An externalIP that an interface of the node holds is served.
+/// A port that a Service does not have is refused at its ClusterIP. An unused address of a
+/// ServiceCIDR answers nothing. An externalIP that an interface of the node holds is served.
 ///
 /// Needs machines without services and without running programs.
 pub fn addresses(bed: &Testbed) -> Result<()> {

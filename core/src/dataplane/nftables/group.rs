@@ -1,12 +1,12 @@
 //! Groups of endpoints, and their slots.
 
 use std::{
-    collections::{BTreeSet, HashSet, VecDeque},
+    collections::{BTreeMap, BTreeSet, HashSet, VecDeque},
     net::IpAddr,
 };
 
 use super::element::{Element, Target};
-use crate::model::Protocol;
+use crate::model::{Protocol, Weight};
 
 /// Identifies a group among the groups of a Service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -33,25 +33,30 @@ pub(super) struct Group {
 }
 
 impl Group {
-    /// Replaces the endpoints by the wanted endpoints. Moves as few of the remaining endpoints as
-    /// possible to other slots.
-    pub(super) fn set_endpoints(&mut self, wanted: &BTreeSet<(IpAddr, u16)>) {
-        let present: HashSet<(IpAddr, u16)> = self.slots.iter().copied().collect();
-        let mut added = wanted.iter().filter(|endpoint| !present.contains(*endpoint)).copied();
+    /// Replaces the endpoints by the wanted endpoints, each with its weight. An endpoint gets slots
+    /// in proportion to its weight. Moves as few of the remaining endpoints as possible to other
+    /// slots.
+    pub(super) fn set_endpoints(&mut self, wanted: &BTreeMap<(IpAddr, u16), Weight>) {
+        let mut lacking = slots_of_endpoints(wanted);
+        let mut keep = |endpoint: &(IpAddr, u16)| {
+            let number = lacking.get_mut(endpoint)?;
+            *number = number.checked_sub(1)?;
+            Some(*endpoint)
+        };
+        let mut slots: Vec<Option<(IpAddr, u16)>> = self.slots.iter().map(&mut keep).collect();
+        let mut added = lacking.iter().flat_map(|(endpoint, number)| (0..*number).map(|_| *endpoint));
         let mut slot = 0;
-        while let Some(endpoint) = self.slots.get_mut(slot) {
-            if !wanted.contains(endpoint) {
-                let Some(new) = added.next() else {
-                    // The endpoint of the last slot moves into this slot, and the loop examines it
-                    // next.
-                    self.slots.swap_remove(slot);
-                    continue;
-                };
-                *endpoint = new;
+        while let Some(endpoint) = slots.get_mut(slot) {
+            *endpoint = endpoint.or_else(|| added.next());
+            if endpoint.is_none() {
+                // The endpoint of the last slot moves into this slot, and the loop examines it
+                // next.
+                slots.swap_remove(slot);
+            } else {
+                slot += 1;
             }
-            slot += 1;
         }
-        self.slots.extend(added);
+        self.slots = slots.into_iter().flatten().chain(added).collect();
     }
 
     /// Returns the target for frontends of the group.
@@ -66,10 +71,29 @@ impl Group {
         let endpoint = if has_affinity { Element::AffinityEndpoint } else { Element::Endpoint };
         let slots = (0u32..).zip(&self.slots);
         let endpoints = slots.map(move |(slot, (address, port))| endpoint(self.number, slot, *address, *port));
-        let with_affinity = self.slots.iter().filter(move |_| has_affinity);
-        let members = with_affinity.map(|(address, port)| Element::Member(self.number, *address, *port));
+        let with_affinity: BTreeSet<(IpAddr, u16)> = self.slots.iter().filter(|_| has_affinity).copied().collect();
+        let members = with_affinity.into_iter().map(|(address, port)| Element::Member(self.number, address, port));
         endpoints.chain(members)
     }
+}
+
+/// The largest number of slots that weights give to a group. The weights of larger groups are
+/// rounded.
+const MAX_WEIGHTED_SLOTS: u32 = 4096;
+
+/// Returns the number of slots of each endpoint. Without weights, each endpoint has one slot.
+fn slots_of_endpoints(weights: &BTreeMap<(IpAddr, u16), Weight>) -> BTreeMap<(IpAddr, u16), u32> {
+    let divisor = weights.values().fold(0, |divisor, weight| greatest_common_divisor(divisor, weight.get())).max(1);
+    let total: u32 = weights.values().map(|weight| weight.get() / divisor).sum();
+    let slots = |weight: Weight| match weight.get() / divisor {
+        slots if total <= MAX_WEIGHTED_SLOTS => slots,
+        slots => (slots * MAX_WEIGHTED_SLOTS / total).max(1),
+    };
+    weights.iter().map(|(endpoint, weight)| (*endpoint, slots(*weight))).collect()
+}
+
+fn greatest_common_divisor(a: u32, b: u32) -> u32 {
+    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
 /// The numbers of service ports, which are even. The group for policy Cluster has the number of its

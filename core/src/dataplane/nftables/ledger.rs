@@ -398,12 +398,10 @@ impl Found {
         found
     }
 
-    /// Returns the endpoints of a group in the order of their slots, each endpoint once. Returns
-    /// each group only once.
+    /// Returns the endpoints of a group in the order of their slots. Returns each group only once.
     fn take_slots(&mut self, group: u32, has_affinity: bool) -> Vec<(IpAddr, u16)> {
         let slots = self.slots.remove(&(group, has_affinity)).unwrap_or_default();
-        let mut seen = HashSet::new();
-        slots.into_values().filter(|endpoint| seen.insert(*endpoint)).collect()
+        slots.into_values().collect()
     }
 
     /// Returns the number of the service port to which the plan's frontends belong in the kernel.

@@ -1,6 +1,6 @@
 //! Computes the elements and the groups of one service port.
 
-use std::{collections::BTreeSet, net::IpAddr};
+use std::{collections::BTreeMap, net::IpAddr};
 
 use super::{
     config::NftablesConfig,
@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     behaviours::{endpoint_choice::Destination, view::ServicePortView},
-    model::TrafficPolicy,
+    model::{TrafficPolicy, Weight},
     state::frontends::Frontend,
 };
 
@@ -20,9 +20,9 @@ type IsLocal = bool;
 #[derive(Debug, Default)]
 pub(super) struct PortPlan {
     /// Endpoints for policy Cluster, if a frontend uses them.
-    pub(super) cluster: BTreeSet<(IpAddr, u16)>,
+    pub(super) cluster: BTreeMap<(IpAddr, u16), Weight>,
     /// Endpoints for policy Local, if a frontend uses them.
-    pub(super) local: BTreeSet<(IpAddr, u16)>,
+    pub(super) local: BTreeMap<(IpAddr, u16), Weight>,
     /// Frontends whose connections are sent to a group.
     pub(super) services: Vec<(Frontend, IsLocal)>,
     /// Frontends for which connections of local pods and of the node itself are sent to the
@@ -107,7 +107,7 @@ impl PortPlan {
             let used = endpoints.iter().filter(|_| is_used);
             let here = used.clone().filter(|endpoint| endpoint.may_be_local);
             self.elements.extend(here.map(|endpoint| Element::Hairpin(endpoint.address)));
-            used.map(|endpoint| (endpoint.address, endpoint.port)).collect()
+            used.map(|endpoint| ((endpoint.address, endpoint.port), endpoint.weight)).collect()
         };
         self.cluster = use_endpoints(&view.cluster_endpoints, uses_cluster);
         self.local = use_endpoints(&view.local_endpoints, uses_local);

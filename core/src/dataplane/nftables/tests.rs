@@ -1,13 +1,10 @@
 //! Tests of groups.
 #![allow(clippy::unwrap_used)]
 
-use std::{
-    collections::{BTreeSet, HashSet},
-    net::IpAddr,
-};
+use std::{collections::HashSet, net::IpAddr};
 
 use super::group::{Group, GroupKey, Numbers};
-use crate::model::Protocol;
+use crate::model::{Protocol, Weight};
 
 fn endpoints(last_bytes: &[u8]) -> Vec<(IpAddr, u16)> {
     last_bytes.iter().map(|last| ([10, 0, 0, *last].into(), 80)).collect()
@@ -19,7 +16,8 @@ fn a_slot_moves_only_into_the_place_of_an_endpoint_that_leaves() {
     let group = Group { key, number: 2, affinity_timeout_seconds: None, slots: endpoints(&[4, 2, 9, 7]) };
     let after = |wanted: &[u8]| {
         let mut group = group.clone();
-        group.set_endpoints(&endpoints(wanted).into_iter().collect::<BTreeSet<_>>());
+        let wanted = endpoints(wanted).into_iter().map(|endpoint| (endpoint, Weight::default()));
+        group.set_endpoints(&wanted.collect());
         group.slots
     };
     assert_eq!(after(&[2, 4, 7, 9]), endpoints(&[4, 2, 9, 7]));
@@ -30,6 +28,26 @@ fn a_slot_moves_only_into_the_place_of_an_endpoint_that_leaves() {
     assert_eq!(after(&[2, 4, 5, 7]), endpoints(&[4, 2, 5, 7]));
     assert_eq!(after(&[1]), endpoints(&[1]));
     assert_eq!(after(&[]), endpoints(&[]));
+}
+
+#[test]
+fn endpoints_have_slots_in_proportion_to_their_weights() {
+    let key = GroupKey { protocol: Protocol::Tcp, port: 80, is_local: false };
+    let mut group = Group { key, number: 2, affinity_timeout_seconds: None, slots: Vec::new() };
+    let mut after = |weights: &[(u8, u32)]| {
+        let endpoint = |last: u8| (IpAddr::from([10, 0, 0, last]), 80);
+        let wanted = weights.iter().map(|(last, weight)| (endpoint(*last), Weight::new(*weight).unwrap()));
+        group.set_endpoints(&wanted.collect());
+        group.slots.clone()
+    };
+    assert_eq!(after(&[(1, 4), (2, 2)]), endpoints(&[1, 1, 2]));
+    assert_eq!(after(&[(1, 2), (2, 2)]), endpoints(&[1, 2]));
+    assert_eq!(after(&[(1, 1), (2, 3)]), endpoints(&[1, 2, 2, 2]));
+    assert_eq!(after(&[(2, 3), (3, 1)]), endpoints(&[3, 2, 2, 2]));
+    let many: Vec<(u8, u32)> = (0..250).map(|last| (last, if last == 0 { 1 } else { 100 })).collect();
+    let slots = after(&many);
+    assert!((250..=4096).contains(&slots.len()), "{} slots", slots.len());
+    assert!((0..250).all(|last| slots.contains(&endpoints(&[last])[0])));
 }
 
 #[test]
