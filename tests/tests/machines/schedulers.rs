@@ -9,7 +9,10 @@ use std::io::Read;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
-use headgate_core::ipvs::Scheduler;
+use headgate_core::{
+    Weight,
+    ipvs::{Scheduler, Settings},
+};
 use headgate_netlink::route::{Change, Prefix, Routing};
 use headgate_tests::{testbed::process::output, uml};
 use ipvs_netlink::{Command, Destination, Ipvs, Protocol, Service, ServiceId};
@@ -335,7 +338,7 @@ fn fo_uses_the_endpoint_with_the_highest_weight() {
     uml::inside(|| {
         let mut rig = Rig::new(3);
         let scheduler = Scheduler::WeightedFailover;
-        let weights: Vec<u32> = (0..3).map(|position| scheduler.weight(position, 3)).collect();
+        let weights: Vec<u32> = (0..3).map(|position| scheduler.weight(position, 3, Weight::default())).collect();
         let id = rig.serve(1, scheduler, &weights);
         assert_eq!(order(&hold(1, 5)), [1; 5]);
         rig.weigh(id, 1, 0);
@@ -352,7 +355,7 @@ fn ovf_fills_one_endpoint_before_the_next() {
     uml::inside(|| {
         let mut rig = Rig::new(3);
         let scheduler = Scheduler::WeightedOverflow;
-        let weights: Vec<u32> = (0..3).map(|position| scheduler.weight(position, 3)).collect();
+        let weights: Vec<u32> = (0..3).map(|position| scheduler.weight(position, 3, Weight::default())).collect();
         let id = rig.serve(1, scheduler, &weights);
         // An endpoint is full when it has more connections than its weight.
         let first = usize::try_from(weights[0]).unwrap() + 1;
