@@ -48,7 +48,7 @@ fn changes_of_other_tables_do_not_prevent_lists() {
         let mut all = Transaction::new();
         all.add_table(&Table::new(table.clone()));
         for chain in 0..CHAINS {
-            all.add_chain(&Chain::regular(&table, &format!("kept-{chain}")));
+            all.add_chain(&Chain::regular(&table, format!("kept-{chain}")));
         }
         all.add_set(&set);
         all.add_elements(&table, "pairs", (0..ELEMENTS).map(entry));
