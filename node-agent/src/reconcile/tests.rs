@@ -318,8 +318,9 @@ impl Dataplane for LedgerFamily {
         Ok(None)
     }
 
-    fn matches(&self, found: &ExistingTables) -> bool {
-        self.ledger.matches(found)
+    fn compare(&mut self, kernel: &mut LedgerKernel) -> Result<Vec<String>, DataplaneError> {
+        let found = self.read(kernel)?;
+        Ok(if self.ledger.matches(&found) { Vec::new() } else { vec!["the rules differ".to_owned()] })
     }
 }
 
