@@ -477,19 +477,19 @@ mod tables {
         on_machines(BACKEND, lifecycle::some_services(), nftables::a_change_writes_a_handful_of_elements);
     }
 
-    // rows of nftables: 92, 96, 97, 103
     #[test]
     fn nft_lists_services_of_every_shape() {
         on_testbed(BACKEND, table::services(), nftables::nft_lists_services_of_every_shape);
     }
 
+    // rows of nftables: 92, 96, 97, 103
     #[test]
     fn the_table_survives_a_flush_and_is_repaired_after_a_change() {
         let scenario = nftables::the_table_survives_a_flush_and_is_repaired_after_a_change;
         on_machines(BACKEND, lifecycle::some_services(), scenario);
     }
 
-    // rows of nftables: 103
+    // rows of nftables: 96
     #[test]
     fn changes_of_other_programs_are_repaired_at_once() {
         on_machines(BACKEND, lifecycle::some_services(), nftables::changes_of_other_programs_are_repaired_at_once);
@@ -505,6 +505,7 @@ mod tables {
         on_machines(BACKEND, lifecycle::some_services(), nftables::a_new_agent_waits_for_the_old_one);
     }
 
+    // rows of nftables: 103
     #[test]
     fn modes_switch_without_losing_connections() {
         on_machines(BACKEND, lifecycle::some_services(), nftables::modes_switch_without_losing_connections);
