@@ -5,7 +5,7 @@
 keep := $(filter-out 0,$(KEEP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test demo bench fmt lint deny descriptor docs behaviours clean-namespaces
+.PHONY: help setup build test demo bench kernels fmt lint deny descriptor docs behaviours clean-namespaces
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,12 @@ bench: ## Measure; write JSON to target/bench. ONLY=name runs one; ARGS="…" pa
 	@.ci/setup bench
 	cargo build --release --locked -p headgate-control-plane -p headgate-node-agent -p headgate-tests --bins
 	cargo run --release --locked -p headgate-tests --bin bench -- $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
+kernels: setup ## Test nftables mode on Linux 5.10, 6.1 and 6.12 of Debian, in QEMU. ONLY=name runs some tests
+	@.ci/setup kernels
+	cargo build --workspace --locked
+	cargo test --workspace --locked --test kernel --no-run
+	.ci/kernels $(ONLY)
 
 fmt: ## Format the code
 	cargo fmt --all

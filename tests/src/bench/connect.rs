@@ -1,6 +1,7 @@
-//! `iptables-connect`: the time to open a TCP connection through the first and through the last of
-//! 10,000 Services. The bench compares this time with a direct connection, and with a ruleset of
-//! kube-proxy's shape, in which the last Service matches after 9,999 comparisons.
+//! `iptables-connect` and `nft-connect`: the time to open a TCP connection through the first and
+//! through the last of 10,000 Services. The benches compare this time with a direct connection, and
+//! with a ruleset of kube-proxy's shape. In the shape of iptables, the last Service matches after
+//! 9,999 comparisons.
 
 use std::{
     io::Read as _,
@@ -17,7 +18,8 @@ use headgate_node_agent::dataplane::{
 
 use super::{
     iptables::restore,
-    kube_proxy_shape,
+    kube_proxy_nft_shape, kube_proxy_shape,
+    nftables::Programmed,
     report::{Figure, median},
     workload,
 };
@@ -29,7 +31,32 @@ const CONNECTIONS: usize = 2_000;
 /// Services, the nft variant does not load this ruleset within ten minutes.
 const NFT_ANCHOR_SERVICES: u32 = 1_000;
 
-/// Runs the bench in both variants.
+/// Runs `nft-connect`.
+///
+/// # Errors
+/// A namespace cannot be created, or a connection fails.
+pub fn nftables(services: Option<u32>) -> Result<Vec<Figure>> {
+    let anchor_services = services.unwrap_or(NFT_ANCHOR_SERVICES);
+    let services = services.unwrap_or(10_000);
+    let name = |what: &str, services: u32| format!("nft-connect/{what}/{services}x{ENDPOINTS}");
+    // The tables stay when the connection that owns them closes.
+    let load = || Programmed::new(workload::state(services, ENDPOINTS)).map(drop);
+    let ours = in_namespace(services, load)?;
+    let mut figures = Vec::new();
+    for (what, us) in [("first", ours.first_us), ("last", ours.last_us)] {
+        figures.push(Figure::against(name(what, services), us, "µs", "a direct connection", ours.direct_us));
+    }
+    let first = "the first Service";
+    figures.push(Figure::against(name("last-of-first", services), ours.last_us, "µs", first, ours.first_us));
+    let load = || kube_proxy_nft_shape::load(&kube_proxy_nft_shape::full(anchor_services, ENDPOINTS));
+    let anchor = in_namespace(anchor_services, load)?;
+    for (what, us) in [("kube-proxy-shape-first", anchor.first_us), ("kube-proxy-shape-last", anchor.last_us)] {
+        figures.push(Figure::against(name(what, anchor_services), us, "µs", "a direct connection", anchor.direct_us));
+    }
+    Ok(figures)
+}
+
+/// Runs `iptables-connect` in both variants.
 ///
 /// # Errors
 /// A namespace cannot be created, or a connection fails.

@@ -5,7 +5,6 @@
 
 use std::{
     fs,
-    path::Path,
     process::Command,
     sync::Arc,
     time::{Duration, Instant},
@@ -14,7 +13,7 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 
 use super::{
-    memory::{ENDPOINTS, Page, status_mb, write_manifests},
+    memory::{ENDPOINTS, Mode, Page, start_agent, status_mb, write_manifests},
     report::Figure,
 };
 use crate::{
@@ -102,7 +101,7 @@ fn measure(from: From, services: u32) -> Result<Seen> {
         From::Files => {
             let manifests = folder.path().join("manifests");
             fs::create_dir(&manifests)?;
-            write_manifests(&manifests, services)?;
+            write_manifests(&manifests, services, ENDPOINTS)?;
             control_plane.arg("--source").arg(format!("files:{}", manifests.display()));
         }
         From::Kubernetes => {
@@ -116,7 +115,7 @@ fn measure(from: From, services: u32) -> Result<Seen> {
     control_plane.args(["--listen", "127.0.0.1:7443", "--insecure-loopback", "--log", "warn"]);
     let log = folder.path().join("control-plane.log");
     let mut control_plane = Process::start("control plane", &namespace, control_plane, &log)?;
-    let mut agent = start_agent(&namespace, folder.path())?;
+    let mut agent = start_agent(&namespace, folder.path(), Mode::Iptables("nft"))?;
     let seen = watch(&namespace, &mut control_plane, &mut agent, services);
     let logs = [control_plane.log_tail(), agent.log_tail()];
     agent.kill()?;
@@ -125,21 +124,13 @@ fn measure(from: From, services: u32) -> Result<Seen> {
     seen.with_context(|| format!("the logs end with:\n{}", logs.join("\n")))
 }
 
-fn start_agent(namespace: &Namespace, folder: &Path) -> Result<Process> {
-    let mut agent = Command::new(program("headgate-node-agent")?);
-    agent.args(["--node-name", "node-000", "--control-plane", "http://127.0.0.1:7443", "--insecure-loopback"]);
-    agent.args(["--iptables-variant", "nft", "--cluster-cidr", "11.0.0.0/8", "--log", "warn"]);
-    agent.arg("--state-dir").arg(folder.join("state"));
-    Process::start("agent", namespace, agent, &folder.join("agent.log"))
-}
-
 fn watch(namespace: &Namespace, control_plane: &mut Process, agent: &mut Process, services: u32) -> Result<Seen> {
     let started = Instant::now();
     let mut settled: Option<Instant> = None;
     loop {
         control_plane.check_running()?;
         agent.check_running()?;
-        if settled.is_none() && Page::of(namespace).is_some_and(|page| page.is_programmed(services)) {
+        if settled.is_none() && Page::of(namespace).is_some_and(|page| page.is_programmed(services, ENDPOINTS)) {
             settled = Some(Instant::now());
         }
         if settled.is_some_and(|at| at.elapsed() > REST) {

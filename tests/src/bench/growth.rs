@@ -7,7 +7,7 @@
 use anyhow::Result;
 
 use super::{
-    memory::{Alone, Measured, measure},
+    memory::{Alone, Measured, Mode, measure},
     report::Figure,
 };
 
@@ -23,7 +23,7 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     let mut figures = Vec::new();
     let mut before: Option<(u32, Measured)> = None;
     for services in sizes {
-        let measured = measure("nft", services, Alone::No)?;
+        let measured = measure(Mode::Iptables("nft"), services, ENDPOINTS, Alone::No)?;
         for (i, (what, unit, value)) in columns(&measured).into_iter().enumerate() {
             let name = format!("iptables-growth/nft/{what}/{services}x{ENDPOINTS}");
             figures.push(match &before {

@@ -14,7 +14,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 
-use super::{report::Figure, workload};
+use super::{cgroup::Cgroup, report::Figure, workload};
 use crate::testbed::{
     netns::Namespace,
     process::{Process, program},
@@ -32,8 +32,8 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     let services = services.unwrap_or(10_000);
     let mut figures = Vec::new();
     for variant in ["legacy", "nft"] {
-        let empty = measure(variant, 0, Alone::No)?;
-        let full = measure(variant, services, Alone::Too)?;
+        let empty = measure(Mode::Iptables(variant), 0, 0, Alone::No)?;
+        let full = measure(Mode::Iptables(variant), services, ENDPOINTS, Alone::Too)?;
         let name = |what: &str| format!("agent-memory/{variant}/{what}/{services}x{ENDPOINTS}");
         let anchor = "an empty agent";
         figures.push(Figure::against(name("resident"), full.resident, "MB", anchor, empty.resident));
@@ -56,18 +56,33 @@ pub(super) struct Measured {
     /// The memory of the agent, five seconds after the first sync.
     pub(super) resident: f64,
     /// The peak memory of the agent.
-    highest: f64,
+    pub(super) highest: f64,
     /// The largest sampled memory of the agent and its children together.
     with_programs: f64,
     /// The largest sampled memory of the children during the whole measurement. The agent's first
     /// check of all rules may also start children.
-    programs: f64,
+    pub(super) programs: f64,
     /// The largest sampled memory of the children during the first sync.
     pub(super) first_sync_programs: f64,
     /// The peak memory of `iptables-restore` alone, or 0 if it is not measured.
     program_alone: f64,
     /// The duration of the first sync in seconds, from the agent's metrics.
     pub(super) first_sync_seconds: f64,
+    /// The memory of the agent's control group, five seconds after the first sync.
+    pub(super) group: f64,
+    /// The part of `group` that the kernel allocated.
+    pub(super) kernel: f64,
+    /// The file from which `group` was read.
+    pub(super) group_source: &'static str,
+}
+
+/// The mode of the agent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// iptables in a variant.
+    Iptables(&'static str),
+    /// nftables.
+    Nftables,
 }
 
 /// Whether `iptables-restore` alone is measured, too.
@@ -79,11 +94,11 @@ pub(super) enum Alone {
     Too,
 }
 
-pub(super) fn measure(variant: &str, services: u32, alone: Alone) -> Result<Measured> {
+pub(super) fn measure(mode: Mode, services: u32, endpoints: u32, alone: Alone) -> Result<Measured> {
     let folder = tempfile::tempdir().context("creating a folder for manifests")?;
     let manifests = folder.path().join("manifests");
     fs::create_dir(&manifests)?;
-    write_manifests(&manifests, services)?;
+    write_manifests(&manifests, services, endpoints)?;
     let namespace = Namespace::create(format!("hg{}-bench-memory", std::process::id()))?;
     namespace.ip_batch("link set lo up\n")?;
     let mut control_plane = Command::new(program("headgate-control-plane")?);
@@ -91,15 +106,20 @@ pub(super) fn measure(variant: &str, services: u32, alone: Alone) -> Result<Meas
     control_plane.args(["--listen", "127.0.0.1:7443", "--insecure-loopback", "--log", "warn"]);
     let control_plane =
         Process::start("control plane", &namespace, control_plane, &folder.path().join("control-plane.log"))?;
-    let mut agent = Command::new(program("headgate-node-agent")?);
-    agent.args(["--node-name", "node-000", "--control-plane", "http://127.0.0.1:7443", "--insecure-loopback"]);
-    agent.args(["--iptables-variant", variant, "--cluster-cidr", "11.0.0.0/8", "--log", "warn"]);
-    agent.arg("--state-dir").arg(folder.path().join("state"));
-    let mut agent = Process::start("agent", &namespace, agent, &folder.path().join("agent.log"))?;
-    let measured = watch(&namespace, &mut agent, services).and_then(|measured| {
-        let rules = folder.path().join("rules");
-        let program_alone = if alone == Alone::No { 0.0 } else { program_alone(variant, &namespace, &rules)? };
-        Ok(Measured { program_alone, ..measured })
+    // Only an agent in nftables mode is put into a control group, because other modes keep their
+    // rules in memory that no group is charged for.
+    let group = if mode == Mode::Nftables { Some(Cgroup::create()?) } else { None };
+    let mut agent = start_agent(&namespace, folder.path(), mode)?;
+    let entered = group.iter().try_for_each(|group| group.add(agent.id()));
+    let measured = entered.and_then(|()| {
+        let measured = watch(&namespace, &mut agent, services, endpoints)?;
+        let program_alone = match (mode, alone) {
+            (Mode::Iptables(variant), Alone::Too) => program_alone(variant, &namespace, &folder.path().join("rules"))?,
+            _ => 0.0,
+        };
+        let Some(group) = &group else { return Ok(Measured { program_alone, ..measured }) };
+        let (all, kernel) = (group.current_mb()?, group.kernel_mb()?);
+        Ok(Measured { program_alone, group: all, kernel, group_source: group.source(), ..measured })
     });
     let log = agent.log_tail();
     agent.kill()?;
@@ -107,8 +127,24 @@ pub(super) fn measure(variant: &str, services: u32, alone: Alone) -> Result<Meas
     measured.with_context(|| format!("the agent's log ends with:\n{log}"))
 }
 
+/// Starts an agent that follows the control plane on the loopback address of `namespace`.
+///
+/// # Errors
+/// The agent does not start.
+pub(super) fn start_agent(namespace: &Namespace, folder: &Path, mode: Mode) -> Result<Process> {
+    let mut agent = Command::new(program("headgate-node-agent")?);
+    agent.args(["--node-name", "node-000", "--control-plane", "http://127.0.0.1:7443", "--insecure-loopback"]);
+    agent.args(["--cluster-cidr", "11.0.0.0/8", "--log", "warn"]);
+    match mode {
+        Mode::Iptables(variant) => agent.args(["--iptables-variant", variant]),
+        Mode::Nftables => agent.args(["--proxy-mode", "nftables"]),
+    };
+    agent.arg("--state-dir").arg(folder.join("state"));
+    Process::start("agent", namespace, agent, &folder.join("agent.log"))
+}
+
 /// Samples memory until five seconds after the first sync.
-fn watch(namespace: &Namespace, agent: &mut Process, services: u32) -> Result<Measured> {
+fn watch(namespace: &Namespace, agent: &mut Process, services: u32, endpoints: u32) -> Result<Measured> {
     let started = Instant::now();
     let (mut with_programs, mut programs): (f64, f64) = (0.0, 0.0);
     let (mut settled, mut first_sync_seconds, mut first_sync_programs) = (None, 0.0, 0.0);
@@ -119,7 +155,7 @@ fn watch(namespace: &Namespace, agent: &mut Process, services: u32) -> Result<Me
         with_programs = with_programs.max(own + children);
         programs = programs.max(children);
         let page = if settled.is_none() { Page::of(namespace) } else { None };
-        if let Some(page) = page.filter(|page| page.is_programmed(services)) {
+        if let Some(page) = page.filter(|page| page.is_programmed(services, endpoints)) {
             first_sync_seconds = page.value("kubeproxy_sync_full_proxy_rules_duration_seconds_sum");
             first_sync_programs = programs;
             settled = Some(Instant::now());
@@ -135,6 +171,9 @@ fn watch(namespace: &Namespace, agent: &mut Process, services: u32) -> Result<Me
                 first_sync_programs,
                 program_alone: 0.0,
                 first_sync_seconds,
+                group: 0.0,
+                kernel: 0.0,
+                group_source: "",
             });
         }
         if started.elapsed() > LONGEST_SYNC {
@@ -196,8 +235,8 @@ impl Page {
 
     /// Whether the first sync of `services` Services is complete. The programmed version and the
     /// number of programmed rules show this.
-    pub(super) fn is_programmed(&self, services: u32) -> bool {
-        let rules = f64::from(services) * f64::from(ENDPOINTS);
+    pub(super) fn is_programmed(&self, services: u32, endpoints: u32) -> bool {
+        let rules = f64::from(services) * f64::from(endpoints);
         self.value("headgate_agent_version_programmed") >= f64::from(services.min(1))
             && self.value("kubeproxy_sync_proxy_rules_iptables_total") > rules
     }
@@ -222,7 +261,7 @@ fn children_mb(process: u32) -> f64 {
 }
 
 /// Writes the cluster as manifests for a control plane, with 100 Services in each file.
-pub(super) fn write_manifests(folder: &Path, services: u32) -> Result<()> {
+pub(super) fn write_manifests(folder: &Path, services: u32, endpoints: u32) -> Result<()> {
     for first in (0..services).step_by(SERVICES_PER_FILE as usize) {
         let mut text = String::new();
         for service in first..services.min(first + SERVICES_PER_FILE) {
@@ -237,7 +276,7 @@ pub(super) fn write_manifests(folder: &Path, services: u32) -> Result<()> {
                  addressType: IPv4\nports: [{{name: http, port: 8080}}]\nendpoints:\n",
                 key.namespace, key.name
             );
-            for number in 0..ENDPOINTS {
+            for number in 0..endpoints {
                 let endpoint = workload::endpoint(service, number);
                 let node = endpoint.placement.node.as_deref().unwrap_or_default();
                 let _ = writeln!(text, "- {{addresses: [{}], nodeName: {node}}}", endpoint.address);

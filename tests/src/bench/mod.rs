@@ -7,6 +7,7 @@
 //! machines differ.
 
 pub mod apiserver_load;
+mod cgroup;
 pub mod clock;
 pub mod connect;
 pub mod conntrack;
@@ -17,9 +18,14 @@ pub mod fleet;
 pub mod growth;
 pub mod iptables;
 pub mod ipvs;
+pub mod kube_proxy_nft_shape;
 pub mod kube_proxy_shape;
 pub mod lagging;
 pub mod memory;
+pub mod nft_latency;
+pub mod nft_memory;
+pub mod nft_replace;
+pub mod nftables;
 pub mod profile;
 pub mod report;
 pub mod slow;

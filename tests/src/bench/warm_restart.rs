@@ -134,7 +134,7 @@ impl Machine {
         let folder = tempfile::tempdir().context("creating a folder")?;
         let manifests = folder.path().join("manifests");
         fs::create_dir(&manifests)?;
-        memory::write_manifests(&manifests, services)?;
+        memory::write_manifests(&manifests, services, memory::ENDPOINTS)?;
         let namespace = Namespace::create(format!("hg{}-bench-restart", std::process::id()))?;
         let mut commands = String::from("link set lo up\nroute add 10.96.0.0/12 dev lo\n");
         for service in [0, services - 1] {

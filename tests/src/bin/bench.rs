@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use clap::Parser;
 use headgate_tests::bench::{
     apiserver_load, connect, conntrack, control_plane_memory, delta, failover, fleet, growth, iptables, ipvs, lagging,
-    memory,
+    memory, nft_latency, nft_memory, nft_replace, nftables,
     report::{Figure, publish},
     slow, snapshots, storm, warm_restart, wire,
 };
@@ -84,6 +84,25 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         |a| control_plane_memory::run(a.services),
     ),
     ("iptables-connect", "a new connection through the first and the last Service", |a| connect::run(a.services)),
+    ("nft-full", "the first sync in nftables mode, for several sizes", |a| nftables::full(a.services)),
+    ("nft-incremental", "one endpoint changes in nftables mode, for several sizes", |a| {
+        nftables::incremental(a.services)
+    }),
+    ("nft-latency", "from a change in the API server until the kernel has it, in nftables mode", |a| {
+        nft_latency::run(a.services)
+    }),
+    ("nft-burst", "1,000 Services change in one transaction, in nftables mode", |a| nftables::burst(a.services)),
+    ("nft-connect", "a new connection through the first and the last Service, in nftables mode", |a| {
+        connect::nftables(a.services)
+    }),
+    ("nft-memory", "memory of an agent in nftables mode and of the kernel; fails if the agent runs a program", |a| {
+        nft_memory::run(a.services)
+    }),
+    (
+        "nft-replace",
+        "new connections while one Service's endpoints are replaced; fails if a connection is refused or misled",
+        |_| nft_replace::run(),
+    ),
 ];
 
 fn main() -> Result<()> {

@@ -10,5 +10,6 @@ mod health_check;
 mod interfaces;
 mod nftables;
 mod packets;
+mod replacements;
 mod rule_text;
 mod testbed;

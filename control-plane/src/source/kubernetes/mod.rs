@@ -2,6 +2,7 @@
 
 mod contact;
 mod failure;
+mod gather;
 mod watch;
 mod wire;
 
@@ -17,15 +18,12 @@ use kube::{
     Client, Config,
     config::{KubeConfigOptions, Kubeconfig},
 };
-use tokio::{
-    sync::mpsc,
-    task::JoinSet,
-    time::{Instant, timeout},
-};
+use tokio::{sync::mpsc, task::JoinSet};
 use tokio_util::sync::CancellationToken;
 
 use self::{
     contact::Contact,
+    gather::Gatherer,
     watch::{KindUpdate, Watch, WatchUpdate, source_kind},
 };
 use super::{SourceError, SourceSettings};
@@ -37,16 +35,6 @@ use crate::{
 
 /// Capacity of the channel from the watches to the model. A watch waits while the channel is full.
 const WAITING_UPDATES: usize = 1_024;
-
-/// Upper bound of the updates in one commit.
-const STEPS_TOGETHER: usize = 4_096;
-
-/// Updates that arrive within this time of one another are committed together, because a Service
-/// and its slices change together.
-const LINGER: Duration = Duration::from_millis(1);
-
-/// The longest time that an update waits for further updates.
-const LONGEST_LINGER: Duration = Duration::from_millis(5);
 
 /// Maximum time to connect to the server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -74,6 +62,7 @@ pub(super) async fn run(
     watches.spawn(shutdown.clone().run_until_cancelled_owned(judging).map(drop));
     drop(sender);
     let mut state = Applier::new(sink);
+    let mut gatherer = Gatherer::default();
     loop {
         tokio::select! {
             biased;
@@ -86,7 +75,7 @@ pub(super) async fn run(
                 return Err(SourceError::WatchEnded(why));
             }
             Some(first) = updates.recv() => {
-                for update in together(first, &mut updates).await {
+                for update in gatherer.together(first, &mut updates).await {
                     state.take_in(update);
                 }
                 state.commit();
@@ -115,24 +104,6 @@ async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
     // Each watch also has its own back-off, which counts and logs failures.
     config.default_retry = false;
     Client::try_from(config).map_err(|error| SourceError::Client(error.to_string()))
-}
-
-/// Returns the first update, and the updates that arrive within [`LINGER`] of one another after the
-/// first update.
-async fn together(first: KindUpdate, updates: &mut mpsc::Receiver<KindUpdate>) -> Vec<KindUpdate> {
-    let mut batch = vec![first];
-    let until = Instant::now() + LONGEST_LINGER;
-    while batch.len() < STEPS_TOGETHER {
-        match updates.try_recv() {
-            Ok(update) => batch.push(update),
-            Err(_) if Instant::now() >= until => break,
-            Err(_) => match timeout(LINGER, updates.recv()).await {
-                Ok(Some(update)) => batch.push(update),
-                Ok(None) | Err(_) => break,
-            },
-        }
-    }
-    batch
 }
 
 /// Turns updates into transactions.

@@ -1,0 +1,41 @@
+//! `nft-memory`: the memory of an agent in nftables mode, at rest and at its peak, compared with an
+//! agent without Services. The bench also measures the memory of the agent's control group, which
+//! contains the kernel's memory for the maps and sets. The bench fails if the agent starts another
+//! program.
+
+use anyhow::{Result, ensure};
+
+use super::{
+    memory::{Alone, Mode, measure},
+    report::Figure,
+};
+
+const SERVICES: u32 = 10_000;
+const ENDPOINTS: [u32; 2] = [10, 25];
+
+/// Runs the bench.
+///
+/// # Errors
+/// A program does not start, the first sync does not end in time, the machine has no memory control
+/// groups, or the agent starts a program.
+pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
+    let services = services.unwrap_or(SERVICES);
+    let empty = measure(Mode::Nftables, 0, 0, Alone::No)?;
+    let mut figures = Vec::new();
+    for endpoints in ENDPOINTS {
+        let full = measure(Mode::Nftables, services, endpoints, Alone::No)?;
+        ensure!(full.programs == 0.0, "the agent started programs, which had {} MB of memory", full.programs);
+        let name = |what: &str| format!("nft-memory/{what}/{services}x{endpoints}");
+        let anchor = "an empty agent";
+        figures.push(Figure::against(name("resident"), full.resident, "MB", anchor, empty.resident));
+        figures.push(Figure::against(name("peak"), full.highest, "MB", anchor, empty.highest));
+        figures.push(Figure::alone(name("resident-above-empty"), full.resident - empty.resident, "MB"));
+        figures.push(Figure::alone(name("peak-above-empty"), full.highest - empty.highest, "MB"));
+        let source = full.group_source;
+        let all = format!("an empty agent ({source})");
+        figures.push(Figure::against(name("control-group"), full.group, "MB", all, empty.group));
+        let kernel = format!("an empty agent (kernel memory of the group of {source})");
+        figures.push(Figure::against(name("control-group-kernel"), full.kernel, "MB", kernel, empty.kernel));
+    }
+    Ok(figures)
+}

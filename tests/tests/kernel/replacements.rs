@@ -1,0 +1,11 @@
+//! New connections in nftables mode while the endpoints of their Service are replaced.
+
+use headgate_tests::{bench::nft_replace, testbed::netns};
+
+#[test]
+fn no_connection_is_refused_or_misled_while_nftables_replaces_endpoints() {
+    netns::check_prerequisites().unwrap();
+    netns::sweep_stale().unwrap();
+    let seen = nft_replace::measure(300).unwrap();
+    assert!(seen.crossed > 0, "no connection was open during a replacement: {seen:?}");
+}
