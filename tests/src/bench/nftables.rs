@@ -154,6 +154,7 @@ pub(super) fn dataplane() -> Result<NftablesDataplane> {
         masquerade,
         localhost_node_ports: false,
         conntrack_tcp_be_liberal: false,
+        owns_tables: true,
     })?)
 }
 
