@@ -107,7 +107,8 @@ pub struct Table {
     /// orphan. An orphan is persistent, has no owner, and any socket may change it. Adding the
     /// table again with both flags adopts the orphan.
     pub persistent: bool,
-    /// In lists: the port of the owning socket. Ignored when a table is created.
+    /// The netlink port of the owning socket, in tables that the kernel lists. Ignored when a table
+    /// is created.
     pub owner_port: Option<u32>,
     /// Bytes for user space. [`crate::comment`] encodes a comment that `nft` prints.
     pub user_data: Vec<u8>,

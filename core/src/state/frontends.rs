@@ -145,7 +145,7 @@ impl FrontendOwners {
         self.owner(frontend).is_none_or(|owner| owner == key)
     }
 
-    /// Returns the frontends of a Service that another Service owns, each with its owner.
+    /// Returns the frontends that a Service asks for and another Service owns, each with its owner.
     #[must_use]
     pub fn conflicts<'a>(&'a self, service: &Service) -> Vec<(Frontend, &'a ServiceKey)> {
         let with_owner = |frontend: Frontend| Some((frontend, self.owner(&frontend)?));

@@ -178,7 +178,7 @@ impl Reconciler {
         self
     }
 
-    /// The inputs of the rules that are not part of the state, as the loop last resolved them.
+    /// The inputs that rules need in addition to the state, as the loop last resolved them.
     #[must_use]
     pub fn inputs(&self) -> watch::Receiver<NodeInputs> {
         self.inputs.subscribe()
@@ -265,7 +265,7 @@ impl Reconciler {
         self.done = None;
     }
 
-    /// Records the services of which the kernel rejects a part and accepts the rest.
+    /// Records the services that the kernel accepts in part.
     fn record_deferred(&mut self) {
         let Some(parts) = self.dataplane.deferred() else { return };
         for Fault { service, family, reason } in self.quarantine.set_partial(parts) {

@@ -88,10 +88,9 @@ impl Session {
             let is_moved = matches!(end, StreamEnd::Moved { .. });
             let is_planned = is_moved || matches!(end, StreamEnd::Drained(_) | StreamEnd::Renewed);
             let pause = if is_moved { Duration::ZERO } else { backoff.next_pause() };
-            // A drained stream has already waited for a random time. The agent connects again
-            // without a further pause, unless several replicas drain their streams with this agent
-            // one after the other. A move also has no pause, because `MoveLimits` limits the number
-            // of moves.
+            // A drained stream has already waited for a random time, so the agent connects again
+            // without a further pause. If the next replica drains its stream too, the agent pauses.
+            // A move has no pause, because `MoveLimits` limits the number of moves.
             let pause = if is_planned && is_first { Duration::ZERO } else { pause };
             if is_planned {
                 info!(%replica, reason = %end, "connecting again");

@@ -1,7 +1,7 @@
 //! Chooses the replica to connect to.
 //!
 //! Each address of the host in a URL counts as one replica. The order is random, so that agents
-//! spread evenly. The last replica in the order is the replica that was tried last. Names are
+//! spread evenly. Only the replica of the previous attempt comes at the end of the order. Names are
 //! resolved again after all replicas have been tried, because replicas start and stop.
 
 use std::{collections::VecDeque, fmt, net::SocketAddr};

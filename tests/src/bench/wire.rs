@@ -79,8 +79,8 @@ pub fn run() -> Result<Vec<Figure>> {
 
 /// The goal of a figure, or `None` if it has no goal. The first endpoint on a node has no goal,
 /// because its message contains the node's name. Catching up with 1,000 IPv6 endpoints in 1,000
-/// Services has no goal, because address, Service and node alone take 29 bytes, and each endpoint
-/// has its own trigger time.
+/// Services has no goal either: each endpoint needs 29 bytes for address, Service and node, and
+/// more for its own trigger time.
 fn goal(name: &str) -> Option<f64> {
     let [_, kind, what, ..] = name.split('/').collect::<Vec<_>>()[..] else { return None };
     match kind {

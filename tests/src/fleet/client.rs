@@ -196,7 +196,8 @@ impl Client {
         self.link.is_some() && self.agent.tracker().is_following()
     }
 
-    /// Whether the agent follows a stream and has reached the position `slices` of EndpointSlices.
+    /// Whether the agent follows a stream and has reached the source position `slices`, which
+    /// counts changes of EndpointSlices.
     #[must_use]
     pub fn has(&self, slices: u64) -> bool {
         self.is_following() && self.agent.tracker().point().is_some_and(|point| point.slices() >= slices)

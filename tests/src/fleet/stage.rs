@@ -153,7 +153,8 @@ impl Stage {
         self.fleet.wait_until(&what, CONVERGENCE_LIMIT, |worker| worker.having(0) == worker.healthy())
     }
 
-    /// Waits until every healthy agent has reached the position `slices` of EndpointSlices.
+    /// Waits until every healthy agent has reached the source position `slices`, which counts
+    /// changes of EndpointSlices.
     ///
     /// # Errors
     /// The agents take too long, or an agent finds a violation of the contract.

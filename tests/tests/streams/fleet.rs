@@ -1,5 +1,6 @@
-//! A small simulated fleet against the real control plane. In the tests, all agents reconnect at
-//! the same time, agents are slow, vanish or send garbage, and a replica is behind its agents.
+//! A small simulated fleet against the real control plane. The tests cover agents that all
+//! reconnect at the same time, agents that are slow, vanish or send garbage, and a replica whose
+//! state is older than the state of its agents.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +19,8 @@ use headgate_tests::{
     },
 };
 
-/// A stage for `agents` agents, of which two hold a state. No program is pinned to a processor.
+/// A stage for `agents` agents. Two of them store the resources that they receive. No program is
+/// pinned to a processor.
 fn stage(agents: usize, services: u32) -> Stage {
     let settings = Settings { backoff: Duration::from_millis(50), ..Settings::default() };
     let wire = Wire::VethUnsteered;

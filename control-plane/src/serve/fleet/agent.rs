@@ -1,4 +1,4 @@
-//! The data about one stream of an agent that other parts of the replica use.
+//! Data about one stream of an agent. The fleet and the API read these data.
 
 use std::{
     net::SocketAddr,

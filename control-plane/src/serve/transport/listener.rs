@@ -86,7 +86,8 @@ async fn accept_all(listener: TcpListener, security: Security, context: Arc<Cont
     }
 }
 
-/// Starts a task that runs the handshake of a connection when the connection has a place.
+/// Starts a task that waits until the limit admits another handshake, and then runs the handshake
+/// of the connection.
 fn secure_in_turn(
     stream: TcpStream,
     address: SocketAddr,

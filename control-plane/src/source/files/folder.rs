@@ -95,8 +95,8 @@ impl Location {
 pub(super) struct Update {
     /// Each event with its origin, such as `web.yaml, document 2`.
     pub(super) events: Vec<(Event, String)>,
-    /// Problems of files and folders, by location, with the reason for the metric. An empty list
-    /// clears the problems of a location.
+    /// Problems of files and folders: the location, the value of the metric's label `reason`, and
+    /// the problems. An empty list clears the problems of a location.
     pub(super) problems: Vec<(String, &'static str, Vec<Problem>)>,
     /// Objects with a changed definition, and the location that was in use before.
     touched: BTreeMap<Arc<ObjectKey>, Option<Location>>,

@@ -1,4 +1,5 @@
-//! Decides whether the source is cut off, for all kinds together (discovery.proto, section 14).
+//! Decides whether the source is cut off (discovery.proto, section 14). One decision covers all
+//! kinds of objects.
 //!
 //! A quiet cluster has only about one bookmark a minute, so bookmarks alone detect an outage too
 //! late. The watches therefore report the outcome of each request. After some seconds without any
@@ -41,8 +42,8 @@ const FAILED_PROBES: u32 = 2;
 /// The source is cut off after the requests for one kind have failed for this time.
 const FAILING_LIMIT: Duration = Duration::from_secs(10);
 
-/// The source is cut off when a kind has not been confirmed for the silence limit of a watch plus
-/// this margin.
+/// A watch has a limit for its silence. The source is cut off when the API server has not confirmed
+/// a kind of objects for this limit plus the margin here.
 const STALE_MARGIN: Duration = Duration::from_secs(30);
 
 /// Collects the outcomes of requests, and reports a verdict and a doubt to the sink. The verdict

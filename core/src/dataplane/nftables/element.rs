@@ -47,8 +47,8 @@ pub struct Target {
 
 impl Target {
     /// Returns the identifier of the service port, which is unrelated to its TCP or UDP port
-    /// number. Only the lowest bit differs between the numbers of a port's groups for policies
-    /// Cluster and Local.
+    /// number. A port has one group for policy Cluster and one for policy Local. The numbers of
+    /// these groups differ only in the lowest bit.
     #[must_use]
     pub fn port_number(&self) -> u32 {
         port_number(self.group)

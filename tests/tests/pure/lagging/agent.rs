@@ -50,8 +50,8 @@ pub(crate) struct Agent {
     /// The version of each key's value at the replica when the stream began. After a start from
     /// disk, the agent programs no older value.
     at_begin: Places,
-    /// Whether the agent may hold less than its version covers. In this case the agent resumes by
-    /// its digests and not by its version.
+    /// Whether the agent may lack changes that its version includes. In this case the agent resumes
+    /// by its digests and not by its version.
     distrusts_version: bool,
     failover: Failover,
     moves: MoveLimits,
@@ -139,7 +139,7 @@ impl Agent {
         let is_heartbeat = matches!(body, Body::Heartbeat(_));
         let effects = match self.machine.on_message(v1::ServerMessage { body: Some(body) }) {
             Ok(effects) => effects,
-            // After a rejection, the old program may hold less than its version covers.
+            // After a rejection, the old program may lack changes that its version includes.
             Err(Violation::Reference(_)) if self.program == Program::Old => {
                 self.distrusts_version = true;
                 return false;

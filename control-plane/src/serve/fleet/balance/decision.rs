@@ -3,9 +3,9 @@
 //!
 //! Replicas do not talk to each other. Each replica compares the number of its agents with its
 //! share. The share is the number of Nodes in the source, divided by the number of ready replicas
-//! according to the source. Only agents of these Nodes count, with one stream for each Node. So the
-//! number of counted agents at all replicas never exceeds the sum of the shares. While one replica
-//! is above its share, another replica is below its share. Therefore, the moves end.
+//! according to the source. Each of these Nodes counts once, if an agent follows a stream for it.
+//! So the number of counted agents at all replicas never exceeds the sum of the shares. While one
+//! replica is above its share, another replica is below its share. Therefore, the moves end.
 //!
 //! Three rules prevent agents from moving back and forth. A replica tolerates some agents above its
 //! share, up to a limit. A replica must be above this limit for some time before it asks agents to
@@ -33,7 +33,8 @@ pub(super) const LEAVING: Duration = Duration::from_secs(10);
 /// this agent again.
 pub(super) const MEMORY: Duration = Duration::from_secs(600);
 
-/// A replica can judge whether its requests are futile after it has asked this many agents.
+/// A replica first asks this many agents to move. Only then it judges whether its requests are
+/// futile.
 const MIN_ASKED: usize = 10;
 
 /// The numbers by which a replica decides at a step.
@@ -72,8 +73,8 @@ impl Band {
             return None;
         }
         let share = nodes.div_ceil(replicas);
-        // Agents choose replicas at random. Because of chance alone, a replica practically never
-        // has more agents than this limit.
+        // Agents choose replicas at random, so the numbers vary. This limit is so high that random
+        // choices alone practically never exceed it.
         Some(Self { replicas, share, limit: share + share / 5 + 8, target: share + share / 10 + 4 })
     }
 }

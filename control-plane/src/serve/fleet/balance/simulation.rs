@@ -144,8 +144,9 @@ proptest! {
         });
         simulation.run(simulation.time_to_settle());
         prop_assert!(simulation.is_within_bands(), "{:?} of {:?}", simulation.loads(), simulation.band());
-        // An agent that moves to another replica above its limit has to move again. About half of
-        // the agents move a second time, about half of these agents move a third time, and so on.
+        // If the replica to which an agent moves is above its limit too, the agent must move again.
+        // About half of the agents move a second time, about half of these agents move a third
+        // time, and so on.
         prop_assert!(simulation.asked <= 3 * surplus, "{} moves for a surplus of {surplus}", simulation.asked);
         let asked = simulation.asked;
         simulation.run(Duration::from_secs(120));

@@ -142,9 +142,10 @@ impl Ledger {
         self.full_by(Writing::Text, state, node, existing.clone())
     }
 
-    /// Returns a script like [`Self::full`]. `writing` selects how the script holds the rules of
-    /// services' chains. [`Writing::LateInSteps`] becomes [`Writing::Late`] if a rule outside of
-    /// Headgate's chains already jumps to a chain of Headgate in nat.
+    /// Returns a script like [`Self::full`]. `writing` decides whether the script contains the
+    /// rules of services' chains, or the writer renders them later. [`Writing::LateInSteps`]
+    /// becomes [`Writing::Late`] if a rule outside of Headgate's chains already jumps to a chain of
+    /// Headgate in nat.
     pub fn full_by(
         &mut self,
         writing: Writing,
@@ -275,9 +276,9 @@ impl Ledger {
         rules
     }
 
-    /// Writes the chains of a service that differ from its programmed chains to `script`, and
-    /// updates the dispatch lines of the service. Adds its chains that are no longer wanted to
-    /// `stale`. Returns what was programmed before.
+    /// Writes a service to `script`: the chains that differ from the programmed chains, and the
+    /// dispatch lines. Puts the chains that the service no longer needs into `stale`. Returns what
+    /// was programmed before.
     fn program(
         &mut self,
         key: &Arc<ServiceKey>,
