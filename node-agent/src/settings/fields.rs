@@ -258,7 +258,7 @@ pub const FIELDS: &[Field] = &[
         "Mode nftables: like `iptables.masqueradeAll`; if either is true, everything is masqueraded",
     ),
     used("nftables.syncPeriod", "", Kind::Duration, "30s", "Mode nftables: like `iptables.syncPeriod`"),
-    used("nftables.minSyncPeriod", "", Kind::Duration, "1s", "Mode nftables: like `iptables.minSyncPeriod`"),
+    used("nftables.minSyncPeriod", "", Kind::Duration, "0s", "Mode nftables: like `iptables.minSyncPeriod`"),
     used(
         "conntrack.maxPerCore",
         "conntrack-max-per-core",

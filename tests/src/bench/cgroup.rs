@@ -57,8 +57,8 @@ impl Cgroup {
         fs::write(&path, process.to_string()).with_context(|| format!("writing {}", path.display()))
     }
 
-    /// All memory that is charged to the group, in megabytes of 1,000,000 bytes. The memory contains
-    /// the page cache of files that the process was first to read.
+    /// All memory that is charged to the group, in megabytes of 1,000,000 bytes. The memory
+    /// contains the page cache of files that the process was first to read.
     pub(super) fn current_mb(&self) -> Result<f64> {
         self.bytes(if self.version == Version::One { "memory.usage_in_bytes" } else { "memory.current" })
     }
