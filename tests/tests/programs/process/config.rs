@@ -141,8 +141,7 @@ fn row_111_changed_pod_ranges_are_applied_without_a_restart() {
 #[test]
 fn row_110_an_address_in_use_ends_the_process_only_with_bind_address_hard_fail() {
     let rig = Rig::new();
-    let _first = rig.agent(&[]);
-    rig.until_health("/livez", 200);
+    let _other = rig.listen(10256);
     let (status, log) = rig.agent(&["--bind-address-hard-fail"]).ended();
     assert_eq!(status.code(), Some(1));
     assert!(log.contains("cannot serve /healthz and /livez on 0.0.0.0:10256"), "{log}");

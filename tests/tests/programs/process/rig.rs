@@ -3,6 +3,7 @@
 use std::{
     fs::{self, File},
     io::{Read as _, Write as _},
+    net::{Ipv6Addr, TcpListener},
     net::{SocketAddr, TcpStream},
     os::unix::fs::symlink,
     path::{Path, PathBuf},
@@ -122,6 +123,11 @@ impl Rig {
         command.arg("--metrics-listen=127.0.0.1:7480");
         rig.control_plane = Some(Program::start(&rig.namespace, command, rig.path("control-plane.log")));
         rig
+    }
+
+    /// Listens on a port of all addresses of the node, as another program would.
+    pub(super) fn listen(&self, port: u16) -> TcpListener {
+        self.namespace.run(|| Ok(TcpListener::bind((Ipv6Addr::UNSPECIFIED, port))?)).unwrap()
     }
 
     /// Kills the control plane.
