@@ -3,6 +3,5 @@
 
 mod affinity;
 mod decoding;
-mod hashing;
 mod misses;
 mod rig;

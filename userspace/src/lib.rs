@@ -1,0 +1,19 @@
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+pub mod balance;
+mod inbox;
+mod proxy_header;
+pub mod relay;
+mod services;
+mod stats;
+pub mod tcp;
+pub mod udp;
+mod wheel;
+
+pub use balance::Algorithm;
+pub use proxy_header::ProxyVersion;
+pub use services::{Protocol, ServiceId, ServiceSettings, Services};
+pub use stats::ServiceStats;
+pub use tcp::{ConnectionInfo, Destination, ListenerId, TcpProxy, TcpSettings, TcpStats};
+pub use udp::{UdpProxy, UdpSessionInfo, UdpSettings, UdpStats};

@@ -1,0 +1,280 @@
+//! The state machine of one relayed connection. It does no I/O.
+//!
+//! The caller reports what the kernel announces ([`Relay::readable`], [`Relay::writable`],
+//! [`Relay::expire`]). It then repeats two steps: it asks for an action ([`Relay::next`]), and
+//! reports the outcome of that action ([`Relay::done`]). It stops at [`Action::Wait`] and at
+//! [`Action::Finish`].
+//!
+//! The rules of the machine:
+//!
+//! - A direction takes bytes from its source only while the sink may accept bytes, and while all
+//!   earlier bytes have reached the sink. The kernel's socket buffers give back-pressure.
+//! - A FIN passes on after the last byte of its direction. HAProxy had the bug that a FIN overtook
+//!   bytes in a pipe (haproxy/haproxy#2505).
+//! - A side that fails is read until its error or its end. A server that closes a socket with
+//!   unread input sends its answer and then a RST, and the client must get the answer.
+//! - If bytes were lost, or if a side failed, the connection ends with a RST to both sides.
+
+#[cfg(test)]
+mod tests;
+
+/// One of the two sockets of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// The accepted socket.
+    Client = 0,
+    /// The connected socket.
+    Endpoint = 1,
+}
+
+impl Side {
+    /// Both sides.
+    pub const BOTH: [Self; 2] = [Self::Client, Self::Endpoint];
+
+    /// The opposite side.
+    #[must_use]
+    pub fn other(self) -> Self {
+        match self {
+            Self::Client => Self::Endpoint,
+            Self::Endpoint => Self::Client,
+        }
+    }
+}
+
+/// What the caller does next. The side is the source of the bytes, unless said otherwise.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Action {
+    /// Read from the source and write to the opposite side, or splice between both. Bytes that the
+    /// opposite side does not accept stay with the caller, in order.
+    Carry(Side),
+    /// Write the bytes that stayed with the caller.
+    Flush(Side),
+    /// Shut down the writing half of this side.
+    Shut(Side),
+    /// Wait for the next event.
+    Wait,
+    /// Close both sockets. The machine gives no more actions.
+    Finish(End),
+}
+
+/// How a connection ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// Both directions ended with a FIN.
+    Closed,
+    /// A side failed, or the connection was idle for too long: both sides get a RST.
+    Reset,
+}
+
+/// The outcome of [`Action::Carry`] or [`Action::Flush`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Moved {
+    /// The number of bytes that were taken from the source.
+    pub taken: u32,
+    /// The number of bytes that the sink accepted.
+    pub given: u32,
+    /// What the source reported after these bytes.
+    pub source: SourceState,
+    /// What the sink reported after these bytes.
+    pub sink: SinkState,
+}
+
+/// The state of a source after an action.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SourceState {
+    /// The source may have more bytes.
+    #[default]
+    Ready,
+    /// The source has no bytes now. The kernel announces the next bytes.
+    Empty,
+    /// The source has sent a FIN, and all its bytes are taken.
+    Ended,
+    /// The source reported an error, such as ECONNRESET. It gives no more bytes.
+    Failed,
+}
+
+/// The state of a sink after an action.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SinkState {
+    /// The sink may accept more bytes.
+    #[default]
+    Ready,
+    /// The sink accepts no bytes now. The kernel announces when it does.
+    Full,
+    /// The sink reported an error, such as EPIPE. It accepts no more bytes.
+    Failed,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    Open,
+    Ended,
+    Failed,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sink {
+    Open,
+    Shut,
+    Failed,
+}
+
+/// One direction of a connection.
+#[derive(Debug, Clone, Copy)]
+struct Direction {
+    source: Source,
+    sink: Sink,
+    is_readable: bool,
+    is_writable: bool,
+    /// The bytes that were taken from the source and have not reached the sink.
+    held_bytes: u32,
+}
+
+impl Direction {
+    const fn new() -> Self {
+        Self { source: Source::Open, sink: Sink::Open, is_readable: false, is_writable: false, held_bytes: 0 }
+    }
+
+    /// Whether no action of this direction remains.
+    fn is_settled(&self) -> bool {
+        self.sink != Sink::Open || (self.source == Source::Failed && self.held_bytes == 0)
+    }
+
+    fn next(&self, from: Side) -> Option<Action> {
+        if self.sink != Sink::Open {
+            // The bytes have nowhere to go. Reading goes on only to find out that the source
+            // failed or ended, see `Relay::next`.
+            return None;
+        }
+        match (self.held_bytes, self.source) {
+            (0, Source::Open) => (self.is_readable && self.is_writable).then_some(Action::Carry(from)),
+            (0, Source::Ended) => Some(Action::Shut(from.other())),
+            (0, Source::Failed) => None,
+            (_, _) => self.is_writable.then_some(Action::Flush(from)),
+        }
+    }
+}
+
+/// The state of one connection. A new connection waits for its first event.
+#[derive(Debug, Clone, Copy)]
+pub struct Relay {
+    /// By the source's side.
+    directions: [Direction; 2],
+    end: Option<End>,
+    /// The direction that acts first at the next call. The directions take turns.
+    turn: Side,
+}
+
+impl Default for Relay {
+    fn default() -> Self {
+        Self { directions: [Direction::new(); 2], end: None, turn: Side::Client }
+    }
+}
+
+impl Relay {
+    /// The kernel announced bytes, a FIN or an error of this side.
+    pub fn readable(&mut self, side: Side) {
+        self.directions[side as usize].is_readable = true;
+    }
+
+    /// The kernel announced that this side accepts bytes, or that it failed.
+    pub fn writable(&mut self, side: Side) {
+        self.directions[side.other() as usize].is_writable = true;
+    }
+
+    /// The kernel announced that this side failed (EPOLLERR or EPOLLHUP). Its last bytes are still
+    /// read. The read then reports the error, unless the FIN of this side was already read.
+    pub fn failed(&mut self, side: Side) {
+        self.readable(side);
+        self.writable(side);
+        if self.directions[side as usize].source != Source::Open {
+            self.fail_sink(side);
+            self.settle();
+        }
+    }
+
+    /// The connection was idle for too long. It ends with a RST.
+    pub fn expire(&mut self) {
+        self.end.get_or_insert(End::Reset);
+    }
+
+    /// The number of bytes of this source that wait for the opposite side.
+    #[must_use]
+    pub fn held_bytes(&self, from: Side) -> u32 {
+        self.directions[from as usize].held_bytes
+    }
+
+    /// Whether the opposite side of this source failed, so that bytes of this source were dropped.
+    #[must_use]
+    pub fn is_sink_failed(&self, from: Side) -> bool {
+        self.directions[from as usize].sink == Sink::Failed
+    }
+
+    /// The next action. The caller carries it out and calls [`Self::done`], except after
+    /// [`Action::Wait`] and [`Action::Finish`].
+    #[must_use]
+    pub fn next(&self) -> Action {
+        if let Some(end) = self.end {
+            return Action::Finish(end);
+        }
+        let ordered = [self.turn, self.turn.other()];
+        let action = ordered.into_iter().find_map(|from| self.directions[from as usize].next(from));
+        action.unwrap_or(Action::Wait)
+    }
+
+    /// Reports the outcome of the last action. For [`Action::Shut`], only `sink` has a meaning.
+    pub fn done(&mut self, action: Action, moved: Moved) {
+        match action {
+            Action::Carry(from) | Action::Flush(from) => self.carried(from, moved),
+            Action::Shut(to) => {
+                if moved.sink == SinkState::Failed {
+                    self.fail_sink(to);
+                } else {
+                    self.directions[to.other() as usize].sink = Sink::Shut;
+                }
+            }
+            Action::Wait | Action::Finish(_) => {}
+        }
+        self.settle();
+    }
+
+    fn carried(&mut self, from: Side, moved: Moved) {
+        let direction = &mut self.directions[from as usize];
+        direction.held_bytes = (direction.held_bytes + moved.taken).saturating_sub(moved.given);
+        match moved.source {
+            SourceState::Ready => {}
+            SourceState::Empty => direction.is_readable = false,
+            SourceState::Ended => direction.source = Source::Ended,
+            SourceState::Failed => direction.source = Source::Failed,
+        }
+        match moved.sink {
+            SinkState::Ready => {}
+            SinkState::Full => direction.is_writable = false,
+            SinkState::Failed => self.fail_sink(from.other()),
+        }
+        if moved.source == SourceState::Failed {
+            // A socket that failed for reading also fails for writing.
+            self.fail_sink(from);
+        }
+        self.turn = from.other();
+    }
+
+    /// Writing to this side failed. Bytes for this side are lost. Its last bytes are still read, up
+    /// to its error or its end.
+    fn fail_sink(&mut self, side: Side) {
+        let into = &mut self.directions[side.other() as usize];
+        if into.sink == Sink::Open {
+            into.sink = Sink::Failed;
+            into.held_bytes = 0;
+        }
+        self.readable(side);
+    }
+
+    fn settle(&mut self) {
+        if self.end.is_some() || !self.directions.iter().all(Direction::is_settled) {
+            return;
+        }
+        let is_clean = self.directions.iter().all(|direction| direction.sink == Sink::Shut);
+        self.end = Some(if is_clean { End::Closed } else { End::Reset });
+    }
+}

@@ -1,0 +1,206 @@
+//! The table of Services, which all threads read and the caller changes.
+//!
+//! A Service of this table is what has one set of endpoints: one port of a Kubernetes Service, or
+//! that port with the endpoints of this node only. A Kubernetes Service with
+//! `externalTrafficPolicy: Local` therefore has two entries, with different addresses.
+//!
+//! Each change costs O(log n) of the endpoints of its Service, and takes effect for the next
+//! connection.
+
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use crate::{
+    balance::{Algorithm, Pool},
+    proxy_header::ProxyVersion,
+    stats::{ServiceStats, Stats},
+};
+
+/// The number that the caller gives to a Service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ServiceId(pub u64);
+
+/// The protocol of an address of a Service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Protocol {
+    /// TCP.
+    Tcp,
+    /// UDP.
+    Udp,
+}
+
+/// An address as the table has it: without IPv6 details, and IPv4 for IPv4-mapped addresses.
+pub(crate) fn plain(address: SocketAddr) -> SocketAddr {
+    SocketAddr::new(address.ip().to_canonical(), address.port())
+}
+
+/// How a Service treats its connections.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ServiceSettings {
+    /// The name for lists and logs, such as `default/web:http`.
+    pub name: Arc<str>,
+    /// How the Service chooses endpoints.
+    pub algorithm: Algorithm,
+    /// The timeout of ClientIP affinity. `None` means no affinity. Each connection renews it.
+    pub affinity_seconds: Option<u32>,
+    /// The most open connections or UDP sessions. `None` means no limit.
+    pub max_connections: Option<u32>,
+    /// The header that endpoints get at the beginning of each TCP connection.
+    pub proxy_header: Option<ProxyVersion>,
+}
+
+/// A Service with its endpoints and counters.
+#[derive(Debug)]
+pub(crate) struct Service {
+    pub(crate) id: ServiceId,
+    state: Mutex<ServiceState>,
+    pub(crate) stats: Stats,
+    /// Counts changes that remove an endpoint. UDP sessions compare it before they send.
+    removals: AtomicU64,
+}
+
+/// The part of a Service that changes together.
+#[derive(Debug, Default)]
+pub(crate) struct ServiceState {
+    pub(crate) settings: ServiceSettings,
+    pub(crate) pool: Pool,
+}
+
+impl Service {
+    /// Locks the endpoints. The lock is held for one choice or one change.
+    pub(crate) fn state(&self) -> MutexGuard<'_, ServiceState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of changes that removed an endpoint.
+    pub(crate) fn removals(&self) -> u64 {
+        self.removals.load(Ordering::Acquire)
+    }
+
+    fn stats(&self) -> ServiceStats {
+        let state = self.state();
+        let (affinity_clients, affinity_evicted) = state.pool.affinity_clients();
+        ServiceStats {
+            resting_endpoints: state.pool.resting() as u64,
+            affinity_clients: affinity_clients as u64,
+            affinity_evicted,
+            ..self.stats.read()
+        }
+    }
+}
+
+/// All Services.
+#[derive(Debug, Default)]
+pub struct Services {
+    table: RwLock<Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    services: HashMap<ServiceId, Arc<Service>>,
+    addresses: HashMap<(Protocol, SocketAddr), Arc<Service>>,
+}
+
+impl Services {
+    /// Adds a Service without addresses and endpoints, or changes the settings of a Service.
+    pub fn set_service(&self, id: ServiceId, settings: ServiceSettings) {
+        let service = Arc::clone(self.write().services.entry(id).or_insert_with(|| {
+            let state = Mutex::default();
+            Arc::new(Service { id, state, stats: Stats::default(), removals: AtomicU64::new(0) })
+        }));
+        let mut state = service.state();
+        state.pool.set_algorithm(settings.algorithm);
+        state.settings = settings;
+    }
+
+    /// Removes a Service. The caller removes its addresses first, with [`Self::remove_address`].
+    /// TCP connections of the Service continue until they end. Returns whether the Service existed.
+    pub fn remove_service(&self, id: ServiceId) -> bool {
+        let removed = self.write().services.remove(&id);
+        if let Some(service) = &removed {
+            service.state().pool = Pool::default();
+            service.removals.fetch_add(1, Ordering::Release);
+        }
+        removed.is_some()
+    }
+
+    /// Adds an address to a Service. An address belongs to one Service: the last call wins. Returns
+    /// whether the Service exists.
+    pub fn set_address(&self, id: ServiceId, protocol: Protocol, address: SocketAddr) -> bool {
+        let mut table = self.write();
+        let Some(service) = table.services.get(&id).map(Arc::clone) else { return false };
+        table.addresses.insert((protocol, address), service);
+        true
+    }
+
+    /// Removes an address if it belongs to this Service. Returns whether it did.
+    pub fn remove_address(&self, id: ServiceId, protocol: Protocol, address: SocketAddr) -> bool {
+        let mut table = self.write();
+        let is_owner = table.addresses.get(&(protocol, address)).is_some_and(|service| service.id == id);
+        if is_owner {
+            table.addresses.remove(&(protocol, address));
+        }
+        is_owner
+    }
+
+    /// Adds an endpoint to a Service, or changes its weight, which is 1 or more. Returns whether
+    /// the Service exists.
+    pub fn set_endpoint(&self, id: ServiceId, endpoint: SocketAddr, weight: u32) -> bool {
+        let Some(service) = self.service(id) else { return false };
+        service.state().pool.set(endpoint, weight);
+        true
+    }
+
+    /// Removes an endpoint. Its TCP connections continue, and its UDP sessions move to another
+    /// endpoint with their next datagram. Returns whether the endpoint existed.
+    pub fn remove_endpoint(&self, id: ServiceId, endpoint: SocketAddr) -> bool {
+        let Some(service) = self.service(id) else { return false };
+        let is_removed = service.state().pool.remove(endpoint);
+        service.removals.fetch_add(1, Ordering::Release);
+        is_removed
+    }
+
+    /// The counters of a Service.
+    #[must_use]
+    pub fn stats(&self, id: ServiceId) -> Option<ServiceStats> {
+        self.service(id).map(|service| service.stats())
+    }
+
+    /// The counters of all Services, in no order. This walks over all Services, for metrics pages.
+    #[must_use]
+    pub fn all_stats(&self) -> Vec<(ServiceId, Arc<str>, ServiceStats)> {
+        let services: Vec<_> = self.read().services.values().map(Arc::clone).collect();
+        services
+            .iter()
+            .map(|service| (service.id, Arc::clone(&service.state().settings.name), service.stats()))
+            .collect()
+    }
+
+    /// The Service of an address that a client used.
+    pub(crate) fn find(&self, protocol: Protocol, address: SocketAddr) -> Option<Arc<Service>> {
+        self.read().addresses.get(&(protocol, address)).map(Arc::clone)
+    }
+
+    /// Whether an address belongs to a Service.
+    pub(crate) fn has_address(&self, protocol: Protocol, address: SocketAddr) -> bool {
+        self.read().addresses.contains_key(&(protocol, address))
+    }
+
+    fn service(&self, id: ServiceId) -> Option<Arc<Service>> {
+        self.read().services.get(&id).map(Arc::clone)
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Table> {
+        self.table.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Table> {
+        self.table.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}

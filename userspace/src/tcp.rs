@@ -1,0 +1,242 @@
+//! The TCP proxy: threads that accept connections, choose endpoints, and carry bytes.
+//!
+//! Each thread has one epoll instance with edge-triggered events, one buffer, and a few pipes. A
+//! connection is one entry of less than 512 bytes. Small transfers are a read and a write with the
+//! buffer of the thread. When a read fills the buffer, the direction uses `splice(2)` through a
+//! pipe that it borrows while bytes are in it. If no pipe is left, bytes wait in the socket of
+//! their source, so that slow clients cannot use up memory or descriptors.
+
+mod connection;
+mod open;
+mod pipes;
+#[cfg(test)]
+mod tests;
+mod worker;
+
+use std::{
+    io,
+    net::SocketAddr,
+    os::fd::OwnedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use rustix::net::sockopt;
+use worker::{Command, Worker};
+
+use crate::{
+    inbox::Inbox,
+    services::{ServiceId, Services},
+    stats::Counter,
+};
+
+/// The settings of the TCP proxy.
+#[derive(Debug, Clone)]
+pub struct TcpSettings {
+    /// The number of threads, at least 1.
+    pub threads: usize,
+    /// After this time without an answer, the next endpoint is tried. The default of 2.5 s has room
+    /// for one repeated SYN.
+    pub connect_timeout: Duration,
+    /// A connection without bytes for this time is reset.
+    pub idle_timeout: Duration,
+    /// The idle time before TCP keepalive probes.
+    pub keepalive: Duration,
+    /// The most open connections of all threads. Further connections wait in the backlog. Each
+    /// connection needs two descriptors.
+    pub max_connections: u64,
+    /// The most pipes of a thread, each with two descriptors.
+    pub pipes_per_thread: usize,
+}
+
+impl Default for TcpSettings {
+    fn default() -> Self {
+        Self {
+            threads: 1,
+            connect_timeout: Duration::from_millis(2500),
+            idle_timeout: Duration::from_secs(2 * 3600),
+            keepalive: Duration::from_secs(60),
+            max_connections: 100_000,
+            pipes_per_thread: 256,
+        }
+    }
+}
+
+/// How a listener finds the address that its client used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Destination {
+    /// Rules changed the destination (DNAT, REDIRECT): ask connection tracking (SO_ORIGINAL_DST).
+    Original,
+    /// The socket has the address, as with TPROXY and with a listener on the address itself.
+    Local,
+    /// All connections are for this address.
+    Fixed(SocketAddr),
+}
+
+/// A listener of the proxy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ListenerId(u64);
+
+/// An open connection.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConnectionInfo {
+    /// The Service.
+    pub service: ServiceId,
+    /// The client's address.
+    pub client: SocketAddr,
+    /// The address of the Service that the client used.
+    pub destination: SocketAddr,
+    /// The endpoint.
+    pub endpoint: SocketAddr,
+    /// Whether the endpoint has accepted.
+    pub is_connected: bool,
+    /// Bytes from the client to the endpoint.
+    pub bytes_to_endpoint: u64,
+    /// Bytes from the endpoint to the client.
+    pub bytes_to_client: u64,
+    /// The time since the connection was accepted.
+    pub age_ms: u64,
+    /// The time since the last byte.
+    pub idle_ms: u64,
+}
+
+/// What all threads count.
+#[derive(Debug, Default)]
+struct Counters {
+    open: Counter,
+    unknown_destination: Counter,
+    exhausted: Counter,
+    accept_pauses: Counter,
+}
+
+/// Counters of the proxy that belong to no Service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TcpStats {
+    /// Open connections.
+    pub open: u64,
+    /// Connections that were reset, because their destination is the address of no Service. A
+    /// client that connects to a listener directly is one of them.
+    pub unknown_destination: u64,
+    /// How often the kernel had no descriptor or no memory for a connection.
+    pub exhausted: u64,
+    /// How often accepting paused, because of exhaustion or because of `max_connections`.
+    pub accept_pauses: u64,
+}
+
+/// A running TCP proxy. Dropping the proxy resets its connections.
+#[derive(Debug)]
+pub struct TcpProxy {
+    inboxes: Vec<Arc<Inbox<Command>>>,
+    threads: Vec<JoinHandle<io::Result<()>>>,
+    counters: Arc<Counters>,
+    next_listener: AtomicU64,
+}
+
+impl TcpProxy {
+    /// Starts the threads.
+    ///
+    /// # Errors
+    ///
+    /// The kernel refused a descriptor or a thread.
+    pub fn start(settings: &TcpSettings, services: &Arc<Services>) -> io::Result<Self> {
+        let counters = Arc::new(Counters::default());
+        let mut proxy = Self {
+            inboxes: Vec::new(),
+            threads: Vec::new(),
+            counters: Arc::clone(&counters),
+            next_listener: AtomicU64::new(0),
+        };
+        for number in 0..settings.threads.max(1) {
+            let inbox = Arc::new(Inbox::new()?);
+            let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), number);
+            let worker =
+                Worker::new(settings.clone(), Arc::clone(services), Arc::clone(&counters), Arc::clone(&inbox), seed)?;
+            let thread = std::thread::Builder::new().name(format!("tcp-proxy-{number}")).spawn(|| worker.run())?;
+            proxy.inboxes.push(inbox);
+            proxy.threads.push(thread);
+        }
+        Ok(proxy)
+    }
+
+    /// Accepts the connections of a listening socket, on all threads.
+    ///
+    /// # Errors
+    ///
+    /// The kernel refused an option of the socket.
+    pub fn listen(&self, socket: impl Into<OwnedFd>, destination: Destination) -> io::Result<ListenerId> {
+        let socket = Arc::new(socket.into());
+        rustix::io::ioctl_fionbio(&socket, true)?;
+        // Accepted sockets inherit this option.
+        sockopt::set_tcp_nodelay(&socket, true)?;
+        let id = ListenerId(self.next_listener.fetch_add(1, Ordering::Relaxed));
+        for inbox in &self.inboxes {
+            inbox.send(Command::Listen { id, socket: Arc::clone(&socket), destination });
+        }
+        Ok(id)
+    }
+
+    /// Accepts the connections in the backlog of a listener, or of all listeners, and closes it.
+    /// Returns when all threads have done so. The kernel resets connections that arrive between the
+    /// last accept and the close: the caller first sends new connections elsewhere.
+    pub fn stop_listening(&self, id: Option<ListenerId>) {
+        let (done, all_done) = mpsc::channel();
+        for inbox in &self.inboxes {
+            inbox.send(Command::StopListening { id, done: done.clone() });
+        }
+        drop(done);
+        // The channel ends when each thread has answered or has ended.
+        while all_done.recv().is_ok() {}
+    }
+
+    /// Stops listening, and waits until all connections have ended or the deadline has passed. The
+    /// remaining connections are reset. Returns their number.
+    #[must_use = "the number of connections that were lost"]
+    pub fn drain(self, deadline: Duration) -> u64 {
+        let until = Instant::now() + deadline;
+        self.stop_listening(None);
+        while self.counters.open.get() > 0 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        self.counters.open.get()
+    }
+
+    /// All open connections. Each thread copies its list, so this is for people and not for a loop.
+    #[must_use]
+    pub fn connections(&self) -> Vec<ConnectionInfo> {
+        let (answer, answers) = mpsc::channel();
+        for inbox in &self.inboxes {
+            inbox.send(Command::List(answer.clone()));
+        }
+        drop(answer);
+        answers.iter().flatten().collect()
+    }
+
+    /// The counters that belong to no Service.
+    #[must_use]
+    pub fn stats(&self) -> TcpStats {
+        let Counters { open, unknown_destination, exhausted, accept_pauses } = &*self.counters;
+        TcpStats {
+            open: open.get(),
+            unknown_destination: unknown_destination.get(),
+            exhausted: exhausted.get(),
+            accept_pauses: accept_pauses.get(),
+        }
+    }
+}
+
+impl Drop for TcpProxy {
+    fn drop(&mut self) {
+        for inbox in &self.inboxes {
+            inbox.send(Command::End);
+        }
+        for thread in self.threads.drain(..) {
+            // A thread that panicked or lost epoll has closed its connections.
+            let _ = thread.join();
+        }
+    }
+}

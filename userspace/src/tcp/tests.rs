@@ -1,0 +1,402 @@
+//! The proxy with real sockets on loopback.
+
+use std::{
+    io::{Read as _, Write as _},
+    net::{Shutdown, TcpListener, TcpStream},
+    thread,
+};
+
+use super::*;
+use crate::{Protocol, ProxyVersion, ServiceSettings};
+
+const SERVICE: ServiceId = ServiceId(1);
+
+/// A proxy with one Service, whose address is the address of its listener.
+struct Bed {
+    services: Arc<Services>,
+    proxy: TcpProxy,
+    address: SocketAddr,
+}
+
+impl Bed {
+    fn new(settings: &TcpSettings, service: ServiceSettings, endpoints: &[SocketAddr]) -> Self {
+        let services = Arc::new(Services::default());
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        services.set_service(SERVICE, service);
+        assert!(services.set_address(SERVICE, Protocol::Tcp, address));
+        for endpoint in endpoints {
+            assert!(services.set_endpoint(SERVICE, *endpoint, 1));
+        }
+        let proxy = TcpProxy::start(settings, &services).unwrap();
+        proxy.listen(listener, Destination::Local).unwrap();
+        Self { services, proxy, address }
+    }
+
+    fn connect(&self) -> TcpStream {
+        let stream = TcpStream::connect(self.address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream
+    }
+
+    fn stats(&self) -> crate::ServiceStats {
+        self.services.stats(SERVICE).unwrap()
+    }
+}
+
+/// An endpoint that gives each connection to `serve` on a thread of its own.
+fn endpoint(serve: impl Fn(TcpStream) + Send + Sync + 'static) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let serve = Arc::new(serve);
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let serve = Arc::clone(&serve);
+            thread::spawn(move || serve(stream.unwrap()));
+        }
+    });
+    address
+}
+
+fn echo() -> SocketAddr {
+    endpoint(|mut stream| {
+        let mut buffer = vec![0; 100_000];
+        while let Ok(count @ 1..) = stream.read(&mut buffer) {
+            if stream.write_all(&buffer[..count]).is_err() {
+                return;
+            }
+        }
+    })
+}
+
+/// An address that refuses connections.
+fn refusing() -> SocketAddr {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+}
+
+fn eventually(what: &str, mut check: impl FnMut() -> bool) {
+    let until = Instant::now() + Duration::from_secs(20);
+    while !check() {
+        assert!(Instant::now() < until, "{what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Bytes whose order matters.
+fn pattern(count: usize) -> Vec<u8> {
+    (0..count).map(|index| u8::try_from((index * 7 + index / 251) % 256).unwrap()).collect()
+}
+
+fn carries_both_ways(settings: &TcpSettings) {
+    let bed = Bed::new(settings, ServiceSettings::default(), &[echo()]);
+    for count in [1, 100, 16 * 1024, 16 * 1024 + 1, 20_000_000] {
+        let sent = pattern(count);
+        let mut stream = bed.connect();
+        let mut writer = stream.try_clone().unwrap();
+        let copy = sent.clone();
+        let sender = thread::spawn(move || {
+            writer.write_all(&copy).unwrap();
+            writer.shutdown(Shutdown::Write).unwrap();
+        });
+        let mut received = Vec::new();
+        stream.read_to_end(&mut received).unwrap();
+        sender.join().unwrap();
+        assert!(sent == received, "{count} bytes arrive in order; got {}", received.len());
+    }
+    eventually("connections end", || bed.stats().open == 0);
+    let stats = bed.stats();
+    assert_eq!((stats.accepted, stats.connected, stats.reset), (5, 5, 0));
+    assert_eq!(stats.bytes_to_endpoints, 1 + 100 + 16 * 1024 * 2 + 1 + 20_000_000);
+    assert_eq!(stats.bytes_to_endpoints, stats.bytes_to_clients);
+}
+
+#[test]
+fn bytes_arrive_in_order_both_ways() {
+    carries_both_ways(&TcpSettings::default());
+    carries_both_ways(&TcpSettings { threads: 3, ..TcpSettings::default() });
+}
+
+#[test]
+fn without_pipes_bytes_arrive_in_order_both_ways() {
+    carries_both_ways(&TcpSettings { pipes_per_thread: 0, ..TcpSettings::default() });
+}
+
+#[test]
+fn a_half_closed_connection_still_answers() {
+    let server = endpoint(|mut stream| {
+        let mut request = Vec::new();
+        stream.read_to_end(&mut request).unwrap();
+        thread::sleep(Duration::from_millis(50));
+        stream.write_all(&pattern(request.len() * 10)).unwrap();
+    });
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[server]);
+    let mut stream = bed.connect();
+    stream.write_all(&[1; 100_000]).unwrap();
+    stream.shutdown(Shutdown::Write).unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).unwrap();
+    assert!(answer == pattern(1_000_000));
+    eventually("the connection closes", || bed.stats().open == 0);
+    assert_eq!(bed.stats().reset, 0);
+}
+
+#[test]
+fn an_answer_arrives_before_the_reset_that_follows() {
+    // The endpoint does not read the request, so that its kernel sends a RST at close.
+    let server = endpoint(|mut stream| {
+        stream.write_all(&pattern(5000)).unwrap();
+        thread::sleep(Duration::from_millis(100));
+    });
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[server]);
+    let mut stream = bed.connect();
+    stream.write_all(b"request").unwrap();
+    let mut answer = vec![0; 5000];
+    stream.read_exact(&mut answer).unwrap();
+    assert!(answer == pattern(5000));
+    let error = stream.read(&mut [0]).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+    assert_eq!(bed.stats().reset, 1);
+}
+
+#[test]
+fn a_reset_of_the_client_reaches_the_endpoint() {
+    let (result, results) = mpsc::channel();
+    let server = endpoint(move |mut stream| {
+        let mut buffer = [0; 10];
+        stream.read_exact(&mut buffer[..1]).unwrap();
+        result.send(stream.read(&mut buffer).map_err(|error| error.kind())).unwrap();
+    });
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[server]);
+    let mut stream = bed.connect();
+    stream.write_all(&[1]).unwrap();
+    thread::sleep(Duration::from_millis(50));
+    open::reset(stream.into());
+    assert_eq!(results.recv().unwrap(), Err(io::ErrorKind::ConnectionReset));
+    eventually("the connection closes", || bed.stats().open == 0);
+}
+
+#[test]
+fn a_refused_connection_goes_to_the_next_endpoint_and_the_bad_endpoint_rests() {
+    let (good, bad) = (echo(), refusing());
+    let service = ServiceSettings { algorithm: crate::Algorithm::RoundRobin, ..ServiceSettings::default() };
+    let bed = Bed::new(&TcpSettings::default(), service, &[good, bad]);
+    for _ in 0..20 {
+        let mut stream = bed.connect();
+        stream.write_all(b"x").unwrap();
+        assert_eq!(stream.read(&mut [0; 10]).unwrap(), 1);
+    }
+    let stats = bed.stats();
+    assert_eq!((stats.connected, stats.failed, stats.resting_endpoints), (20, 0, 1));
+    assert!((2..=6).contains(&stats.retries), "{stats:?}");
+    eventually("no connection is listed", || bed.proxy.connections().is_empty());
+    let _open = bed.connect();
+    eventually("the open connection is listed", || bed.proxy.connections().len() == 1);
+    let listed = bed.proxy.connections().remove(0);
+    assert_eq!((listed.service, listed.destination, listed.endpoint), (SERVICE, bed.address, good));
+}
+
+#[test]
+fn an_endpoint_that_does_not_answer_costs_one_connect_timeout() {
+    // A full backlog drops SYNs.
+    let silent = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::STREAM, None).unwrap();
+    rustix::net::bind(&silent, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+    rustix::net::listen(&silent, 0).unwrap();
+    let address = SocketAddr::try_from(rustix::net::getsockname(&silent).unwrap()).unwrap();
+    let filling: Vec<_> = (0..4).map(|_| TcpStream::connect_timeout(&address, Duration::from_millis(100))).collect();
+    assert!(filling.last().unwrap().is_err(), "the backlog is full");
+    let settings = TcpSettings { connect_timeout: Duration::from_millis(300), ..TcpSettings::default() };
+    let service = ServiceSettings { algorithm: crate::Algorithm::RoundRobin, ..ServiceSettings::default() };
+    let bed = Bed::new(&settings, service, &[address, echo()]);
+    for _ in 0..2 {
+        let began = Instant::now();
+        let mut stream = bed.connect();
+        stream.write_all(b"x").unwrap();
+        assert_eq!(stream.read(&mut [0; 10]).unwrap(), 1);
+        assert!(began.elapsed() < Duration::from_millis(900));
+    }
+    assert!((1..=2).contains(&bed.stats().retries));
+}
+
+#[test]
+fn a_service_that_cannot_serve_resets_its_clients_and_counts_them() {
+    fn is_reset(mut stream: TcpStream) -> bool {
+        stream.read(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionReset)
+    }
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[]);
+    assert!(is_reset(bed.connect()));
+    assert_eq!(bed.stats().without_endpoint, 1);
+    // An endpoint that is a Service address is not tried.
+    bed.services.set_endpoint(SERVICE, bed.address, 1);
+    assert!(is_reset(bed.connect()));
+    assert_eq!((bed.stats().loops, bed.stats().failed), (1, 1));
+    bed.services.remove_endpoint(SERVICE, bed.address);
+    bed.services.set_endpoint(SERVICE, refusing(), 1);
+    assert!(is_reset(bed.connect()));
+    assert_eq!(bed.stats().failed, 2);
+    assert!(bed.services.remove_address(SERVICE, Protocol::Tcp, bed.address));
+    assert!(is_reset(bed.connect()));
+    assert_eq!(bed.proxy.stats().unknown_destination, 1);
+    eventually("nothing stays open", || bed.proxy.stats().open == 0 && bed.stats().open == 0);
+}
+
+#[test]
+fn a_service_has_at_most_its_limit_of_connections() {
+    let service = ServiceSettings { max_connections: Some(3), ..ServiceSettings::default() };
+    let bed = Bed::new(&TcpSettings { threads: 2, ..TcpSettings::default() }, service, &[echo()]);
+    let mut streams: Vec<TcpStream> = (0..10).map(|_| bed.connect()).collect();
+    let served = streams.iter_mut().filter_map(|stream| {
+        stream.write_all(b"x").ok()?;
+        stream.read_exact(&mut [0]).ok()
+    });
+    assert_eq!(served.count(), 3);
+    assert_eq!((bed.stats().over_limit, bed.stats().open), (7, 3));
+}
+
+#[test]
+fn an_endpoint_gets_the_proxy_header_before_the_first_byte() {
+    let service = ServiceSettings { proxy_header: Some(ProxyVersion::V1), ..ServiceSettings::default() };
+    let bed = Bed::new(&TcpSettings::default(), service, &[echo()]);
+    let mut stream = bed.connect();
+    stream.write_all(b"hello").unwrap();
+    let (client, service) = (stream.local_addr().unwrap(), bed.address);
+    let expected = format!("PROXY TCP4 127.0.0.1 127.0.0.1 {} {}\r\nhello", client.port(), service.port());
+    let mut answer = vec![0; expected.len()];
+    stream.read_exact(&mut answer).unwrap();
+    assert_eq!(String::from_utf8(answer).unwrap(), expected);
+}
+
+#[test]
+fn an_idle_connection_is_reset_and_a_busy_connection_is_not() {
+    let settings = TcpSettings {
+        idle_timeout: Duration::from_millis(400),
+        connect_timeout: Duration::from_millis(100),
+        ..TcpSettings::default()
+    };
+    let bed = Bed::new(&settings, ServiceSettings::default(), &[echo()]);
+    let (mut idle, mut busy) = (bed.connect(), bed.connect());
+    for _ in 0..12 {
+        busy.write_all(b"x").unwrap();
+        busy.read_exact(&mut [0]).unwrap();
+        thread::sleep(Duration::from_millis(100));
+    }
+    assert_eq!(idle.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+    assert_eq!((bed.stats().idle, bed.stats().open), (1, 1));
+}
+
+#[test]
+fn clients_that_never_read_take_a_bounded_number_of_pipes_and_delay_nobody() {
+    let server = endpoint(|mut stream| {
+        let block = vec![7; 1 << 20];
+        let mut first = [0];
+        if stream.read(&mut first).is_ok_and(|count| count == 1) && first[0] == 1 {
+            while stream.write_all(&block).is_ok() {}
+        }
+        // Other clients get one byte.
+        let _ = stream.write_all(&first);
+    });
+    let settings = TcpSettings { pipes_per_thread: 4, ..TcpSettings::default() };
+    let bed = Bed::new(&settings, ServiceSettings::default(), &[server]);
+    let stuck: Vec<TcpStream> = (0..12)
+        .map(|_| {
+            let mut stream = bed.connect();
+            stream.write_all(&[1]).unwrap();
+            stream
+        })
+        .collect();
+    // The buffers of the kernel take some megabytes for each client.
+    let moved = || bed.stats().bytes_to_clients;
+    let mut last = u64::MAX;
+    eventually("the kernel's buffers fill", || {
+        let is_full = last == moved();
+        thread::sleep(Duration::from_millis(300));
+        last = moved();
+        is_full
+    });
+    let pipes = std::fs::read_dir("/proc/self/fd").unwrap().filter(|entry| {
+        let target = entry.as_ref().ok().and_then(|entry| std::fs::read_link(entry.path()).ok());
+        target.is_some_and(|target| target.to_string_lossy().starts_with("pipe:"))
+    });
+    // Other tests of this process have pipes too; without a limit there would be 24 or more.
+    assert!(pipes.count() < 24);
+    let began = Instant::now();
+    let mut stream = bed.connect();
+    stream.write_all(&[2]).unwrap();
+    stream.read_exact(&mut [0]).unwrap();
+    assert!(began.elapsed() < Duration::from_millis(500), "{:?}", began.elapsed());
+    drop(stuck);
+}
+
+#[test]
+fn a_drain_serves_the_backlog_and_waits_for_open_connections() {
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[echo()]);
+    let streams: Vec<TcpStream> = (0..50).map(|_| bed.connect()).collect();
+    let address = bed.address;
+    let draining = thread::spawn(move || bed.proxy.drain(Duration::from_secs(10)));
+    eventually("the listener closes", || TcpStream::connect(address).is_err());
+    for mut stream in streams {
+        stream.write_all(b"x").unwrap();
+        stream.read_exact(&mut [0]).unwrap();
+    }
+    assert_eq!(draining.join().unwrap(), 0);
+
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[echo()]);
+    let mut stream = bed.connect();
+    stream.write_all(b"x").unwrap();
+    stream.read_exact(&mut [0]).unwrap();
+    assert_eq!(bed.proxy.drain(Duration::from_millis(50)), 1);
+    assert_eq!(stream.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+}
+
+/// Runs in a process of its own, because the limit of descriptors belongs to the process.
+#[test]
+fn without_descriptors_open_connections_work_and_the_others_wait() {
+    const CHILD: &str = "HEADGATE_TEST_FEW_DESCRIPTORS";
+    if std::env::var_os(CHILD).is_none() {
+        let name = "tcp::tests::without_descriptors_open_connections_work_and_the_others_wait";
+        let program = std::env::current_exe().unwrap();
+        let output = std::process::Command::new(program).args(["--exact", name]).env(CHILD, "1").output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+        return;
+    }
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[echo()]);
+    let mut first = bed.connect();
+    let works = |first: &mut TcpStream| {
+        first.write_all(b"x").unwrap();
+        first.read_exact(&mut [0]).unwrap();
+    };
+    works(&mut first);
+    let clients: Vec<TcpStream> = (0..20).map(|_| bed.connect()).collect();
+    eventually("all connections open", || bed.stats().open == 21);
+    let resource = rustix::process::Resource::Nofile;
+    let old = rustix::process::getrlimit(resource);
+    let mut late = Vec::new();
+    // The clients of this process need descriptors too: they connect before the limit applies.
+    let pending: Vec<OwnedFd> = (0..5)
+        .map(|_| rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::STREAM, None).unwrap())
+        .collect();
+    rustix::process::setrlimit(resource, rustix::process::Rlimit { current: Some(10), maximum: old.maximum }).unwrap();
+    let cpu_before = cpu_ticks();
+    for socket in pending {
+        rustix::net::connect(&socket, &bed.address).unwrap();
+        late.push(TcpStream::from(socket));
+    }
+    eventually("exhaustion is counted", || bed.proxy.stats().exhausted > 0);
+    thread::sleep(Duration::from_millis(1000));
+    works(&mut first);
+    assert!(bed.proxy.stats().exhausted < 50, "accepting pauses");
+    rustix::process::setrlimit(resource, old).unwrap();
+    assert!(cpu_ticks() - cpu_before < 50, "the loop spins");
+    for stream in &mut late {
+        stream.write_all(b"y").unwrap();
+        stream.read_exact(&mut [0]).unwrap();
+    }
+    drop(clients);
+}
+
+/// The processor time of this process in ticks of 10 ms.
+fn cpu_ticks() -> u64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    let after_name = stat.rsplit(") ").next().unwrap_or_default().to_owned();
+    after_name.split(' ').skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap_or(0)).sum()
+}

@@ -1,0 +1,155 @@
+//! A UDP socket with batches: GRO and `recvmmsg` for receiving, GSO for sending.
+
+use std::{
+    io::{self, IoSliceMut},
+    net::{IpAddr, SocketAddr},
+    os::fd::OwnedFd,
+};
+
+use quinn_udp::{RecvMeta, Transmit, UdpSocketState};
+use rustix::{
+    io::Errno,
+    net::{
+        SendFlags, send,
+        sockopt::{self, Ipv4PathMtuDiscovery, Ipv6PathMtuDiscovery},
+    },
+};
+
+/// The datagrams or GRO batches of one receive.
+const BATCH: usize = 8;
+/// The largest GRO batch.
+const BUFFER_BYTES: usize = 65_535;
+/// The wanted size of the kernel's receive buffer. `net.core.rmem_max` limits it.
+const RECEIVE_BUFFER_BYTES: usize = 2 << 20;
+
+/// Datagrams of one sender in one buffer. All datagrams except the last have `stride` bytes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Batch<'a> {
+    pub(super) bytes: &'a [u8],
+    pub(super) stride: usize,
+    pub(super) sender: SocketAddr,
+    /// The destination address of the datagrams, without the port.
+    pub(super) destination: Option<IpAddr>,
+}
+
+impl Batch<'_> {
+    /// The number of datagrams. An empty datagram is one too.
+    pub(super) fn count(&self) -> u64 {
+        self.bytes.len().div_ceil(self.stride.max(1)).max(1) as u64
+    }
+}
+
+/// Buffers that all sockets of a thread share.
+#[derive(Debug)]
+pub(super) struct Buffers {
+    bytes: Vec<[u8; BUFFER_BYTES]>,
+    metas: [RecvMeta; BATCH],
+}
+
+impl Buffers {
+    pub(super) fn new() -> Self {
+        Self { bytes: vec![[0; BUFFER_BYTES]; BATCH], metas: [RecvMeta::default(); BATCH] }
+    }
+
+    /// The received batches.
+    pub(super) fn batches(&self, count: usize) -> impl Iterator<Item = Batch<'_>> {
+        self.metas[..count].iter().zip(&self.bytes).map(|(meta, bytes)| Batch {
+            bytes: &bytes[..meta.len],
+            stride: meta.stride,
+            sender: meta.addr,
+            destination: meta.dst_ip,
+        })
+    }
+}
+
+/// A UDP socket.
+#[derive(Debug)]
+pub(super) struct Socket {
+    pub(super) fd: OwnedFd,
+    state: UdpSocketState,
+}
+
+impl Socket {
+    /// Prepares a socket. Datagrams that are too large for the path are fragmented, as the client
+    /// sent them.
+    pub(super) fn new(fd: OwnedFd, is_ipv4: bool) -> io::Result<Self> {
+        let state = UdpSocketState::new((&fd).into())?;
+        if is_ipv4 {
+            sockopt::set_ip_mtu_discover(&fd, Ipv4PathMtuDiscovery::DONT)?;
+        } else {
+            sockopt::set_ipv6_mtu_discover(&fd, Ipv6PathMtuDiscovery::DONT)?;
+        }
+        // The kernel sets a smaller size if its limit is lower.
+        sockopt::set_socket_recv_buffer_size(&fd, RECEIVE_BUFFER_BYTES)?;
+        Ok(Self { fd, state })
+    }
+
+    /// Receives what waits, without blocking. Returns the number of batches.
+    pub(super) fn receive(&self, buffers: &mut Buffers) -> io::Result<usize> {
+        let mut slices = buffers.bytes.iter_mut();
+        let mut slices: [IoSliceMut<'_>; BATCH] =
+            std::array::from_fn(|_| IoSliceMut::new(slices.next().map_or(&mut [][..], |bytes| &mut bytes[..])));
+        self.state.recv((&self.fd).into(), &mut slices, &mut buffers.metas)
+    }
+
+    /// Sends the datagrams of a batch to `to`, from `source` if given. Returns the first error and
+    /// the number of datagrams that were not sent.
+    pub(super) fn send_to(&self, batch: Batch<'_>, to: SocketAddr, source: Option<IpAddr>) -> (u64, Option<io::Error>) {
+        self.send_pieces(batch, |contents, segment_size| {
+            self.state.try_send(
+                (&self.fd).into(),
+                &Transmit { destination: to, ecn: None, contents, segment_size, src_ip: source },
+            )
+        })
+    }
+
+    /// Sends the datagrams of a batch to the address to which the socket is connected.
+    pub(super) fn send(&self, batch: Batch<'_>, connected_to: SocketAddr) -> (u64, Option<io::Error>) {
+        self.send_pieces(batch, |contents, segment_size| {
+            if segment_size.is_some() {
+                let transmit = Transmit { destination: connected_to, ecn: None, contents, segment_size, src_ip: None };
+                return self.state.try_send((&self.fd).into(), &transmit);
+            }
+            Ok(send(&self.fd, contents, SendFlags::NOSIGNAL).map(drop)?)
+        })
+    }
+
+    /// Sends pieces of as many datagrams as GSO allows. Some drivers and paths refuse GSO only at
+    /// the first send, with EIO or EINVAL: the datagrams of that piece are then sent one by one.
+    fn send_pieces(
+        &self,
+        batch: Batch<'_>,
+        send: impl Fn(&[u8], Option<usize>) -> io::Result<()>,
+    ) -> (u64, Option<io::Error>) {
+        let Batch { bytes, stride, .. } = batch;
+        if bytes.len() <= stride || stride == 0 {
+            return match send(bytes, None) {
+                Ok(()) => (0, None),
+                Err(error) => (1, Some(error)),
+            };
+        }
+        let (mut lost, mut first_error, mut rest) = (0, None, bytes);
+        while !rest.is_empty() {
+            let segments = self.state.max_gso_segments().min(BUFFER_BYTES / 2 / stride).max(1);
+            let (piece, after) = rest.split_at((segments * stride).min(rest.len()));
+            rest = after;
+            if piece.len() > stride && send(piece, Some(stride)).is_ok() {
+                continue;
+            }
+            for datagram in piece.chunks(stride) {
+                if let Err(error) = send(datagram, None) {
+                    lost += 1;
+                    first_error.get_or_insert(error);
+                }
+            }
+        }
+        (lost, first_error)
+    }
+}
+
+/// Whether an error says that nobody listens at the endpoint, or that no route leads there. The
+/// kernel reports ICMP errors of earlier datagrams at the next call.
+pub(super) fn is_unreachable(error: &io::Error) -> bool {
+    let unreachable = [Errno::CONNREFUSED, Errno::HOSTUNREACH, Errno::NETUNREACH, Errno::ACCESS, Errno::PERM];
+    Errno::from_io_error(error).is_some_and(|errno| unreachable.contains(&errno))
+}

@@ -1,0 +1,183 @@
+//! The proxy with real sockets on loopback.
+
+use std::{
+    net::{Ipv4Addr, UdpSocket},
+    thread,
+};
+
+use super::*;
+use crate::{Protocol, ServiceSettings, ServiceStats};
+
+const SERVICE: ServiceId = ServiceId(1);
+
+struct Bed {
+    services: Arc<Services>,
+    proxy: UdpProxy,
+    address: SocketAddr,
+}
+
+impl Bed {
+    fn new(settings: &UdpSettings, service: ServiceSettings, bind: &str, endpoints: &[SocketAddr]) -> Self {
+        let services = Arc::new(Services::default());
+        let listener = UdpSocket::bind(bind).unwrap();
+        let mut address = listener.local_addr().unwrap();
+        if address.ip().is_unspecified() {
+            address.set_ip(Ipv4Addr::new(127, 0, 5, 5).into());
+        }
+        services.set_service(SERVICE, service);
+        services.set_address(SERVICE, Protocol::Udp, address);
+        for endpoint in endpoints {
+            services.set_endpoint(SERVICE, *endpoint, 1);
+        }
+        let proxy = UdpProxy::start(settings, &services).unwrap();
+        proxy.listen(listener).unwrap();
+        Self { services, proxy, address }
+    }
+
+    fn simple(endpoints: &[SocketAddr]) -> Self {
+        Self::new(&UdpSettings::default(), ServiceSettings::default(), "127.0.0.1:0", endpoints)
+    }
+
+    fn client(&self) -> UdpSocket {
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        // A connected socket gets only replies from the address that it used.
+        socket.connect(self.address).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+        socket
+    }
+
+    fn stats(&self) -> ServiceStats {
+        self.services.stats(SERVICE).unwrap()
+    }
+}
+
+/// An endpoint that answers each datagram with its name and the datagram.
+fn endpoint(name: u8) -> SocketAddr {
+    let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let address = socket.local_addr().unwrap();
+    thread::spawn(move || {
+        let mut buffer = vec![0; 65_536];
+        while let Ok((count, sender)) = socket.recv_from(&mut buffer[1..]) {
+            buffer[0] = name;
+            if buffer[1..=count] == *b"stop" {
+                return;
+            }
+            socket.send_to(&buffer[..=count], sender).unwrap();
+        }
+    });
+    address
+}
+
+fn ask(client: &UdpSocket, question: &[u8]) -> (u8, Vec<u8>) {
+    client.send(question).unwrap();
+    let mut buffer = vec![0; 65_536];
+    let count = client.recv(&mut buffer).unwrap();
+    (buffer[0], buffer[1..count].to_vec())
+}
+
+#[test]
+fn datagrams_of_every_size_go_both_ways_in_one_session() {
+    let bed = Bed::simple(&[endpoint(1)]);
+    let client = bed.client();
+    for size in [0, 1, 512, 1472, 9000, 60_000] {
+        let question = vec![9; size];
+        assert_eq!(ask(&client, &question), (1, question));
+    }
+    // The list waits for the thread, which counts the last reply after it sent it.
+    assert_eq!(bed.proxy.sessions().len(), 1);
+    let stats = bed.stats();
+    assert_eq!((stats.accepted, stats.open, stats.dropped_datagrams), (1, 1, 0));
+    assert_eq!(stats.bytes_to_clients, stats.bytes_to_endpoints + 6);
+    assert_eq!(bed.proxy.sessions()[0].destination, bed.address);
+}
+
+#[test]
+fn a_reply_comes_from_the_address_that_the_client_used() {
+    let bed = Bed::new(&UdpSettings::default(), ServiceSettings::default(), "0.0.0.0:0", &[endpoint(1)]);
+    assert_eq!(ask(&bed.client(), b"x"), (1, b"x".to_vec()));
+    // An address that belongs to no Service gets no answer.
+    let other = UdpSocket::bind("127.0.0.1:0").unwrap();
+    other.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+    other.send_to(b"x", (Ipv4Addr::new(127, 0, 6, 6), bed.address.port())).unwrap();
+    assert!(other.recv(&mut [0]).is_err());
+    assert_eq!(bed.proxy.stats().unknown_destination, 1);
+}
+
+#[test]
+fn many_clients_and_bursts_lose_nothing_that_is_not_counted() {
+    let bed = Bed::simple(&[endpoint(1), endpoint(1)]);
+    for _ in 0..20 {
+        let client = bed.client();
+        for number in 0..50_u8 {
+            client.send(&[number; 100]).unwrap();
+        }
+        let mut received: Vec<u8> = (0..50)
+            .map(|_| {
+                let mut buffer = [0; 200];
+                assert_eq!(client.recv(&mut buffer).unwrap(), 101);
+                buffer[1]
+            })
+            .collect();
+        received.sort_unstable();
+        assert!(received.into_iter().eq(0..50));
+    }
+    assert_eq!((bed.stats().open, bed.stats().dropped_datagrams), (20, 0));
+}
+
+#[test]
+fn sessions_of_a_removed_endpoint_move_with_the_next_datagram() {
+    let (first, second) = (endpoint(1), endpoint(2));
+    let bed = Bed::simple(&[first]);
+    let client = bed.client();
+    assert_eq!(ask(&client, b"x").0, 1);
+    bed.services.set_endpoint(SERVICE, second, 1);
+    assert_eq!(ask(&client, b"x").0, 1);
+    bed.services.remove_endpoint(SERVICE, first);
+    assert_eq!(ask(&client, b"x").0, 2);
+    assert_eq!(bed.stats().open, 1);
+    bed.services.remove_endpoint(SERVICE, second);
+    client.send(b"x").unwrap();
+    client.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+    assert!(client.recv(&mut [0]).is_err());
+    assert_eq!((bed.stats().open, bed.stats().dropped_datagrams), (0, 1));
+}
+
+#[test]
+fn a_session_moves_when_its_endpoint_is_unreachable() {
+    let (first, second) = (endpoint(1), endpoint(2));
+    let bed = Bed::simple(&[first]);
+    let client = bed.client();
+    assert_eq!(ask(&client, b"x").0, 1);
+    bed.services.set_endpoint(SERVICE, second, 1);
+    client.send(b"stop").unwrap();
+    thread::sleep(Duration::from_millis(100));
+    // The ICMP error for this datagram moves the session; a client repeats lost datagrams.
+    client.send(b"lost").unwrap();
+    thread::sleep(Duration::from_millis(100));
+    assert_eq!(ask(&client, b"x").0, 2);
+    assert_eq!(bed.stats().retries, 1);
+}
+
+#[test]
+fn sessions_have_limits_and_end_when_they_are_idle() {
+    let settings =
+        UdpSettings { idle_timeout: Duration::from_millis(300), max_sessions_per_client: 5, ..UdpSettings::default() };
+    let service = ServiceSettings { max_connections: Some(3), ..ServiceSettings::default() };
+    let bed = Bed::new(&settings, service, "127.0.0.1:0", &[endpoint(1)]);
+    let clients: Vec<UdpSocket> = (0..10).map(|_| bed.client()).collect();
+    for client in &clients {
+        client.send(b"x").unwrap();
+        client.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+    }
+    let answered = clients.iter().filter(|client| client.recv(&mut [0; 9]).is_ok()).count();
+    assert_eq!((answered, bed.stats().over_limit), (3, 7));
+    thread::sleep(Duration::from_millis(600));
+    assert_eq!((bed.stats().open, bed.stats().idle), (0, 3));
+    bed.services.set_service(SERVICE, ServiceSettings::default());
+    for client in &clients {
+        client.send(b"x").unwrap();
+    }
+    let answered = clients.iter().filter(|client| client.recv(&mut [0; 9]).is_ok()).count();
+    assert_eq!(answered, 5, "a client has five sessions");
+    assert_eq!(bed.proxy.drain(Duration::from_millis(100), Duration::from_secs(5)), 0);
+}

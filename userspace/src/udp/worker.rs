@@ -1,0 +1,463 @@
+//! A thread of the UDP proxy: its event loop and its sessions.
+
+use std::{
+    collections::HashMap,
+    io,
+    mem::MaybeUninit,
+    net::{IpAddr, SocketAddr},
+    os::fd::OwnedFd,
+    sync::{Arc, mpsc},
+    time::Instant,
+};
+
+use rustix::{
+    event::{
+        Timespec,
+        epoll::{self, EventData, EventFlags},
+    },
+    io::Errno,
+    net::{AddressFamily, SocketFlags, SocketType, connect, socket_with},
+};
+use slab::Slab;
+
+use super::{
+    Counters, UdpSessionInfo, UdpSettings,
+    socket::{Batch, Buffers, Socket, is_unreachable},
+};
+use crate::{
+    balance::{Picked, mix},
+    inbox::Inbox,
+    services::{Protocol, Service, Services, plain},
+    wheel::Wheel,
+};
+
+const WAKE: u64 = u64::MAX;
+const LISTENER: u64 = 1 << 63;
+const MAX_GENERATION: u32 = u32::MAX >> 1;
+const EVENTS: usize = 128;
+/// Receives of one socket before others act.
+const RECEIVES_PER_VISIT: usize = 8;
+
+/// What other threads ask of a worker.
+#[derive(Debug)]
+pub(super) enum Command {
+    Listen(OwnedFd, SocketAddr),
+    List(mpsc::Sender<Vec<UdpSessionInfo>>),
+    End,
+}
+
+#[derive(Debug)]
+struct Listener {
+    socket: Socket,
+    /// The bound address. Its IP address is unspecified if the socket receives for all addresses.
+    address: SocketAddr,
+}
+
+/// What makes a session: the listener, the client, and the address that the client used.
+type Key = (usize, SocketAddr, IpAddr);
+
+#[derive(Debug)]
+struct Session {
+    key: Key,
+    service: Arc<Service>,
+    picked: Picked,
+    socket: Socket,
+    /// The Service's count of removed endpoints when the endpoint was last checked.
+    removals: u64,
+    active_ms: u64,
+    began_ms: u64,
+    generation: u32,
+    bytes: [u64; 2],
+}
+
+impl Session {
+    /// The address of the Service that the client used.
+    fn destination(&self, listeners: &Slab<Listener>) -> SocketAddr {
+        let port = listeners.get(self.key.0).map_or(0, |listener| listener.address.port());
+        SocketAddr::new(self.key.2, port)
+    }
+}
+
+/// A thread of the proxy.
+#[derive(Debug)]
+pub(super) struct Worker {
+    settings: UdpSettings,
+    services: Arc<Services>,
+    counters: Arc<Counters>,
+    inbox: Arc<Inbox<Command>>,
+    epoll: OwnedFd,
+    listeners: Slab<Listener>,
+    sessions: Slab<Session>,
+    by_key: HashMap<Key, usize>,
+    /// The number of sessions of each client.
+    by_client: HashMap<IpAddr, u32>,
+    wheel: Wheel,
+    now_ms: u64,
+    began: Instant,
+    next_generation: u32,
+    random_state: u64,
+    is_ending: bool,
+}
+
+impl Worker {
+    pub(super) fn new(
+        settings: UdpSettings,
+        services: Arc<Services>,
+        counters: Arc<Counters>,
+        inbox: Arc<Inbox<Command>>,
+        random_state: u64,
+    ) -> io::Result<Self> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        epoll::add(&epoll, inbox.wake(), EventData::new_u64(WAKE), EventFlags::IN)?;
+        Ok(Self {
+            settings,
+            services,
+            counters,
+            inbox,
+            epoll,
+            listeners: Slab::new(),
+            sessions: Slab::new(),
+            by_key: HashMap::new(),
+            by_client: HashMap::new(),
+            wheel: Wheel::new(0),
+            now_ms: 0,
+            began: Instant::now(),
+            next_generation: 0,
+            random_state,
+            is_ending: false,
+        })
+    }
+
+    /// Runs until [`Command::End`]. Returns an error only if epoll itself fails.
+    pub(super) fn run(mut self) -> io::Result<()> {
+        let mut events = [MaybeUninit::<epoll::Event>::uninit(); EVENTS];
+        let (mut fired, mut buffers) = (Vec::new(), Buffers::new());
+        while !self.is_ending {
+            let timeout = self.wheel.next_ms(self.elapsed_ms()).map(|wait_ms| {
+                let wait_ms = wait_ms.min(999) + 1;
+                Timespec { tv_sec: 0, tv_nsec: i64::try_from(wait_ms * 1_000_000).unwrap_or(0).min(999_999_999) }
+            });
+            let ready = match epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()) {
+                Ok((ready, _)) => &*ready,
+                Err(Errno::INTR) => &[],
+                Err(error) => return Err(error.into()),
+            };
+            self.now_ms = self.elapsed_ms();
+            for event in ready {
+                let token = event.data.u64();
+                if token == WAKE {
+                    for command in self.inbox.take() {
+                        self.obey(command);
+                    }
+                } else if token & LISTENER != 0 {
+                    self.serve_clients(usize::try_from(token & !LISTENER).unwrap_or(usize::MAX), &mut buffers);
+                } else if let Some(slot) = self.slot_of(token) {
+                    self.serve_endpoint(slot, &mut buffers);
+                }
+            }
+            self.wheel.advance(self.now_ms, &mut fired);
+            for token in fired.drain(..) {
+                self.timer(token);
+            }
+        }
+        Ok(())
+    }
+
+    fn elapsed_ms(&self) -> u64 {
+        u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    fn token(&self, slot: usize) -> u64 {
+        (u64::from(self.sessions[slot].generation) << 32) | slot as u64
+    }
+
+    fn slot_of(&self, token: u64) -> Option<usize> {
+        let slot = (token & u64::from(u32::MAX)) as usize;
+        let session = self.sessions.get(slot)?;
+        (u64::from(session.generation) == token >> 32).then_some(slot)
+    }
+
+    fn obey(&mut self, command: Command) {
+        match command {
+            Command::Listen(fd, address) => {
+                let added = Socket::new(fd, address.is_ipv4()).and_then(|socket| {
+                    let entry = self.listeners.vacant_entry();
+                    let data = EventData::new_u64(LISTENER | entry.key() as u64);
+                    epoll::add(&self.epoll, &socket.fd, data, EventFlags::IN)?;
+                    entry.insert(Listener { socket, address });
+                    Ok(())
+                });
+                if added.is_err() {
+                    self.counters.exhausted.add(1);
+                }
+            }
+            Command::List(answer) => {
+                let list = self.sessions.iter().map(|(_, session)| UdpSessionInfo {
+                    service: session.service.id,
+                    client: session.key.1,
+                    destination: session.destination(&self.listeners),
+                    endpoint: session.picked.address,
+                    bytes_to_endpoint: session.bytes[0],
+                    bytes_to_client: session.bytes[1],
+                    age_ms: self.now_ms.saturating_sub(session.began_ms),
+                    idle_ms: self.now_ms.saturating_sub(session.active_ms),
+                });
+                // The caller may have stopped waiting.
+                let _ = answer.send(list.collect());
+            }
+            Command::End => self.is_ending = true,
+        }
+    }
+
+    /// Passes datagrams of clients to the endpoints of their sessions.
+    fn serve_clients(&mut self, listener: usize, buffers: &mut Buffers) {
+        for _ in 0..RECEIVES_PER_VISIT {
+            let Some(found) = self.listeners.get(listener) else { return };
+            let address = found.address;
+            // An error of a listener is the ICMP error of a reply: that client is gone.
+            let Ok(count) = found.socket.receive(buffers) else { return };
+            for batch in buffers.batches(count) {
+                let sender = plain(batch.sender);
+                let used = if address.ip().is_unspecified() { batch.destination } else { Some(address.ip()) };
+                let Some(used) = used else { continue };
+                let key = (listener, sender, used.to_canonical());
+                if let Some(slot) = self.session(key, address.port(), batch.count()) {
+                    self.send_to_endpoint(slot, batch);
+                }
+            }
+        }
+    }
+
+    /// The session of a client. A new one is opened if the limits allow it.
+    fn session(&mut self, key: Key, port: u16, datagrams: u64) -> Option<usize> {
+        if let Some(slot) = self.by_key.get(&key).copied() {
+            return self.checked(slot, datagrams);
+        }
+        let Some(service) = self.services.find(Protocol::Udp, SocketAddr::new(key.2, port)) else {
+            self.counters.unknown_destination.add(datagrams);
+            return None;
+        };
+        let client = key.1.ip();
+        let is_full = self.counters.open.get() >= self.settings.max_sessions
+            || self.by_client.get(&client).is_some_and(|count| *count >= self.settings.max_sessions_per_client);
+        let random = self.random();
+        let picked = {
+            let mut state = service.state();
+            let limit = state.settings.max_connections.map_or(u64::MAX, u64::from);
+            let affinity_ms = state.settings.affinity_seconds.map(|seconds| u64::from(seconds) * 1000);
+            if is_full || service.stats.open.get() >= limit {
+                service.stats.over_limit.add(1);
+                service.stats.dropped_datagrams.add(datagrams);
+                return None;
+            }
+            service.stats.accepted.add(1);
+            let Some(picked) = state.pool.pick(client, &[], affinity_ms, self.now_ms, random) else {
+                service.stats.without_endpoint.add(1);
+                service.stats.dropped_datagrams.add(datagrams);
+                return None;
+            };
+            service.stats.open.add(1);
+            picked
+        };
+        let removals = service.removals();
+        let opened = if self.services.has_address(Protocol::Udp, picked.address) {
+            service.stats.loops.add(1);
+            None
+        } else {
+            let opened = open(picked.address);
+            if opened.is_err() {
+                self.counters.exhausted.add(1);
+            }
+            opened.ok()
+        };
+        let Some(socket) = opened else {
+            service.state().pool.release(picked.key);
+            service.stats.open.subtract(1);
+            service.stats.dropped_datagrams.add(datagrams);
+            return None;
+        };
+        self.next_generation = self.next_generation.wrapping_add(1) & MAX_GENERATION;
+        let slot = self.sessions.insert(Session {
+            key,
+            service,
+            picked,
+            socket,
+            removals,
+            active_ms: self.now_ms,
+            began_ms: self.now_ms,
+            generation: self.next_generation,
+            bytes: [0; 2],
+        });
+        self.by_key.insert(key, slot);
+        *self.by_client.entry(client).or_default() += 1;
+        self.counters.open.add(1);
+        let token = self.token(slot);
+        self.wheel.add(token, self.now_ms + self.idle_ms());
+        if epoll::add(&self.epoll, &self.sessions[slot].socket.fd, EventData::new_u64(token), EventFlags::IN).is_err() {
+            self.counters.exhausted.add(1);
+            self.close(slot);
+            return None;
+        }
+        Some(slot)
+    }
+
+    /// Ensures that the endpoint of a session still belongs to its Service. Otherwise the session
+    /// moves to another endpoint, or ends.
+    fn checked(&mut self, slot: usize, datagrams: u64) -> Option<usize> {
+        let session = &mut self.sessions[slot];
+        let removals = session.service.removals();
+        if session.removals != removals {
+            session.removals = removals;
+            let is_present = session.service.state().pool.contains(session.picked.key);
+            if !is_present && !self.move_session(slot) {
+                self.sessions[slot].service.stats.dropped_datagrams.add(datagrams);
+                self.close(slot);
+                return None;
+            }
+        }
+        Some(slot)
+    }
+
+    /// Connects a session to another endpoint. Returns false if none is left. Replies of the old
+    /// endpoint are no longer accepted.
+    fn move_session(&mut self, slot: usize) -> bool {
+        let random = self.random();
+        let session = &mut self.sessions[slot];
+        let service = Arc::clone(&session.service);
+        let mut state = service.state();
+        let affinity_ms = state.settings.affinity_seconds.map(|seconds| u64::from(seconds) * 1000);
+        let old = session.picked;
+        let Some(next) = state.pool.pick(session.key.1.ip(), &[old.key], affinity_ms, self.now_ms, random) else {
+            return false;
+        };
+        drop(state);
+        // An endpoint of the other IP family needs another socket, so it is not chosen.
+        let is_usable = next.address.is_ipv4() == old.address.is_ipv4()
+            && !self.services.has_address(Protocol::Udp, next.address)
+            && connect(&session.socket.fd, &next.address).is_ok();
+        let mut state = service.state();
+        if is_usable {
+            state.pool.release(old.key);
+            session.picked = next;
+            service.stats.retries.add(1);
+        } else {
+            state.pool.release(next.key);
+        }
+        is_usable
+    }
+
+    fn send_to_endpoint(&mut self, slot: usize, batch: Batch<'_>) {
+        let session = &mut self.sessions[slot];
+        session.active_ms = self.now_ms;
+        let (mut lost, error) = session.socket.send(batch, session.picked.address);
+        if error.is_some_and(|error| is_unreachable(&error)) {
+            // The kernel reports the ICMP error of an earlier datagram, and sent less than this
+            // batch. Endpoints of datagrams may get a datagram twice, as networks may repeat it.
+            if !self.endpoint_failed(slot) {
+                return;
+            }
+            let session = &self.sessions[slot];
+            (lost, _) = session.socket.send(batch, session.picked.address);
+        }
+        let session = &mut self.sessions[slot];
+        session.bytes[0] += batch.bytes.len() as u64;
+        let stats = &session.service.stats;
+        stats.bytes_to_endpoints.add(batch.bytes.len() as u64);
+        if lost > 0 {
+            stats.dropped_datagrams.add(lost);
+        }
+    }
+
+    /// Nobody listens at the endpoint of a session: the session moves, or ends. Returns whether it
+    /// continues.
+    fn endpoint_failed(&mut self, slot: usize) -> bool {
+        let session = &self.sessions[slot];
+        session.service.state().pool.failed(session.picked.key, self.now_ms);
+        if self.move_session(slot) {
+            return true;
+        }
+        self.sessions[slot].service.stats.failed.add(1);
+        self.close(slot);
+        false
+    }
+
+    /// Passes datagrams of an endpoint to the client, from the address that the client used.
+    fn serve_endpoint(&mut self, slot: usize, buffers: &mut Buffers) {
+        for _ in 0..RECEIVES_PER_VISIT {
+            let session = &mut self.sessions[slot];
+            let count = match session.socket.receive(buffers) {
+                Ok(count) => count,
+                Err(error) if is_unreachable(&error) => {
+                    self.endpoint_failed(slot);
+                    return;
+                }
+                Err(_) => return,
+            };
+            let Some(listener) = self.listeners.get(session.key.0) else { return };
+            session.active_ms = self.now_ms;
+            let source = listener.address.ip().is_unspecified().then_some(session.key.2);
+            for batch in buffers.batches(count) {
+                let (lost, _) = listener.socket.send_to(batch, session.key.1, source);
+                session.bytes[1] += batch.bytes.len() as u64;
+                session.service.stats.bytes_to_clients.add(batch.bytes.len() as u64);
+                if lost > 0 {
+                    session.service.stats.dropped_datagrams.add(lost);
+                }
+            }
+        }
+    }
+
+    fn idle_ms(&self) -> u64 {
+        u64::try_from(self.settings.idle_timeout.as_millis()).unwrap_or(u64::MAX)
+    }
+
+    fn timer(&mut self, token: u64) {
+        let Some(slot) = self.slot_of(token) else { return };
+        let due_ms = self.sessions[slot].active_ms.saturating_add(self.idle_ms());
+        if self.now_ms >= due_ms {
+            self.sessions[slot].service.stats.idle.add(1);
+            self.close(slot);
+        } else {
+            self.wheel.add(token, due_ms);
+        }
+    }
+
+    fn close(&mut self, slot: usize) {
+        let session = self.sessions.remove(slot);
+        self.by_key.remove(&session.key);
+        let client = session.key.1.ip();
+        if let Some(count) = self.by_client.get_mut(&client) {
+            *count -= 1;
+            if *count == 0 {
+                self.by_client.remove(&client);
+            }
+        }
+        self.counters.open.subtract(1);
+        let mut state = session.service.state();
+        state.pool.release(session.picked.key);
+        session.service.stats.open.subtract(1);
+    }
+
+    fn random(&mut self) -> u64 {
+        self.random_state = self.random_state.wrapping_add(1);
+        mix(self.random_state)
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let slots: Vec<usize> = self.sessions.iter().map(|(slot, _)| slot).collect();
+        for slot in slots {
+            self.close(slot);
+        }
+    }
+}
+
+/// A socket that is connected to an endpoint, so that the kernel reports ICMP errors and drops
+/// datagrams of others.
+fn open(endpoint: SocketAddr) -> io::Result<Socket> {
+    let family = if endpoint.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let fd = socket_with(family, SocketType::DGRAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, None)?;
+    connect(&fd, &endpoint)?;
+    Socket::new(fd, endpoint.is_ipv4())
+}
