@@ -7,7 +7,11 @@ use std::{
 
 use anyhow::anyhow;
 use clap::Parser as _;
-use headgate_control_plane::{open_files, options::Options, run::run};
+use headgate_control_plane::{
+    open_files,
+    options::{LogFormat, Options},
+    run::run,
+};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::EnvFilter;
@@ -30,7 +34,11 @@ async fn run_until_signal(options: &Options) -> anyhow::Result<()> {
     let filter = EnvFilter::try_new(format!("kube_client=off,{}", options.log));
     let filter = filter.map_err(|error| anyhow!("--log {}: {error}; pass a level such as info", options.log))?;
     let ansi = stderr().is_terminal();
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr).with_ansi(ansi).init();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr).with_ansi(ansi);
+    match options.log_format {
+        LogFormat::Text => log.init(),
+        LogFormat::Json => log.json().init(),
+    }
     if let Err(error) = open_files::raise() {
         tracing::warn!(%error, "cannot raise the limit of open files (ulimit -n); each agent needs one open file");
     }

@@ -108,6 +108,21 @@ pub struct Options {
     /// info,headgate_control_plane=debug
     #[arg(long, value_name = "FILTER", env = "HEADGATE_LOG", default_value = "info")]
     pub log: String,
+
+    /// How to write the log: as text, or as one JSON object for each line
+    #[arg(long, value_name = "FORMAT", value_enum, default_value_t, env = "HEADGATE_LOG_FORMAT")]
+    pub log_format: LogFormat,
+}
+
+/// The format of the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum LogFormat {
+    /// For people.
+    #[default]
+    Text,
+    /// For programs that collect logs. Each line is an object with `timestamp`, `level`, `target`
+    /// and `fields`.
+    Json,
 }
 
 /// Options that cannot be used together. The message names the option and the remedy.

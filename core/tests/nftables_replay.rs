@@ -1,5 +1,5 @@
 //! Replayed, split and squashed changes produce equal nftables elements. Only the numbers of groups
-//! and the order of slots may differ. The kernel accepts every plan.
+//! and the order of random slots may differ. The kernel accepts every plan.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -8,7 +8,7 @@ use headgate_core::{
     Dirty, Family, NodeFacts, State,
     frontends::Frontend,
     masquerade::LocalDetector,
-    nftables::{Element, ElementKey, Existing, Ledger, Lookup, NftablesConfig, Plan, Shape},
+    nftables::{Element, ElementKey, Existing, Ledger, Lookup, NftablesConfig, Plan, Selection, Shape},
 };
 use proptest::prelude::*;
 
@@ -53,7 +53,7 @@ impl Sets {
             if !self.shape.picks.contains(&target.pick(lookup)) {
                 return Err(format!("{target:?} of {lookup:?} has no chain"));
             }
-            for slot in 0..target.count {
+            for slot in 0..target.selection.slots() {
                 let key = match target.affinity_timeout_seconds {
                     None => ElementKey::Endpoint(target.group, slot),
                     Some(_) => ElementKey::AffinityEndpoint(target.group, slot),
@@ -70,14 +70,20 @@ impl Sets {
         Existing { elements: self.elements.values().copied().collect(), shape: self.shape.clone() }
     }
 
-    /// The endpoints of each frontend, and the elements that belong to no group.
+    /// The endpoints of each frontend, and the elements that belong to no group. The slots count
+    /// only where the client's address selects the slot.
     fn flat(&self) -> (Frontends, BTreeSet<Element>) {
+        let targets = self.elements.values().filter_map(Lookup::of).map(|(_, _, target)| target);
+        let hashed: HashSet<u32> =
+            targets.filter(|target| target.selection == Selection::ByClient).map(|target| target.group).collect();
         let mut endpoints: HashMap<u32, BTreeSet<String>> = HashMap::new();
         let (mut frontends, mut others) = (BTreeMap::new(), BTreeSet::new());
         for element in self.elements.values() {
             match element {
-                Element::Endpoint(group, _, address, port) | Element::AffinityEndpoint(group, _, address, port) => {
-                    endpoints.entry(*group).or_default().insert(format!("{address} {port}"));
+                Element::Endpoint(group, slot, address, port)
+                | Element::AffinityEndpoint(group, slot, address, port) => {
+                    let slot = Some(slot).filter(|_| hashed.contains(group));
+                    endpoints.entry(*group).or_default().insert(format!("{slot:?} {address} {port}"));
                 }
                 Element::Member(group, address, port) => {
                     endpoints.entry(*group).or_default().insert(format!("{address} {port} is recorded"));
@@ -90,7 +96,7 @@ impl Sets {
         }
         for (lookup, frontend, target) in self.elements.values().filter_map(Lookup::of) {
             let mut endpoints = endpoints[&target.group].clone();
-            endpoints.insert(format!("{} endpoints, {:?}", target.count, target.affinity_timeout_seconds));
+            endpoints.insert(format!("{:?}, {:?}", target.selection, target.affinity_timeout_seconds));
             frontends.insert((lookup, frontend), endpoints);
         }
         (frontends, others)

@@ -6,7 +6,7 @@ use anyhow::{Context as _, anyhow};
 use headgate_node_agent::{
     dataplane::{ErrorKind, iptables},
     dataplane_choice,
-    options::Options,
+    options::{LogFormat, Options},
     persist, settings,
 };
 use tokio::signal::unix::{SignalKind, signal};
@@ -29,7 +29,11 @@ fn start(options: Options) -> anyhow::Result<()> {
     let filter = EnvFilter::try_new(&options.log)
         .map_err(|error| anyhow!("--log: {error}; write a filter such as info or headgate_node_agent=debug"))?;
     let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(ansi).init();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(ansi);
+    match options.log_format {
+        LogFormat::Text => log.init(),
+        LogFormat::Json => log.json().init(),
+    }
     if let Some(path) = &options.write_config_to {
         settings::write_defaults(path)?;
         info!(path = %path.display(), "wrote the default configuration");

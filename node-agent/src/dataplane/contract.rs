@@ -32,13 +32,15 @@ pub trait Dataplane: Send {
     /// addresses.
     const NEEDS_INTERFACES: bool = false;
 
-    /// The load-balancing algorithms that the dataplane supports. If a Service asks for another
-    /// algorithm, the dataplane uses its default, and [`super::DualStack`] reports the missing
-    /// algorithm.
-    const LOAD_BALANCING: &'static [LoadBalancing] = &[LoadBalancing::Random];
-
     /// The family that this instance programs.
     fn family(&self) -> Family;
+
+    /// The load-balancing algorithms that the dataplane supports on this node. If a Service asks
+    /// for another algorithm, the dataplane uses its default, and [`super::DualStack`] reports the
+    /// missing algorithm.
+    fn load_balancing(&self) -> &'static [LoadBalancing] {
+        &[LoadBalancing::Random]
+    }
 
     /// Sets the inputs of the rules that are not part of the state. Returns true if the inputs
     /// change rules; the caller must then make a full sync.

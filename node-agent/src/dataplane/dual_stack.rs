@@ -155,10 +155,9 @@ impl<D: Dataplane> DualStack<D> {
     fn missing_algorithms(&self, demand: &Demand) -> Vec<Degradation> {
         let mode = self.name.split_once('-').map_or(self.name, |(mode, _)| mode);
         let sentence = |algorithm: Option<LoadBalancing>| {
-            if algorithm.is_some_and(|algorithm| D::LOAD_BALANCING.contains(&algorithm)) {
-                return None;
-            }
-            let families = self.families.iter().map(|family| demand.of(family.dataplane.family()));
+            let lacks = |family: &D| algorithm.is_none_or(|algorithm| !family.load_balancing().contains(&algorithm));
+            let families = self.families.iter().map(|family| &family.dataplane);
+            let families = families.filter(|family| lacks(family)).map(|family| demand.of(family.family()));
             let count =
                 families.map(|demand| demand.with_load_balancing(algorithm)).max().filter(|count| *count > 0)?;
             let name = algorithm.map_or("an unknown algorithm", LoadBalancing::as_str);

@@ -174,10 +174,25 @@ pub struct Options {
     #[arg(long, value_name = "FILTER", default_value = "info", env = "HEADGATE_LOG")]
     pub log: String,
 
+    /// How to write the log: as text, or as one JSON object for each line
+    #[arg(long, value_name = "FORMAT", value_enum, default_value_t, env = "HEADGATE_LOG_FORMAT")]
+    pub log_format: LogFormat,
+
     /// All flags with their values. The source of a value is the command line, the environment, or
     /// the default.
     #[arg(skip)]
     pub flags: Flags,
+}
+
+/// The format of the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum LogFormat {
+    /// For people.
+    #[default]
+    Text,
+    /// For programs that collect logs. Each line is an object with `timestamp`, `level`, `target`
+    /// and `fields`.
+    Json,
 }
 
 impl Options {

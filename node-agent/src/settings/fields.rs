@@ -61,7 +61,7 @@ const NO_API: &str = "the agent holds no API credentials: it receives its state 
 const WINDOWS: &str = "for Windows only";
 const NO_MARK: &str = "rules of mode nftables need no packet mark";
 const LIBRARY: &str = "kube-proxy does not use this setting either: it belongs to a library";
-const LOGS: &str = "--log (or HEADGATE_LOG) sets what is logged; logs go to standard error as text";
+const LOGS: &str = "--log (or HEADGATE_LOG) sets what is logged, and --log-format (or HEADGATE_LOG_FORMAT) how; logs go to standard error";
 
 const NATURAL: Kind = Kind::Int(0, i64::MAX);
 const NUMBER: Kind = Kind::Int(i64::MIN, i64::MAX);

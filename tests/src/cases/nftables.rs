@@ -1,22 +1,25 @@
 //! Cases of mode nftables: the table in the kernel, and other programs that list or change the
 //! table.
 
+use std::collections::BTreeMap;
 use std::fs;
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde_json::{Value, json};
 
 use super::affinity;
 use super::case::{SourceAddress, ask};
 use super::changes::{eventually, within};
 use super::ipvs::{restart, tool};
 use super::run::run;
-use crate::testbed::client::HeldConnection;
+use crate::testbed::client::{HeldConnection, outcome};
 use crate::testbed::iptables;
-use crate::testbed::manifests::{Via, ready};
-use crate::testbed::{AgentSetup, Backend, Family, Testbed};
+use crate::testbed::manifests::{Service, Via, ready};
+use crate::testbed::{AgentSetup, Backend, Family, Manifests, Outcome, Request, Testbed, Transport};
 
 use SourceAddress::Kept;
 use Via::ClusterIp;
@@ -77,6 +80,89 @@ pub fn nft_lists_services_of_every_shape(bed: &Testbed) -> Result<()> {
             ensure!(listed.contains(expected), "the list does not contain {expected}:\n{listed}");
         }
     }
+    Ok(())
+}
+
+/// Services whose connections the client's address distributes, with and without affinity.
+pub fn hashed_services() -> Result<Manifests> {
+    const PODS: [&str; 5] = ["a1", "a2", "b1", "b2", "c1"];
+    let annotate: fn(&Service) -> Value =
+        |_| json!({"metadata": {"annotations": {"headgate.io/load-balancing": "consistent-hash"}}});
+    let mut manifests = Manifests::default();
+    for (name, affinity_timeout_seconds) in [("hashed", None), ("recorded", Some(10_800))] {
+        manifests.add(Service { affinity_timeout_seconds, patch: Some(annotate), ..Service::new(name, &PODS) })?;
+    }
+    Ok(manifests)
+}
+
+/// Further addresses of outside-1.
+fn clients(family: Family) -> Vec<IpAddr> {
+    let address = |last: u16| match family {
+        Family::V4 => IpAddr::from([192, 0, 2, u8::try_from(last).unwrap_or_default()]),
+        Family::V6 => IpAddr::from([0x2001, 0xdb8, 0, 1, 0, 0, 1, last]),
+    };
+    (120..220).map(address).collect()
+}
+
+/// The server of each client, which must be the same over node-a and over node-b.
+fn servers_of_clients(bed: &Testbed, service: &str) -> Result<BTreeMap<IpAddr, String>> {
+    let mut servers = BTreeMap::new();
+    for family in Family::BOTH {
+        for node in ["node-a", "node-b"] {
+            let to = bed.address(service, Via::NodePort(node), family, "tcp")?;
+            let ask =
+                |from: &IpAddr| outcome(&Request { from_address: Some(*from), ..Request::new(Transport::Tcp, to) });
+            let clients = clients(family);
+            let outcomes: Vec<Outcome> =
+                bed.machines().machine("outside-1")?.run(|| Ok(clients.iter().map(ask).collect()))?;
+            for (client, outcome) in clients.into_iter().zip(outcomes) {
+                let Outcome::Answered(answer) = outcome else { bail!("{client} over {node}: {outcome}") };
+                let server = servers.entry(client).or_insert_with(|| answer.server.clone());
+                ensure!(*server == answer.server, "{client} got {server} and, over {node}, {}", answer.server);
+            }
+        }
+    }
+    Ok(servers)
+}
+
+/// With consistent-hash, all nodes send a client to the same endpoint, also after the restart of an
+/// agent, which writes nothing. When an endpoint leaves, the clients of other endpoints stay.
+///
+/// Needs machines with [`hashed_services`] and no running programs.
+pub fn the_address_of_a_client_selects_its_endpoint(bed: &Testbed) -> Result<()> {
+    let addresses = Family::BOTH.into_iter().flat_map(clients).map(|address| match address {
+        IpAddr::V4(address) => format!("addr add {address}/24 dev eth0\n"),
+        IpAddr::V6(address) => format!("addr add {address}/64 dev eth0 nodad preferred_lft 0\n"),
+    });
+    bed.machines().machine("outside-1")?.ip_batch(&addresses.collect::<String>())?;
+    bed.start_control_plane()?;
+    bed.start_agent("node-a")?;
+    bed.start_agent("node-b")?;
+    bed.wait_programmed()?;
+    let before = servers_of_clients(bed, "hashed")?;
+    let shares = before.values().fold(BTreeMap::<&str, usize>::new(), |mut shares, server| {
+        *shares.entry(server).or_default() += 1;
+        shares
+    });
+    // Each of five endpoints gets 40 ± 6 of 200 clients.
+    ensure!(shares.len() == 5 && shares.values().all(|share| (10..=70).contains(share)), "{shares:?}");
+    ensure!(servers_of_clients(bed, "recorded")? == before, "a client's first endpoint depends on the Service");
+    for (family, expected) in [("ip", "jhash ip saddr mod 2048"), ("ip6", "jhash ip6 saddr mod 2048")] {
+        let listed = nft(bed, &["list", "table", family, "headgate"])?;
+        ensure!(listed.contains(expected), "the list does not contain {expected}:\n{listed}");
+    }
+    let agent = restart(bed, &AgentSetup::default())?;
+    ensure!(agent.objects_written == 0, "{} objects were written by a warm restart", agent.objects_written);
+    ensure!(agent.degraded.is_empty(), "the agent is degraded: {:?}", agent.degraded);
+    ensure!(servers_of_clients(bed, "hashed")? == before, "clients moved after a restart");
+
+    bed.update(|manifests| {
+        manifests.service_mut("hashed")?.endpoints = ready(&["a1", "a2", "b2", "c1"]);
+        Ok(())
+    })?;
+    let after = servers_of_clients(bed, "hashed")?;
+    let moved = before.iter().filter(|(client, server)| *server != "b1" && after[client] != **server).count();
+    ensure!(moved == 0, "{moved} clients of other endpoints moved");
     Ok(())
 }
 

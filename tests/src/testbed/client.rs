@@ -116,6 +116,8 @@ pub struct Request {
     pub transport: Transport,
     /// The target.
     pub to: SocketAddr,
+    /// The source address; `None` for the address that the client's machine chooses.
+    pub from_address: Option<IpAddr>,
     /// The source port; `None` for any port.
     pub from_port: Option<u16>,
     /// How long to wait for an answer.
@@ -128,7 +130,7 @@ pub struct Request {
 impl Request {
     /// A request from any port, with the time-out for expected answers.
     pub fn new(transport: Transport, to: SocketAddr) -> Self {
-        Self { transport, to, from_port: None, timeout: ANSWER_TIMEOUT, datagram_bytes: 0 }
+        Self { transport, to, from_address: None, from_port: None, timeout: ANSWER_TIMEOUT, datagram_bytes: 0 }
     }
 
     /// Returns this request with the short time-out for packets that should be dropped.
@@ -223,7 +225,8 @@ const PORTS: u16 = 32_000;
 /// the state of the first connection. The kernel could choose such a port, because it reuses a port
 /// for other destinations.
 fn from_a_port<T>(request: &Request, bind: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
-    let from = |port| SocketAddr::new(unspecified(request.to), port);
+    let address = request.from_address.unwrap_or_else(|| unspecified(request.to));
+    let from = |port| SocketAddr::new(address, port);
     if let Some(port) = request.from_port {
         return bind(from(port));
     }

@@ -482,6 +482,12 @@ mod tables {
         on_testbed(BACKEND, table::services(), nftables::nft_lists_services_of_every_shape);
     }
 
+    #[test]
+    fn the_address_of_a_client_selects_its_endpoint() {
+        let scenario = nftables::the_address_of_a_client_selects_its_endpoint;
+        on_machines(BACKEND, nftables::hashed_services(), scenario);
+    }
+
     // rows of nftables: 92, 96, 97, 103
     #[test]
     fn the_table_survives_a_flush_and_is_repaired_after_a_change() {

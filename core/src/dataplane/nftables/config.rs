@@ -9,12 +9,15 @@ pub struct NftablesConfig {
     pub family: Family,
     /// Masquerading. nftables mode uses no packet mark, so it ignores [`MasqueradeConfig::bit`].
     pub masquerade: MasqueradeConfig,
+    /// True if rules can hash the client's address. Otherwise Services that select
+    /// [`crate::model::LoadBalancing::ConsistentHash`] use random slots.
+    pub can_hash: bool,
 }
 
 impl NftablesConfig {
-    /// Returns the defaults of a family: no detector of local pods.
+    /// Returns the defaults of a family: no detector of local pods, and rules that can hash.
     #[must_use]
     pub fn new(family: Family) -> Self {
-        Self { family, masquerade: MasqueradeConfig::default() }
+        Self { family, masquerade: MasqueradeConfig::default(), can_hash: true }
     }
 }

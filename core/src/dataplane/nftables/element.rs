@@ -4,6 +4,7 @@ use std::{collections::BTreeSet, net::IpAddr};
 
 use ipnet::IpNet;
 
+use super::rendezvous::HASHED_SLOTS;
 use crate::state::frontends::Frontend;
 
 /// The answer to a packet for a frontend that has no endpoint.
@@ -34,13 +35,33 @@ pub(super) fn port_number(group: u32) -> u32 {
     group & !1
 }
 
+/// How a rule selects a slot of a group. Each slot holds one endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Selection {
+    /// A random slot below this number, which is at least 1.
+    Random(u32),
+    /// The slot below [`HASHED_SLOTS`] that a hash of the client's address selects.
+    ByClient,
+}
+
+impl Selection {
+    /// Returns the number of slots.
+    #[must_use]
+    pub fn slots(self) -> u32 {
+        match self {
+            Self::Random(slots) => slots,
+            Self::ByClient => HASHED_SLOTS,
+        }
+    }
+}
+
 /// The group to which connections to a frontend are sent, with the properties that the rules use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Target {
     /// The number of the group.
     pub group: u32,
-    /// The number of endpoints of the group, at least 1.
-    pub count: u32,
+    /// How a slot of the group is selected.
+    pub selection: Selection,
     /// The timeout of ClientIP affinity. `None` for no affinity.
     pub affinity_timeout_seconds: Option<u32>,
 }
@@ -54,10 +75,10 @@ impl Target {
         port_number(self.group)
     }
 
-    /// Returns the chain that selects a slot of the group at random. Each slot holds one endpoint.
+    /// Returns the chain that selects a slot of the group.
     #[must_use]
     pub fn pick(&self, lookup: Lookup) -> Pick {
-        Pick { lookup, affinity_timeout_seconds: self.affinity_timeout_seconds, count: self.count }
+        Pick { lookup, affinity_timeout_seconds: self.affinity_timeout_seconds, selection: self.selection }
     }
 }
 
@@ -155,7 +176,7 @@ impl Lookup {
     }
 }
 
-/// A chain that selects a slot at random. Groups of equal size and equal affinity timeout in the
+/// A chain that selects a slot. Groups with the same selection and the same affinity timeout in the
 /// same map share one chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Pick {
@@ -163,8 +184,8 @@ pub struct Pick {
     pub lookup: Lookup,
     /// The timeout of ClientIP affinity in seconds.
     pub affinity_timeout_seconds: Option<u32>,
-    /// The number of slots, at least 1.
-    pub count: u32,
+    /// How the chain selects a slot.
+    pub selection: Selection,
 }
 
 /// The values on which the rules depend, besides the configuration.

@@ -5,7 +5,10 @@ use std::{
     net::IpAddr,
 };
 
-use super::element::{Element, Target};
+use super::{
+    element::{Element, Selection, Target},
+    rendezvous,
+};
 use crate::model::{Protocol, Weight};
 
 /// Identifies a group among the groups of a Service.
@@ -28,6 +31,8 @@ pub(super) struct Group {
     pub(super) key: GroupKey,
     pub(super) number: u32,
     pub(super) affinity_timeout_seconds: Option<u32>,
+    /// True if a hash of the client's address selects the slot.
+    pub(super) is_hashed: bool,
     /// The endpoint of each slot.
     pub(super) slots: Vec<(IpAddr, u16)>,
 }
@@ -35,8 +40,12 @@ pub(super) struct Group {
 impl Group {
     /// Replaces the endpoints by the wanted endpoints, each with its weight. An endpoint gets slots
     /// in proportion to its weight. Moves as few of the remaining endpoints as possible to other
-    /// slots.
+    /// slots. If the group is hashed, its slots depend only on the wanted endpoints.
     pub(super) fn set_endpoints(&mut self, wanted: &BTreeMap<(IpAddr, u16), Weight>) {
+        if self.is_hashed {
+            self.slots = rendezvous::slots(wanted);
+            return;
+        }
         let mut lacking = slots_of_endpoints(wanted);
         let mut keep = |endpoint: &(IpAddr, u16)| {
             let number = lacking.get_mut(endpoint)?;
@@ -61,8 +70,11 @@ impl Group {
 
     /// Returns the target for frontends of the group.
     pub(super) fn target(&self) -> Target {
-        let count = u32::try_from(self.slots.len()).unwrap_or(u32::MAX);
-        Target { group: self.number, count, affinity_timeout_seconds: self.affinity_timeout_seconds }
+        let selection = match u32::try_from(self.slots.len()).unwrap_or(u32::MAX) {
+            _ if self.is_hashed => Selection::ByClient,
+            slots => Selection::Random(slots),
+        };
+        Target { group: self.number, selection, affinity_timeout_seconds: self.affinity_timeout_seconds }
     }
 
     /// Returns the elements of the group.

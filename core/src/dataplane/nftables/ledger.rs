@@ -16,14 +16,14 @@ use std::{
 use self::quarantine::Quarantine;
 use super::{
     config::NftablesConfig,
-    element::{Element, Lookup, Pick, Shape, Target, port_number},
+    element::{Element, Lookup, Pick, Selection, Shape, Target, port_number},
     group::{Group, GroupKey, Numbers, group_number},
     service::{self, PortPlan},
 };
 use crate::{
     behaviours::view::{NoLocalEndpoints, service_views},
     dataplane::refcount::{RefCounts, Touched},
-    model::{Protocol, ServiceKey},
+    model::{LoadBalancing, Protocol, ServiceKey},
     node_facts::NodeFacts,
     state::{Dirty, State, frontends::Frontend},
 };
@@ -236,6 +236,7 @@ impl Ledger {
                 view.node_port = 0;
             }
             let plan = service::plan(&self.config, &view);
+            let is_hashed = self.config.can_hash && view.load_balancing == Some(LoadBalancing::ConsistentHash);
             let needs_number = !(plan.cluster.is_empty() && plan.local.is_empty());
             let port = if needs_number {
                 self.port_number(view.protocol, view.port, &old.groups, &plan, found.as_deref_mut())
@@ -253,7 +254,8 @@ impl Ledger {
                     Some(group) => group.slots.clone(),
                     None => found.as_deref_mut().map_or_else(Vec::new, |found| found.take_slots(number, has_affinity)),
                 };
-                let mut group = Group { key, number, affinity_timeout_seconds: view.affinity_timeout_seconds, slots };
+                let affinity_timeout_seconds = view.affinity_timeout_seconds;
+                let mut group = Group { key, number, affinity_timeout_seconds, is_hashed, slots };
                 group.set_endpoints(endpoints);
                 new.groups.push(group);
             }
@@ -407,7 +409,7 @@ impl Found {
     /// Returns the number of the service port to which the plan's frontends belong in the kernel.
     /// Returns each number only once.
     fn take_port(&mut self, plan: &PortPlan) -> Option<u32> {
-        let none = Target { group: 0, count: 0, affinity_timeout_seconds: None };
+        let none = Target { group: 0, selection: Selection::ByClient, affinity_timeout_seconds: None };
         let services = plan.services.iter().map(|(frontend, _)| Element::Service(*frontend, none));
         let inside = plan.inside.iter().map(|frontend| Element::Inside(*frontend, none));
         let lookups = services.chain(inside).filter_map(|element| {

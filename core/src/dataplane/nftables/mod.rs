@@ -13,7 +13,8 @@
 //!
 //! 1. [`Element::Service`]: address, protocol and port → [`Target`], the group with the number of
 //!    its endpoints. NodePorts are in a separate map. A small map contains, for each number *n*,
-//!    the chain that selects a slot between 0 and *n* - 1 at random ([`Pick`]).
+//!    the chain that selects a slot between 0 and *n* - 1 at random ([`Pick`]). Groups whose slots
+//!    the client's address selects share one chain.
 //! 2. [`Element::Endpoint`]: group and slot → address and port. Groups with ClientIP affinity
 //!    have a map of their own, [`Element::AffinityEndpoint`].
 //!
@@ -22,17 +23,20 @@
 //! most two slots, and the target of each frontend of the group.
 //!
 //! Numbers and slots are arbitrary. After a restart, [`Ledger::full`] adopts the numbers and slots
-//! in the kernel.
+//! in the kernel. Only the slots of a hashed group are not arbitrary: they depend on the endpoints
+//! alone.
 
 mod config;
 mod element;
 mod group;
 mod ledger;
+mod rendezvous;
 mod service;
 
 #[cfg(test)]
 mod tests;
 
 pub use config::NftablesConfig;
-pub use element::{Element, ElementKey, Lookup, MasqueradeSources, Pick, Refusal, Shape, Target};
+pub use element::{Element, ElementKey, Lookup, MasqueradeSources, Pick, Refusal, Selection, Shape, Target};
 pub use ledger::{Existing, Ledger, Plan};
+pub use rendezvous::HASHED_SLOTS;

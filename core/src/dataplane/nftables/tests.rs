@@ -3,8 +3,15 @@
 
 use std::{collections::HashSet, net::IpAddr};
 
-use super::group::{Group, GroupKey, Numbers};
-use crate::model::{Protocol, Weight};
+use super::{
+    Existing, Ledger, Lookup, NftablesConfig, Selection,
+    group::{Group, GroupKey, Numbers},
+};
+use crate::{
+    model::{Change, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, Weight},
+    node_facts::NodeFacts,
+    state::{Dirty, State},
+};
 
 fn endpoints(last_bytes: &[u8]) -> Vec<(IpAddr, u16)> {
     last_bytes.iter().map(|last| ([10, 0, 0, *last].into(), 80)).collect()
@@ -13,7 +20,8 @@ fn endpoints(last_bytes: &[u8]) -> Vec<(IpAddr, u16)> {
 #[test]
 fn a_slot_moves_only_into_the_place_of_an_endpoint_that_leaves() {
     let key = GroupKey { protocol: Protocol::Tcp, port: 80, is_local: false };
-    let group = Group { key, number: 2, affinity_timeout_seconds: None, slots: endpoints(&[4, 2, 9, 7]) };
+    let group =
+        Group { key, number: 2, affinity_timeout_seconds: None, is_hashed: false, slots: endpoints(&[4, 2, 9, 7]) };
     let after = |wanted: &[u8]| {
         let mut group = group.clone();
         let wanted = endpoints(wanted).into_iter().map(|endpoint| (endpoint, Weight::default()));
@@ -33,7 +41,7 @@ fn a_slot_moves_only_into_the_place_of_an_endpoint_that_leaves() {
 #[test]
 fn endpoints_have_slots_in_proportion_to_their_weights() {
     let key = GroupKey { protocol: Protocol::Tcp, port: 80, is_local: false };
-    let mut group = Group { key, number: 2, affinity_timeout_seconds: None, slots: Vec::new() };
+    let mut group = Group { key, number: 2, affinity_timeout_seconds: None, is_hashed: false, slots: Vec::new() };
     let mut after = |weights: &[(u8, u32)]| {
         let endpoint = |last: u8| (IpAddr::from([10, 0, 0, last]), 80);
         let wanted = weights.iter().map(|(last, weight)| (endpoint(*last), Weight::new(*weight).unwrap()));
@@ -48,6 +56,26 @@ fn endpoints_have_slots_in_proportion_to_their_weights() {
     let slots = after(&many);
     assert!((250..=4096).contains(&slots.len()), "{} slots", slots.len());
     assert!((0..250).all(|last| slots.contains(&endpoints(&[last])[0])));
+}
+
+#[test]
+fn a_service_uses_random_slots_where_the_kernel_cannot_hash() {
+    let key = ServiceKey::new("ns", "web");
+    let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
+    let mut service = Service::new(key.clone(), vec![[10, 96, 0, 1].into()], vec![port]);
+    service.load_balancing = "consistent-hash".into();
+    let ports = [EndpointPort::new("http", Protocol::Tcp, 8080)];
+    let endpoint = Endpoint::new([10, 244, 0, 1].into(), ports.into());
+    let mut state = State::default();
+    for change in [Change::from(service), Change::Endpoint(key, endpoint)] {
+        state.apply(change, &mut Dirty::default());
+    }
+    let selection = |can_hash| {
+        let mut ledger = Ledger::new(NftablesConfig { can_hash, ..NftablesConfig::new(Family::V4) });
+        ledger.full(&state, &NodeFacts::named("node"), &Existing::default());
+        ledger.elements().find_map(|element| Some(Lookup::of(&element)?.2.selection)).unwrap()
+    };
+    assert_eq!((selection(true), selection(false)), (Selection::ByClient, Selection::Random(1)));
 }
 
 #[test]

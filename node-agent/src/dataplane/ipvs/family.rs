@@ -82,11 +82,13 @@ impl Dataplane for IpvsFamily {
     type Plan = Plan;
 
     const NEEDS_INTERFACES: bool = true;
-    const LOAD_BALANCING: &'static [LoadBalancing] =
-        &[LoadBalancing::RoundRobin, LoadBalancing::LeastConnections, LoadBalancing::ConsistentHash];
 
     fn family(&self) -> Family {
         self.ledger.config().family
+    }
+
+    fn load_balancing(&self) -> &'static [LoadBalancing] {
+        &[LoadBalancing::RoundRobin, LoadBalancing::LeastConnections, LoadBalancing::ConsistentHash]
     }
 
     fn configure(&mut self, inputs: &NodeInputs) -> bool {

@@ -11,7 +11,7 @@ use nftables_netlink::{Kernel as _, Nftables, NftablesError};
 use super::{
     super::metrics::DataplaneMetrics,
     elements,
-    layout::{Layout, LayoutConfig, is_clients_map, table_name},
+    layout::{Layout, LayoutConfig, picks::is_clients_map, table_name},
     read,
 };
 

@@ -9,7 +9,7 @@ use std::{
 use headgate_core::{
     Family, Protocol,
     frontends::Frontend,
-    nftables::{Element, Lookup, MasqueradeSources, Pick, Plan, Refusal, Target},
+    nftables::{Element, Lookup, MasqueradeSources, Pick, Plan, Refusal, Selection, Target},
 };
 use ipnet::IpNet;
 use nftables_netlink::{DataType, ElementData, Set, TableName, Transaction, Value};
@@ -136,25 +136,34 @@ fn frontend_key(frontend: Frontend) -> Vec<Value> {
 }
 
 /// The position of the affinity timeout among the words of a [`Target`] in the data of a map. The
-/// number of endpoints is the next word, and both words together are the key of a pick. Rules do
-/// not use word 0: old versions of `nft` (1.0.6) abort when the first word of a lookup's result is
-/// the key of another lookup.
+/// selection is the next word, and both words together are the key of a pick. Rules do not use word
+/// 0: old versions of `nft` (1.0.6) abort when the first word of a lookup's result is the key of
+/// another lookup.
 pub(super) const TIMEOUT_WORD: u32 = 1;
 /// The position of the number of the service port.
 pub(super) const PORT_WORD: u32 = 3;
 /// The position of the number of the group.
 pub(super) const GROUP_WORD: u32 = 4;
 
+/// The word for a selection: the number of random slots, or 0.
+fn selection_word(selection: Selection) -> u32 {
+    match selection {
+        Selection::Random(slots) => slots,
+        Selection::ByClient => 0,
+    }
+}
+
 fn target_value(target: Target) -> Value {
-    let Target { group, count, affinity_timeout_seconds } = target;
-    let words = [0, affinity_timeout_seconds.unwrap_or_default(), count, target.port_number(), group];
+    let Target { group, selection, affinity_timeout_seconds } = target;
+    let timeout = affinity_timeout_seconds.unwrap_or_default();
+    let words = [0, timeout, selection_word(selection), target.port_number(), group];
     Value::concatenation(&words.map(Value::host_u32))
 }
 
 /// The key of a pick in its map.
 pub(super) fn pick_key(pick: &Pick) -> Value {
     let timeout = pick.affinity_timeout_seconds.unwrap_or_default();
-    Value::concatenation(&[timeout, pick.count].map(Value::host_u32))
+    Value::concatenation(&[timeout, selection_word(pick.selection)].map(Value::host_u32))
 }
 
 /// Returns the name of the set of an element, and the element in the kernel's form.
@@ -320,10 +329,10 @@ impl Reader<'_> {
     }
 
     fn target(&mut self) -> Option<Target> {
-        let [_, timeout, count, _, group] =
+        let [_, timeout, selection, _, group] =
             [self.number()?, self.number()?, self.number()?, self.number()?, self.number()?];
-        let target = Target { group, count, affinity_timeout_seconds: Some(timeout).filter(|timeout| *timeout != 0) };
-        (target.count > 0).then_some(target)
+        let selection = if selection == 0 { Selection::ByClient } else { Selection::Random(selection) };
+        Some(Target { group, selection, affinity_timeout_seconds: Some(timeout).filter(|timeout| *timeout != 0) })
     }
 
     fn port(&mut self) -> Option<u16> {

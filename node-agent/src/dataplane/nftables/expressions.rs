@@ -1,7 +1,7 @@
 //! The expressions of rules: conditions, loads and actions. If a condition is not met, the kernel
 //! does not execute the rest of the rule, and continues with the next rule.
 
-use headgate_core::{Family, masquerade::LocalDetector};
+use headgate_core::{Family, masquerade::LocalDetector, nftables::HASHED_SLOTS};
 use ipnet::IpNet;
 use nftables_netlink::{
     AddressFamily, Bytes, Comparison, CtKey, Direction, DynamicSet, DynamicSetOperation, Expression, FibFlags,
@@ -200,6 +200,16 @@ impl Expressions {
     /// Loads a random number below `count`.
     pub(super) fn random(self, count: u32, to: Register) -> Expression {
         Expression::NumberGenerator { generator: Generator::Random, modulus: count, offset: 0, to }
+    }
+
+    /// Loads the slot that a hash of the address in `from` selects. All nodes compute the same
+    /// hash, unless their processors differ in byte order: the kernel reads the first 12 bytes of
+    /// an IPv6 address as numbers (`jhash` of `linux/jhash.h`).
+    pub(super) fn hash_of_address(self, from: Register, to: Register) -> Expression {
+        /// An arbitrary number, which must never change.
+        const SEED: u32 = 0x6865_6164;
+        let length = self.address_bytes();
+        Expression::Hash { from, length, modulus: HASHED_SLOTS, seed: Some(SEED), offset: 0, to }
     }
 
     /// Translates the destination to the address in the register `address`, and to the port in the

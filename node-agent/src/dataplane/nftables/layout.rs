@@ -2,6 +2,8 @@
 //!
 //! `docs/nftables.md` shows the way of a packet.
 
+pub(super) mod picks;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
@@ -11,18 +13,18 @@ use headgate_core::{
     Family,
     iptables::NodePortAddresses,
     masquerade::LocalDetector,
-    nftables::{Lookup, MasqueradeSources, Pick, Refusal, Shape},
+    nftables::{Lookup, MasqueradeSources, Refusal, Shape},
 };
 use ipnet::IpNet;
 use nftables_netlink::{
-    BaseChain, Chain, ChainType, Comparison, DataType, DynamicSetOperation, Element, Expression, Hook, Policy,
-    Register, Rule, Set, TableName, Transaction, Value, Verdict, comment,
+    BaseChain, Chain, ChainType, Comparison, DataType, Element, Expression, Hook, Policy, Register, Rule, Set,
+    TableName, Transaction, Value, Verdict, comment,
 };
 
 use super::{
     elements::{
-        GROUP_WORD, MASQUERADE_SOURCES, PORT_WORD, REFUSALS, TIMEOUT_WORD, address_type, admitted, admitted_set,
-        fixed_sets, lookup_map, masquerade_set, names, of_node_ports, pick_key, refusal_set,
+        GROUP_WORD, MASQUERADE_SOURCES, REFUSALS, TIMEOUT_WORD, admitted, admitted_set, fixed_sets, lookup_map,
+        masquerade_set, names, of_node_ports, refusal_set,
     },
     expressions::{Expressions, Side, jump},
 };
@@ -46,14 +48,6 @@ const UNUSED_PORTS: &str = "unused-ports";
 const UNSERVED_NODE_PORTS: &str = "unserved-node-ports";
 const LOOPBACK_GUARD: &str = "loopback-guard";
 const MASQUERADING: &str = "masquerading";
-
-/// Maximum number of clients that the map of one affinity timeout records.
-pub(super) const MAX_RECORDED_CLIENTS: u32 = 1 << 18;
-/// The number of clients that a Service port may record at once. It may record as many again within
-/// one affinity timeout. So a Service port fills at most an eighth of a map.
-pub(super) const RECORDING_BURST: u32 = MAX_RECORDED_CLIENTS >> 4;
-/// Maximum number of Service ports whose clients are recorded with one affinity timeout.
-const MAX_RECORDING_PORTS: u32 = 1 << 16;
 
 /// The configuration that rules depend on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -120,54 +114,9 @@ pub(super) fn table_name(family: Family) -> TableName {
     TableName::new(family, "headgate")
 }
 
-/// The chain of a [`Pick`].
-fn pick_chain(pick: &Pick) -> String {
-    let Pick { lookup, affinity_timeout_seconds, count } = pick;
-    match affinity_timeout_seconds {
-        Some(timeout) => format!("{}-of-{count}-affinity-{timeout}s", lookup_map(*lookup)),
-        None => format!("{}-of-{count}", lookup_map(*lookup)),
-    }
-}
-
-/// Returns the pick whose chain has this name. `None` if no pick has such a chain.
-pub(super) fn pick_of_chain(name: &str) -> Option<Pick> {
-    Lookup::ALL.into_iter().find_map(|lookup| {
-        let rest = name.strip_prefix(lookup_map(lookup))?.strip_prefix("-of-")?;
-        let (count, timeout) = match rest.split_once("-affinity-") {
-            Some((count, timeout)) => (count, Some(timeout.strip_suffix('s')?.parse().ok()?)),
-            None => (rest, None),
-        };
-        let count = count.parse().ok().filter(|count| *count > 0)?;
-        Some(Pick { lookup, affinity_timeout_seconds: timeout, count })
-    })
-}
-
 /// The name of the map from affinity timeouts and endpoint counts to chains.
 fn picks_map(lookup: Lookup) -> String {
     format!("{}-by-count", lookup_map(lookup))
-}
-
-/// The start of the names of the maps of recorded clients.
-const CLIENTS: &str = "clients-";
-
-/// The name of the map that records the clients of one affinity timeout.
-pub(super) fn clients_map(timeout_seconds: u32) -> String {
-    format!("{CLIENTS}{timeout_seconds}s")
-}
-
-/// Whether a set is a map of recorded clients.
-pub(super) fn is_clients_map(name: &str) -> bool {
-    name.starts_with(CLIENTS)
-}
-
-/// The set of Service ports with affinity, which bounds how many clients each port records.
-fn recordings_set(timeout_seconds: u32) -> String {
-    format!("recordings-{timeout_seconds}s")
-}
-
-/// The map of the endpoints that a pick draws from.
-fn endpoints_map(pick: &Pick) -> &'static str {
-    if pick.affinity_timeout_seconds.is_some() { names::AFFINITY_ENDPOINTS } else { names::ENDPOINTS }
 }
 
 impl Layout {
@@ -287,12 +236,6 @@ const FIRST: Register = Register::word(0);
 /// The register at which targets are loaded. The key of a target does not reach this register: the
 /// longest such key, an IPv6 frontend, has 6 words.
 const SECOND: Register = Register::word(8);
-/// The register at which the rules for affinity load the target of a client.
-const CLIENT_TARGET: Register = Register::word(7);
-/// The number of the service port in a target that is loaded at [`CLIENT_TARGET`]. The client's
-/// address is loaded after the number, and both together are the key of a recorded client.
-const CLIENT: Register = Register::word(7 + PORT_WORD);
-
 impl Builder<'_> {
     fn add_base_chains(&self, layout: &mut Layout) {
         let is_new = || self.expressions.is_new();
@@ -478,111 +421,17 @@ impl Builder<'_> {
         let timeouts = shape.picks.iter().filter(|pick| pick.lookup == lookup);
         for timeout in timeouts.filter_map(|pick| pick.affinity_timeout_seconds) {
             layout.add_set(self.clients_set(timeout));
-            let recordings = Set::new(&self.table, recordings_set(timeout), &[DataType::Mark]);
-            let recordings = recordings.with_size(MAX_RECORDING_PORTS);
-            // After this time, the kernel would grant a port its whole burst again.
-            layout.add_set(recordings.with_timeout_ms(u64::from(timeout) * 1000).dynamic());
+            layout.add_set(self.recordings_set(timeout));
         }
         let mut by_count = self.target(lookup, SECOND);
         by_count.push(to.verdict_of(&map, SECOND.after(4 * TIMEOUT_WORD)));
-        let text = format!("affinity timeout and number of endpoints, from @{}", lookup_map(lookup));
+        let text = format!("affinity timeout and number of endpoints (0: by client), from @{}", lookup_map(lookup));
         let by_count = RuleContent::with_comment(by_count, &text);
         let mut drop = self.has_target(lookup);
         drop.push(Expression::Verdict(Verdict::Drop));
         // Before Linux 6.17, a lookup may find no element while a transaction replaces the element.
         // The second rule repeats the lookup and finds the new element.
         vec![by_count.clone(), by_count, drop.into()]
-    }
-
-    /// The map that records the clients of one affinity timeout.
-    fn clients_set(&self, timeout: u32) -> Set {
-        let address = address_type(self.config.family);
-        let (key, data) = ([DataType::Mark, address], [DataType::Mark, address, DataType::Port]);
-        let clients = Set::map(&self.table, clients_map(timeout), &key, &data).with_size(MAX_RECORDED_CLIENTS);
-        clients.with_timeout_ms(u64::from(timeout) * 1000).dynamic()
-    }
-
-    /// Loads the key of the packet's client: the number of the service port, and the client's
-    /// address. The groups for policy Cluster and for policy Local have the same service port
-    /// number, so both groups use the same records.
-    fn client(&self, lookup: Lookup) -> Vec<Expression> {
-        let mut all = self.target(lookup, CLIENT_TARGET);
-        all.push(self.expressions.address(Side::Source, CLIENT.after(4)));
-        all
-    }
-
-    /// Adds the chain of a pick.
-    ///
-    /// `nft` 1.0.6 aborts when the first word of a lookup's result lies in the data of a record.
-    /// Therefore an endpoint follows two unused words in the map of endpoints with affinity, and
-    /// one unused word in a record.
-    fn add_pick(&self, pick: &Pick, layout: &mut Layout) {
-        let Pick { lookup, affinity_timeout_seconds, count } = *pick;
-        let to = self.expressions;
-        let text = format!("a random endpoint of the group, from @{}", lookup_map(lookup));
-        let mut rules = Vec::new();
-        let endpoint = match affinity_timeout_seconds {
-            None => FIRST,
-            Some(timeout) => {
-                rules.push(self.recorded(lookup, timeout));
-                rules.push(self.recording(pick, timeout, &text));
-                FIRST.after(8)
-            }
-        };
-        let (group, slot) = (SECOND.after(4 * GROUP_WORD), SECOND.after(4 * (GROUP_WORD + 1)));
-        let mut plain = self.target(lookup, SECOND);
-        plain.push(to.random(count, slot));
-        if affinity_timeout_seconds.is_some() {
-            plain.extend(to.endpoint_placeholders(endpoint));
-        }
-        plain.push(to.lookup(endpoints_map(pick), group, FIRST));
-        plain.push(to.translate(endpoint));
-        rules.push(RuleContent::with_comment(plain, &text));
-        let chain = pick_chain(pick);
-        layout.add_chain(&chain, rules);
-        layout.verdicts.insert((picks_map(lookup), pick_key(pick)), Verdict::Jump(chain));
-    }
-
-    /// Sends a client to a random endpoint and records it. If the port has recorded too many
-    /// clients, or the map is full, the rule ends: the next rule sends the client on without a
-    /// record.
-    fn recording(&self, pick: &Pick, timeout: u32, text: &str) -> RuleContent {
-        let to = self.expressions;
-        let clients = clients_map(timeout);
-        let (record, endpoint, target) = (FIRST.after(4), FIRST.after(8), Register::word(4));
-        let (group, slot) = (target.after(4 * GROUP_WORD), target.after(4 * (GROUP_WORD + 1)));
-        let mut all = self.client(pick.lookup);
-        all.extend(self.target(pick.lookup, target));
-        all.push(to.random(pick.count, slot));
-        all.push(to.placeholder(record));
-        all.extend(to.endpoint_placeholders(endpoint));
-        all.push(to.lookup(endpoints_map(pick), group, FIRST));
-        all.push(to.within_rate(&recordings_set(timeout), CLIENT, RECORDING_BURST, timeout));
-        all.push(to.record(&clients, DynamicSetOperation::Delete, CLIENT, Some(record)));
-        all.push(to.record(&clients, DynamicSetOperation::Add, CLIENT, Some(record)));
-        all.push(to.translate(endpoint));
-        RuleContent::with_comment(all, &format!("{text}; the client is recorded"))
-    }
-
-    /// Sends a recorded client to its endpoint, if the endpoint is still in the group.
-    fn recorded(&self, lookup: Lookup, timeout: u32) -> RuleContent {
-        let to = self.expressions;
-        let clients = clients_map(timeout);
-        // The group follows the record, so that endpoint and group are the key of a member.
-        let (record, endpoint) = (FIRST.after(4), FIRST.after(8));
-        let group = endpoint.after(to.address_bytes()).after(4);
-        let mut all = self.client(lookup);
-        // The kernel renews the timeout of a record and keeps its data, but the rule must name
-        // data. If the record expires at this moment, the data of the rule make a record that leads
-        // to no member, unless the client is one.
-        all.push(to.destination_port(CLIENT.after(4).after(to.address_bytes())));
-        all.extend(self.target(lookup, Register::word(group.index() - GROUP_WORD)));
-        all.extend(to.endpoint_placeholders(endpoint));
-        all.push(to.lookup(&clients, CLIENT, record));
-        all.push(to.is_in(names::MEMBERS, endpoint));
-        all.push(to.record(&clients, DynamicSetOperation::Update, CLIENT, Some(CLIENT)));
-        all.push(to.translate(endpoint));
-        RuleContent::with_comment(all, &format!("the endpoint of the client, from @{clients}"))
     }
 
     fn add_masquerading(&self, layout: &mut Layout) {

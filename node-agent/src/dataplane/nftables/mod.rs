@@ -19,7 +19,7 @@ pub use connection::Connection;
 pub(crate) use leftover::tables;
 
 use headgate_core::{
-    Dirty, Family, NodeFacts, State,
+    Dirty, Family, LoadBalancing, NodeFacts, State,
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
     nftables::{Existing, Ledger, NftablesConfig, Plan},
@@ -141,10 +141,12 @@ impl DualStack<NftablesFamily> {
             let message = format!("this kernel's nftables lacks {feature:?} in {family}: {fault}");
             return Err(DataplaneError::new(ErrorKind::Unavailable, message));
         }
+        let can_hash = lacking(&[Feature::Hash])?.is_none();
         let owns_tables = config.owns_tables && lacking(&[Feature::OwnerAndPersist])?.is_none();
         let kernel = Connection::new(connection, owns_tables);
         let make = |family| {
-            let core = NftablesConfig { masquerade: config.masquerade.clone(), ..NftablesConfig::new(family) };
+            let core =
+                NftablesConfig { masquerade: config.masquerade.clone(), can_hash, ..NftablesConfig::new(family) };
             let layout_config = LayoutConfig {
                 family,
                 detector: core.masquerade.detector(family).cloned(),
@@ -172,6 +174,13 @@ impl Dataplane for NftablesFamily {
 
     fn family(&self) -> Family {
         self.layout_config.family
+    }
+
+    fn load_balancing(&self) -> &'static [LoadBalancing] {
+        match self.ledger.config().can_hash {
+            true => &[LoadBalancing::Random, LoadBalancing::ConsistentHash],
+            false => &[LoadBalancing::Random],
+        }
     }
 
     fn configure(&mut self, inputs: &NodeInputs) -> bool {

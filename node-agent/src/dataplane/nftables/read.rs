@@ -5,7 +5,7 @@ use nftables_netlink::{ElementData, Kernel as _, Nftables, NftablesError, Rule, 
 
 use super::{
     Found, elements,
-    layout::{self, ChainContent, Layout, RuleContent, table_name},
+    layout::{ChainContent, Layout, RuleContent, picks::pick_of_chain, table_name},
 };
 
 /// Reads everything of a family. A table that this agent wants to own and that cannot be adopted,
@@ -79,7 +79,7 @@ pub(super) fn layout(nftables: &mut Nftables, family: Family) -> Result<Option<(
 fn shape(found: &Found) -> Shape {
     let lengths = found.layout.sets.keys().filter_map(|name| name.strip_prefix(elements::names::ADMITTED));
     Shape {
-        picks: found.layout.chains.keys().filter_map(|name| layout::pick_of_chain(name)).collect(),
+        picks: found.layout.chains.keys().filter_map(|name| pick_of_chain(name)).collect(),
         prefix_lengths: lengths.filter_map(|length| length.parse().ok()).collect(),
         ..Shape::default()
     }

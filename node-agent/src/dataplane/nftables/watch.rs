@@ -18,7 +18,7 @@ use tracing::warn;
 
 use super::{
     super::{Wake, metrics::DataplaneMetrics},
-    layout::{is_clients_map, table_name},
+    layout::{picks::is_clients_map, table_name},
 };
 use crate::{
     backoff::{Backoff, Jitter},

@@ -10,6 +10,7 @@ mod imports;
 mod layers;
 mod licences;
 mod metadata;
+mod monitoring;
 mod protocol;
 mod real_servers;
 mod width;

@@ -9,7 +9,10 @@ use nftables_netlink::{
 };
 
 use super::{
-    super::layout::{MAX_RECORDED_CLIENTS, RECORDING_BURST, clients_map, table_name},
+    super::layout::{
+        picks::{MAX_RECORDED_CLIENTS, RECORDING_BURST, clients_map},
+        table_name,
+    },
     rig::{CLIENTS, CLUSTER, Rig, SHRINK, address, endpoint, key, service},
 };
 

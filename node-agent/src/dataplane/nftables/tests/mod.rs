@@ -3,5 +3,6 @@
 
 mod affinity;
 mod decoding;
+mod hashing;
 mod misses;
 mod rig;

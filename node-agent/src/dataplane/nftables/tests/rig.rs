@@ -55,8 +55,8 @@ pub(super) fn service(family: Family, number: u8) -> Service {
     }
 }
 
-/// Services of all shapes in a family: with and without affinity, with both policies, and with and
-/// without source ranges.
+/// Services of all shapes in a family: with and without affinity, with both policies, with and
+/// without source ranges, and with consistent-hash.
 pub(super) fn shapes(family: Family) -> Vec<Service> {
     let mut all = Vec::new();
     for affinity in [None, Some(10), Some(10_800)] {
@@ -74,7 +74,25 @@ pub(super) fn shapes(family: Family) -> Vec<Service> {
             }
         }
     }
+    for affinity in [None, Some(10)] {
+        let number = u8::try_from(all.len() + 1).unwrap();
+        all.push(Service {
+            session_affinity: affinity.map(|timeout_seconds| ClientIpAffinity { timeout_seconds }),
+            external_traffic_policy: TrafficPolicy::Local,
+            internal_traffic_policy: TrafficPolicy::Local,
+            ..hashed_service(family, number)
+        });
+    }
     all
+}
+
+/// A Service with consistent-hash. It has only one port, because each port has thousands of
+/// elements.
+pub(super) fn hashed_service(family: Family, number: u8) -> Service {
+    let mut service = service(family, number);
+    service.ports.rotate_left(usize::from(number) % PROTOCOLS.len());
+    service.ports.truncate(1);
+    Service { load_balancing: "consistent-hash".into(), ..service }
 }
 
 /// A pod of a Service on a node. Its ports have number 8080.

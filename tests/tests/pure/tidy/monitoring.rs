@@ -1,0 +1,65 @@
+//! The alerts and the dashboard in `deploy/monitoring` use metrics that exist, and the alerts pass
+//! their own tests.
+
+use std::{collections::BTreeSet, fs, path::Path, process::Command};
+
+/// The generated pages that list all metrics.
+const PAGES: [&str; 2] = ["docs/metrics.md", "docs/control-plane-metrics.md"];
+
+/// The series that Prometheus makes from one histogram.
+const HISTOGRAM_SUFFIXES: [&str; 3] = ["_bucket", "_sum", "_count"];
+
+/// The words of `text` that begin like the name of a metric of Headgate's programs.
+fn metrics(text: &str) -> BTreeSet<&str> {
+    text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
+        .filter(|word| ["headgate_", "kubeproxy_", "process_"].iter().any(|prefix| word.starts_with(prefix)))
+        .collect()
+}
+
+#[test]
+fn alerts_and_dashboard_use_metrics_that_exist() {
+    let pages = PAGES.map(|page| fs::read_to_string(super::root().join(page)).unwrap());
+    let documented: BTreeSet<&str> = pages.iter().flat_map(|page| metrics(page)).collect();
+    for file in ["alerts.yaml", "alerts_test.yaml", "dashboard.json"] {
+        let text = fs::read_to_string(super::root().join("deploy/monitoring").join(file)).unwrap();
+        let used = metrics(&text);
+        assert!(!used.is_empty(), "{file} uses no metric");
+        let unknown: Vec<_> = used
+            .into_iter()
+            .filter(|name| {
+                let histogram = HISTOGRAM_SUFFIXES.iter().find_map(|suffix| name.strip_suffix(suffix));
+                !documented.contains(name) && !histogram.is_some_and(|name| documented.contains(name))
+            })
+            .collect();
+        assert!(unknown.is_empty(), "deploy/monitoring/{file} uses metrics that no page lists: {unknown:?}");
+    }
+}
+
+#[test]
+fn panels_of_the_dashboard_have_titles_descriptions_and_queries() {
+    let text = fs::read_to_string(super::root().join("deploy/monitoring/dashboard.json")).unwrap();
+    let dashboard: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let panels = dashboard["panels"].as_array().unwrap();
+    let mut ids = BTreeSet::new();
+    for panel in panels {
+        assert!(ids.insert(panel["id"].as_u64().unwrap()), "two panels have the id {}", panel["id"]);
+        assert!(panel["title"].as_str().is_some_and(|title| !title.is_empty()), "a panel has no title: {panel}");
+        if panel["type"] == "row" {
+            continue;
+        }
+        assert!(panel["description"].as_str().is_some_and(|text| !text.is_empty()), "no description: {panel}");
+        assert!(panel["targets"].as_array().is_some_and(|targets| !targets.is_empty()), "no query: {panel}");
+    }
+}
+
+#[test]
+fn alerts_pass_their_tests() {
+    let fetched = super::root().join("target/tools/promtool");
+    let program = if fetched.exists() { fetched.as_path() } else { Path::new("promtool") };
+    let output = Command::new(program)
+        .args(["test", "rules", "deploy/monitoring/alerts_test.yaml"])
+        .current_dir(super::root())
+        .output()
+        .unwrap_or_else(|error| panic!("{}: {error}; `.ci/setup test` installs promtool", program.display()));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&[output.stdout, output.stderr].concat()));
+}
