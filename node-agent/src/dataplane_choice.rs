@@ -95,6 +95,8 @@ fn masquerade(settings: &Settings) -> MasqueradeConfig {
 fn nftables_config(options: &Options, settings: &Settings) -> nftables::Config {
     nftables::Config {
         owns_tables: options.own_nftables_tables,
+        replies_to_ping: options.nftables_reply_to_ping,
+        unused_features: Vec::new(),
         families: Family::BOTH.into(),
         masquerade: masquerade(settings),
         localhost_node_ports: settings.localhost_node_ports,

@@ -127,6 +127,12 @@ pub struct Options {
     #[arg(long, hide = true, action = ArgAction::Set, default_value_t = true, value_name = "BOOL", value_parser = truth)]
     pub own_nftables_tables: bool,
 
+    /// In mode nftables, the node answers pings to ClusterIPs. An answer says that the node has
+    /// programmed the ClusterIP, and nothing about endpoints
+    #[arg(long, action = ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true",
+        default_value_t = false, hide_default_value = true, value_name = "BOOL", value_parser = truth)]
+    pub nftables_reply_to_ping: bool,
+
     /// A KubeProxyConfiguration file. It replaces kube-proxy's flags, except --hostname-override.
     /// The agent ends when the file is edited
     #[arg(long, value_name = "FILE")]

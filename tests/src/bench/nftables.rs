@@ -155,6 +155,8 @@ pub(super) fn dataplane() -> Result<NftablesDataplane> {
         localhost_node_ports: false,
         conntrack_tcp_be_liberal: false,
         owns_tables: true,
+        replies_to_ping: false,
+        unused_features: Vec::new(),
     })?)
 }
 

@@ -243,8 +243,8 @@ fn without_owner(bed: &Testbed) -> Result<AgentSetup> {
     Ok(AgentSetup { cannot_tell_pods: true, ..AgentSetup::with(&["--own-nftables-tables=false", "--config", file]) })
 }
 
-/// The value of a metric without labels of the agent of node-a.
-fn metric(bed: &Testbed, name: &str) -> Result<u64> {
+/// The value of a metric of the agent of node-a. `name` includes the labels, if any.
+pub(super) fn metric(bed: &Testbed, name: &str) -> Result<u64> {
     let page = tool(
         bed.machines().machine("node-a")?,
         "curl",

@@ -1,20 +1,23 @@
 //! Cases of mode nftables: packets that no Service serves.
 
+use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::json;
+use socket2::{Domain, Protocol, Socket, Type};
 
 use super::case::{SourceAddress, ask};
 use super::changes::eventually;
+use super::nftables::metric;
 use super::raw::{address, neighbour_of_loopback};
 use super::run::run;
 use crate::testbed::manifests::{Service, Via};
 use crate::testbed::{AgentSetup, Family, Outcome, Request, Testbed, Transport};
 
 use SourceAddress::Masqueraded;
-use Via::{ClusterIp, ExternalIp};
+use Via::{ClusterIp, ExternalIp, NodePort};
 
 /// A port that a Service does not have is refused at its ClusterIP. An unused address of a
 /// ServiceCIDR answers nothing. An externalIP that an interface of the node holds is served.
@@ -58,6 +61,89 @@ pub fn addresses(bed: &Testbed) -> Result<()> {
         bed,
         &[ask("outside-1", "web", ExternalIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Masqueraded("node-a"))],
     )
+}
+
+/// An address that an interface gets while the agent runs answers NodePorts, and connections to the
+/// address are masqueraded. The agent writes two elements, and makes no full sync.
+///
+/// Needs machines without services and without running programs.
+pub fn a_new_address_of_the_node_answers_node_ports(bed: &Testbed) -> Result<()> {
+    bed.write(|manifests| manifests.add(Service::new("web", &["b1"])))?;
+    bed.start_control_plane()?;
+    bed.start_agent("node-a")?;
+    bed.wait_programmed()?;
+    let full_syncs = || metric(bed, "headgate_agent_apply_duration_seconds_count{kind=\"full\"}");
+    let before = full_syncs()?;
+    bed.machines()
+        .machine("node-a")?
+        .ip_batch("addr add 192.0.2.21/24 dev eth0\naddr add 2001:db8:0:1::21/64 dev eth0 nodad preferred_lft 0\n")?;
+    for (family, further) in [(Family::V4, "192.0.2.21"), (Family::V6, "2001:db8:0:1::21")] {
+        let node_port = bed.address("web", NodePort("node-a"), family, "tcp")?.port();
+        let to = SocketAddr::new(further.parse()?, node_port);
+        eventually(|| {
+            let outcome = bed.machines().ask("outside-1", &Request::new(Transport::Tcp, to))?;
+            let Outcome::Answered(answer) = &outcome else { bail!("{to}: {outcome}") };
+            ensure!(answer.source.ip() == address("node-a", family)?, "{to}: {outcome}");
+            Ok(())
+        })?;
+    }
+    ensure!(full_syncs()? == before, "an address caused a full sync");
+    Ok(())
+}
+
+/// The answer to an echo request to this address: the sender's address, or `None` if the request
+/// was refused.
+fn ping(bed: &Testbed, from: &str, to: IpAddr) -> Result<Option<IpAddr>> {
+    const ECHO_V4: u8 = 8;
+    const ECHO_V6: u8 = 128;
+    let machine = bed.machines().machine(from)?;
+    machine.set_sysctls(&[("ipv4/ping_group_range", "0 0")])?;
+    machine.run(|| {
+        let (domain, protocol, kind) = match to {
+            IpAddr::V4(_) => (Domain::IPV4, Protocol::ICMPV4, ECHO_V4),
+            IpAddr::V6(_) => (Domain::IPV6, Protocol::ICMPV6, ECHO_V6),
+        };
+        let socket = Socket::new(domain, Type::DGRAM, Some(protocol))?;
+        socket.set_read_timeout(Some(Duration::from_secs(5)))?;
+        socket.connect(&SocketAddr::new(to, 0).into())?;
+        socket.send(&[kind, 0, 0, 0, 0, 0, 0, 1])?;
+        let mut answer = [0; 64];
+        let socket = UdpSocket::from(socket);
+        match socket.recv_from(&mut answer) {
+            Ok((_, sender)) => Ok(Some(sender.ip())),
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => Ok(None),
+            Err(error) => Err(error).with_context(|| format!("{from} pings {to}")),
+        }
+    })
+}
+
+/// A node with the flag `--nftables-reply-to-ping` answers pings to ClusterIPs. Other nodes refuse
+/// them.
+///
+/// Needs machines without services and without running programs.
+pub fn a_node_answers_pings_if_told_to(bed: &Testbed) -> Result<()> {
+    bed.write(|manifests| {
+        manifests.add(Service::new("web", &["a1", "b1"]))?;
+        manifests.add(Service::new("without-endpoints", &[]))
+    })?;
+    bed.start_control_plane()?;
+    bed.start_agent_with("node-a", &AgentSetup::with(&["--nftables-reply-to-ping"]))?;
+    bed.start_agent("node-b")?;
+    bed.wait_programmed()?;
+    for family in Family::BOTH {
+        for service in ["web", "without-endpoints"] {
+            let to = bed.service(service)?.cluster_ip(family);
+            for from in ["a3", "outside-1", "node-a"] {
+                let answer = ping(bed, from, to)?;
+                ensure!(answer == Some(to), "{from} pings {to}: {answer:?}");
+            }
+            for from in ["b3", "outside-2"] {
+                let answer = ping(bed, from, to)?;
+                ensure!(answer.is_none(), "{from} pings {to}: {answer:?}");
+            }
+        }
+    }
+    run(bed, &[ask("a3", "web", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], SourceAddress::Kept)])
 }
 
 /// With NodePorts on 127.0.0.0/8, datagrams of a neighbour for 127.0.0.1 do not reach the node's

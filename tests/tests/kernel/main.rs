@@ -9,6 +9,7 @@ mod conntrack;
 mod health_check;
 mod interfaces;
 mod nftables;
+mod node_addresses;
 mod packets;
 mod replacements;
 mod rule_text;

@@ -34,6 +34,8 @@ fn dataplane() -> Result<NftablesDataplane> {
         localhost_node_ports: false,
         conntrack_tcp_be_liberal: true,
         owns_tables: false,
+        replies_to_ping: false,
+        unused_features: Vec::new(),
     };
     NftablesDataplane::new(&config).context("starting mode nftables")
 }

@@ -465,6 +465,17 @@ mod tables {
         on_machines(BACKEND, Ok(Manifests::default()), unserved::addresses);
     }
 
+    #[test]
+    fn a_new_address_of_the_node_answers_node_ports() {
+        let scenario = unserved::a_new_address_of_the_node_answers_node_ports;
+        on_machines(BACKEND, Ok(Manifests::default()), scenario);
+    }
+
+    #[test]
+    fn a_node_answers_pings_if_told_to() {
+        on_machines(BACKEND, Ok(Manifests::default()), unserved::a_node_answers_pings_if_told_to);
+    }
+
     // rows of nftables: 50
     #[test]
     fn neighbours_cannot_reach_loopback() {

@@ -32,6 +32,10 @@ pub(super) mod names {
     pub(in super::super) const GUARDED: &str = "guarded";
     pub(in super::super) const HAIRPINS: &str = "hairpins";
     pub(in super::super) const MEMBERS: &str = "members";
+    /// The addresses of the node, where the rules cannot query the routing table.
+    pub(in super::super) const NODE_ADDRESSES: &str = "node-addresses";
+    /// The addresses that answer NodePorts, except 127.0.0.0/8.
+    pub(in super::super) const NODE_PORT_ADDRESSES: &str = "node-port-addresses";
     /// The start of the names of sets of admitted clients; the prefix length follows.
     pub(in super::super) const ADMITTED: &str = "admitted-";
     /// The end of the names of sets and maps of NodePorts.
@@ -110,6 +114,16 @@ pub(super) fn fixed_sets(table: &TableName, family: Family) -> Vec<Set> {
 /// Returns whether the keys of a map begin with an address.
 pub(super) fn has_address(lookup: Lookup) -> bool {
     matches!(lookup, Lookup::Service | Lookup::Inside)
+}
+
+/// A set of addresses of the node.
+pub(super) fn node_address_set(table: &TableName, family: Family, name: &str) -> Set {
+    Set::new(table, name, &[address_type(family)])
+}
+
+/// Whether the agent fills a set with addresses of the node.
+pub(super) fn has_node_addresses(set: &str) -> bool {
+    matches!(set, names::NODE_ADDRESSES | names::NODE_PORT_ADDRESSES)
 }
 
 /// The set of clients that source ranges of a prefix length admit.

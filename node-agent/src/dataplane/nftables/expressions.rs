@@ -1,6 +1,8 @@
 //! The expressions of rules: conditions, loads and actions. If a condition is not met, the kernel
 //! does not execute the rest of the rule, and continues with the next rule.
 
+use std::net::IpAddr;
+
 use headgate_core::{Family, masquerade::LocalDetector, nftables::HASHED_SLOTS};
 use ipnet::IpNet;
 use nftables_netlink::{
@@ -22,6 +24,10 @@ const LOCAL: u32 = 2;
 const ICMP_PORT_UNREACHABLE: u8 = 3;
 /// `ICMPV6_PORT_UNREACH` of `linux/icmpv6.h`.
 const ICMP6_PORT_UNREACHABLE: u8 = 4;
+/// `ICMP_ECHO` of `linux/icmp.h`.
+const ICMP_ECHO: u8 = 8;
+/// `ICMPV6_ECHO_REQUEST` of `linux/icmpv6.h`.
+const ICMP6_ECHO_REQUEST: u8 = 128;
 
 /// Builds expressions for one family.
 #[derive(Debug, Clone, Copy)]
@@ -82,14 +88,19 @@ impl Expressions {
         ]
     }
 
-    /// Loads destination address, protocol and destination port of the connection's first packet,
-    /// as its client sent it.
-    pub(super) fn original_frontend(self, to: Register) -> Vec<Expression> {
+    /// Loads the destination address of the connection's first packet, as its client sent it.
+    pub(super) fn original_destination(self, to: Register) -> Expression {
         let key = match self.family {
             Family::V4 => CtKey::DestinationIp,
             Family::V6 => CtKey::DestinationIp6,
         };
-        let mut all = vec![Expression::Conntrack { key, direction: Some(Direction::Original), to }];
+        Expression::Conntrack { key, direction: Some(Direction::Original), to }
+    }
+
+    /// Loads destination address, protocol and destination port of the connection's first packet,
+    /// as its client sent it.
+    pub(super) fn original_frontend(self, to: Register) -> Vec<Expression> {
+        let mut all = vec![self.original_destination(to)];
         all.extend(self.original_node_port(to.after(self.address_bytes())));
         all
     }
@@ -120,7 +131,7 @@ impl Expressions {
         ct_bits(CtKey::Status, STATUS_DNAT, Comparison::Equal)
     }
 
-    /// Continues if the address belongs to this node.
+    /// Continues if the address belongs to this node. Needs a kernel with `fib`.
     pub(super) fn is_local(self, side: Side) -> Vec<Expression> {
         let flags = if side == Side::Source { FibFlags::SOURCE } else { FibFlags::DESTINATION };
         vec![
@@ -131,7 +142,18 @@ impl Expressions {
 
     /// Compares an address of the packet with a range.
     pub(super) fn in_range(self, side: Side, range: &IpNet, comparison: Comparison) -> Vec<Expression> {
-        let mut all = vec![self.address(side, Register::R1)];
+        self.is_address_in_range(self.address(side, Register::R1), range, comparison)
+    }
+
+    /// Compares an address with a range. `address` is the expression that loads the address into
+    /// [`Register::R1`].
+    pub(super) fn is_address_in_range(
+        self,
+        address: Expression,
+        range: &IpNet,
+        comparison: Comparison,
+    ) -> Vec<Expression> {
+        let mut all = vec![address];
         all.extend(self.mask(range.prefix_len(), Register::R1));
         all.push(Expression::Compare { register: Register::R1, comparison, value: range.network().into() });
         all
@@ -216,12 +238,39 @@ impl Expressions {
     /// register after the address.
     pub(super) fn translate(self, address: Register) -> Expression {
         let port = address.after(self.address_bytes());
-        let family = match self.family {
+        let (kind, family, flags) = (NatKind::Destination, self.nat_family(), NatFlags::NONE);
+        Expression::Nat { kind, family, address: Some(address.into()), port: Some(port.into()), flags }
+    }
+
+    /// Continues if the packet is an echo request, as `ping` sends it.
+    pub(super) fn is_echo_request(self) -> Vec<Expression> {
+        let (protocol, echo_request) = match self.family {
+            Family::V4 => (libc::IPPROTO_ICMP, ICMP_ECHO),
+            Family::V6 => (libc::IPPROTO_ICMPV6, ICMP6_ECHO_REQUEST),
+        };
+        let (to, base) = (Register::R1, PayloadBase::Transport);
+        vec![
+            Expression::Meta { key: MetaKey::L4Protocol, to },
+            Expression::equal(to, Value::byte(u8::try_from(protocol).unwrap_or_default())),
+            Expression::Payload { base, offset: 0, length: 1, to },
+            Expression::equal(to, Value::byte(echo_request)),
+        ]
+    }
+
+    /// Translates the destination to an address. Needs [`Register::R1`].
+    pub(super) fn translate_to(self, address: IpAddr) -> Vec<Expression> {
+        let (kind, flags) = (NatKind::Destination, NatFlags::NONE);
+        vec![
+            Expression::Immediate { to: Register::R1, value: address.into() },
+            Expression::Nat { kind, family: self.nat_family(), address: Some(Register::R1.into()), port: None, flags },
+        ]
+    }
+
+    fn nat_family(self) -> AddressFamily {
+        match self.family {
             Family::V4 => AddressFamily::Ip,
             Family::V6 => AddressFamily::Ip6,
-        };
-        let (kind, flags) = (NatKind::Destination, NatFlags::NONE);
-        Expression::Nat { kind, family, address: Some(address.into()), port: Some(port.into()), flags }
+        }
     }
 
     /// Replaces the source with the node's address.

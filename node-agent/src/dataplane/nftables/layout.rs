@@ -24,7 +24,7 @@ use nftables_netlink::{
 use super::{
     elements::{
         GROUP_WORD, MASQUERADE_SOURCES, REFUSALS, TIMEOUT_WORD, admitted, admitted_set, fixed_sets, lookup_map,
-        masquerade_set, names, of_node_ports, refusal_set,
+        masquerade_set, names, node_address_set, of_node_ports, refusal_set,
     },
     expressions::{Expressions, Side, jump},
 };
@@ -48,6 +48,7 @@ const UNUSED_PORTS: &str = "unused-ports";
 const UNSERVED_NODE_PORTS: &str = "unserved-node-ports";
 const LOOPBACK_GUARD: &str = "loopback-guard";
 const MASQUERADING: &str = "masquerading";
+const MASQUERADING_NODE_PORTS: &str = "masquerading-node-ports";
 
 /// The configuration that rules depend on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,6 +57,13 @@ pub(super) struct LayoutConfig {
     pub(super) detector: Option<LocalDetector>,
     pub(super) node_port_addresses: NodePortAddresses,
     pub(super) localhost_node_ports: bool,
+    /// The addresses of the node's interfaces in this family.
+    pub(super) interfaces: Vec<IpAddr>,
+    /// The address of the node that answers pings to ClusterIPs. `None` if such pings are refused.
+    pub(super) ping_answered_by: Option<IpAddr>,
+    /// True if rules can query the routing table whether an address belongs to the node (`fib`).
+    /// Otherwise a set contains the addresses.
+    pub(super) has_fib: bool,
     /// True if the kernel parameter `nf_conntrack_tcp_be_liberal` is set. With this parameter,
     /// conntrack does not mark packets outside of the TCP window as INVALID.
     pub(super) conntrack_tcp_be_liberal: bool,
@@ -66,6 +74,38 @@ impl LayoutConfig {
     /// `route_localnet` must be set, and the table needs the chain [`LOOPBACK_GUARD`].
     pub(super) fn has_loopback_guard(&self) -> bool {
         self.node_port_addresses.include_localhost(self.family, self.localhost_node_ports)
+    }
+
+    /// Returns whether the rules of both configurations are equal. The addresses in sets may
+    /// differ.
+    pub(super) fn has_rules_of(&self, other: &Self) -> bool {
+        let without_addresses = |config: &Self| {
+            let mut without = Self { interfaces: Vec::new(), ..config.clone() };
+            if let NodePortAddresses::Only(addresses) = &mut without.node_port_addresses {
+                addresses.clear();
+            }
+            (without, config.has_loopback_guard())
+        };
+        without_addresses(self) == without_addresses(other)
+    }
+
+    /// The addresses that answer NodePorts, without ranges of loopback addresses.
+    fn addresses_of_node_ports(&self) -> impl Iterator<Item = IpAddr> {
+        let addresses = match &self.node_port_addresses {
+            NodePortAddresses::All => &self.interfaces,
+            NodePortAddresses::Only(addresses) => addresses,
+        };
+        // NodePorts never answer on ::1.
+        let answers = |address: &&IpAddr| {
+            Family::of(**address) == self.family && (!address.is_loopback() || self.has_loopback_guard())
+        };
+        addresses.iter().filter(answers).copied()
+    }
+
+    /// The range of loopback addresses that answer NodePorts.
+    fn loopback_of_node_ports(&self) -> Option<IpNet> {
+        let has_range = self.node_port_addresses == NodePortAddresses::All && self.has_loopback_guard();
+        has_range.then(loopback)
     }
 }
 
@@ -101,8 +141,9 @@ impl RuleContent {
 pub(super) struct Layout {
     pub(super) sets: BTreeMap<String, Set>,
     pub(super) chains: BTreeMap<String, ChainContent>,
-    /// The verdicts of the maps from endpoint counts to chains, by map and key.
-    pub(super) verdicts: BTreeMap<(String, Value), Verdict>,
+    /// The elements that do not come from Services, by set and key: the verdicts of the maps from
+    /// endpoint counts to chains, and the addresses of the node, which have no verdict.
+    pub(super) elements: BTreeMap<(String, Value), Option<Verdict>>,
 }
 
 /// The table of a family.
@@ -131,6 +172,7 @@ impl Layout {
         for length in &shape.prefix_lengths {
             layout.add_set(admitted_set(&builder.table, config.family, *length));
         }
+        builder.add_node_addresses(&mut layout);
         builder.add_base_chains(&mut layout);
         builder.add_firewall(shape, &mut layout);
         builder.add_dispatch(shape, &mut layout);
@@ -161,7 +203,7 @@ impl Layout {
         sets && self.chains.iter().all(is_same)
     }
 
-    /// Names the chains, sets and maps of verdicts that differ from those in the kernel.
+    /// Names the chains, sets and elements that differ from those in the kernel.
     pub(super) fn differences(&self, found: &Self) -> Vec<String> {
         fn different<'a, K: Ord, V: PartialEq>(
             one: &'a BTreeMap<K, V>,
@@ -173,9 +215,9 @@ impl Layout {
         }
         let chains = different(&self.chains, &found.chains).map(|name| format!("the chain {name}"));
         let sets = different(&self.sets, &found.sets).map(|name| format!("the set {name}"));
-        let verdicts = different(&self.verdicts, &found.verdicts);
-        let verdicts = verdicts.map(|(map, key)| format!("the verdict of {key} in the map {map}"));
-        chains.chain(sets).chain(verdicts).collect()
+        let elements = different(&self.elements, &found.elements);
+        let elements = elements.map(|(set, key)| format!("the element {key} of the set {set}"));
+        chains.chain(sets).chain(elements).collect()
     }
 
     /// Adds the changes from this layout to `new` to a transaction. Returns the number of chains
@@ -197,7 +239,7 @@ impl Layout {
         for (name, _) in self.chains.iter().filter(|(name, content)| changed(name) && !content.rules.is_empty()) {
             transaction.flush_chain(table, name);
         }
-        for (place, _) in self.verdicts.iter().filter(|(place, verdict)| new.verdicts.get(*place) != Some(*verdict)) {
+        for (place, _) in self.elements.iter().filter(|(place, verdict)| new.elements.get(*place) != Some(*verdict)) {
             transaction.delete_elements(table, place.0.as_str(), [Element::new(place.1.clone())]);
         }
         for (name, content) in new.chains.iter().filter(|(name, _)| changed(name)) {
@@ -207,9 +249,13 @@ impl Layout {
                 transaction.add_rule(&Rule { user_data, ..Rule::new(table, name, expressions) });
             }
         }
-        for (place, verdict) in &new.verdicts {
-            if self.verdicts.get(place) != Some(verdict) {
-                let element = Element::new(place.1.clone()).with_verdict(verdict.clone());
+        for (place, verdict) in &new.elements {
+            if self.elements.get(place) != Some(verdict) {
+                let element = Element::new(place.1.clone());
+                let element = match verdict {
+                    Some(verdict) => element.with_verdict(verdict.clone()),
+                    None => element,
+                };
                 transaction.add_elements(table, place.0.as_str(), [element]);
             }
         }
@@ -303,12 +349,50 @@ impl Builder<'_> {
         .concat()
     }
 
+    /// Adds the sets of the node's addresses.
+    fn add_node_addresses(&self, layout: &mut Layout) {
+        let mut add = |name: &str, addresses: &mut dyn Iterator<Item = IpAddr>| {
+            layout.add_set(node_address_set(&self.table, self.config.family, name));
+            layout.elements.extend(addresses.map(|address| ((name.to_owned(), Value::from(address)), None)));
+        };
+        add(names::NODE_PORT_ADDRESSES, &mut self.config.addresses_of_node_ports());
+        if !self.config.has_fib {
+            add(names::NODE_ADDRESSES, &mut self.config.interfaces.iter().copied());
+        }
+    }
+
+    /// Returns conditions on the source address. Packets that meet one of these conditions come
+    /// from the node itself.
+    fn from_node(&self) -> Vec<Vec<Expression>> {
+        let to = self.expressions;
+        if self.config.has_fib {
+            return vec![to.is_local(Side::Source)];
+        }
+        let mut all = vec![vec![to.address(Side::Source, FIRST), to.is_in(names::NODE_ADDRESSES, FIRST)]];
+        if self.config.family == Family::V4 {
+            all.push(to.in_range(Side::Source, &loopback(), Comparison::Equal));
+        }
+        all
+    }
+
+    /// Returns conditions on the destination address of the connection's first packet. Connections
+    /// to NodePorts meet one of these conditions.
+    fn original_node_port_destinations(&self) -> Vec<Vec<Expression>> {
+        let to = self.expressions;
+        let mut all = vec![vec![to.original_destination(FIRST), to.is_in(names::NODE_PORT_ADDRESSES, FIRST)]];
+        let range = self.config.loopback_of_node_ports();
+        all.extend(
+            range.map(|range| to.is_address_in_range(to.original_destination(Register::R1), &range, Comparison::Equal)),
+        );
+        all
+    }
+
     /// Returns conditions on the destination address. Packets that meet one of these conditions may
     /// use NodePorts.
     fn node_port_destinations(&self) -> Vec<Vec<Expression>> {
         let to = self.expressions;
         match &self.config.node_port_addresses {
-            NodePortAddresses::All => {
+            NodePortAddresses::All if self.config.has_fib => {
                 let mut all = to.is_local(Side::Destination);
                 // NodePorts never answer on ::1.
                 let excluded = match self.config.family {
@@ -321,14 +405,11 @@ impl Builder<'_> {
                 }
                 vec![all]
             }
-            NodePortAddresses::Only(addresses) => {
-                let of_family = addresses.iter().filter(|address| Family::of(**address) == self.config.family);
-                let answering = of_family.filter(|address| {
-                    !address.is_loopback() || (address.is_ipv4() && self.config.localhost_node_ports)
-                });
-                let compare =
-                    |address: &IpAddr| to.in_range(Side::Destination, &IpNet::from(*address), Comparison::Equal);
-                answering.map(compare).collect()
+            NodePortAddresses::All | NodePortAddresses::Only(_) => {
+                let in_set = [to.address(Side::Destination, FIRST), to.is_in(names::NODE_PORT_ADDRESSES, FIRST)];
+                let range = self.config.loopback_of_node_ports();
+                let in_range = range.map(|range| to.in_range(Side::Destination, &range, Comparison::Equal));
+                [in_set.into()].into_iter().chain(in_range).collect()
             }
         }
     }
@@ -385,7 +466,7 @@ impl Builder<'_> {
     fn add_dispatch(&self, shape: &Shape, layout: &mut Layout) {
         let inside = |outer: Lookup, chain: &str| {
             let sources = self.config.detector.iter().map(|detector| self.expressions.is_from_pod(detector));
-            let sources = sources.chain([self.expressions.is_local(Side::Source)]);
+            let sources = sources.chain(self.from_node());
             let rule = |source: Vec<Expression>| {
                 let mut all = self.has_target(outer);
                 all.extend(source);
@@ -399,6 +480,13 @@ impl Builder<'_> {
         for mut destination in self.node_port_destinations() {
             destination.push(jump(NODE_PORTS));
             services.push(destination.into());
+        }
+        if let Some(address) = self.config.ping_answered_by {
+            let to = &self.expressions;
+            let mut ping = to.is_echo_request();
+            ping.extend([to.address(Side::Destination, FIRST), to.is_in(names::CLUSTER_IPS, FIRST)]);
+            ping.extend(to.translate_to(address));
+            services.push(RuleContent::with_comment(ping, "the node answers pings to ClusterIPs"));
         }
         let mut node_ports = inside(Lookup::InsideNodePort, INSIDE_NODE_PORTS);
         node_ports.extend(self.dispatch(Lookup::NodePort, shape, layout));
@@ -443,20 +531,22 @@ impl Builder<'_> {
             to.masquerade(),
         ];
         let mut rules = vec![hairpin];
-        let mut add = |key: Vec<Expression>, set: &str, sources: MasqueradeSources| {
+        let decide = |key: Vec<Expression>, set: &str, sources: MasqueradeSources| {
             let verdict = match sources {
                 MasqueradeSources::Nobody => Verdict::Return,
                 sources => Verdict::Goto(masquerade_set(sources).to_owned()),
             };
-            rules.push([key, vec![to.is_in(set, FIRST), Expression::Verdict(verdict)]].concat());
+            [key, vec![to.is_in(set, FIRST), Expression::Verdict(verdict)]].concat()
         };
-        for sources in MASQUERADE_SOURCES {
-            add(to.original_frontend(FIRST), masquerade_set(sources), sources);
-        }
-        for sources in MASQUERADE_SOURCES {
-            add(to.original_node_port(FIRST), &of_node_ports(masquerade_set(sources)), sources);
-        }
+        rules.extend(
+            MASQUERADE_SOURCES.map(|sources| decide(to.original_frontend(FIRST), masquerade_set(sources), sources)),
+        );
+        let to_node_ports = self.original_node_port_destinations().into_iter();
+        rules.extend(to_node_ports.map(|rule| [rule, vec![jump(MASQUERADING_NODE_PORTS)]].concat()));
         layout.add_chain(MASQUERADING, rules);
+        let node_ports = MASQUERADE_SOURCES
+            .map(|sources| decide(to.original_node_port(FIRST), &of_node_ports(masquerade_set(sources)), sources));
+        layout.add_chain(MASQUERADING_NODE_PORTS, node_ports.into());
         let mut outside = Vec::new();
         if let Some(detector) = &self.config.detector {
             let mut pods = to.is_from_pod(detector);
@@ -464,11 +554,10 @@ impl Builder<'_> {
             outside.push(pods);
         }
         outside.push(vec![to.masquerade()]);
-        let mut node = to.is_local(Side::Source);
-        node.push(to.masquerade());
+        let node = self.from_node().into_iter().map(|rule| [rule, vec![to.masquerade()]].concat());
         let chains = [
             (MasqueradeSources::Outside, outside),
-            (MasqueradeSources::Node, vec![node]),
+            (MasqueradeSources::Node, node.collect()),
             (MasqueradeSources::Everyone, vec![vec![to.masquerade()]]),
         ];
         for (sources, rules) in chains {

@@ -17,6 +17,9 @@ mod watch;
 
 pub use connection::Connection;
 pub(crate) use leftover::tables;
+pub use nftables_netlink::Feature;
+
+use std::time::Instant;
 
 use headgate_core::{
     Dirty, Family, LoadBalancing, NodeFacts, State,
@@ -24,7 +27,7 @@ use headgate_core::{
     masquerade::MasqueradeConfig,
     nftables::{Existing, Ledger, NftablesConfig, Plan},
 };
-use nftables_netlink::{Feature, Kernel as _, Nftables, NftablesError, Transaction, probe};
+use nftables_netlink::{Kernel as _, Nftables, NftablesError, Transaction, probe};
 
 use self::{
     compare::{Comparison, Programmed},
@@ -32,8 +35,8 @@ use self::{
     quarantine::Rejected,
 };
 use super::{
-    Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Report, StateSource, Statistics, TableStatistics,
-    iptables::route_localnet,
+    Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Maintain, Report, StateSource, Statistics,
+    TableStatistics, iptables::route_localnet,
 };
 use crate::node_inputs::NodeInputs;
 
@@ -52,11 +55,14 @@ pub struct Config {
     /// Own the tables if the kernel supports owners that persist, so that no other program can
     /// change the tables.
     pub owns_tables: bool,
+    /// Answer pings to ClusterIPs with the address of the node.
+    pub replies_to_ping: bool,
+    /// Features that the dataplane does without, as if the kernel lacked them. Tests set this.
+    pub unused_features: Vec<Feature>,
 }
 
 /// The expressions that every rule set needs.
-const NEEDED: [Feature; 8] = [
-    Feature::Fib,
+const NEEDED: [Feature; 7] = [
     Feature::NumberGenerator,
     Feature::Nat,
     Feature::Masquerade,
@@ -74,11 +80,14 @@ pub type NftablesDataplane = DualStack<NftablesFamily>;
 pub struct NftablesFamily {
     ledger: Ledger,
     layout_config: LayoutConfig,
+    replies_to_ping: bool,
     /// The layout that is in the kernel.
     layout: Layout,
     comparison: Comparison,
     /// The elements that the kernel rejected in the last full sync.
     rejected: Rejected,
+    /// When to write the addresses of the node, because they changed.
+    addresses_due_at: Option<Instant>,
     last_written: u32,
 }
 
@@ -141,8 +150,12 @@ impl DualStack<NftablesFamily> {
             let message = format!("this kernel's nftables lacks {feature:?} in {family}: {fault}");
             return Err(DataplaneError::new(ErrorKind::Unavailable, message));
         }
-        let can_hash = lacking(&[Feature::Hash])?.is_none();
-        let owns_tables = config.owns_tables && lacking(&[Feature::OwnerAndPersist])?.is_none();
+        let mut has = |feature: Feature| {
+            let is_used = !config.unused_features.contains(&feature);
+            Ok::<_, DataplaneError>(is_used && lacking(&[feature])?.is_none())
+        };
+        let (can_hash, has_fib) = (has(Feature::Hash)?, has(Feature::Fib)?);
+        let owns_tables = config.owns_tables && has(Feature::OwnerAndPersist)?;
         let kernel = Connection::new(connection, owns_tables);
         let make = |family| {
             let core =
@@ -152,6 +165,9 @@ impl DualStack<NftablesFamily> {
                 detector: core.masquerade.detector(family).cloned(),
                 node_port_addresses: NodePortAddresses::All,
                 localhost_node_ports: config.localhost_node_ports,
+                interfaces: Vec::new(),
+                ping_answered_by: None,
+                has_fib,
                 conntrack_tcp_be_liberal: config.conntrack_tcp_be_liberal,
             };
             NftablesFamily {
@@ -160,6 +176,8 @@ impl DualStack<NftablesFamily> {
                 layout: Layout::default(),
                 comparison: Comparison::default(),
                 rejected: Rejected::new(),
+                replies_to_ping: config.replies_to_ping,
+                addresses_due_at: None,
                 last_written: 0,
             }
         };
@@ -171,6 +189,8 @@ impl Dataplane for NftablesFamily {
     type Kernel = Connection;
     type Found = Found;
     type Plan = Step;
+
+    const NEEDS_INTERFACES: bool = true;
 
     fn family(&self) -> Family {
         self.layout_config.family
@@ -191,9 +211,13 @@ impl Dataplane for NftablesFamily {
         let layout = LayoutConfig {
             detector: core.masquerade.detector(family).cloned(),
             node_port_addresses: inputs.node_ports(family).clone(),
+            interfaces: inputs.interfaces.iter().filter(|address| Family::of(**address) == family).copied().collect(),
             ..self.layout_config.clone()
         };
-        let is_new = layout != self.layout_config || core != *self.ledger.config();
+        let is_new = !layout.has_rules_of(&self.layout_config) || core != *self.ledger.config();
+        if layout != self.layout_config && !is_new {
+            self.addresses_due_at = Some(Instant::now());
+        }
         self.ledger.set_config(core);
         self.layout_config = layout;
         is_new
@@ -214,6 +238,10 @@ impl Dataplane for NftablesFamily {
     }
 
     fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut Found) -> Step {
+        self.addresses_due_at = None;
+        let family = self.family();
+        let own = node.addresses.iter().find(|address| Family::of(**address) == family);
+        self.layout_config.ping_answered_by = own.filter(|_| self.replies_to_ping).copied();
         let mut plan = self.ledger.full(state, node, &found.existing);
         let mut layout = Layout::new(&self.layout_config, self.ledger.shape());
         if found.is_foreign || !found.layout.can_become(&layout) {
@@ -306,6 +334,10 @@ impl Dataplane for NftablesFamily {
         compared.map_err(|error| failure("comparing the table of this agent", &error))
     }
 
+    fn maintenance(&mut self) -> Option<&mut dyn Maintain<Connection>> {
+        Some(self)
+    }
+
     fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<Connection>> {
         Some(self)
     }
@@ -318,6 +350,30 @@ impl Dataplane for NftablesFamily {
             no_local: self.ledger.no_local_endpoints(),
             ..Statistics::default()
         }
+    }
+}
+
+impl Maintain<Connection> for NftablesFamily {
+    fn due_at(&self) -> Option<Instant> {
+        self.addresses_due_at
+    }
+
+    /// Writes the addresses of the node. Compares no elements of Services.
+    fn maintain(&mut self, kernel: &mut Connection, _now: Instant) -> Result<(), DataplaneError> {
+        // Before the first full sync, the kernel may have the rules of an earlier run.
+        if self.addresses_due_at.take().is_none() || self.layout.chains.is_empty() {
+            return Ok(());
+        }
+        let (family, layout) = (self.family(), Layout::new(&self.layout_config, self.ledger.shape()));
+        let mut transaction = Transaction::new();
+        self.layout.change_to(&layout, &table_name(family), &mut transaction);
+        if transaction.message_count() > 0 {
+            kernel
+                .commit(family, &transaction)
+                .map_err(|error| failure("writing the addresses of this node", &error))?;
+        }
+        self.layout = layout;
+        Ok(())
     }
 }
 

@@ -31,10 +31,14 @@ pub(super) fn everything(nftables: &mut Nftables, family: Family, owns_tables: b
     Ok(found)
 }
 
-/// Whether the elements of a set come from Services. Rules fill the maps of clients, and verdicts
-/// belong to the layout.
+/// Whether the elements of a set come from Services. Rules fill the maps of clients. Verdicts and
+/// addresses of the node belong to the layout.
 pub(super) fn has_elements_of_services(set: &Set) -> bool {
-    !set.flags.dynamic && set.data != Some(SetData::Verdicts)
+    !set.flags.dynamic && !has_elements_of_layout(set)
+}
+
+fn has_elements_of_layout(set: &Set) -> bool {
+    set.data == Some(SetData::Verdicts) || elements::has_node_addresses(&set.name)
 }
 
 /// Reads the layout of a table, or `None` if the table does not exist. Also returns a sentence for
@@ -58,15 +62,17 @@ pub(super) fn layout(nftables: &mut Nftables, family: Family) -> Result<Option<(
     }
     for set in nftables.sets(&name)? {
         let set = set.object;
-        if set.data == Some(SetData::Verdicts) {
+        if has_elements_of_layout(&set) {
             for element in nftables.elements(&name, &set.name)? {
-                match element.data {
-                    Some(ElementData::Verdict(verdict)) => {
-                        layout.verdicts.insert((set.name.clone(), element.key), verdict);
+                let verdict = match element.data {
+                    Some(ElementData::Verdict(verdict)) => Some(verdict),
+                    None => None,
+                    Some(ElementData::Value(_)) => {
+                        foreign.push(format!("the set {} of the table {name} has an element with a value", set.name));
+                        continue;
                     }
-                    _ => foreign
-                        .push(format!("the map {} of the table {name} has an element without a verdict", set.name)),
-                }
+                };
+                layout.elements.insert((set.name.clone(), element.key), verdict);
             }
         }
         layout.sets.insert(set.name.clone(), set);

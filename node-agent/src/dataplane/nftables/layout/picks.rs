@@ -141,7 +141,7 @@ impl Builder<'_> {
         rules.push(RuleContent::with_comment(plain, &text));
         let chain = pick_chain(pick);
         layout.add_chain(&chain, rules);
-        layout.verdicts.insert((picks_map(lookup), pick_key(pick)), Verdict::Jump(chain));
+        layout.elements.insert((picks_map(lookup), pick_key(pick)), Some(Verdict::Jump(chain)));
     }
 
     /// Sends a client to a selected endpoint and records it. If the port has recorded too many

@@ -1,6 +1,7 @@
 //! The rules and elements on the fake kernel.
 #![allow(clippy::unwrap_used)]
 
+mod addresses;
 mod affinity;
 mod decoding;
 mod hashing;

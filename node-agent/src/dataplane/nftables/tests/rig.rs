@@ -7,7 +7,7 @@ use headgate_core::{
     ServiceKey, ServicePort, State, TrafficPolicy,
     iptables::NodePortAddresses,
     masquerade::LocalDetector,
-    nftables::{Ledger, NftablesConfig, Plan},
+    nftables::{Element, Ledger, NftablesConfig, Plan},
 };
 use nftables_netlink::{Expression, Kernel, Table, Transaction};
 
@@ -103,6 +103,13 @@ pub(super) fn endpoint(family: Family, last: u8, node: &str) -> Endpoint {
 
 /// How much smaller the maps of clients are than those of the agent, so that tests can fill them.
 pub(super) const SHRINK: u32 = 1024;
+/// The number of slots of hashed groups, so that tests are fast.
+const HASHED_SLOTS: u32 = 64;
+
+/// Whether the shrunk maps have an element.
+pub(super) fn is_kept(element: &Element) -> bool {
+    !matches!(element, Element::Endpoint(_, HASHED_SLOTS.., ..) | Element::AffinityEndpoint(_, HASHED_SLOTS.., ..))
+}
 
 fn shrink(layout: &mut Layout) {
     for set in layout.sets.values_mut() {
@@ -110,6 +117,9 @@ fn shrink(layout: &mut Layout) {
     }
     let rules = layout.chains.values_mut().flat_map(|chain| &mut chain.rules);
     for expression in rules.flat_map(|rule| &mut rule.expressions) {
+        if let Expression::Hash { modulus, .. } = expression {
+            *modulus = HASHED_SLOTS;
+        }
         if let Expression::DynamicSet(change) = expression {
             for limit in &mut change.expressions {
                 let Expression::Limit { rate, burst, .. } = limit else { continue };
@@ -133,6 +143,11 @@ pub(super) struct Rig<K> {
 impl<K: Kernel> Rig<K> {
     /// Programs a kernel without Services.
     pub(super) fn new(family: Family, kernel: K) -> Self {
+        Self::with(family, kernel, true)
+    }
+
+    /// Programs a kernel without Services, with or without `fib`.
+    pub(super) fn with(family: Family, kernel: K, has_fib: bool) -> Self {
         let pods: IpAddr = address(family, PODS, 0);
         let detector = ipnet::IpNet::new(pods, if family == Family::V4 { 16 } else { 32 }).unwrap();
         let config = LayoutConfig {
@@ -140,6 +155,9 @@ impl<K: Kernel> Rig<K> {
             detector: Some(LocalDetector::Cidr(detector)),
             node_port_addresses: NodePortAddresses::All,
             localhost_node_ports: true,
+            interfaces: vec![address(family, NODES, 1)],
+            ping_answered_by: Some(address(family, NODES, 1)),
+            has_fib,
             conntrack_tcp_be_liberal: false,
         };
         let mut rig = Self {
@@ -167,6 +185,12 @@ impl<K: Kernel> Rig<K> {
         plan
     }
 
+    /// Replaces the addresses of the node's interfaces, in a transaction of their own.
+    pub(super) fn set_interfaces(&mut self, interfaces: Vec<IpAddr>) {
+        self.config.interfaces = interfaces;
+        self.commit(&Plan::default());
+    }
+
     fn commit(&mut self, plan: &Plan) {
         let table = table_name(self.family);
         let mut transaction = Transaction::new();
@@ -174,7 +198,9 @@ impl<K: Kernel> Rig<K> {
         let mut layout = Layout::new(&self.config, self.ledger.shape());
         shrink(&mut layout);
         self.layout.change_to(&layout, &table, &mut transaction);
-        elements::write(plan, &table, &mut transaction);
+        let kept = |elements: &[Element]| elements.iter().copied().filter(is_kept).collect();
+        let plan = Plan { delete: kept(&plan.delete), add: kept(&plan.add), ..plan.clone() };
+        elements::write(&plan, &table, &mut transaction);
         self.kernel.commit(&transaction).unwrap();
         self.layout = layout;
     }
