@@ -115,7 +115,8 @@ impl Socket {
     }
 
     /// Sends pieces of as many datagrams as GSO allows. Some drivers and paths refuse GSO only at
-    /// the first send, with EIO or EINVAL: the datagrams of that piece are then sent one by one.
+    /// the first send, with EIO or EINVAL: the datagrams of that piece are then sent one by one. If
+    /// the endpoint is unreachable, the whole batch counts as not sent.
     fn send_pieces(
         &self,
         batch: Batch<'_>,
@@ -133,13 +134,21 @@ impl Socket {
             let segments = self.state.max_gso_segments().min(BUFFER_BYTES / 2 / stride).max(1);
             let (piece, after) = rest.split_at((segments * stride).min(rest.len()));
             rest = after;
-            if piece.len() > stride && send(piece, Some(stride)).is_ok() {
-                continue;
+            if piece.len() > stride {
+                match send(piece, Some(stride)) {
+                    Ok(()) => continue,
+                    Err(error) if is_unreachable(&error) => return (batch.count(), Some(error)),
+                    Err(_) => {}
+                }
             }
             for datagram in piece.chunks(stride) {
-                if let Err(error) = send(datagram, None) {
-                    lost += 1;
-                    first_error.get_or_insert(error);
+                match send(datagram, None) {
+                    Ok(()) => {}
+                    Err(error) if is_unreachable(&error) => return (batch.count(), Some(error)),
+                    Err(error) => {
+                        lost += 1;
+                        first_error.get_or_insert(error);
+                    }
                 }
             }
         }
