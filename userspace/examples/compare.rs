@@ -4,6 +4,9 @@
 //! cargo run --release -p headgate-userspace --example compare -- compare ROUNDS
 //! ```
 //!
+//! With `udp ROUNDS` instead, it compares datagrams through this proxy with datagrams that go
+//! directly to the server.
+//!
 //! The command starts a server, and in each round both proxies after each other, each with one
 //! thread on processor 0. Client and server run on processor 1. It needs `haproxy` and `taskset`.
 //! The rates are for a second of the proxy's processor time, so that other programs on the machine
@@ -11,7 +14,7 @@
 
 use std::{
     io::{Read, Write},
-    net::{SocketAddr, TcpListener, TcpStream},
+    net::{SocketAddr, TcpListener, TcpStream, UdpSocket},
     process::{Child, Command},
     sync::{
         Arc, Mutex,
@@ -22,7 +25,8 @@ use std::{
 };
 
 use headgate_userspace::{
-    Algorithm, Destination, Protocol, ServiceId, ServiceSettings, Services, TcpProxy, TcpSettings,
+    Algorithm, Destination, Protocol, ServiceId, ServiceSettings, Services, TcpProxy, TcpSettings, UdpProxy,
+    UdpSettings,
 };
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
@@ -46,7 +50,8 @@ fn main() -> Result<(), Failure> {
         Some("server") => server(),
         Some("proxy") => proxy(),
         Some("compare") => compare(arguments.get(2).map_or(Ok(5), |rounds| rounds.parse())?),
-        _ => Err("usage: compare server | proxy | compare [ROUNDS]".into()),
+        Some("udp") => compare_udp(arguments.get(2).map_or(Ok(5), |rounds| rounds.parse())?),
+        _ => Err("usage: compare server | proxy | compare [ROUNDS] | udp [ROUNDS]".into()),
     }
 }
 
@@ -77,6 +82,9 @@ fn proxy() -> Result<(), Failure> {
     rustix::net::bind(&socket, &PROXY.parse::<SocketAddr>()?)?;
     rustix::net::listen(&socket, 4096)?;
     proxy.listen(socket, Destination::Local)?;
+    services.set_address(id, Protocol::Udp, PROXY.parse()?);
+    let udp = UdpProxy::start(&UdpSettings::default(), &services)?;
+    udp.listen(UdpSocket::bind(PROXY)?)?;
     loop {
         thread::park();
     }
@@ -84,7 +92,7 @@ fn proxy() -> Result<(), Failure> {
 
 fn haproxy_configuration() -> String {
     let mut text = format!(
-        "global\n  nbthread 1\n  maxconn 7500\ndefaults\n  mode tcp\n  option splice-auto\n  \
+        "global\n  nbthread 1\n  maxconn 7500\n  tune.pipesize 262144\ndefaults\n  mode tcp\n  option splice-auto\n  \
          timeout connect 3s\n  timeout client 1h\n  timeout server 1h\nlisten test\n  bind {PROXY} backlog 4096\n  \
          balance roundrobin\n"
     );
@@ -99,6 +107,14 @@ fn server() -> Result<(), Failure> {
     let listener = TcpListener::bind(("0.0.0.0", SERVER_PORT))?;
     rustix::net::listen(&listener, 4096)?;
     let kept = Arc::new(Mutex::new(Vec::new()));
+    let datagrams = UdpSocket::bind(("0.0.0.0", SERVER_PORT))?;
+    thread::spawn(move || {
+        let mut buffer = vec![0; 65_536];
+        while let Ok((count, sender)) = datagrams.recv_from(&mut buffer) {
+            // A client that is gone needs no answer.
+            let _ = datagrams.send_to(&buffer[..count], sender);
+        }
+    });
     let threads: Vec<_> = (0..8)
         .map(|_| {
             let (listener, kept) = (listener.try_clone(), Arc::clone(&kept));
@@ -203,6 +219,54 @@ fn compare(rounds: usize) -> Result<(), Failure> {
     }
     guard.0.kill()?;
     Ok(())
+}
+
+/// Prints the rates of answered datagrams, and those that were lost.
+fn compare_udp(rounds: usize) -> Result<(), Failure> {
+    let me = std::env::current_exe()?;
+    let start = |role: &str, processor: &str| {
+        Command::new("taskset").args(["-c", processor]).arg(&me).arg(role).spawn().map(Guard)
+    };
+    let (_server, proxy) = (start("server", "1")?, start("proxy", "0")?);
+    let pid = rustix::process::getpid().as_raw_nonzero().to_string();
+    Command::new("taskset").args(["-cp", "1", &pid]).output()?;
+    thread::sleep(Duration::from_millis(500));
+    let direct = endpoints().next().ok_or("no endpoint")?;
+    let mut rates = [Vec::new(), Vec::new()];
+    for _ in 0..rounds {
+        for (which, address) in [direct, PROXY.parse()?].into_iter().enumerate() {
+            let cpu_before = cpu_seconds(proxy.0.id())?;
+            let (rate, lost) = datagram_rate(address)?;
+            let cpu = cpu_seconds(proxy.0.id())? - cpu_before;
+            println!("{}: {rate:.0} datagrams/s, {lost} lost, {cpu:.2} s of the proxy", ["direct ", "proxied"][which]);
+            rates[which].push(rate);
+        }
+    }
+    let [direct, proxied] = rates.map(median);
+    println!("median: direct {direct:.0}, proxied {proxied:.0}: {:.0} %", 100.0 * proxied / direct);
+    Ok(())
+}
+
+/// Sends groups of 32 datagrams of 1,000 bytes, each after the answers to the last group.
+fn datagram_rate(address: SocketAddr) -> Result<(f64, u32), Failure> {
+    let socket = UdpSocket::bind("127.0.0.1:0")?;
+    socket.connect(address)?;
+    socket.set_read_timeout(Some(Duration::from_millis(500)))?;
+    let (began, mut answered, mut lost) = (Instant::now(), 0_u32, 0);
+    let mut buffer = [0; 1000];
+    while began.elapsed() < Duration::from_secs(SECONDS) {
+        for _ in 0..32 {
+            socket.send(&buffer)?;
+        }
+        for received in 0..32 {
+            if socket.recv(&mut buffer).is_err() {
+                lost += 32 - received;
+                break;
+            }
+            answered += 1;
+        }
+    }
+    Ok((f64::from(answered) / began.elapsed().as_secs_f64(), lost))
 }
 
 /// Ends a child process.

@@ -1,6 +1,8 @@
 //! The engine behind real rules, in a network namespace of its own: the form of listeners and
 //! redirects that the crate's documentation recommends. The test needs `unshare`, `ip` and `nft`.
 
+#![allow(clippy::unwrap_used)]
+
 use std::{
     io::{ErrorKind, Read as _, Write as _},
     net::{SocketAddr, TcpListener, TcpStream, UdpSocket},
