@@ -67,6 +67,10 @@ fn endpoints() -> impl Iterator<Item = SocketAddr> {
     (1..=ENDPOINTS).map(|number| SocketAddr::from(([127, 0, 1, number], SERVER_PORT)))
 }
 
+fn datagram_server() -> SocketAddr {
+    SocketAddr::from(([127, 0, 1, 1], SERVER_PORT))
+}
+
 fn proxy() -> Result<(), Failure> {
     let services = Arc::new(Services::default());
     let id = ServiceId(1);
@@ -82,7 +86,10 @@ fn proxy() -> Result<(), Failure> {
     rustix::net::bind(&socket, &PROXY.parse::<SocketAddr>()?)?;
     rustix::net::listen(&socket, 4096)?;
     proxy.listen(socket, Destination::Local)?;
-    services.set_address(id, Protocol::Udp, PROXY.parse()?);
+    let datagrams = ServiceId(2);
+    services.set_service(datagrams, ServiceSettings::default());
+    services.set_address(datagrams, Protocol::Udp, PROXY.parse()?);
+    services.set_endpoint(datagrams, datagram_server(), 1);
     let udp = UdpProxy::start(&UdpSettings::default(), &services)?;
     udp.listen(UdpSocket::bind(PROXY)?)?;
     loop {
@@ -92,9 +99,10 @@ fn proxy() -> Result<(), Failure> {
 
 fn haproxy_configuration() -> String {
     let mut text = format!(
-        "global\n  nbthread 1\n  maxconn 7500\n  tune.pipesize 262144\ndefaults\n  mode tcp\n  option splice-auto\n  \
-         timeout connect 3s\n  timeout client 1h\n  timeout server 1h\nlisten test\n  bind {PROXY} backlog 4096\n  \
-         balance roundrobin\n"
+        "global\n  nbthread 1\n  maxconn 7500\n  tune.pipesize 262144\n\
+         defaults\n  mode tcp\n  option splice-request\n  option splice-response\n\
+         timeout connect 3s\n  timeout client 1h\n  timeout server 1h\n\
+         listen test\n  bind {PROXY} backlog 4096\n  balance roundrobin\n"
     );
     for (number, endpoint) in endpoints().enumerate() {
         text += &format!("  server s{number} {endpoint}\n");
@@ -107,7 +115,7 @@ fn server() -> Result<(), Failure> {
     let listener = TcpListener::bind(("0.0.0.0", SERVER_PORT))?;
     rustix::net::listen(&listener, 4096)?;
     let kept = Arc::new(Mutex::new(Vec::new()));
-    let datagrams = UdpSocket::bind(("0.0.0.0", SERVER_PORT))?;
+    let datagrams = UdpSocket::bind(datagram_server())?;
     thread::spawn(move || {
         let mut buffer = vec![0; 65_536];
         while let Ok((count, sender)) = datagrams.recv_from(&mut buffer) {
@@ -231,10 +239,9 @@ fn compare_udp(rounds: usize) -> Result<(), Failure> {
     let pid = rustix::process::getpid().as_raw_nonzero().to_string();
     Command::new("taskset").args(["-cp", "1", &pid]).output()?;
     thread::sleep(Duration::from_millis(500));
-    let direct = endpoints().next().ok_or("no endpoint")?;
     let mut rates = [Vec::new(), Vec::new()];
     for _ in 0..rounds {
-        for (which, address) in [direct, PROXY.parse()?].into_iter().enumerate() {
+        for (which, address) in [datagram_server(), PROXY.parse()?].into_iter().enumerate() {
             let cpu_before = cpu_seconds(proxy.0.id())?;
             let (rate, lost) = datagram_rate(address)?;
             let cpu = cpu_seconds(proxy.0.id())? - cpu_before;

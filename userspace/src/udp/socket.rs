@@ -16,9 +16,11 @@ use rustix::{
 };
 
 /// The datagrams or GRO batches of one receive.
-const BATCH: usize = 8;
+const BATCH: usize = quinn_udp::BATCH_SIZE;
 /// The largest GRO batch.
 const BUFFER_BYTES: usize = 65_535;
+/// The most bytes of joined datagrams.
+const JOINED_BYTES: usize = 32_000;
 /// The wanted size of the kernel's receive buffer. `net.core.rmem_max` limits it.
 const RECEIVE_BUFFER_BYTES: usize = 2 << 20;
 
@@ -44,21 +46,47 @@ impl Batch<'_> {
 pub(super) struct Buffers {
     bytes: Vec<[u8; BUFFER_BYTES]>,
     metas: [RecvMeta; BATCH],
+    /// The number of buffers of the last receive.
+    count: usize,
+    /// Joined datagrams of several buffers.
+    joined: Vec<u8>,
 }
 
 impl Buffers {
     pub(super) fn new() -> Self {
-        Self { bytes: vec![[0; BUFFER_BYTES]; BATCH], metas: [RecvMeta::default(); BATCH] }
+        let (bytes, metas) = (vec![[0; BUFFER_BYTES]; BATCH], [RecvMeta::default(); BATCH]);
+        Self { bytes, metas, count: 0, joined: Vec::with_capacity(JOINED_BYTES) }
     }
 
-    /// The received batches.
-    pub(super) fn batches(&self, count: usize) -> impl Iterator<Item = Batch<'_>> {
-        self.metas[..count].iter().zip(&self.bytes).map(|(meta, bytes)| Batch {
-            bytes: &bytes[..meta.len],
-            stride: meta.stride,
-            sender: meta.addr,
-            destination: meta.dst_ip,
-        })
+    /// The received datagrams from buffer `at` on, and moves `at` behind them. Neighbouring buffers
+    /// of one sender are joined, so that one send with GSO suffices for them.
+    pub(super) fn next_batch(&mut self, at: &mut usize) -> Option<Batch<'_>> {
+        let first = *at;
+        let meta = self.metas[..self.count].get(first)?;
+        let (mut end, mut length) = (first + 1, meta.len);
+        while length > 0
+            && length % meta.stride == 0
+            && let Some(next) = self.metas[..self.count].get(end)
+            && (next.addr, next.dst_ip) == (meta.addr, meta.dst_ip)
+            && next.len > 0
+            // The last datagram of a batch may be shorter.
+            && (next.stride == meta.stride || next.len < meta.stride)
+            && length + next.len <= JOINED_BYTES
+        {
+            length += next.len;
+            end += 1;
+        }
+        *at = end;
+        let bytes = if end == first + 1 {
+            &self.bytes[first][..length]
+        } else {
+            self.joined.clear();
+            for (bytes, meta) in self.bytes[first..end].iter().zip(&self.metas[first..end]) {
+                self.joined.extend_from_slice(&bytes[..meta.len]);
+            }
+            &self.joined[..]
+        };
+        Some(Batch { bytes, stride: meta.stride, sender: meta.addr, destination: meta.dst_ip })
     }
 }
 
@@ -84,12 +112,14 @@ impl Socket {
         Ok(Self { fd, state })
     }
 
-    /// Receives what waits, without blocking. Returns the number of batches.
-    pub(super) fn receive(&self, buffers: &mut Buffers) -> io::Result<usize> {
+    /// Receives what waits, without blocking.
+    pub(super) fn receive(&self, buffers: &mut Buffers) -> io::Result<()> {
+        buffers.count = 0;
         let mut slices = buffers.bytes.iter_mut();
         let mut slices: [IoSliceMut<'_>; BATCH] =
             std::array::from_fn(|_| IoSliceMut::new(slices.next().map_or(&mut [][..], |bytes| &mut bytes[..])));
-        self.state.recv((&self.fd).into(), &mut slices, &mut buffers.metas)
+        buffers.count = self.state.recv((&self.fd).into(), &mut slices, &mut buffers.metas)?;
+        Ok(())
     }
 
     /// Sends the datagrams of a batch to `to`, from `source` if given. Returns the first error and

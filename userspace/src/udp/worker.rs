@@ -215,8 +215,9 @@ impl Worker {
             let Some(found) = self.listeners.get(listener) else { return };
             let address = found.address;
             // An error of a listener is the ICMP error of a reply: that client is gone.
-            let Ok(count) = found.socket.receive(buffers) else { return };
-            for batch in buffers.batches(count) {
+            let Ok(()) = found.socket.receive(buffers) else { return };
+            let mut at = 0;
+            while let Some(batch) = buffers.next_batch(&mut at) {
                 let sender = plain(batch.sender);
                 let used = if address.ip().is_unspecified() { batch.destination } else { Some(address.ip()) };
                 let Some(used) = used else { continue };
@@ -385,18 +386,19 @@ impl Worker {
     fn serve_endpoint(&mut self, slot: usize, buffers: &mut Buffers) {
         for _ in 0..RECEIVES_PER_VISIT {
             let session = &mut self.sessions[slot];
-            let count = match session.socket.receive(buffers) {
-                Ok(count) => count,
+            match session.socket.receive(buffers) {
+                Ok(()) => {}
                 Err(error) if is_unreachable(&error) => {
                     self.endpoint_failed(slot);
                     return;
                 }
                 Err(_) => return,
-            };
+            }
             let Some(listener) = self.listeners.get(session.key.0) else { return };
             session.active_ms = self.now_ms;
             let source = listener.address.ip().is_unspecified().then_some(session.key.2);
-            for batch in buffers.batches(count) {
+            let mut at = 0;
+            while let Some(batch) = buffers.next_batch(&mut at) {
                 let (lost, _) = listener.socket.send_to(batch, session.key.1, source);
                 session.bytes[1] += batch.bytes.len() as u64;
                 session.service.stats.bytes_to_clients.add(batch.bytes.len() as u64);
