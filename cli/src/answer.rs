@@ -154,6 +154,8 @@ mod tests {
         assert_eq!(keys(&v1::WaitProgress::default()), fields_of("WaitProgress"));
         assert_eq!(keys(&v1::Laggard::default()), fields_of("Laggard"));
         assert_eq!(keys(&v1::WatchEvent::default()), fields_of("WatchEvent"));
+        assert_eq!(keys(&v1::NodeStatus::default()), fields_of("NodeStatus"));
+        assert_eq!(keys(&v1::Rejection::default()), fields_of("Rejection"));
     }
 
     #[test]

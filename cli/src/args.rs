@@ -13,8 +13,8 @@ use crate::units;
 #[command(name = "headgatectl", version, max_term_width = 100)]
 pub struct Args {
     /// URL of the replica to query. For several replicas, repeat the option, separate URLs by
-    /// commas, or use a name that resolves to several addresses. `agents` and `wait` query all
-    /// replicas, other commands only the first. http:// works only for loopback and test addresses;
+    /// commas, or use a name that resolves to several addresses. `agents`, `node` and `wait` query
+    /// all replicas, other commands only the first. http:// works only for loopback and test addresses;
     /// for other addresses use https:// with the --tls options
     #[arg(
         long,
@@ -28,9 +28,9 @@ pub struct Args {
     /// The TLS options.
     #[command(flatten)]
     pub tls: TlsArgs,
-    /// Output format: tables, wide tables with more columns, or JSON for programs. `status` and
-    /// `wait` print one JSON object, `watch` prints one object per line, other commands print an
-    /// array
+    /// Output format: tables, wide tables with more columns, or JSON for programs. `status`, `node`
+    /// and `wait` print one JSON object, `watch` prints one object per line, other commands print
+    /// an array
     #[arg(short, long, global = true, value_enum, default_value_t = Output::Table)]
     pub output: Output,
     /// The command to run.
@@ -76,6 +76,8 @@ pub enum Command {
     Endpoints(Selection),
     /// List agents: the version that each node has programmed, its lag, and the reason for the lag
     Agents(AgentsArgs),
+    /// Show the state of one node, as its agent knows it: versions, the last sync, problems, memory
+    Node(NodeArgs),
     /// Wait until every connected node has programmed the current state of a Service or an endpoint
     ///
     /// Exit codes: 0 if all nodes have programmed the state, 1 if a replica does not answer, 2 for
@@ -123,6 +125,17 @@ impl AgentsArgs {
     pub fn node(&self) -> Option<&str> {
         self.node.as_deref().or(self.node_flag.as_deref())
     }
+}
+
+/// What to show about one node.
+#[derive(Debug, clap::Args)]
+pub struct NodeArgs {
+    /// The name of the node
+    pub node: String,
+    /// Show the agent's metrics instead, in Prometheus' text format: only metrics whose names begin
+    /// with PREFIX, or all metrics
+    #[arg(long, value_name = "PREFIX", num_args = 0..=1, default_missing_value = "")]
+    pub metrics: Option<String>,
 }
 
 /// The condition to wait for.

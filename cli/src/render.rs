@@ -5,7 +5,8 @@ use std::{borrow::Cow, fmt::Write as _};
 
 use comfy_table::{Attribute, Cell, CellAlignment, Color, Table, presets};
 use headgate_proto::v1::{
-    AgentInfo, EndpointInfo, FleetInfo, GetStatusResponse, Problem, ServiceInfo, ServicePortInfo, WatchEvent,
+    AgentInfo, EndpointInfo, FleetInfo, GetStatusResponse, NodeStatus, Problem, Rejection, ServiceInfo,
+    ServicePortInfo, WatchEvent,
 };
 
 use crate::units;
@@ -397,6 +398,45 @@ pub fn status(status: &GetStatusResponse, style: Style) -> String {
     }
     for problem in &status.problems {
         note(&mut output, &format!("  {}", sentence(problem)), Tone::Attention, style);
+    }
+    output
+}
+
+/// Formats the state of a node, with its problems below.
+pub fn node(status: &NodeStatus, now_unix_ms: u64, style: Style) -> String {
+    let synced = match status.synced_unix_ms {
+        0 => "never".to_owned(),
+        at => format!("{} ago", units::duration(now_unix_ms.saturating_sub(at))),
+    };
+    let source = match status.source_state.as_str() {
+        "" => "unknown".to_owned(),
+        state => format!("{state}, heard {} ago", units::duration(status.source_age_ms)),
+    };
+    let versions = format!("{} received, {} programmed", status.received_version, status.programmed_version);
+    let facts = [
+        ("node", format!("{} (kernel {})", status.node, status.kernel_release)),
+        ("agent", format!("headgate {}, {} MiB resident", status.agent_version, status.resident_memory_bytes >> 20)),
+        ("backend", status.backend.clone()),
+        ("versions", versions),
+        ("waiting", format!("{} changes", status.waiting_changes)),
+        ("last sync", synced),
+        ("source", source),
+        ("restored", if status.state_restored { "from disk" } else { "no" }.to_owned()),
+        ("quarantined", status.quarantined_count.to_string()),
+    ];
+    let mut output = String::new();
+    for (name, value) in facts {
+        let _ = writeln!(output, "{name:<13}{}", plain(&value));
+    }
+    if !status.last_error.is_empty() {
+        note(&mut output, &format!("  the last sync failed: {}", status.last_error), Tone::Bad, style);
+    }
+    for rejection in &status.quarantined {
+        let Rejection { resource, field, reason } = rejection;
+        note(&mut output, format!("  {resource} {field}: {reason}").as_str(), Tone::Bad, style);
+    }
+    for sentence in &status.degraded {
+        note(&mut output, &format!("  {sentence}"), Tone::Attention, style);
     }
     output
 }

@@ -13,7 +13,7 @@ use crate::args::{Args, Command, Output, Selected, Selection};
 use crate::certs::{self, CertsArgs};
 use crate::client;
 use crate::render::{self, Style};
-use crate::{agents, wait};
+use crate::{agents, node, wait};
 
 /// Runs one command and writes its answer to `out`. If the reader closes the pipe early (`| head`),
 /// the command ends without an error.
@@ -52,12 +52,13 @@ impl<'a> Session<'a> {
                 resolve(selection)?
             }
             Command::Wait(wait) => wait.resolve().map_err(Failure::Usage)?,
-            Command::Agents(_) | Command::Status | Command::Certs(_) => {
+            Command::Agents(_) | Command::Node(_) | Command::Status | Command::Certs(_) => {
                 Selected { namespace: String::new(), name: String::new() }
             }
         };
         match &args.command {
             Command::Agents(agents) => return agents::run(args, agents, style, out).await,
+            Command::Node(wanted) => return node::run(args, wanted, style, out).await,
             Command::Wait(wait) => return wait::run(args, wait, selected, out).await,
             _ => {}
         }
@@ -70,7 +71,7 @@ impl<'a> Session<'a> {
             Command::Watch(_) => session.watch(selected).await,
             Command::Status => session.status().await,
             // These commands are handled above.
-            Command::Agents(_) | Command::Wait(_) | Command::Certs(_) => Ok(()),
+            Command::Agents(_) | Command::Node(_) | Command::Wait(_) | Command::Certs(_) => Ok(()),
         }
     }
 

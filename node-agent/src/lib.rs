@@ -50,6 +50,7 @@ mod memory;
 pub mod metric_registry;
 pub mod metrics;
 pub mod node_inputs;
+mod node_queries;
 pub mod observers;
 pub mod options;
 pub mod packet_counters;

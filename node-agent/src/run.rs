@@ -20,6 +20,7 @@ use crate::{
     interfaces::{self, Interfaces},
     metrics::Metrics,
     node_inputs::NodeSettings,
+    node_queries::Knowledge,
     observers::{
         NodePorts, Observer,
         conntrack::ConntrackCleaner,
@@ -181,7 +182,12 @@ async fn run_configured(
     }
     let reconciler = reconciler.with_observers(observers);
     let tls = tls.map(|files| AgentTls::new(files, metrics.session.tls.clone()));
-    let config = SessionConfig { node_name, control_planes, tls: tls.clone(), backoff: Backoff::default() };
+    let config = SessionConfig {
+        node_name: Arc::clone(&node_name),
+        control_planes,
+        tls: tls.clone(),
+        backoff: Backoff::default(),
+    };
     let session = Session::new(config, Arc::clone(&state), metrics.session.clone(), progress.clone());
     let saver_inputs =
         SaverInputs { state: Arc::clone(&state), metrics: metrics.saves.clone(), progress: progress.clone() };
@@ -189,6 +195,7 @@ async fn run_configured(
     let flags = Arc::new(options.flags.clone());
     let pages = Pages { metrics, progress, backlog: Arc::clone(state.backlog()), configz, flags };
     let mut servers = http::servers(&settings, &pages);
+    let session = session.with_knowledge(Arc::new(Knowledge::new(node_name, pages)));
     if settings.bind_address_hard_fail {
         for server in &mut servers {
             server.bind_now()?;

@@ -82,6 +82,11 @@ impl Metrics {
         &self.registry
     }
 
+    /// The resident memory of the agent, without its child processes.
+    pub(crate) fn resident_bytes(&self) -> u64 {
+        self.process.resident_bytes()
+    }
+
     /// Encodes all metrics as OpenMetrics text, with the counts of the backlog.
     ///
     /// # Errors

@@ -54,6 +54,12 @@ impl ProcessMetrics {
         metrics
     }
 
+    /// Returns the resident memory.
+    pub(super) fn resident_bytes(&self) -> u64 {
+        self.refresh();
+        self.resident_bytes.get()
+    }
+
     /// Reads the values from the operating system. Call this function before the registry is
     /// encoded. If a value cannot be read, the metric keeps its last value.
     pub(super) fn refresh(&self) {

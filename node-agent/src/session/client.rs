@@ -17,6 +17,7 @@ use tracing::{info, warn};
 
 pub use super::context::SessionConfig;
 use super::{
+    answers::{Answers, NodeKnowledge},
     connect::{ConnectError, Connection},
     context::Context,
     failover::{Failover, MoveLimits},
@@ -51,7 +52,15 @@ impl Session {
         progress: watch::Receiver<Progress>,
     ) -> Self {
         let machine = Machine::new(Arc::clone(&config.node_name));
-        Self { context: Context { config, state, metrics, progress, machine, distrusts_version: false } }
+        let knowledge = None;
+        Self { context: Context { config, state, metrics, progress, knowledge, machine, distrusts_version: false } }
+    }
+
+    /// Makes the session answer the replicas' queries about the node.
+    #[must_use]
+    pub(crate) fn with_knowledge(mut self, knowledge: Arc<dyn NodeKnowledge>) -> Self {
+        self.context.knowledge = Some(knowledge);
+        self
     }
 
     /// Follows one replica after another until `shutdown`. No failure ends the session.
@@ -144,6 +153,7 @@ impl Session {
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             status: Some(status.clone()),
             resume,
+            answers_queries: self.context.knowledge.is_some(),
         };
         let (outgoing, receiver) = mpsc::channel(OUTGOING);
         // The call cannot fail: the channel is empty and has a receiver.
@@ -158,6 +168,7 @@ impl Session {
             incoming,
             outgoing,
             reporter: Reporter::new(number, status),
+            answers: Answers::new(self.context.knowledge.clone()),
             failover,
             silent_after: WELCOME_TIMEOUT,
             drain: None,

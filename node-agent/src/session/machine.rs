@@ -116,6 +116,8 @@ pub enum Effect {
         /// Number of snapshots that the replica has completed, for any agent.
         snapshots_sent: u64,
     },
+    /// Answer a query of the replica.
+    Query(v1::Query),
     /// Connect again within this time, preferably to another replica.
     Drain {
         /// The maximum time until the agent connects again.
@@ -279,6 +281,7 @@ impl Machine {
             Body::SnapshotEnd(end) => self.on_end(end),
             Body::OwnNode(own_node) => Ok(self.on_node(own_node)),
             Body::Heartbeat(heartbeat) => Ok(self.on_heartbeat(heartbeat)),
+            Body::Query(query) => Ok(vec![Effect::Query(query)]),
             Body::Drain(drain) => Ok(vec![Effect::Drain {
                 within: Duration::from_millis(drain.reconnect_within_ms.into()),
                 reason: drain.reason,

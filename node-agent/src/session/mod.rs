@@ -5,6 +5,7 @@
 //! [`client`] connects and reconnects, `stream` reads and writes one stream, and [`tls`] loads
 //! certificates and keys.
 
+pub(crate) mod answers;
 pub mod client;
 pub mod connect;
 mod context;

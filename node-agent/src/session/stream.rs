@@ -15,6 +15,7 @@ use tonic::Streaming;
 use tracing::{debug, info};
 
 use super::{
+    answers::Answers,
     context::{Context, SessionConfig},
     failover::{Failover, HeldState, Trouble, choose},
     machine::{Effect, Machine, Welcomed},
@@ -42,6 +43,8 @@ pub(super) struct Stream {
     pub(super) incoming: Streaming<v1::ServerMessage>,
     pub(super) outgoing: mpsc::Sender<v1::AgentMessage>,
     pub(super) reporter: Reporter,
+    /// Answers the replica's queries.
+    pub(super) answers: Answers,
     /// Decides when to look for a better replica.
     pub(super) failover: Failover,
     pub(super) silent_after: Duration,
@@ -77,7 +80,8 @@ impl Stream {
             tokio::select! {
                 // The order of the branches matters. The agent's reports come before messages of
                 // the replica, so that a replica that sends without a pause does not delay the
-                // reports. Messages come before the timer for silence.
+                // reports. Answers to queries come after the reports; few are ready at a time,
+                // because they are sent slowly. Messages come before the timer for silence.
                 biased;
                 () = sleep_until(drain_at.unwrap_or_else(Instant::now)), if drain_at.is_some() => {
                     return Ok(StreamEnd::Drained(self.drain.map(|(_, reason)| reason).unwrap_or_default()));
@@ -91,6 +95,11 @@ impl Stream {
                 }
                 Ok(permit) = outgoing.reserve(), if is_ready => {
                     if let Some(message) = self.reporter.outbox.pop(now) {
+                        permit.send(message);
+                    }
+                }
+                Ok(permit) = answer_permit(&mut self.answers, &outgoing) => {
+                    if let Some(message) = self.answers.pop() {
                         permit.send(message);
                     }
                 }
@@ -161,6 +170,7 @@ impl Stream {
                 context.metrics.rejected_resources.inc_by(nack.rejections.len() as u64);
                 self.reporter.reject(nack);
             }
+            Effect::Query(query) => self.answers.ask(query),
             Effect::Heartbeat { source_age, head_version, source, snapshots_sent } => {
                 context.metrics.set_source_age(source_age);
                 context.metrics.head_version.set(head_version);
@@ -245,6 +255,15 @@ fn brings_state(body: &ServerBody) -> bool {
         body,
         ServerBody::Welcome(_) | ServerBody::Batch(_) | ServerBody::SnapshotChunk(_) | ServerBody::SnapshotEnd(_)
     )
+}
+
+/// Waits until an answer is ready, and then until the transport accepts a message.
+async fn answer_permit<'a>(
+    answers: &mut Answers,
+    outgoing: &'a mpsc::Sender<v1::AgentMessage>,
+) -> Result<mpsc::Permit<'a, v1::AgentMessage>, mpsc::error::SendError<()>> {
+    answers.ready().await;
+    outgoing.reserve().await
 }
 
 /// The state that the agent held when it asked the other replicas, and their answers.

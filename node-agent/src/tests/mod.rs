@@ -335,6 +335,46 @@ async fn rules_stay_when_the_agent_stops() {
     assert!(!control.calls().contains(&Call::Cleanup));
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_answers_queries_about_its_node() {
+    let mut replica = ScriptedReplica::start().await;
+    let agent = Agent::of(&[&replica]);
+    let (mut connection, hello) = serve(&mut replica, &store()).await;
+    assert!(hello.answers_queries);
+    connection.ack().await;
+    let query = |id, kind| {
+        let query = Some(v1::NodeQuery { kind });
+        message(server_message::Body::Query(v1::Query { id, query }))
+    };
+    let status = v1::node_query::Kind::Status(v1::NodeStatusQuery {});
+    connection.send(query(1, Some(status))).await;
+    let metrics = v1::node_query::Kind::Metrics(v1::MetricsQuery { prefix: String::new() });
+    connection.send(query(2, Some(metrics))).await;
+    connection.send(query(3, None)).await;
+    let Body::Answer(answer) = connection.next().await else { panic!("no answer") };
+    assert_eq!((answer.id, answer.is_last), (1, true));
+    let Some(v1::node_answer::Kind::Status(status)) = answer.part.unwrap().kind else { panic!("no status") };
+    assert_eq!((status.node.as_str(), status.backend.as_str()), ("node-1", "memory"));
+    assert_eq!((status.received_version, status.programmed_version), (1, 1));
+    assert!(status.resident_memory_bytes > 0 && status.synced_unix_ms > 0 && !status.kernel_release.is_empty());
+    let (mut text, mut parts) = (String::new(), 0);
+    loop {
+        let Body::Answer(v1::Answer { id: 2, part: Some(part), is_last, .. }) = connection.next().await else {
+            panic!("no part of the second answer")
+        };
+        let Some(v1::node_answer::Kind::Metrics(v1::MetricsText { text: more })) = part.kind else { panic!("no text") };
+        text.push_str(&more);
+        parts += 1;
+        if is_last {
+            break;
+        }
+    }
+    assert!(parts > 0 && text.contains("\nheadgate_agent_connected 1\n"), "{parts} parts: {text}");
+    let Body::Answer(unknown) = connection.next().await else { panic!("no answer") };
+    assert!(unknown.id == 3 && unknown.is_unknown, "a kind that the agent does not know");
+    agent.stop().await;
+}
+
 async fn get(address: SocketAddr, path: &str) -> Option<String> {
     let mut stream = TcpStream::connect(address).await.ok()?;
     let request = format!("GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n");

@@ -9,7 +9,8 @@ use futures::{Stream, StreamExt as _};
 use headgate_proto::v1::inspect_server::{Inspect, InspectServer};
 use headgate_proto::v1::{
     AgentInfo, EndpointInfo, GetStatusRequest, GetStatusResponse, ListAgentsRequest, ListEndpointsRequest,
-    ListServicesRequest, ServiceInfo, ServicePortInfo, WaitProgress, WaitRequest, WatchEvent, WatchRequest,
+    ListServicesRequest, NodeAnswer, QueryNodeRequest, ServiceInfo, ServicePortInfo, WaitProgress, WaitRequest,
+    WatchEvent, WatchRequest,
 };
 use headgate_tests::testbed::{port::ReservedPort, process::program};
 use serde_json::Value;
@@ -119,6 +120,11 @@ impl Inspect for Fake {
     type WaitStream = Items<WaitProgress>;
     async fn wait(&self, _: Request<WaitRequest>) -> Result<Response<Items<WaitProgress>>, Status> {
         Err(Status::unimplemented("streams/wait.rs tests Wait with real replicas"))
+    }
+
+    type QueryNodeStream = Items<NodeAnswer>;
+    async fn query_node(&self, _: Request<QueryNodeRequest>) -> Result<Response<Items<NodeAnswer>>, Status> {
+        Err(Status::unimplemented("streams/query_node.rs tests QueryNode with real replicas"))
     }
 }
 

@@ -38,6 +38,7 @@ pub(crate) fn hello(node: &str, resume: Option<v1::Resume>) -> v1::AgentMessage 
         agent_version: "test".into(),
         status: Some(v1::AgentStatus { backend: "none".into(), degraded: Vec::new() }),
         resume,
+        answers_queries: true,
     }))
 }
 
@@ -86,14 +87,24 @@ pub(crate) struct Client {
     pub(crate) nodes: Vec<v1::OwnNode>,
     pub(crate) heartbeats: Vec<v1::Heartbeat>,
     pub(crate) drains: Vec<v1::Drain>,
+    pub(crate) queries: Vec<v1::Query>,
 }
 
 impl Client {
     /// Opens a stream and reads `Welcome`. Resumes if `held` is given.
     pub(crate) async fn open(channel: Channel, node: &str, held: Option<Held>) -> Result<Self, Status> {
-        let (sender, receiver) = mpsc::channel(16);
         let resume = held.as_ref().map(Held::resume);
-        sender.send(hello(node, resume)).await.unwrap();
+        Self::open_with(channel, hello(node, resume), held).await
+    }
+
+    /// Opens a stream with this `Hello`, like [`Self::open`].
+    pub(crate) async fn open_with(
+        channel: Channel,
+        hello: v1::AgentMessage,
+        held: Option<Held>,
+    ) -> Result<Self, Status> {
+        let (sender, receiver) = mpsc::channel(16);
+        sender.send(hello).await.unwrap();
         let mut client = DiscoveryClient::new(channel);
         let mut messages = client.sync(ReceiverStream::new(receiver)).await?.into_inner();
         let first = timeout(GUARD, messages.message()).await.unwrap()?;
@@ -121,6 +132,7 @@ impl Client {
             nodes: Vec::new(),
             heartbeats: Vec::new(),
             drains: Vec::new(),
+            queries: Vec::new(),
         })
     }
 
@@ -163,6 +175,7 @@ impl Client {
             Body::OwnNode(node) => self.nodes.push(node),
             Body::Heartbeat(heartbeat) => self.heartbeats.push(heartbeat),
             Body::Drain(drain) => self.drains.push(drain),
+            Body::Query(query) => self.queries.push(query),
         }
         Ok(Some(()))
     }

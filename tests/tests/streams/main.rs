@@ -8,6 +8,7 @@ mod files_source;
 mod fleet;
 mod fuzz;
 mod identity;
+mod query_node;
 mod replica;
 mod sink;
 mod sync_connection;

@@ -73,6 +73,7 @@ impl Inspect for Inspector {
     type ListAgentsStream = Items<v1::AgentInfo>;
     type WatchStream = Items<v1::WatchEvent>;
     type WaitStream = Items<v1::WaitProgress>;
+    type QueryNodeStream = Items<v1::NodeAnswer>;
 
     async fn get_status(&self, _: Request<v1::GetStatusRequest>) -> Result<Response<v1::GetStatusResponse>, Status> {
         let fleet = &self.0;
@@ -169,6 +170,20 @@ impl Inspect for Inspector {
         let waiter = Waiter::new(Arc::clone(&self.0), request.into_inner(), expiry)?;
         let messages = stream::unfold(waiter, |mut waiter| async move { Some((waiter.next().await?, waiter)) });
         Ok(Response::new(Box::pin(messages)))
+    }
+
+    async fn query_node(
+        &self,
+        request: Request<v1::QueryNodeRequest>,
+    ) -> Result<Response<Self::QueryNodeStream>, Status> {
+        let v1::QueryNodeRequest { node, query } = request.into_inner();
+        let Some(query) = query.filter(|query| query.kind.is_some()) else {
+            let text = "QueryNodeRequest.query: must have a kind that this replica knows; upgrade the control plane if the kind is new";
+            return Err(Status::invalid_argument(text));
+        };
+        let asked = self.0.ask(&node, query)?;
+        let parts = stream::unfold(asked, |mut asked| async move { Some((asked.next().await?, asked)) });
+        Ok(Response::new(Box::pin(parts)))
     }
 }
 

@@ -13,7 +13,7 @@ use headgate_core::node_state::{NodeState, SourceState};
 use headgate_proto::v1;
 
 use super::{
-    End, Record,
+    End, Queries, Record,
     progress::{Counted, Progress},
     record::{clip, programmed},
 };
@@ -28,6 +28,9 @@ pub(crate) struct Agent {
     pub(crate) node: Arc<str>,
     pub(crate) address: SocketAddr,
     pub(crate) agent_version: String,
+    /// True if the agent answers queries about its node.
+    pub(super) answers_queries: bool,
+    pub(crate) queries: Queries,
     pub(crate) connected: SystemTime,
     pub(crate) resume: ResumeMode,
     pub(crate) resumed_resources: AtomicU64,
@@ -54,6 +57,8 @@ impl Agent {
             node,
             address,
             agent_version: clip(&hello.agent_version).to_owned(),
+            answers_queries: hello.answers_queries,
+            queries: Queries::default(),
             connected: SystemTime::now(),
             resume,
             resumed_resources: AtomicU64::new(0),
@@ -138,6 +143,7 @@ impl Agent {
     }
 
     pub(super) fn leave(&self) {
+        self.queries.close();
         if let Some((progress, counted)) = self.counted().take() {
             progress.leave(&self.node, counted);
         }

@@ -1,10 +1,12 @@
 //! The agents that follow this replica, and what they have programmed.
 
 mod agent;
+mod ask;
 pub(crate) mod balance;
 mod end;
 mod lateness;
 mod progress;
+mod queries;
 mod record;
 mod wait;
 
@@ -14,6 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use tokio::sync::Semaphore;
 use tonic::Status;
 
 pub(crate) use self::{
@@ -21,6 +24,7 @@ pub(crate) use self::{
     end::End,
     lateness::Lateness,
     progress::Progress,
+    queries::Queries,
     record::{Record, clip},
     wait::Waiter,
 };
@@ -43,6 +47,8 @@ pub(crate) struct Fleet {
     pub(crate) context: Arc<Context>,
     progress: Arc<Progress>,
     registry: Mutex<Registry>,
+    /// Limits the unanswered queries about nodes.
+    queries: Arc<Semaphore>,
 }
 
 #[derive(Debug, Default)]
@@ -57,7 +63,8 @@ impl Fleet {
     /// Returns a fleet without agents. The store notifies the fleet when a Node changes.
     pub(crate) fn new(context: Arc<Context>) -> Arc<Self> {
         let progress = Progress::new(Arc::clone(&context.store), Arc::clone(&context.metrics));
-        let fleet = Arc::new(Self { progress: Arc::new(progress), registry: Mutex::default(), context });
+        let queries = Arc::new(Semaphore::new(ask::MAX_ON_REPLICA));
+        let fleet = Arc::new(Self { progress: Arc::new(progress), registry: Mutex::default(), queries, context });
         let observer: Arc<dyn NodeObserver> = Arc::<Self>::clone(&fleet);
         fleet.context.store.observe_nodes(Arc::downgrade(&observer));
         fleet
@@ -118,6 +125,11 @@ impl Fleet {
     /// Returns true if a node has a stream.
     pub(crate) fn has(&self, node: &str) -> bool {
         self.registry().present.contains_key(node)
+    }
+
+    /// Returns the stream of a node.
+    fn get(&self, node: &str) -> Option<Arc<Agent>> {
+        self.registry().present.get(node).cloned()
     }
 
     /// Returns all streams in order of node name.

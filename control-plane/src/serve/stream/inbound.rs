@@ -76,6 +76,12 @@ pub(crate) fn take(message: v1::AgentMessage, agent: &Agent, context: &Context) 
             }
             agent.update(|record| record.failed(&failed));
         }
+        Body::Answer(answer) => {
+            metrics.count_agent_message("answer");
+            if !agent.queries.answer(answer) {
+                metrics.count_ignored("unknown_query");
+            }
+        }
         Body::Status(status) => {
             metrics.count_agent_message("status");
             agent.update(|record| record.status(&status));

@@ -212,7 +212,10 @@ impl Session {
     pub(crate) fn next(&mut self, now: Instant) -> Result<Option<Bytes>, End> {
         let bytes = match self.end(now) {
             Some(end) => return Err(end),
-            None => self.next_message(now),
+            // Nothing waits for a query: the stream sends everything else first.
+            None => self
+                .next_message(now)
+                .or_else(|| self.agent.queries.take_unsent().map(|query| server_frame(Body::Query(query)))),
         };
         if let Some(bytes) = &bytes {
             self.streams.context.metrics.count_sent(bytes.len());

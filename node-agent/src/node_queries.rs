@@ -1,0 +1,120 @@
+//! Answers queries about this node, which clients of the control plane's `Inspect.QueryNode` ask
+//! (`discovery.proto`, rule 17).
+
+use std::{
+    sync::Arc,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use futures::{FutureExt as _, future::BoxFuture};
+use headgate_core::{exposition, node_state::SourceState};
+use headgate_proto::v1::{self, node_answer, node_query};
+use tokio::task::spawn_blocking;
+
+use crate::{
+    http::Pages,
+    session::answers::{NodeAnswer, NodeKnowledge, PART_BYTES},
+};
+
+/// Maximum number of quarantined Services that a status lists.
+const MAX_QUARANTINED: usize = 100;
+
+/// What this agent knows about its node.
+#[derive(Debug)]
+pub(crate) struct Knowledge {
+    node: Arc<str>,
+    pages: Pages,
+}
+
+impl Knowledge {
+    /// Answers from the data that the agent's pages show.
+    pub(crate) fn new(node: Arc<str>, pages: Pages) -> Self {
+        Self { node, pages }
+    }
+
+    fn status(&self) -> v1::NodeStatus {
+        let Pages { metrics, progress, backlog, .. } = &self.pages;
+        let (progress, counts) = (progress.borrow().clone(), backlog.counts());
+        let mut degraded = progress.status.degraded;
+        degraded.extend(metrics.session.tls.problem());
+        let unix_ms = |at: SystemTime| at.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
+        v1::NodeStatus {
+            node: self.node.to_string(),
+            agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+            kernel_release: nix::sys::utsname::uname()
+                .map(|system| system.release().to_string_lossy().into_owned())
+                .unwrap_or_default(),
+            backend: progress.status.backend,
+            degraded,
+            received_version: metrics.session.version_received.get(),
+            programmed_version: progress.programmed.map_or(0, |programmed| programmed.target.version),
+            waiting_changes: counts.service_changes_pending + counts.endpoint_changes_pending,
+            synced_unix_ms: counts.synced_at.into_iter().flatten().max().map_or(0, unix_ms),
+            last_error: progress.failure.map(|failure| failure.error).unwrap_or_default(),
+            quarantined_count: progress.rejections.len() as u64,
+            quarantined: progress.rejections.iter().take(MAX_QUARANTINED).cloned().collect(),
+            source_state: metrics.session.source_state().map(SourceState::as_str).unwrap_or_default().to_owned(),
+            source_age_ms: metrics.session.source_age().map_or(0, |age| age.as_millis() as u64),
+            state_restored: metrics.saves.restored.get() != 0,
+            resident_memory_bytes: metrics.resident_bytes(),
+        }
+    }
+}
+
+impl NodeKnowledge for Knowledge {
+    fn answer(&self, query: node_query::Kind) -> BoxFuture<'static, NodeAnswer> {
+        match query {
+            node_query::Kind::Status(v1::NodeStatusQuery {}) => {
+                let status = self.status();
+                std::future::ready(Ok(vec![node_answer::Kind::Status(status)])).boxed()
+            }
+            node_query::Kind::Metrics(v1::MetricsQuery { prefix }) => {
+                let Pages { metrics, backlog, .. } = self.pages.clone();
+                let encode = move || {
+                    let text = metrics.encode(&backlog.counts()).map_err(|error| error.to_string())?;
+                    let (_, text) = exposition::page(std::iter::empty(), text);
+                    Ok(metrics_parts(&text, &prefix))
+                };
+                spawn_blocking(encode).map(|encoded| encoded.unwrap_or_else(|error| Err(error.to_string()))).boxed()
+            }
+        }
+    }
+}
+
+/// Splits the lines of the metrics whose names begin with `prefix` into parts.
+fn metrics_parts(text: &str, prefix: &str) -> Vec<node_answer::Kind> {
+    let name = |line: &str| {
+        let described = line.strip_prefix("# HELP ").or_else(|| line.strip_prefix("# TYPE "));
+        described.unwrap_or(line).starts_with(prefix)
+    };
+    let mut parts: Vec<String> = Vec::new();
+    for line in text.split_inclusive('\n').filter(|line| name(line)) {
+        match parts.last_mut().filter(|part| part.len() + line.len() <= PART_BYTES) {
+            Some(part) => part.push_str(line),
+            None => parts.push(line.to_owned()),
+        }
+    }
+    parts.into_iter().map(|text| node_answer::Kind::Metrics(v1::MetricsText { text })).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_are_selected_by_name_and_split_at_lines() {
+        let family = |name: &str| format!("# HELP {name} Text\n# TYPE {name} gauge\n{name}{{a=\"b\"}} 1\n");
+        let text: String = (0..1_000).map(|i| family(&format!("wanted_{i}")) + &family("other")).collect();
+        let parts = metrics_parts(&text, "wanted_");
+        let texts: Vec<String> = parts
+            .into_iter()
+            .map(|part| match part {
+                node_answer::Kind::Metrics(v1::MetricsText { text }) => text,
+                other => panic!("not metrics: {other:?}"),
+            })
+            .collect();
+        assert!(texts.len() > 3 && texts.iter().all(|part| part.len() <= PART_BYTES && part.ends_with('\n')));
+        assert_eq!(texts.concat(), (0..1_000).map(|i| family(&format!("wanted_{i}"))).collect::<String>());
+        assert!(metrics_parts(&text, "absent").is_empty());
+    }
+}

@@ -1,0 +1,192 @@
+//! Tests of `Inspect.QueryNode` and `headgatectl node`: simulated agents answer as the test says.
+
+use headgate_proto::v1::{self, agent_message::Body, inspect_client::InspectClient, node_answer, node_query};
+use headgate_tests::testbed::process::program;
+use tokio::{process::Command, task::JoinHandle, time::timeout};
+use tonic::{Code, Status};
+
+use crate::client::{Client, GUARD, channel, hello};
+use crate::replica::{Replica, endpoint, service};
+
+fn status_query() -> node_query::Kind {
+    node_query::Kind::Status(v1::NodeStatusQuery {})
+}
+
+/// Asks a replica in the background. Returns the parts of the answer.
+fn ask(replica: &Replica, node: &str, kind: node_query::Kind) -> JoinHandle<Result<Vec<v1::NodeAnswer>, Status>> {
+    let (address, node) = (replica.running.local_addr, node.to_owned());
+    tokio::spawn(async move {
+        let mut inspect = InspectClient::new(channel(address).await);
+        let request = v1::QueryNodeRequest { node, query: Some(v1::NodeQuery { kind: Some(kind) }) };
+        let mut answer = inspect.query_node(request).await?.into_inner();
+        let mut parts = Vec::new();
+        while let Some(part) = answer.message().await? {
+            parts.push(part);
+        }
+        Ok(parts)
+    })
+}
+
+/// Opens the stream of an agent that has received everything.
+async fn agent(replica: &Replica, node: &str) -> Client {
+    let mut client = Client::open(channel(replica.running.local_addr).await, node, None).await.unwrap();
+    client.reach(replica.store.version()).await;
+    client
+}
+
+/// Waits for a number of queries on a stream.
+async fn queried(client: &mut Client, count: usize) -> v1::Query {
+    client.until(|client| client.queries.len() >= count).await;
+    client.queries[count - 1].clone()
+}
+
+fn metrics(id: u64, text: &str, is_last: bool) -> Body {
+    let kind = Some(node_answer::Kind::Metrics(v1::MetricsText { text: text.into() }));
+    Body::Answer(v1::Answer { id, part: Some(v1::NodeAnswer { kind }), is_last, ..v1::Answer::default() })
+}
+
+fn status(id: u64, node: &str) -> Body {
+    let status = v1::NodeStatus { node: node.into(), backend: "nftables".into(), ..v1::NodeStatus::default() };
+    let kind = Some(node_answer::Kind::Status(status));
+    Body::Answer(v1::Answer { id, part: Some(v1::NodeAnswer { kind }), is_last: true, ..v1::Answer::default() })
+}
+
+async fn refused(asked: JoinHandle<Result<Vec<v1::NodeAnswer>, Status>>) -> (Code, String) {
+    let status = timeout(GUARD, asked).await.unwrap().unwrap().unwrap_err();
+    (status.code(), status.message().to_owned())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_parts_of_an_answer_arrive_in_order() {
+    let replica = Replica::start().await;
+    replica.put([service(1, 80), endpoint(1, 1, 8080)]);
+    let mut client = agent(&replica, "a").await;
+    let asked = ask(&replica, "a", node_query::Kind::Metrics(v1::MetricsQuery { prefix: "x".into() }));
+    let query = queried(&mut client, 1).await;
+    let kind = query.query.unwrap().kind;
+    assert_eq!(kind, Some(node_query::Kind::Metrics(v1::MetricsQuery { prefix: "x".into() })));
+    let other = ask(&replica, "a", status_query());
+    let second = queried(&mut client, 2).await;
+    client.send(metrics(query.id, "x1 1\n", false)).await;
+    client.send(status(second.id, "a")).await;
+    client.send(metrics(query.id, "x2 2\n", false)).await;
+    client.send(Body::Answer(v1::Answer { id: query.id, is_last: true, ..v1::Answer::default() })).await;
+    // The replica ignores an answer to no query.
+    client.send(status(99, "a")).await;
+    let parts = timeout(GUARD, asked).await.unwrap().unwrap().unwrap();
+    let text = |text: &str| Some(node_answer::Kind::Metrics(v1::MetricsText { text: text.into() }));
+    assert_eq!(parts.into_iter().map(|part| part.kind).collect::<Vec<_>>(), [text("x1 1\n"), text("x2 2\n")]);
+    assert_eq!(timeout(GUARD, other).await.unwrap().unwrap().unwrap().len(), 1);
+    client.ack().await;
+    // The stream has delivered changes as usual.
+    replica.put([endpoint(1, 2, 8080)]);
+    client.reach(replica.store.version()).await;
+    assert_eq!(replica.metric("headgate_agent_messages_ignored_total{reason=\"unknown_query\"}"), 1);
+    replica.running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn changes_are_sent_before_a_query() {
+    let replica = Replica::start().await;
+    let services = || (1..400).flat_map(|number| [service(number, 80), endpoint(number, 1, 8080)]);
+    replica.put(services());
+    // The stream begins with a snapshot, which this client has not read when the query is asked.
+    let mut client = Client::open(channel(replica.running.local_addr).await, "a", None).await.unwrap();
+    let asked = ask(&replica, "a", status_query());
+    let query = queried(&mut client, 1).await;
+    assert_eq!((client.held.version, client.ends.len()), (replica.store.version(), 1));
+    client.send(status(query.id, "a")).await;
+    assert_eq!(timeout(GUARD, asked).await.unwrap().unwrap().unwrap().len(), 1);
+    replica.running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn errors_name_the_node_and_the_remedy() {
+    let replica = Replica::start().await;
+    let mut client = agent(&replica, "a").await;
+    let (code, text) = refused(ask(&replica, "b", status_query())).await;
+    assert_eq!(code, Code::NotFound);
+    assert!(text.contains("node \"b\"") && text.contains("replica replica-1: ask the other replicas"), "{text}");
+
+    let mut old = hello("old", None);
+    if let Some(Body::Hello(hello)) = &mut old.body {
+        hello.answers_queries = false;
+    }
+    let _old = Client::open_with(channel(replica.running.local_addr).await, old, None).await.unwrap();
+    let (code, text) = refused(ask(&replica, "old", status_query())).await;
+    assert_eq!(code, Code::FailedPrecondition);
+    assert_eq!(text, "the agent of node old (version test) does not support this query: upgrade the agent");
+
+    let asked = ask(&replica, "a", status_query());
+    let id = queried(&mut client, 1).await.id;
+    client.send(Body::Answer(v1::Answer { id, is_last: true, is_unknown: true, ..v1::Answer::default() })).await;
+    assert_eq!(refused(asked).await.0, Code::FailedPrecondition);
+
+    let asked = ask(&replica, "a", status_query());
+    let id = queried(&mut client, 2).await.id;
+    let error = "the kernel lists nothing; look at it".into();
+    client.send(Body::Answer(v1::Answer { id, is_last: true, error, ..v1::Answer::default() })).await;
+    let (code, text) = refused(asked).await;
+    assert_eq!(code, Code::FailedPrecondition);
+    assert_eq!(text, "the agent of node a cannot answer: the kernel lists nothing; look at it");
+
+    // Four queries wait, so the fifth query is refused. The agent is silent.
+    let silent: Vec<_> = (0..4).map(|_| ask(&replica, "a", status_query())).collect();
+    queried(&mut client, 6).await;
+    let (code, text) = refused(ask(&replica, "a", status_query())).await;
+    assert_eq!(code, Code::ResourceExhausted);
+    assert!(text.contains("the agent of node a"), "{text}");
+    for asked in silent {
+        let (code, text) = refused(asked).await;
+        assert_eq!(code, Code::DeadlineExceeded);
+        assert!(text.contains("the agent of node a does not answer in time: look at"), "{text}");
+    }
+
+    let asked = ask(&replica, "a", status_query());
+    queried(&mut client, 7).await;
+    drop(client);
+    let (code, text) = refused(asked).await;
+    assert_eq!(code, Code::Unavailable);
+    assert!(text.contains("the stream of the agent of node a ended: ask again"), "{text}");
+    replica.running.stop().await;
+}
+
+async fn headgatectl(replicas: &[&Replica], arguments: &[&str]) -> (Option<i32>, String, String) {
+    let servers: Vec<String> =
+        replicas.iter().map(|replica| format!("http://{}", replica.running.local_addr)).collect();
+    let mut command = Command::new(program("headgatectl").unwrap());
+    let output = command.args(["--server", &servers.join(",")]).args(arguments).output();
+    let output = timeout(GUARD, output).await.expect("headgatectl does not end").unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn headgatectl_finds_the_replica_of_a_node() {
+    let (one, two) = (Replica::start().await, Replica::start().await);
+    let mut client = agent(&two, "a").await;
+    let answering = tokio::spawn(async move {
+        let first = queried(&mut client, 1).await;
+        client.send(status(first.id, "a")).await;
+        let second = queried(&mut client, 2).await;
+        client.send(status(second.id, "a")).await;
+        let third = queried(&mut client, 3).await;
+        client.send(metrics(third.id, "x 1\n", true)).await;
+        client
+    });
+    let (code, out, err) = headgatectl(&[&one, &two], &["node", "a"]).await;
+    assert_eq!((code, err.as_str()), (Some(0), ""));
+    assert!(out.starts_with("node         a ") && out.contains("\nbackend      nftables\n"), "{out}");
+    let (_, out, _) = headgatectl(&[&one, &two], &["node", "a", "-o", "json"]).await;
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((&json["node"], &json["quarantined"]), (&"a".into(), &serde_json::json!([])));
+    let (_, out, _) = headgatectl(&[&one, &two], &["node", "a", "--metrics"]).await;
+    assert_eq!(out, "x 1\n");
+    let _client = answering.await.unwrap();
+
+    let (code, _, err) = headgatectl(&[&one, &two], &["node", "b"]).await;
+    assert_eq!(code, Some(1));
+    assert!(err.contains("no agent of node b is connected to http://"), "{err}");
+    one.running.stop().await;
+    two.running.stop().await;
+}
