@@ -363,7 +363,7 @@ impl Builder<'_> {
 
     /// Returns conditions on the source address. Packets that meet one of these conditions come
     /// from the node itself.
-    fn from_node(&self) -> Vec<Vec<Expression>> {
+    fn sources_of_node(&self) -> Vec<Vec<Expression>> {
         let to = self.expressions;
         if self.config.has_fib {
             return vec![to.is_local(Side::Source)];
@@ -466,7 +466,7 @@ impl Builder<'_> {
     fn add_dispatch(&self, shape: &Shape, layout: &mut Layout) {
         let inside = |outer: Lookup, chain: &str| {
             let sources = self.config.detector.iter().map(|detector| self.expressions.is_from_pod(detector));
-            let sources = sources.chain(self.from_node());
+            let sources = sources.chain(self.sources_of_node());
             let rule = |source: Vec<Expression>| {
                 let mut all = self.has_target(outer);
                 all.extend(source);
@@ -554,7 +554,7 @@ impl Builder<'_> {
             outside.push(pods);
         }
         outside.push(vec![to.masquerade()]);
-        let node = self.from_node().into_iter().map(|rule| [rule, vec![to.masquerade()]].concat());
+        let node = self.sources_of_node().into_iter().map(|rule| [rule, vec![to.masquerade()]].concat());
         let chains = [
             (MasqueradeSources::Outside, outside),
             (MasqueradeSources::Node, node.collect()),
