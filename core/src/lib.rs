@@ -27,4 +27,4 @@ pub use model::{
     PortState, Protocol, Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight, pool,
 };
 pub use node_facts::NodeFacts;
-pub use state::{Demand, Dirty, FamilyDemand, ServiceEntry, State, digest, frontends, reference};
+pub use state::{Demand, Dirty, Endpoints, FamilyDemand, ServiceEntry, State, digest, frontends, reference};

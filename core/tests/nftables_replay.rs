@@ -27,7 +27,7 @@ struct Sets {
 }
 
 impl Sets {
-    fn commit(&mut self, plan: &Plan) -> Result<(), String> {
+    fn commit(&mut self, plan: &Plan, ledger: &Ledger) -> Result<(), String> {
         if let Some(shape) = &plan.shape {
             self.shape = shape.clone();
         }
@@ -37,8 +37,8 @@ impl Sets {
                 found => return Err(format!("deletes {element:?}, but the set holds {found:?}")),
             }
         }
-        for element in &plan.add {
-            if let Some(found) = self.elements.insert(element.key(), *element) {
+        for element in plan.added(ledger) {
+            if let Some(found) = self.elements.insert(element.key(), element) {
                 return Err(format!("adds {element:?}, but the set holds {found:?}"));
             }
         }
@@ -122,8 +122,8 @@ impl Rig {
     }
 
     fn full(&mut self) -> Result<Plan, TestCaseError> {
-        let plan = self.ledger.full(&self.state, &self.node, &self.sets.existing());
-        self.sets.commit(&plan).map_err(TestCaseError::fail)?;
+        let plan = self.ledger.full(&self.state, &self.node, self.sets.existing());
+        self.sets.commit(&plan, &self.ledger).map_err(TestCaseError::fail)?;
         Ok(plan)
     }
 
@@ -131,7 +131,7 @@ impl Rig {
         let mut dirty = Dirty::default();
         events.iter().for_each(|event| event.apply(&mut self.state, &mut self.node, &mut dirty));
         let plan = self.ledger.changed(&self.state, &self.node, &dirty);
-        self.sets.commit(&plan).map_err(TestCaseError::fail)?;
+        self.sets.commit(&plan, &self.ledger).map_err(TestCaseError::fail)?;
         Ok(plan)
     }
 }
@@ -161,7 +161,10 @@ proptest! {
             }
             prop_assert_eq!(rig.sets.flat(), wanted.sets.flat());
             prop_assert_eq!(rig.ledger.element_count(), rig.sets.elements.len());
-            prop_assert_eq!(rig.ledger.elements().collect::<HashSet<_>>(), rig.sets.existing().elements);
+            prop_assert_eq!(
+                rig.ledger.elements().collect::<HashSet<_>>(),
+                rig.sets.existing().elements.into_iter().collect(),
+            );
             // An agent that restarts adopts the numbers and the slots, and writes nothing.
             let before = rig.sets.clone();
             rig.ledger = ledger(family);
@@ -201,7 +204,7 @@ fn an_endpoint_change_replaces_the_targets_and_at_most_two_slots() {
         let mut dirty = Dirty::default();
         rig.state.apply(change, &mut dirty);
         let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty);
-        rig.sets.commit(&plan).unwrap();
+        rig.sets.commit(&plan, &rig.ledger).unwrap();
         let hairpins: HashSet<Element> = plan.add.iter().chain(&plan.delete).copied().collect();
         let hairpins = hairpins.iter().filter(|element| matches!(element, Element::Hairpin(_))).count();
         (plan.delete.len() + plan.add.len()) - hairpins

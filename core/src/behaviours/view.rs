@@ -1,21 +1,17 @@
 //! Views: what one node does for one service port in one family. Views do not depend on the
 //! dataplane.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
-    sync::Arc,
-};
+use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
 use compact_str::CompactString;
 
 use crate::{
     behaviours::endpoint_choice::{self, Destination},
     behaviours::source_ranges::SourceRanges,
-    model::{Endpoint, Family, LoadBalancing, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
+    model::{Family, LoadBalancing, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
     node_facts::NodeFacts,
     state::frontends::Frontend,
-    state::{ServiceEntry, State},
+    state::{Endpoints, ServiceEntry, State},
 };
 
 /// Numbers of service ports whose traffic is dropped because this node has no endpoint for a Local
@@ -174,7 +170,7 @@ struct Context<'a> {
     state: &'a State,
     key: &'a Arc<ServiceKey>,
     service: &'a Service,
-    endpoints: &'a BTreeMap<IpAddr, Endpoint>,
+    endpoints: &'a Endpoints,
     cluster_ip: IpAddr,
     family: Family,
     node: &'a NodeFacts,

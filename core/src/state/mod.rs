@@ -5,6 +5,7 @@
 
 mod demand;
 pub mod digest;
+mod endpoints;
 pub mod frontends;
 pub mod reference;
 
@@ -16,7 +17,10 @@ use std::{
 
 use compact_str::CompactString;
 
-pub use self::demand::{Demand, FamilyDemand};
+pub use self::{
+    demand::{Demand, FamilyDemand},
+    endpoints::Endpoints,
+};
 use self::{digest::Digests, frontends::FrontendOwners};
 use crate::model::{Change, Endpoint, Service, ServiceCidr, ServiceKey};
 
@@ -37,7 +41,7 @@ pub struct State {
 #[derive(Debug, Default)]
 pub struct ServiceEntry {
     service: Option<Box<Service>>,
-    endpoints: BTreeMap<IpAddr, Endpoint>,
+    endpoints: Endpoints,
 }
 
 impl ServiceEntry {
@@ -49,7 +53,7 @@ impl ServiceEntry {
 
     /// The endpoints in order of address.
     #[must_use]
-    pub fn endpoints(&self) -> &BTreeMap<IpAddr, Endpoint> {
+    pub fn endpoints(&self) -> &Endpoints {
         &self.endpoints
     }
 
@@ -205,7 +209,7 @@ impl State {
             None => self.endpoints += 1,
         }
         self.digests.add(bucket, digest::endpoint_hash(&key, &endpoint));
-        entry.endpoints.insert(endpoint.address, endpoint);
+        entry.endpoints.insert(endpoint);
         dirty.services.insert(key);
         true
     }

@@ -129,6 +129,34 @@ fn a_service_that_the_kernel_rejects_is_quarantined_and_keeps_its_last_good_elem
     });
 }
 
+/// The first sync writes many endpoints in several transactions. An agent that restarts finds what
+/// it would write, and the table has spare chains.
+#[test]
+fn a_large_first_sync_is_complete() {
+    in_namespace("large", || {
+        let (mut first, mut state, node) = (dataplane()?, State::default(), NodeFacts::named("node-1"));
+        let ports = std::sync::Arc::from([EndpointPort::new("80", Protocol::Tcp, 8080)]);
+        for number in 1..=100 {
+            let name = number.to_string();
+            apply(&mut state, service(&name, number, &[80]));
+            let endpoint = |last| Endpoint::new([10, 245, number, last].into(), std::sync::Arc::clone(&ports));
+            apply(&mut state, (0..200).map(|last| Change::Endpoint(ServiceKey::new("ns", &name), endpoint(last))));
+        }
+        let written = first.sync_full(&FixedState(&state, &node))?.objects_written;
+        assert!(written > 20_100, "{written} objects were written");
+        assert!(first.verify()?);
+        let chains = nft(&["list", "chains", "ip"]);
+        assert!(chains.contains("services-of-7 ") && chains.contains("services-of-201 "), "{chains}");
+
+        let dirty = apply(&mut state, service("7", 77, &[80]));
+        first.plan(&state, &node, &dirty);
+        first.apply()?;
+        let written = dataplane()?.sync_full(&FixedState(&state, &node))?.objects_written;
+        assert_eq!(written, 0, "an agent that restarts wrote {written} objects");
+        Ok(())
+    });
+}
+
 #[test]
 fn a_comparison_finds_every_kind_of_foreign_change() {
     in_namespace("compare", || {

@@ -201,6 +201,24 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// The largest number of endpoints that has [`Self::spare_picks`].
+    const SPARE_COUNTS: u32 = 100;
+
+    /// Returns chains for small numbers of endpoints. An agent adds them to a table that has no
+    /// elements, even if no service needs them. When the kernel binds a map to a new chain, it
+    /// walks all elements of the map (`nf_tables_bind_set`), so a chain that is added later costs a
+    /// time that grows with the number of endpoints in the cluster.
+    pub fn spare_picks() -> impl Iterator<Item = Pick> {
+        let of = |lookup| {
+            (1..=Self::SPARE_COUNTS).map(move |count| Pick {
+                lookup,
+                affinity_timeout_seconds: None,
+                selection: Selection::Random(count),
+            })
+        };
+        [Lookup::Service, Lookup::NodePort].into_iter().flat_map(of)
+    }
+
     /// Returns the timeouts of ClientIP affinity in seconds.
     #[must_use]
     pub fn affinity_timeouts_seconds(&self) -> BTreeSet<u32> {

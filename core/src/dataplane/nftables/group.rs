@@ -66,6 +66,7 @@ impl Group {
             }
         }
         self.slots = slots.into_iter().flatten().chain(added).collect();
+        self.slots.shrink_to_fit();
     }
 
     /// Returns the target for frontends of the group.
@@ -77,14 +78,49 @@ impl Group {
         Target { group: self.number, selection, affinity_timeout_seconds: self.affinity_timeout_seconds }
     }
 
+    /// Appends the elements that only one of this group and `before` has. `before` is the same
+    /// group before a change.
+    pub(super) fn difference(&self, before: Option<&Self>, removed: &mut Vec<Element>, added: &mut Vec<Element>) {
+        let is_same_map =
+            |before: &&Self| before.affinity_timeout_seconds.is_some() == self.affinity_timeout_seconds.is_some();
+        let Some(old) = before.filter(is_same_map) else {
+            removed.extend(before.into_iter().flat_map(Self::elements));
+            return added.extend(self.elements());
+        };
+        if old.slots == self.slots {
+            return;
+        }
+        for slot in 0..old.slots.len().max(self.slots.len()) {
+            if old.slots.get(slot) != self.slots.get(slot) {
+                removed.extend(old.endpoint(slot));
+                added.extend(self.endpoint(slot));
+            }
+        }
+        let (before, now) = (old.members(), self.members());
+        let member = |number: u32| move |(address, port): &(IpAddr, u16)| Element::Member(number, *address, *port);
+        removed.extend(before.difference(&now).map(member(self.number)));
+        added.extend(now.difference(&before).map(member(self.number)));
+    }
+
+    /// Returns the element of a slot.
+    fn endpoint(&self, slot: usize) -> Option<Element> {
+        let endpoint =
+            if self.affinity_timeout_seconds.is_some() { Element::AffinityEndpoint } else { Element::Endpoint };
+        let (address, port) = self.slots.get(slot)?;
+        Some(endpoint(self.number, u32::try_from(slot).ok()?, *address, *port))
+    }
+
+    /// Returns the endpoints to which connections of recorded clients are sent.
+    fn members(&self) -> BTreeSet<(IpAddr, u16)> {
+        let has_affinity = self.affinity_timeout_seconds.is_some();
+        self.slots.iter().filter(|_| has_affinity).copied().collect()
+    }
+
     /// Returns the elements of the group.
     pub(super) fn elements(&self) -> impl Iterator<Item = Element> + '_ {
-        let has_affinity = self.affinity_timeout_seconds.is_some();
-        let endpoint = if has_affinity { Element::AffinityEndpoint } else { Element::Endpoint };
-        let slots = (0u32..).zip(&self.slots);
-        let endpoints = slots.map(move |(slot, (address, port))| endpoint(self.number, slot, *address, *port));
-        let with_affinity: BTreeSet<(IpAddr, u16)> = self.slots.iter().filter(|_| has_affinity).copied().collect();
-        let members = with_affinity.into_iter().map(|(address, port)| Element::Member(self.number, address, port));
+        let endpoints = (0..self.slots.len()).filter_map(|slot| self.endpoint(slot));
+        let members = self.members().into_iter();
+        let members = members.map(|(address, port)| Element::Member(self.number, address, port));
         endpoints.chain(members)
     }
 }

@@ -8,8 +8,8 @@
 mod quarantine;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
-    net::IpAddr,
+    collections::{BTreeSet, HashMap, HashSet},
+    net::{IpAddr, Ipv4Addr},
     sync::Arc,
 };
 
@@ -45,17 +45,17 @@ pub struct Ledger {
 /// The programmed elements of one service.
 #[derive(Debug, Clone, Default)]
 struct Programmed {
-    groups: Vec<Group>,
+    groups: Box<[Group]>,
     /// The elements that belong to no group, sorted.
-    elements: Vec<Element>,
+    elements: Box<[Element]>,
     no_local: NoLocalEndpoints,
 }
 
 /// The elements in the kernel for one family.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Existing {
-    /// The elements.
-    pub elements: HashSet<Element>,
+    /// The elements, in any order.
+    pub elements: Vec<Element>,
     /// The shape for which the rules in the kernel were written.
     pub shape: Shape,
 }
@@ -66,8 +66,11 @@ pub struct Plan {
     /// Elements to delete. The deletions come before the additions, because an added element may
     /// have the key of a deleted element.
     pub delete: Vec<Element>,
-    /// Elements to add.
+    /// Elements to add. [`Self::added`] returns all added elements.
     pub add: Vec<Element>,
+    /// True if the plan adds all elements of the ledger, because the kernel has none. The plan does
+    /// not list these elements, so that memory does not hold them twice.
+    pub adds_everything: bool,
     /// The new shape, or `None` if the shape did not change. The chains of the shape are added
     /// before the elements.
     pub shape: Option<Shape>,
@@ -79,7 +82,20 @@ impl Plan {
     /// True if the plan changes nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.delete.is_empty() && self.add.is_empty() && self.shape.is_none()
+        self.delete.is_empty() && self.add.is_empty() && !self.adds_everything && self.shape.is_none()
+    }
+
+    /// The number of elements that the plan adds.
+    #[must_use]
+    pub fn added_count(&self, ledger: &Ledger) -> usize {
+        self.add.len() + if self.adds_everything { ledger.element_count() } else { 0 }
+    }
+
+    /// Returns the elements that the plan adds. `ledger` made the plan and has made no other plan
+    /// since.
+    pub fn added<'a>(&'a self, ledger: &'a Ledger) -> impl Iterator<Item = Element> + 'a {
+        let everything = self.adds_everything.then(|| ledger.elements());
+        self.add.iter().copied().chain(everything.into_iter().flatten())
     }
 }
 
@@ -95,16 +111,17 @@ struct Round {
 
 /// The groups in the kernel, before a full sync adopts them.
 #[derive(Debug, Default)]
-struct Found {
+struct Found<'a> {
+    /// The elements in the kernel, sorted. So the slots of a group are adjacent and in order.
+    elements: &'a [Element],
     numbers: HashMap<(Lookup, Frontend), u32>,
-    /// The slots of each group, for groups with affinity and for groups without.
-    slots: HashMap<(u32, bool), BTreeMap<u32, (IpAddr, u16)>>,
     taken: HashSet<u32>,
 }
 
 impl Ledger {
-    /// The maximum number of unused chains that a full sync keeps. Only full syncs delete chains,
-    /// so a group that grows and shrinks repeatedly does not add and delete chains each time.
+    /// The maximum number of unused chains, besides spare chains, that a full sync keeps. Only full
+    /// syncs delete chains, so a group that grows and shrinks repeatedly does not add and delete
+    /// chains each time.
     const MAX_UNUSED_PICKS: usize = 128;
 
     /// Creates a ledger in which nothing is programmed.
@@ -171,10 +188,11 @@ impl Ledger {
     /// Plans the changes from `existing`, the elements in the kernel, to the wanted elements. The
     /// plan does not depend on what the ledger recorded before. Adopts the numbers and slots of
     /// groups in the kernel. The plan is empty if the kernel already has the wanted elements.
-    pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &Existing) -> Plan {
-        let mut found = Found::of(&existing.elements);
-        let in_use = found.slots.keys().map(|(group, _)| group).chain(found.numbers.values());
-        self.numbers = Numbers::besides(&in_use.copied().map(port_number).collect());
+    pub fn full(&mut self, state: &State, node: &NodeFacts, existing: Existing) -> Plan {
+        let Existing { elements: mut existing, shape: existing_shape } = existing;
+        existing.sort_unstable();
+        let mut found = Found::of(&existing);
+        self.numbers = Numbers::besides(&existing.iter().filter_map(group_of).map(port_number).collect());
         self.quarantine.begin_full();
         self.programmed.clear();
         self.shared.clear();
@@ -182,29 +200,40 @@ impl Ledger {
         self.element_count = 0;
         self.shape = Shape { service_cidrs: self.shape.service_cidrs.clone(), ..Shape::default() };
 
-        let mut round = Round::default();
         let keys: BTreeSet<&Arc<ServiceKey>> = state.entries().map(|(key, _)| key).collect();
         let (quarantined, keys): (Vec<_>, Vec<_>) = keys.into_iter().partition(|key| self.quarantine.contains(key));
+        // The plan compares all records with the kernel's elements, so it needs no round, and the
+        // changes of each service are dropped at once.
         for key in quarantined {
-            self.keep_last_good(key, &existing.elements, &mut round);
+            self.keep_last_good(key, &existing, &mut Round::default());
         }
         let planned = keys.len();
         for key in keys {
-            self.program(state, node, key, Some(&mut found), &mut round);
+            self.program(state, node, key, Some(&mut found), &mut Round::default());
         }
-        self.program_service_cidrs(state, &mut round);
-        let unused: Vec<Pick> = existing.shape.picks.difference(&self.shape.picks).copied().collect();
-        if unused.len() <= Self::MAX_UNUSED_PICKS {
-            self.shape.picks.extend(unused);
+        self.program_service_cidrs(state, &mut Round::default());
+        if existing.is_empty() {
+            self.shape.picks.extend(Shape::spare_picks());
         }
-        self.shape.prefix_lengths.extend(&existing.shape.prefix_lengths);
-        let mut plan = self.finish(round, planned);
-        // The ledger recorded no element before, so `plan.add` contains all wanted elements.
-        let mut surplus = existing.elements.clone();
-        plan.add.retain(|element| !surplus.remove(element));
-        plan.delete = surplus.into_iter().collect();
-        plan.delete.sort_unstable();
-        plan.shape = (self.shape != existing.shape).then(|| self.shape.clone());
+        let spare: HashSet<Pick> = Shape::spare_picks().collect();
+        let unused = existing_shape.picks.difference(&self.shape.picks);
+        let (spare, others): (Vec<Pick>, Vec<Pick>) = unused.partition(|pick| spare.contains(pick));
+        self.shape.picks.extend(spare);
+        if others.len() <= Self::MAX_UNUSED_PICKS {
+            self.shape.picks.extend(others);
+        }
+        self.shape.prefix_lengths.extend(&existing_shape.prefix_lengths);
+        let mut plan = self.finish(Round::default(), planned);
+        if existing.is_empty() {
+            plan.adds_everything = self.element_count > 0;
+        } else {
+            let mut is_wanted = vec![false; existing.len()];
+            plan.add = self.elements().filter(|element| !take(&existing, &mut is_wanted, element)).collect();
+            plan.add.sort_unstable();
+            let surplus = existing.iter().zip(&is_wanted).filter(|(_, is_wanted)| !**is_wanted);
+            plan.delete = surplus.map(|(element, _)| *element).collect();
+        }
+        plan.shape = (self.shape != existing_shape).then(|| self.shape.clone());
         plan
     }
 
@@ -219,12 +248,13 @@ impl Ledger {
         state: &State,
         node: &NodeFacts,
         key: &Arc<ServiceKey>,
-        found: Option<&mut Found>,
+        found: Option<&mut Found<'_>>,
         round: &mut Round,
     ) {
         let old = self.programmed.remove(key).unwrap_or_default();
         let views = service_views(state, key, self.config.family, node);
-        let mut new = Programmed::default();
+        let (mut groups, mut elements) = (Vec::new(), Vec::new());
+        let mut no_local = NoLocalEndpoints::default();
         let mut found = found;
         let (mut ports, mut node_ports) = (HashSet::new(), HashSet::new());
         for mut view in views {
@@ -252,29 +282,28 @@ impl Ledger {
                 let has_affinity = view.affinity_timeout_seconds.is_some();
                 let slots = match old.groups.iter().find(|group| group.key == key) {
                     Some(group) => group.slots.clone(),
-                    None => found.as_deref_mut().map_or_else(Vec::new, |found| found.take_slots(number, has_affinity)),
+                    None => found.as_deref().map_or_else(Vec::new, |found| found.slots(number, has_affinity)),
                 };
                 let affinity_timeout_seconds = view.affinity_timeout_seconds;
                 let mut group = Group { key, number, affinity_timeout_seconds, is_hashed, slots };
                 group.set_endpoints(endpoints);
-                new.groups.push(group);
+                groups.push(group);
             }
             let target = |is_local| -> Option<Target> {
                 let number = group_number(port, is_local);
-                new.groups.iter().find(|group| group.number == number).map(Group::target)
+                groups.iter().find(|group: &&Group| group.number == number).map(Group::target)
             };
             let services = plan.services.iter();
             let services =
                 services.filter_map(|(frontend, is_local)| Some(Element::Service(*frontend, target(*is_local)?)));
             let inside = plan.inside.iter().filter_map(|frontend| Some(Element::Inside(*frontend, target(false)?)));
-            let elements: Vec<Element> = services.chain(inside).chain(plan.elements.iter().copied()).collect();
-            new.elements.extend(elements);
-            new.no_local.add(view.no_local_endpoints());
+            elements.extend(services.chain(inside).chain(plan.elements.iter().copied()));
+            no_local.add(view.no_local_endpoints());
         }
-        new.elements.sort_unstable();
-        new.elements.dedup();
-        self.hold(&new, round);
-        self.release(&old, round);
+        elements.sort_unstable();
+        elements.dedup();
+        let new = Programmed { groups: groups.into(), elements: elements.into(), no_local };
+        self.replace(&old, &new, round);
         let still_used: HashSet<u32> = new.groups.iter().map(|group| port_number(group.number)).collect();
         let unused: BTreeSet<u32> = old.groups.iter().map(|group| port_number(group.number)).collect();
         unused.difference(&still_used.into_iter().collect()).for_each(|port| self.numbers.release(*port));
@@ -291,40 +320,58 @@ impl Ledger {
         port: u16,
         groups: &[Group],
         plan: &PortPlan,
-        found: Option<&mut Found>,
+        found: Option<&mut Found<'_>>,
     ) -> u32 {
         let own = groups.iter().find(|group| group.key.protocol == protocol && group.key.port == port);
         let own = own.map(|group| port_number(group.number));
         own.or_else(|| found?.take_port(plan)).unwrap_or_else(|| self.numbers.take())
     }
 
-    fn hold(&mut self, programmed: &Programmed, round: &mut Round) {
-        self.no_local.add(programmed.no_local);
-        for element in programmed.all_elements() {
-            if is_shared(&element) {
-                self.element_count += usize::from(self.shared.add(element, false, &mut round.shared));
-            } else {
-                self.element_count += 1;
-                round.added.insert(element);
-            }
-            if let Element::Admitted(_, range) = element {
-                round.is_shape_changed |= self.shape.prefix_lengths.insert(range.prefix_len());
+    /// Records that a service has the elements of `new` in place of those of `old`. Apart from the
+    /// comparison of both, the cost depends only on the elements that differ.
+    fn replace(&mut self, old: &Programmed, new: &Programmed, round: &mut Round) {
+        self.no_local.add(new.no_local);
+        self.no_local.subtract(old.no_local);
+        let (mut added, mut removed) = (Vec::new(), Vec::new());
+        difference(&old.elements, &new.elements, &mut removed, &mut added);
+        for group in &new.groups {
+            let before = old.groups.iter().find(|before| before.number == group.number);
+            group.difference(before, &mut removed, &mut added);
+        }
+        for group in &old.groups {
+            if new.groups.iter().all(|after| after.number != group.number) {
+                removed.extend(group.elements());
             }
         }
-        for pick in programmed.picks() {
-            round.is_shape_changed |= self.shape.picks.insert(pick);
+        for element in added {
+            self.hold(element, round);
+        }
+        for element in removed {
+            self.release(element, round);
         }
     }
 
-    fn release(&mut self, programmed: &Programmed, round: &mut Round) {
-        self.no_local.subtract(programmed.no_local);
-        for element in programmed.all_elements() {
-            if is_shared(&element) {
-                self.element_count -= usize::from(self.shared.remove(element, false, &mut round.shared));
-            } else {
-                self.element_count -= 1;
-                round.removed.insert(element);
-            }
+    fn hold(&mut self, element: Element, round: &mut Round) {
+        if is_shared(&element) {
+            self.element_count += usize::from(self.shared.add(element, false, &mut round.shared));
+        } else {
+            self.element_count += 1;
+            round.added.insert(element);
+        }
+        if let Element::Admitted(_, range) = element {
+            round.is_shape_changed |= self.shape.prefix_lengths.insert(range.prefix_len());
+        }
+        if let Some((lookup, _, target)) = Lookup::of(&element) {
+            round.is_shape_changed |= self.shape.picks.insert(target.pick(lookup));
+        }
+    }
+
+    fn release(&mut self, element: Element, round: &mut Round) {
+        if is_shared(&element) {
+            self.element_count -= usize::from(self.shared.remove(element, false, &mut round.shared));
+        } else {
+            self.element_count -= 1;
+            round.removed.insert(element);
         }
     }
 
@@ -345,7 +392,13 @@ impl Ledger {
         delete.extend(self.shared.to_remove(&shared));
         let mut add: Vec<Element> = added.difference(&removed).copied().collect();
         add.extend(self.shared.to_add(&shared));
-        Plan { delete, add, shape: is_shape_changed.then(|| self.shape.clone()), services_planned }
+        Plan {
+            delete,
+            add,
+            adds_everything: false,
+            shape: is_shape_changed.then(|| self.shape.clone()),
+            services_planned,
+        }
     }
 }
 
@@ -362,14 +415,6 @@ impl Programmed {
     fn own_elements(&self) -> impl Iterator<Item = Element> + '_ {
         self.all_elements().filter(|element| !is_shared(element))
     }
-
-    /// Returns the chains that this service needs.
-    fn picks(&self) -> impl Iterator<Item = Pick> + '_ {
-        self.elements.iter().filter_map(|element| {
-            let (lookup, _, target) = Lookup::of(element)?;
-            Some(target.pick(lookup))
-        })
-    }
 }
 
 /// True if several services may need the same element.
@@ -377,33 +422,59 @@ fn is_shared(element: &Element) -> bool {
     matches!(element, Element::ClusterIp(_) | Element::Hairpin(_))
 }
 
-impl Found {
-    fn of(elements: &HashSet<Element>) -> Self {
-        let mut found = Self::default();
-        for element in elements {
-            match *element {
-                Element::Endpoint(group, slot, address, port)
-                | Element::AffinityEndpoint(group, slot, address, port)
-                    if group <= Numbers::MAX_ADOPTED =>
-                {
-                    let has_affinity = matches!(element, Element::AffinityEndpoint(..));
-                    found.slots.entry((group, has_affinity)).or_default().insert(slot, (address, port));
-                }
-                Element::Service(_, target) | Element::Inside(_, target) if target.group <= Numbers::MAX_ADOPTED => {
-                    if let Some((lookup, frontend, _)) = Lookup::of(element) {
-                        found.numbers.insert((lookup, frontend), target.group);
-                    }
-                }
-                _ => {}
-            }
+/// Appends the elements that only one of two sorted lists has.
+fn difference(old: &[Element], new: &[Element], removed: &mut Vec<Element>, added: &mut Vec<Element>) {
+    let (mut old, mut new) = (old.iter().peekable(), new.iter().peekable());
+    loop {
+        match (old.peek(), new.peek()) {
+            (Some(one), Some(other)) if one == other => drop((old.next(), new.next())),
+            (Some(one), Some(other)) if one > other => added.extend(new.next()),
+            (Some(_), _) => removed.extend(old.next()),
+            (None, Some(_)) => added.extend(new.next()),
+            (None, None) => return,
         }
-        found
+    }
+}
+
+/// Returns whether a sorted list has an element, and notes this in `is_taken`.
+fn take(sorted: &[Element], is_taken: &mut [bool], element: &Element) -> bool {
+    let Ok(at) = sorted.binary_search(element) else { return false };
+    is_taken[at] = true;
+    true
+}
+
+/// Returns the group of an element. `None` if the element has no group, or a group with a number
+/// that only another program can have written.
+fn group_of(element: &Element) -> Option<u32> {
+    let group = match *element {
+        Element::Endpoint(group, ..) | Element::AffinityEndpoint(group, ..) => group,
+        Element::Service(_, target) | Element::Inside(_, target) => target.group,
+        _ => return None,
+    };
+    Some(group).filter(|group| *group <= Numbers::MAX_ADOPTED)
+}
+
+impl<'a> Found<'a> {
+    fn of(elements: &'a [Element]) -> Self {
+        let numbers = elements.iter().filter_map(|element| {
+            let (lookup, frontend, _) = Lookup::of(element)?;
+            Some(((lookup, frontend), group_of(element)?))
+        });
+        Self { elements, numbers: numbers.collect(), taken: HashSet::new() }
     }
 
-    /// Returns the endpoints of a group in the order of their slots. Returns each group only once.
-    fn take_slots(&mut self, group: u32, has_affinity: bool) -> Vec<(IpAddr, u16)> {
-        let slots = self.slots.remove(&(group, has_affinity)).unwrap_or_default();
-        slots.into_values().collect()
+    /// Returns the endpoints of a group in the order of their slots.
+    fn slots(&self, group: u32, has_affinity: bool) -> Vec<(IpAddr, u16)> {
+        let slot = |element: &Element| match *element {
+            Element::Endpoint(group, _, address, port) if !has_affinity => Some((group, (address, port))),
+            Element::AffinityEndpoint(group, _, address, port) if has_affinity => Some((group, (address, port))),
+            _ => None,
+        };
+        let first = if has_affinity { Element::AffinityEndpoint } else { Element::Endpoint };
+        let first = first(group, 0, Ipv4Addr::UNSPECIFIED.into(), 0);
+        let start = self.elements.partition_point(|element| *element < first);
+        let slots = self.elements.iter().skip(start).map_while(slot);
+        slots.take_while(|(of, _)| *of == group).map(|(_, endpoint)| endpoint).collect()
     }
 
     /// Returns the number of the service port to which the plan's frontends belong in the kernel.

@@ -1,12 +1,9 @@
 //! Compares the kernel with what is programmed, set by set.
 
-use std::{
-    collections::HashSet,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
-use headgate_core::nftables::{Element, Ledger};
-use nftables_netlink::{Kernel as _, Nftables, NftablesError};
+use headgate_core::nftables::Ledger;
+use nftables_netlink::{Nftables, NftablesError};
 
 use super::{
     super::metrics::DataplaneMetrics,
@@ -103,28 +100,26 @@ fn compare(
             Ok(Vec::new())
         }
         Part::Elements(set) => {
-            let (mut found, mut differences) = (HashSet::new(), Vec::new());
-            let listed = match nftables.elements(&table, set) {
+            let listed = match read::elements_of(nftables, family, set) {
                 Err(error) if error.refusal_code() == Some(libc::ENOENT) => {
                     return Ok(vec![format!("the set {set} of the table {table} is missing")]);
                 }
                 listed => listed?,
             };
-            for element in listed {
-                match elements::decode(family, set, &element) {
-                    Some(element) => drop(found.insert(element)),
-                    None => differences
-                        .push(format!("the set {set} of the table {table} has a foreign element {}", element.key)),
+            let (mut is_wanted, mut differences) = (vec![false; listed.len()], Vec::new());
+            for element in ledger.elements().filter(|element| elements::set_of(element) == *set) {
+                match listed.binary_search(&Ok(element)) {
+                    Ok(at) => is_wanted[at] = true,
+                    Err(_) => differences.push(format!("the set {set} of the table {table} lacks {element:?}")),
                 }
             }
-            let missing: Vec<Element> = ledger
-                .elements()
-                .filter(|element| elements::set_of(element) == *set && !found.remove(element))
-                .collect();
-            let sentence =
-                |what: &str, element: &Element| format!("the set {set} of the table {table} {what} {element:?}");
-            differences.extend(missing.iter().map(|element| sentence("lacks", element)));
-            differences.extend(found.iter().map(|element| sentence("has a foreign", element)));
+            for (element, _) in listed.iter().zip(&is_wanted).filter(|(_, is_wanted)| !**is_wanted) {
+                let named = match element {
+                    Ok(element) => format!("{element:?}"),
+                    Err(key) => key.to_string(),
+                };
+                differences.push(format!("the set {set} of the table {table} has a foreign element {named}"));
+            }
             Ok(differences)
         }
     }

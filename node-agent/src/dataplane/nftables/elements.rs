@@ -9,7 +9,7 @@ use std::{
 use headgate_core::{
     Family, Protocol,
     frontends::Frontend,
-    nftables::{Element, Lookup, MasqueradeSources, Pick, Plan, Refusal, Selection, Target},
+    nftables::{Element, Lookup, MasqueradeSources, Pick, Refusal, Selection, Target},
 };
 use ipnet::IpNet;
 use nftables_netlink::{DataType, ElementData, Set, TableName, Transaction, Value};
@@ -241,24 +241,41 @@ pub(super) fn set_of(element: &Element) -> Cow<'static, str> {
     }
 }
 
-/// Adds the elements of a plan to a transaction.
-pub(super) fn write(plan: &Plan, table: &TableName, transaction: &mut Transaction) {
-    for (set, elements) in by_set(&plan.delete) {
-        transaction.delete_elements(table, set, elements);
-    }
-    for (set, elements) in by_set(&plan.add) {
-        transaction.add_elements(table, set, elements);
-    }
+/// Adds deletions and additions of elements to a transaction.
+pub(super) fn write(
+    delete: &[Element],
+    add: impl Iterator<Item = Element>,
+    table: &TableName,
+    transaction: &mut Transaction,
+) {
+    by_set(delete.iter().copied(), |set, elements| {
+        transaction.delete_elements(table, set, elements.iter().map(|element| encode(element).1));
+    });
+    by_set(add, |set, elements| {
+        transaction.add_elements(table, set, elements.iter().map(|element| encode(element).1));
+    });
 }
 
-/// Returns the elements in the kernel's form, by the name of their set.
-fn by_set(elements: &[Element]) -> BTreeMap<String, Vec<nftables_netlink::Element>> {
-    let mut sets: BTreeMap<String, Vec<nftables_netlink::Element>> = BTreeMap::new();
+/// The number of elements that [`by_set`] collects. Their message has at most the size at which the
+/// client of nftables begins another message.
+const COLLECTED: usize = 512;
+
+/// Passes the elements of each set to `write`, at most [`COLLECTED`] at a time.
+fn by_set(elements: impl Iterator<Item = Element>, mut write: impl FnMut(&str, &[Element])) {
+    let mut sets: BTreeMap<Cow<'static, str>, Vec<Element>> = BTreeMap::new();
     for element in elements {
-        let (set, element) = encode(element);
-        sets.entry(set).or_default().push(element);
+        let set = set_of(&element);
+        if let Some(collected) = sets.get_mut(&set) {
+            collected.push(element);
+            if collected.len() == COLLECTED {
+                write(&set, collected);
+                collected.clear();
+            }
+        } else {
+            sets.insert(set, vec![element]);
+        }
     }
-    sets
+    sets.iter().filter(|(_, collected)| !collected.is_empty()).for_each(|(set, collected)| write(set, collected));
 }
 
 /// Converts an element that the kernel lists in one of our sets. Returns `None` if this agent never

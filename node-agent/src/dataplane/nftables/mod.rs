@@ -1,8 +1,10 @@
 //! The nftables dataplane: a table per family with a fixed set of rules, over netlink.
 //!
 //! [`headgate_core::nftables`] plans the elements of maps and sets. [`layout`] builds the rules.
-//! Each step is one transaction: the kernel applies the whole step or nothing.
+//! Each step is one transaction: the kernel applies the whole step or nothing. Only the first sync
+//! writes endpoints in transactions of their own ([`bulk`]).
 
+mod bulk;
 mod compare;
 mod connection;
 mod elements;
@@ -242,14 +244,13 @@ impl Dataplane for NftablesFamily {
         let family = self.family();
         let own = node.addresses.iter().find(|address| Family::of(**address) == family);
         self.layout_config.ping_answered_by = own.filter(|_| self.replies_to_ping).copied();
-        let mut plan = self.ledger.full(state, node, &found.existing);
+        let mut plan = self.ledger.full(state, node, std::mem::take(&mut found.existing));
         let mut layout = Layout::new(&self.layout_config, self.ledger.shape());
         if found.is_foreign || !found.layout.can_become(&layout) {
             // The table is written anew, in the same transaction.
             found.is_foreign = true;
-            found.existing = Existing::default();
             found.layout = Layout::default();
-            plan = self.ledger.full(state, node, &found.existing);
+            plan = self.ledger.full(state, node, Existing::default());
             layout = Layout::new(&self.layout_config, self.ledger.shape());
         }
         Step {
@@ -275,6 +276,8 @@ impl Dataplane for NftablesFamily {
         let family = self.family();
         let table = table_name(family);
         let Step { plan, layout, found, replaces_table } = step;
+        // One transaction deletes a foreign table and writes all endpoints, so no packet misses them.
+        let written = if replaces_table { 0 } else { self.write_endpoints(kernel, &plan)? };
         let mut transaction = Transaction::new();
         let mut report = Report { services_planned: plan.services_planned, ..Report::default() };
         let is_full = found.is_some();
@@ -293,8 +296,9 @@ impl Dataplane for NftablesFamily {
         if let Some(layout) = &layout {
             report.objects_written += self.layout.change_to(layout, &table, &mut transaction);
         }
-        elements::write(&plan, &table, &mut transaction);
-        self.last_written = u32::try_from(plan.add.len() + plan.delete.len()).unwrap_or(u32::MAX);
+        let added = bulk::after(written, plan.added(&self.ledger));
+        elements::write(&plan.delete, added, &table, &mut transaction);
+        self.last_written = u32::try_from(plan.added_count(&self.ledger) + plan.delete.len()).unwrap_or(u32::MAX);
         report.objects_written = report.objects_written.saturating_add(self.last_written);
         if transaction.message_count() == before && !needs_table && report.warnings.is_empty() {
             self.ledger.confirm();

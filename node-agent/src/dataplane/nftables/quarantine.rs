@@ -79,7 +79,7 @@ impl FindFaults<Connection> for NftablesFamily {
             if let Some(shape) = &plan.shape {
                 self.layout.change_to(&Layout::new(&self.layout_config, shape), &table, &mut transaction);
             }
-            elements::write(&plan, &table, &mut transaction);
+            elements::write(&plan.delete, plan.added(&self.ledger), &table, &mut transaction);
             let found = kernel.refusals(&transaction).map_err(|error| failure("trying a service again", &error))?;
             if let Some(fault) = found.first() {
                 let service = Arc::clone(service);

@@ -1,7 +1,10 @@
 //! Reads a table from the kernel.
 
-use headgate_core::{Family, nftables::Shape};
-use nftables_netlink::{ElementData, Kernel as _, Nftables, NftablesError, Rule, Set, SetData};
+use headgate_core::{
+    Family,
+    nftables::{Element, Shape},
+};
+use nftables_netlink::{ElementData, Kernel as _, Nftables, NftablesError, Rule, Set, SetData, Value};
 
 use super::{
     Found, elements,
@@ -20,10 +23,10 @@ pub(super) fn everything(nftables: &mut Nftables, family: Family, owns_tables: b
     found.layout = layout;
     found.is_foreign = table.object.persistent != owns_tables || !foreign.is_empty();
     for set in found.layout.sets.values().filter(|set| has_elements_of_services(set)) {
-        for element in nftables.elements(&name, &set.name)? {
-            match elements::decode(family, &set.name, &element) {
-                Some(element) => drop(found.existing.elements.insert(element)),
-                None => found.is_foreign = true,
+        for element in elements_of(nftables, family, &set.name)? {
+            match element {
+                Ok(element) => found.existing.elements.push(element),
+                Err(_) => found.is_foreign = true,
             }
         }
     }
@@ -39,6 +42,16 @@ pub(super) fn has_elements_of_services(set: &Set) -> bool {
 
 fn has_elements_of_layout(set: &Set) -> bool {
     set.data == Some(SetData::Verdicts) || elements::has_node_addresses(&set.name)
+}
+
+/// Returns the elements of a set, sorted. `Err` is the key of an element that this agent never
+/// writes.
+pub(super) fn elements_of(
+    nftables: &mut Nftables,
+    family: Family,
+    set: &str,
+) -> Result<Vec<Result<Element, Value>>, NftablesError> {
+    nftables.elements_as(&table_name(family), set, |element| elements::decode(family, set, &element).ok_or(element.key))
 }
 
 /// Reads the layout of a table, or `None` if the table does not exist. Also returns a sentence for

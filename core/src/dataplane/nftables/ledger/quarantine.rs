@@ -78,12 +78,12 @@ impl Ledger {
     }
 
     /// Records the last good elements of a quarantined service as programmed, if the kernel has all
-    /// of them.
-    pub(super) fn keep_last_good(&mut self, key: &Arc<ServiceKey>, existing: &HashSet<Element>, round: &mut Round) {
+    /// of them. `existing` is sorted.
+    pub(super) fn keep_last_good(&mut self, key: &Arc<ServiceKey>, existing: &[Element], round: &mut Round) {
         let slot = self.quarantine.services.entry(Arc::clone(key)).or_default();
-        *slot = slot.take().filter(|kept| kept.all_elements().all(|element| existing.contains(&element)));
+        *slot = slot.take().filter(|kept| kept.all_elements().all(|element| existing.binary_search(&element).is_ok()));
         if let Some(last_good) = slot.clone() {
-            self.hold(&last_good, round);
+            self.replace(&Programmed::default(), &last_good, round);
             self.programmed.insert(Arc::clone(key), last_good);
         }
     }
@@ -103,8 +103,7 @@ impl Ledger {
         let mut round = Round::default();
         for (key, before) in services.iter().zip(before) {
             let tried = self.programmed.remove(key).unwrap_or_default();
-            self.hold(&before, &mut round);
-            self.release(&tried, &mut round);
+            self.replace(&tried, &before, &mut round);
             let numbers_of = |programmed: &Programmed| -> BTreeSet<u32> {
                 programmed.groups.iter().map(|group| port_number(group.number)).collect()
             };

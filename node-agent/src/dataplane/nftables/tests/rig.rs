@@ -169,7 +169,7 @@ impl<K: Kernel> Rig<K> {
             layout: Layout::default(),
             config,
         };
-        let plan = rig.ledger.full(&rig.state, &rig.node, &headgate_core::nftables::Existing::default());
+        let plan = rig.ledger.full(&rig.state, &rig.node, headgate_core::nftables::Existing::default());
         rig.commit(&plan);
         rig
     }
@@ -198,9 +198,8 @@ impl<K: Kernel> Rig<K> {
         let mut layout = Layout::new(&self.config, self.ledger.shape());
         shrink(&mut layout);
         self.layout.change_to(&layout, &table, &mut transaction);
-        let kept = |elements: &[Element]| elements.iter().copied().filter(is_kept).collect();
-        let plan = Plan { delete: kept(&plan.delete), add: kept(&plan.add), ..plan.clone() };
-        elements::write(&plan, &table, &mut transaction);
+        let delete: Vec<Element> = plan.delete.iter().copied().filter(is_kept).collect();
+        elements::write(&delete, plan.added(&self.ledger).filter(is_kept), &table, &mut transaction);
         self.kernel.commit(&transaction).unwrap();
         self.layout = layout;
     }
