@@ -7,7 +7,7 @@ use std::sync::{
 
 use headgate_proto::v1;
 use prost::Message as _;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tonic::Status;
 
 /// The maximum number of unanswered queries on a stream.
@@ -15,6 +15,9 @@ const MAX_ON_STREAM: usize = 4;
 
 /// The maximum size of the parts of an answer, in bytes.
 const MAX_ANSWER_BYTES: usize = 1 << 20;
+
+/// The maximum number of parts that wait for the client. Agents send fewer parts in an answer.
+const MAX_WAITING_PARTS: usize = 128;
 
 /// The unanswered queries on one stream.
 #[derive(Debug, Default)]
@@ -39,9 +42,8 @@ struct Unanswered {
     /// `None` after the query was sent.
     unsent: Option<v1::NodeQuery>,
     received_bytes: usize,
-    /// The parts of the answer, each with true if it is the last. [`MAX_ANSWER_BYTES`] bounds the
-    /// parts that wait here for a slow client.
-    parts: UnboundedSender<Result<v1::Answer, Status>>,
+    /// The parts of the answer that wait for the client.
+    parts: Sender<Result<v1::Answer, Status>>,
 }
 
 impl Queries {
@@ -72,9 +74,8 @@ impl Queries {
         } else {
             Ok(answer)
         };
-        // The receiver may have been dropped since. It then removes the query itself.
-        let _ = query.parts.send(part);
-        if is_last {
+        // A client that reads too slowly loses the answer. So does a client that has gone.
+        if query.parts.try_send(part).is_err() || is_last {
             open.unanswered.swap_remove(index);
         }
         true
@@ -97,7 +98,7 @@ impl Queries {
             return Err(Status::resource_exhausted(text));
         }
         open.last_id += 1;
-        let (id, (parts, received)) = (open.last_id, unbounded_channel());
+        let (id, (parts, received)) = (open.last_id, channel(MAX_WAITING_PARTS));
         open.unanswered.push(Unanswered { id, unsent: Some(query), received_bytes: 0, parts });
         self.has_unsent.store(true, Ordering::Release);
         Ok((id, received))
@@ -112,11 +113,11 @@ impl Queries {
     }
 }
 
-pub(super) type Parts = UnboundedReceiver<Result<v1::Answer, Status>>;
+pub(super) type Parts = Receiver<Result<v1::Answer, Status>>;
 
 /// The status of a query whose stream ended.
 pub(super) fn stream_ended(node: &str) -> Status {
-    let text = format!("the stream of the agent of node {node} ended: ask again; the agent may be at another replica");
+    let text = format!("the stream of the agent of node {node} ended, or the answer was read too slowly: ask again");
     Status::unavailable(text)
 }
 
