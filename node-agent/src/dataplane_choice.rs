@@ -83,6 +83,7 @@ pub fn leftovers(settings: &Settings) -> Vec<Leftover> {
         xtables::rules_of(iptables::Variant::Nft),
         xtables::packet_counters(),
         nftables::tables(),
+        nftables::kube_proxys_tables(),
         ipvs::servers_and_sets(settings.ipvs.exclude_cidrs.clone()),
     ]
 }

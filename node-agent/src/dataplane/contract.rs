@@ -57,6 +57,15 @@ pub trait Dataplane: Send {
         Ok(Vec::new())
     }
 
+    /// True if the kernel has no object of this family, and the first sync should program the most
+    /// important Services before all others. The cost does not grow with the number of Services.
+    ///
+    /// # Errors
+    /// The kernel cannot be read.
+    fn starts_with_first_services(&self, _kernel: &mut Self::Kernel) -> Result<bool, DataplaneError> {
+        Ok(false)
+    }
+
     /// Reads all objects of this family from the kernel. The cost grows with the number of
     /// Services. Called in full syncs.
     ///

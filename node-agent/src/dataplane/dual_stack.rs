@@ -14,6 +14,7 @@ use tracing::{info, warn};
 use super::{
     DataplaneError, StateSource,
     contract::{Dataplane, Degradation, FamilyStatistics, Fault, KernelHandle as _, Maintain, Report, Wake},
+    first_services::FirstServices,
     leftovers::{Leftover, Leftovers},
     metrics::DataplaneMetrics,
 };
@@ -295,6 +296,10 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
 
     fn sync_full(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         let mut report = Report::default();
+        self.each(|family, kernel| {
+            report.merge(family.sync_first(kernel, source)?);
+            Ok(())
+        })?;
         // The families sync one after the other, so that memory holds only one full plan at a time.
         self.each(|family, kernel| {
             report.merge(family.sync_full(kernel, source)?);
@@ -393,17 +398,34 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
 }
 
 impl<D: Dataplane> OneFamily<D> {
+    /// Programs the most important Services alone, if this is the first sync and the dataplane
+    /// wants to start with these Services.
+    fn sync_first(&mut self, kernel: &mut D::Kernel, source: &dyn StateSource) -> Result<Report, DataplaneError> {
+        if self.next_comparison.is_some() || !self.dataplane.starts_with_first_services(kernel)? {
+            return Ok(Report::default());
+        }
+        let found = self.dataplane.read(kernel)?;
+        self.program(kernel, found, &FirstServices(source))
+    }
+
     fn sync_full(&mut self, kernel: &mut D::Kernel, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         let mut report = Report { warnings: self.dataplane.prepare(kernel)?, ..Report::default() };
-        let mut found = self.dataplane.read(kernel)?;
+        let found = self.dataplane.read(kernel)?;
+        report.merge(self.program(kernel, found, source)?);
+        self.next_comparison.get_or_insert_with(Instant::now);
+        Ok(report)
+    }
+
+    fn program(
+        &mut self,
+        kernel: &mut D::Kernel,
+        mut found: D::Found,
+        source: &dyn StateSource,
+    ) -> Result<Report, DataplaneError> {
         let mut plan = None;
         source.look(&mut |state, node| plan = Some(self.dataplane.plan_full(state, node, &mut found)));
         drop(found);
-        if let Some(plan) = plan {
-            report.merge(self.apply(kernel, plan, Some(source))?);
-            self.next_comparison.get_or_insert_with(Instant::now);
-        }
-        Ok(report)
+        plan.map_or_else(|| Ok(Report::default()), |plan| self.apply(kernel, plan, Some(source)))
     }
 
     fn apply(

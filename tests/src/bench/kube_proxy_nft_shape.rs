@@ -102,7 +102,8 @@ fn nft(arguments: &[&str], input: &str) -> Result<()> {
     Ok(())
 }
 
-const SHARED: &str = "\
+/// The commands that create the table of IPv4, and everything in it that all Services share.
+pub const SHARED: &str = "\
 add table ip kube-proxy
 add set ip kube-proxy cluster-ips { type ipv4_addr ; }
 add set ip kube-proxy nodeport-ips { type ipv4_addr ; }

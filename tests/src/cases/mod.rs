@@ -9,7 +9,7 @@
 //! - [`health`]: active health checks.
 //! - [`rules`]: rules that the agent writes and other programs change. [`raw`]: packets that
 //!   well-behaved clients do not send.
-//! - [`ipvs`], [`nftables`], [`unserved`]: cases of one mode alone.
+//! - [`ipvs`], [`nftables`], [`unserved`]: cases of one mode alone. [`takeover`]: switches of modes.
 //! - [`live`]: Services that change while connections run. [`lifecycle`]: programs that stop and
 //!   crash, rules of other programs, and `--cleanup`.
 //!
@@ -33,6 +33,7 @@ pub mod rules;
 mod run;
 pub mod settings;
 pub mod table;
+pub mod takeover;
 pub mod unserved;
 mod write_log;
 

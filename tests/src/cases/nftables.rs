@@ -203,36 +203,6 @@ pub fn the_table_survives_a_flush_and_is_repaired_after_a_change(bed: &Testbed) 
     Ok(())
 }
 
-/// The node switches from iptables to nftables and back. A TCP connection survives both switches,
-/// and the agent removes the rules of the other mode.
-///
-/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
-pub fn modes_switch_without_losing_connections(bed: &Testbed) -> Result<()> {
-    let by_iptables = AgentSetup { backend: Some(Backend::IptablesNft), ..AgentSetup::default() };
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &by_iptables)?;
-    bed.wait_programmed()?;
-    let to = bed.address("steady", ClusterIp, Family::V4, "tcp")?;
-    let mut held = HeldConnection::open(bed.machines().machine("a3")?, to)?;
-    restart(bed, &AgentSetup::default())?;
-    answers(bed, &["a1", "b1"])?;
-    held.check()?;
-    let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
-    eventually(|| {
-        let rules = iptables::save(node, iptables::Variant::Nft, Family::V4, &lock)?;
-        ensure!(!rules.contains("KUBE-"), "rules of mode iptables still exist:\n{rules}");
-        Ok(())
-    })?;
-    restart(bed, &by_iptables)?;
-    answers(bed, &["a1", "b1"])?;
-    held.check()?;
-    eventually(|| {
-        let tables = nft(bed, &["list", "tables"])?;
-        ensure!(!tables.contains("headgate"), "a table of mode nftables still exists:\n{tables}");
-        Ok(())
-    })
-}
-
 /// An agent that does not own its tables and checks them once in an hour.
 fn without_owner(bed: &Testbed) -> Result<AgentSetup> {
     let file = bed.machines().folder().join("without-owner.yaml");

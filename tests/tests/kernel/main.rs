@@ -8,6 +8,8 @@ mod clients;
 mod conntrack;
 mod health_check;
 mod interfaces;
+mod mirrored;
+mod modes_alike;
 mod nftables;
 mod node_addresses;
 mod packets;

@@ -3,6 +3,7 @@
 
 use std::{
     collections::BTreeSet,
+    sync::Mutex,
     thread,
     time::{Duration, Instant},
 };
@@ -183,6 +184,49 @@ fn a_comparison_finds_every_kind_of_foreign_change() {
             assert!(dataplane.verify()?, "a comparison found a difference that does not exist");
             thread::sleep(Duration::from_millis(50));
         }
+        Ok(())
+    });
+}
+
+/// A state that records, at each look, the Services in the kernel.
+struct Recording<'a>(FixedState<'a>, &'a Mutex<Vec<String>>);
+
+impl StateSource for Recording<'_> {
+    fn look(&self, plan: &mut dyn FnMut(&State, &NodeFacts)) {
+        let maps = nft(&["list", "maps", "ip"]);
+        self.1.lock().unwrap().push(if maps.contains("headgate") { services() } else { String::new() });
+        self.0.look(plan);
+    }
+}
+
+#[test]
+fn a_cold_start_programs_the_api_server_and_dns_before_other_services() {
+    in_namespace("first", || {
+        let (mut dataplane, mut state, node) = (dataplane()?, State::default(), NodeFacts::named("node-1"));
+        let mut changes = Vec::from(service("other", 7, &[80]));
+        let (api, dns) = (ServiceKey::new("default", "kubernetes"), ServiceKey::new("ns", "dns"));
+        for (key, last, protocol, port) in [(api, 1, Protocol::Tcp, 443), (dns, 8, Protocol::Udp, 53)] {
+            let ports = vec![ServicePort { name: "".into(), protocol, port, node_port: 0 }];
+            changes.push(Service::new(key.clone(), vec![[10, 96, 0, last].into()], ports).into());
+            let target = EndpointPort::new("", protocol, 8080);
+            changes.push(Change::Endpoint(key, Endpoint::new([10, 244, 0, last].into(), vec![target].into())));
+        }
+        apply(&mut state, changes);
+        let looks = Mutex::new(Vec::new());
+        let source = Recording(FixedState(&state, &node), &looks);
+        dataplane.sync_full(&source)?;
+        let recorded = looks.lock().unwrap().clone();
+        let [before, first] = recorded.as_slice() else { panic!("{} looks", recorded.len()) };
+        assert_eq!(before, "");
+        let holds = |listed: &str| {
+            ["10.96.0.1 . tcp . 443", "10.96.0.8 . udp . 53", "10.96.0.7 . tcp . 80"].map(|one| listed.contains(one))
+        };
+        assert_eq!(holds(first), [true, true, false], "{first}");
+        assert_eq!(holds(&services()), [true; 3]);
+        // A later full sync, and the start of an agent beside rules, program everything at once.
+        dataplane.sync_full(&source)?;
+        self::dataplane()?.sync_full(&source)?;
+        assert_eq!(looks.lock().unwrap().len(), 4);
         Ok(())
     });
 }

@@ -453,7 +453,7 @@ mod virtual_servers {
 
 /// Tests of behaviour that only nftables has.
 mod tables {
-    use headgate_tests::cases::{nftables, unserved};
+    use headgate_tests::cases::{nftables, takeover, unserved};
 
     use super::*;
 
@@ -525,6 +525,6 @@ mod tables {
     // rows of nftables: 103
     #[test]
     fn modes_switch_without_losing_connections() {
-        on_machines(BACKEND, lifecycle::some_services(), nftables::modes_switch_without_losing_connections);
+        on_machines(BACKEND, lifecycle::some_services(), takeover::modes_switch_without_losing_connections);
     }
 }

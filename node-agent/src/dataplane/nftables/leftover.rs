@@ -1,9 +1,9 @@
-//! The removal of this dataplane's tables.
+//! The removal of tables: this dataplane's tables, and the tables of kube-proxy's mode nftables.
 
 use std::fs;
 
 use headgate_core::Family;
-use nftables_netlink::{Kernel as _, Nftables, NftablesError, Transaction};
+use nftables_netlink::{Kernel as _, Nftables, NftablesError, TableName, Transaction};
 
 use super::{
     super::{DataplaneError, Leftover},
@@ -13,22 +13,31 @@ use super::{
 
 /// The tables of this dataplane in both families, as a leftover.
 pub(crate) fn tables() -> Leftover {
-    Leftover::new("nftables", || {
+    tables_of("nftables", table_name)
+}
+
+/// The tables of kube-proxy's mode nftables in both families, as a leftover.
+pub(crate) fn kube_proxys_tables() -> Leftover {
+    tables_of("kube-proxy's mode nftables", |family| TableName { name: "kube-proxy".into(), ..table_name(family) })
+}
+
+fn tables_of(owner: &'static str, table: fn(Family) -> TableName) -> Leftover {
+    Leftover::new(owner, move || {
         if !has_nftables() {
             return Ok(());
         }
-        let result = remove().map_err(|error| failure("removing the tables of mode nftables", &error));
-        match result {
+        let result = remove(Family::BOTH.map(table));
+        match result.map_err(|error| failure(&format!("removing the tables of {owner}"), &error)) {
             Err(DataplaneError { kind: super::ErrorKind::Unavailable, .. }) => Ok(()),
             result => result,
         }
     })
 }
 
-fn remove() -> Result<(), NftablesError> {
+fn remove(tables: [TableName; 2]) -> Result<(), NftablesError> {
     let mut nftables = Nftables::open()?;
     let mut transaction = Transaction::new();
-    for name in Family::BOTH.map(table_name) {
+    for name in tables {
         if nftables.table(&name)?.is_some() {
             transaction.delete_table(&name);
         }

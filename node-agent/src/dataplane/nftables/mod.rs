@@ -18,7 +18,7 @@ mod tests;
 mod watch;
 
 pub use connection::Connection;
-pub(crate) use leftover::tables;
+pub(crate) use leftover::{kube_proxys_tables, tables};
 pub use nftables_netlink::Feature;
 
 use std::time::Instant;
@@ -228,6 +228,11 @@ impl Dataplane for NftablesFamily {
     fn prepare(&mut self, _kernel: &mut Connection) -> Result<Vec<String>, DataplaneError> {
         let failed = if self.layout_config.has_loopback_guard() { route_localnet().err() } else { None };
         Ok(failed.into_iter().collect())
+    }
+
+    fn starts_with_first_services(&self, kernel: &mut Connection) -> Result<bool, DataplaneError> {
+        let table = kernel.reader()?.table(&table_name(self.family()));
+        Ok(table.map_err(|error| failure("reading the table of this agent", &error))?.is_none())
     }
 
     fn read(&mut self, kernel: &mut Connection) -> Result<Found, DataplaneError> {
