@@ -3,7 +3,7 @@
 //! breaks connections, and objects of other programs are not changed.
 #![allow(clippy::unwrap_used)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 
 use headgate_core::{
@@ -239,7 +239,7 @@ proptest! {
             rig.drain();
             prop_assert_eq!(&rig.kernel, &wanted.kernel);
             // A cleanup removes all objects of Headgate.
-            let plan = Ledger::cleanup(rig.ledger.config(), &rig.kernel.existing());
+            let plan = Ledger::cleanup(rig.ledger.config(), &rig.kernel.existing(), &BTreeSet::new());
             rig.kernel.apply(&plan).unwrap();
             let mut left = rig.kernel.servers.clone();
             left.retain(|key, _| !rig.ledger.config().excludes(key.address));
@@ -319,7 +319,7 @@ fn servers_of_excluded_networks_are_kept_even_on_addresses_of_the_device() {
     rig.kernel.servers.insert(ours, (settings, BTreeMap::new()));
     rig.full();
     assert!(rig.kernel.servers.contains_key(&key) && !rig.kernel.servers.contains_key(&ours));
-    let plan = Ledger::cleanup(rig.ledger.config(), &rig.kernel.existing());
+    let plan = Ledger::cleanup(rig.ledger.config(), &rig.kernel.existing(), &BTreeSet::new());
     rig.kernel.apply(&plan).unwrap();
     assert_eq!(rig.kernel.servers.keys().copied().collect::<Vec<_>>(), foreign().map(|(key, _)| key));
 }

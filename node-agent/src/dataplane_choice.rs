@@ -1,16 +1,17 @@
 //! Chooses and configures the dataplane for the settings, and prepares the machine for it.
 
 use headgate_core::{Family, masquerade::MasqueradeConfig};
-use tracing::error;
+use tracing::{error, info};
 
 use crate::{
     dataplane::{
-        Dataplane, DataplaneError, DualStack, ErrorKind, Leftover, NodeDataplane, iptables, ipvs, nftables, xtables,
+        Dataplane, DataplaneError, DualStack, ErrorKind, Leftover, NodeDataplane, firewalls, iptables, ipvs, nftables,
+        xtables,
     },
     interfaces,
     node_inputs::{NodeInputs, NodeSettings},
     options::Options,
-    settings::{ProxyMode, Settings},
+    settings::{DetectLocal, ProxyMode, Settings},
     sysctl::Sysctls,
 };
 
@@ -21,11 +22,13 @@ use crate::{
 /// This machine cannot run iptables either. The message names the missing program.
 pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
     let (mode, chosen) = match settings.mode {
+        ProxyMode::Auto => return automatic(options, settings),
         ProxyMode::Iptables => return Ok(Box::new(iptables(options, settings)?)),
-        ProxyMode::Ipvs => ("ipvs", boxed(ipvs::IpvsDataplane::new(ipvs_config(options, settings)), settings)),
-        ProxyMode::Nftables => {
-            ("nftables", boxed(nftables::NftablesDataplane::new(&nftables_config(options, settings)), settings))
-        }
+        ProxyMode::Ipvs => ("ipvs", boxed(ipvs::IpvsDataplane::new(ipvs_config(options, settings)), options, settings)),
+        ProxyMode::Nftables => (
+            "nftables",
+            boxed(nftables::NftablesDataplane::new(&nftables_config(options, settings)), options, settings),
+        ),
     };
     match chosen {
         Err(error) if error.kind == ErrorKind::Unavailable => {
@@ -39,14 +42,55 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
 }
 
 fn iptables(options: &Options, settings: &Settings) -> Result<iptables::IptablesDataplane, DataplaneError> {
-    Ok(iptables::IptablesDataplane::new(iptables_config(options, settings))?.with_leftovers(leftovers(settings)))
+    let dataplane = iptables::IptablesDataplane::new(iptables_config(options, settings))?;
+    Ok(dataplane.with_leftovers(leftovers(settings), options.takeover_limit))
 }
 
 fn boxed<D: Dataplane + 'static>(
     chosen: Result<DualStack<D>, DataplaneError>,
+    options: &Options,
     settings: &Settings,
 ) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
-    Ok(Box::new(chosen?.with_leftovers(leftovers(settings))))
+    Ok(Box::new(chosen?.with_leftovers(leftovers(settings), options.takeover_limit)))
+}
+
+/// Returns nftables if this machine can run this mode without a difference to iptables. Otherwise
+/// returns iptables. Runs nftables without iptables if iptables is not installed.
+fn automatic(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
+    let nftables = match nftables::NftablesDataplane::new(&nftables_config(options, settings)) {
+        Err(error) if error.kind == ErrorKind::Unavailable => Err(error.message),
+        chosen => Ok(chosen?.with_leftovers(leftovers(settings), options.takeover_limit)),
+    };
+    let chosen: Box<dyn NodeDataplane> = match (nftables, obstacle(settings)) {
+        (Err(sentence), _) => Box::new(iptables(options, settings)?.because(sentence)),
+        (Ok(nftables), None) => {
+            let reason = "this kernel has all expressions that mode nftables needs, and no firewall needs accept rules";
+            Box::new(nftables.because(reason.to_owned()))
+        }
+        (Ok(nftables), Some(reason)) => match iptables(options, settings) {
+            Ok(iptables) => Box::new(iptables.because(reason)),
+            Err(error) => {
+                let sentence =
+                    format!("mode nftables runs although iptables suits this node better: {reason}; {error}");
+                Box::new(nftables.in_place_of(sentence))
+            }
+        },
+    };
+    info!(backend = chosen.name(), reason = chosen.reason(), "mode auto chose the backend");
+    Ok(chosen)
+}
+
+/// Why mode nftables would serve Services on this node differently than mode iptables, if it would.
+fn obstacle(settings: &Settings) -> Option<String> {
+    if matches!(settings.detect_local, DetectLocal::BridgeInterface(_) | DetectLocal::InterfaceNamePrefix(_)) {
+        return Some("mode nftables needs Linux 5.7 to recognise local pods by their interface".to_owned());
+    }
+    match firewalls::dropping_chain() {
+        Ok(chain) => chain.map(|chain| {
+            format!("{chain} drops packets that no rule accepts; mode iptables adds rules that accept packets of Services, and mode nftables cannot do this")
+        }),
+        Err(error) => Some(format!("it is unknown whether a firewall drops packets of Services: {error}")),
+    }
 }
 
 /// Sets the kernel parameters of the dataplane, for `--init-only`. A process that runs with
@@ -63,7 +107,7 @@ pub fn prepare(settings: &Settings) -> Result<(), DataplaneError> {
     let inputs = node.resolve(None, &interfaces);
     let prepare_iptables = || iptables::prepare(settings.localhost_node_ports, &inputs);
     match settings.mode {
-        ProxyMode::Iptables | ProxyMode::Nftables => prepare_iptables(),
+        ProxyMode::Auto | ProxyMode::Iptables | ProxyMode::Nftables => prepare_iptables(),
         ProxyMode::Ipvs => match ipvs::prepare(settings.ipvs.strict_arp) {
             Err(error) if error.kind == ErrorKind::Unavailable => {
                 error!("mode ipvs was asked for but cannot run on this machine; the agent will run iptables: {error}");

@@ -24,6 +24,8 @@ pub struct Target {
 pub struct Progress {
     /// The name of the backend, and the problems that the operator has to fix.
     pub status: v1::AgentStatus,
+    /// Why mode `auto` chose the backend.
+    pub mode_reason: Option<Arc<str>>,
     /// The newest state that is in the kernel.
     pub programmed: Option<Programmed>,
     /// Why the last sync failed. `None` if the last sync succeeded.

@@ -36,6 +36,11 @@ pub trait NodeDataplane: Send {
     /// The name, such as "iptables-legacy". The part before the first `-` is the proxy mode.
     fn name(&self) -> &str;
 
+    /// Why mode `auto` chose this dataplane. `None` if the configuration names the mode.
+    fn reason(&self) -> Option<&str> {
+        None
+    }
+
     /// The problems that the operator has to fix, as sentences that include the remedy.
     fn degraded(&self, demand: &Demand) -> Vec<String>;
 
@@ -138,6 +143,8 @@ pub struct DualStack<D: Dataplane> {
     is_without_ipv6: bool,
     /// Why this dataplane runs in place of the configured dataplane.
     in_place_of: Option<String>,
+    /// Why mode `auto` chose this dataplane.
+    reason: Option<String>,
 }
 
 struct OneFamily<D: Dataplane> {
@@ -196,19 +203,20 @@ impl<D: Dataplane> DualStack<D> {
             kernel,
             families: made,
             own,
-            leftovers: Leftovers::new(Vec::new()),
+            leftovers: Leftovers::new(Vec::new(), Duration::ZERO),
             metrics: DataplaneMetrics::default(),
             is_without_ipv6,
             in_place_of: None,
+            reason: None,
         }
     }
 
     /// Makes the first full sync remove the leftovers in `all`, except those that this dataplane
-    /// itself leaves.
+    /// itself leaves. What open connections need stays at most for `limit`.
     #[must_use]
-    pub fn with_leftovers(self, mut all: Vec<Leftover>) -> Self {
+    pub fn with_leftovers(self, mut all: Vec<Leftover>, limit: Duration) -> Self {
         all.retain(|leftover| self.own.iter().all(|own| own.name != leftover.name));
-        Self { leftovers: Leftovers::new(all), ..self }
+        Self { leftovers: Leftovers::new(all, limit), ..self }
     }
 
     /// Makes [`NodeDataplane::degraded`] report `sentence`, which says why this dataplane runs in
@@ -216,6 +224,12 @@ impl<D: Dataplane> DualStack<D> {
     #[must_use]
     pub fn in_place_of(self, sentence: String) -> Self {
         Self { in_place_of: Some(sentence), ..self }
+    }
+
+    /// Sets [`NodeDataplane::reason`].
+    #[must_use]
+    pub fn because(self, reason: String) -> Self {
+        Self { reason: Some(reason), ..self }
     }
 
     /// The families that are programmed.
@@ -260,8 +274,13 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
         self.name
     }
 
+    fn reason(&self) -> Option<&str> {
+        self.reason.as_deref()
+    }
+
     fn degraded(&self, demand: &Demand) -> Vec<String> {
-        let mut found: Vec<Degradation> = self.in_place_of.clone().into_iter().map(Into::into).collect();
+        let mut found: Vec<Degradation> =
+            self.in_place_of.clone().into_iter().chain(self.leftovers.draining()).map(Into::into).collect();
         if self.is_without_ipv6 && demand.of(Family::V6).services > 0 {
             found.push(MISSING_IPV6.to_owned().into());
         }

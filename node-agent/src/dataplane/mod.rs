@@ -8,6 +8,7 @@
 mod contract;
 mod dual_stack;
 mod error;
+pub(crate) mod firewalls;
 mod first_services;
 #[doc(hidden)]
 pub mod in_memory;

@@ -101,6 +101,7 @@ async fn status(State(pages): State<Pages>) -> impl IntoResponse {
         "sourceState": pages.metrics.session.source_state().map(SourceState::as_str),
         "sourceAgeSeconds": pages.metrics.session.source_age().map(|age| age.as_secs_f64()),
         "backend": progress.status.backend,
+        "modeReason": progress.mode_reason,
         "degraded": progress.status.degraded,
         "tlsProblem": pages.metrics.session.tls.problem(),
         "lastError": progress.failure.map(|failure| failure.error),

@@ -122,6 +122,11 @@ pub struct Options {
         value_parser = PossibleValuesParser::new(["auto", "classic", "compact"]).map(|layout| layout_of(&layout)))]
     pub iptables_layout: Layout,
 
+    /// How long virtual servers that mode ipvs left stay for their open connections, after the
+    /// agent starts in another mode
+    #[arg(long, default_value = "15m", value_name = "DURATION", value_parser = duration)]
+    pub takeover_limit: Duration,
+
     /// Own the tables of mode nftables, where the kernel supports owners that persist. Tests set
     /// this flag to false, so that the agent behaves as on a kernel without owners
     #[arg(long, hide = true, action = ArgAction::Set, default_value_t = true, value_name = "BOOL", value_parser = truth)]

@@ -127,8 +127,11 @@ impl Reconciler {
         metrics: SyncMetrics,
         timing: Timing,
     ) -> (Self, watch::Receiver<Progress>) {
-        let (progress, receiver) =
-            watch::channel(Progress { status: status(dataplane.as_ref(), &Demand::default()), ..Progress::default() });
+        let (progress, receiver) = watch::channel(Progress {
+            status: status(dataplane.as_ref(), &Demand::default()),
+            mode_reason: dataplane.reason().map(Into::into),
+            ..Progress::default()
+        });
         let now = Instant::now();
         let (verify_at, full_sync_at) = (now + timing.sync_period, now + timing.full_sync_period);
         let failures = timing.backoff.clone();

@@ -20,7 +20,9 @@ const INTERFACE_NAME_MAX: usize = 15;
 /// How the kernel is programmed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ProxyMode {
-    /// The agent writes iptables rules. `auto` selects this mode.
+    /// The agent chooses nftables or iptables, without a difference for Services.
+    Auto,
+    /// The agent writes iptables rules.
     #[default]
     Iptables,
     /// The agent uses virtual servers of IPVS.
@@ -180,7 +182,7 @@ impl Checker<'_> {
         let mode = self.mode();
         // As in kube-proxy, each mode has its own periods.
         let [sync_period, min_sync_period] = match mode {
-            ProxyMode::Iptables => ["iptables.syncPeriod", "iptables.minSyncPeriod"],
+            ProxyMode::Auto | ProxyMode::Iptables => ["iptables.syncPeriod", "iptables.minSyncPeriod"],
             ProxyMode::Ipvs => ["ipvs.syncPeriod", "ipvs.minSyncPeriod"],
             ProxyMode::Nftables => ["nftables.syncPeriod", "nftables.minSyncPeriod"],
         };
@@ -227,7 +229,8 @@ impl Checker<'_> {
 
     fn mode(&mut self) -> ProxyMode {
         match self.raw.text("mode").as_str() {
-            "" | "auto" | "iptables" => ProxyMode::Iptables,
+            "auto" => ProxyMode::Auto,
+            "" | "iptables" => ProxyMode::Iptables,
             "ipvs" => ProxyMode::Ipvs,
             "nftables" => ProxyMode::Nftables,
             other => {
@@ -240,7 +243,7 @@ impl Checker<'_> {
     /// Adds a note for each given setting of a mode that is not in use.
     fn note_unused_section(&mut self, prefix: &str) {
         let mode = self.raw.text("mode");
-        let mode = if mode.is_empty() { "auto" } else { &mode };
+        let mode = if mode.is_empty() { "iptables" } else { &mode };
         let (raw, setting) = (self.raw, self.raw.name("mode"));
         let ids = FIELDS.iter().map(Field::id).filter(|id| id.starts_with(prefix) && raw.is_changed(id));
         self.notes.extend(ids.map(|id| format!("{} (not used while {setting} is {mode})", raw.name(id))));

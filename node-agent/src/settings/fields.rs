@@ -72,8 +72,8 @@ pub const FIELDS: &[Field] = &[
         "mode",
         "proxy-mode",
         Kind::Choice(&["", "auto", "iptables", "ipvs", "nftables", "userspace"]),
-        "auto",
-        "How the kernel is programmed: `iptables` writes iptables rules, `ipvs` uses virtual servers of IPVS, `nftables` uses maps of nftables (a preview, see docs/nftables.md), and `auto` (also when empty) means `iptables`. Other modes are rejected. If a node does not support `ipvs` or `nftables`, the agent uses `iptables`, and reports this in the log, in `headgatectl agents` and in `/status` on the metrics port",
+        "iptables",
+        "How the kernel is programmed: `iptables` (also when empty) writes iptables rules, `ipvs` uses virtual servers of IPVS, `nftables` uses maps of nftables (see docs/nftables.md), and `auto` chooses `nftables` where the kernel and the firewall allow it, else `iptables`. Other modes are rejected. If a node does not support `ipvs` or `nftables`, the agent uses `iptables`, and reports this in the log, in `headgatectl agents` and in `/status` on the metrics port",
     ),
     used(
         "hostnameOverride",

@@ -80,7 +80,7 @@ fn unknown_and_repeated_fields_and_fields_without_effect_are_named() {
         ]
     );
     let settings = Settings::check(&file.raw).unwrap();
-    assert_eq!((settings.mode, settings.sync_period), (ProxyMode::Iptables, Duration::from_secs(30)));
+    assert_eq!((settings.mode, settings.sync_period), (ProxyMode::Auto, Duration::from_secs(30)));
     assert!(settings.masquerade_all);
     assert_eq!(settings.notes, ["ipvs.scheduler (not used while mode is auto)"]);
 }

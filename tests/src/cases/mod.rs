@@ -9,7 +9,8 @@
 //! - [`health`]: active health checks.
 //! - [`rules`]: rules that the agent writes and other programs change. [`raw`]: packets that
 //!   well-behaved clients do not send.
-//! - [`ipvs`], [`nftables`], [`unserved`]: cases of one mode alone. [`takeover`]: switches of modes.
+//! - [`ipvs`], [`nftables`], [`unserved`]: cases of one mode alone.
+//! - [`takeover`]: switches of modes, and the choice of mode `auto`.
 //! - [`live`]: Services that change while connections run. [`lifecycle`]: programs that stop and
 //!   crash, rules of other programs, and `--cleanup`.
 //!

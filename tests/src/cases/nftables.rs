@@ -16,10 +16,10 @@ use super::case::{SourceAddress, ask};
 use super::changes::{eventually, within};
 use super::ipvs::{restart, tool};
 use super::run::run;
-use crate::testbed::client::{HeldConnection, outcome};
+use crate::testbed::client::outcome;
 use crate::testbed::iptables;
 use crate::testbed::manifests::{Service, Via, ready};
-use crate::testbed::{AgentSetup, Backend, Family, Manifests, Outcome, Request, Testbed, Transport};
+use crate::testbed::{AgentSetup, Family, Manifests, Outcome, Request, Testbed, Transport};
 
 use SourceAddress::Kept;
 use Via::ClusterIp;

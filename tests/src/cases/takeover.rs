@@ -11,7 +11,7 @@ use super::ipvs::{restart, tool};
 use super::run::run;
 use crate::bench::kube_proxy_nft_shape;
 use crate::testbed::client::HeldConnection;
-use crate::testbed::iptables;
+use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::Via;
 use crate::testbed::{AgentSetup, Backend, Family, Testbed, plan};
 
@@ -124,8 +124,8 @@ fn check(held: &mut [HeldConnection]) -> Result<()> {
     held.iter_mut().try_for_each(HeldConnection::check)
 }
 
-/// A node that runs kube-proxy in mode nftables switches to `setup`. The connections that kube-proxy's
-/// rules established survive, and the agent removes kube-proxy's tables.
+/// A node that runs kube-proxy in mode nftables switches to `setup`. The connections that
+/// kube-proxy's rules established survive, and the agent removes kube-proxy's tables.
 fn from_kube_proxy(bed: &Testbed, setup: &AgentSetup, has_ours: bool) -> Result<Vec<HeldConnection>> {
     load_kube_proxys_rules(bed)?;
     let mut held = open(bed).context("through the rules of kube-proxy")?;
@@ -164,5 +164,43 @@ pub fn modes_switch_without_losing_connections(bed: &Testbed) -> Result<()> {
     bed.stop_agent("node-a")?;
     bed.clean_up("node-a")?;
     let mut held = from_kube_proxy(bed, &by_iptables(Backend::IptablesNft), false)?;
+    check(&mut held)
+}
+
+/// Mode `auto` chooses nftables, and chooses iptables where a chain drops packets that no rule
+/// accepts. The page `/status` gives the reason.
+///
+/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
+pub fn auto_chooses_a_mode_that_changes_no_outcome(bed: &Testbed) -> Result<()> {
+    let node = bed.machines().machine("node-a")?;
+    let setup = AgentSetup::with(&["--proxy-mode=auto"]);
+    let chooses = |backend: &str, reason: &str| -> Result<()> {
+        ensure!(restart(bed, &setup)?.backend == backend, "the backend is not {backend}");
+        let status = tool(node, "curl", &["-sS", "--max-time", "10", "http://127.0.0.1:10249/status"])?;
+        ensure!(status.contains(reason), "the page /status does not contain {reason:?}: {status}");
+        answers(bed)
+    };
+    let lock = bed.machines().xtables_lock("node-a");
+    let rule = |family, arguments: &[&str]| iptables::run(node, Variant::Legacy, family, &lock, arguments);
+    bed.start_control_plane()?;
+    bed.start_agent_with("node-a", &setup)?;
+    bed.wait_programmed()?;
+    chooses("nftables", "all expressions that mode nftables needs")?;
+    let mut held = open(bed)?;
+    tool(node, "nft", &["add table inet firewall"])?;
+    let chain = "add chain inet firewall forward { type filter hook forward priority 0 ; policy drop ; }";
+    tool(node, "nft", &[chain])?;
+    tool(node, "nft", &["add rule inet firewall forward accept"])?;
+    chooses("iptables-nft", "the chain forward of table inet firewall drops packets")?;
+    tool(node, "nft", &["delete table inet firewall"])?;
+    for family in Family::BOTH {
+        rule(family, &["-P", "FORWARD", "DROP"])?;
+        rule(family, &["-A", "FORWARD", "-j", "ACCEPT"])?;
+    }
+    chooses("iptables-nft", "the chain FORWARD of table filter (IPv4) drops packets")?;
+    for family in Family::BOTH {
+        rule(family, &["-P", "FORWARD", "ACCEPT"])?;
+    }
+    chooses("nftables", "no firewall needs accept rules")?;
     check(&mut held)
 }

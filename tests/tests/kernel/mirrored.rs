@@ -1,7 +1,7 @@
-//! Two nodes that mirror each other. Each random Service has a mirror image, in which node-b and its
-//! pods take the places of node-a and its pods. A client of node-a sends requests to a Service, and
-//! the mirrored client of node-b sends the same requests to the mirror image. Both clients must see
-//! the same outcome. The clients are pods, the node itself, and machines outside.
+//! Two nodes that mirror each other. Each random Service has a mirror image, in which node-b and
+//! its pods take the places of node-a and its pods. A client of node-a sends requests to a Service,
+//! and the mirrored client of node-b sends the same requests to the mirror image. Both clients must
+//! see the same outcome. The clients are pods, the node itself, and machines outside.
 
 use std::{
     collections::BTreeSet,

@@ -7,7 +7,7 @@ use headgate_tests::testbed::{AgentSetup, Backend, Manifests, Testbed, manifests
 use crate::mirrored::{self, Question, Seen};
 
 /// The number of random Services. Each random Service also has a mirror image.
-const PAIRS: usize = 12;
+const PAIRS: usize = 10;
 
 #[test]
 fn nftables_and_iptables_serve_random_services_alike() {

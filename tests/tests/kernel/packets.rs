@@ -522,6 +522,11 @@ mod tables {
         on_machines(BACKEND, lifecycle::some_services(), nftables::a_new_agent_waits_for_the_old_one);
     }
 
+    #[test]
+    fn auto_chooses_a_mode_that_changes_no_outcome() {
+        on_machines(BACKEND, lifecycle::some_services(), takeover::auto_chooses_a_mode_that_changes_no_outcome);
+    }
+
     // rows of nftables: 103
     #[test]
     fn modes_switch_without_losing_connections() {

@@ -110,7 +110,7 @@ fn check_that_rules_are_printed_as_rendered(family: Family) {
 
     let sets = headgate_core::ipvs::Set::ALL.iter().map(|set| (*set, std::collections::BTreeSet::new())).collect();
     let existing = Existing { tables: tables(family), sets, ..Existing::default() };
-    apply(&Ledger::cleanup(&config, &existing), family);
+    apply(&Ledger::cleanup(&config, &existing, &std::collections::BTreeSet::new()), family);
     assert!(!run("ipset", &["save"], "").contains("KUBE"), "sets are left after the cleanup");
 }
 

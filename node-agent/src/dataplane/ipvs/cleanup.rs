@@ -1,14 +1,17 @@
 //! Removes the kernel objects that the dataplane created.
 
+use std::{collections::BTreeSet, net::SocketAddr};
+
 use headgate_core::{
-    Family,
-    ipvs::{Existing, IpvsConfig, Ledger, PROBE_DEVICE},
+    Family, Protocol,
+    ipvs::{Existing, IpvsConfig, Ledger, PROBE_DEVICE, ServerKey},
 };
 use ipnet::IpNet;
 
 use super::{
     super::{DataplaneError, ErrorKind},
-    kernel::{self, Kernel, of_routing},
+    convert,
+    kernel::{self, Kernel, of_ipvs, of_routing},
     read::{self, MismatchedSets, NetworkAddresses},
     write,
 };
@@ -17,21 +20,25 @@ use super::{
 /// to the sets. Does not make the kernel load modules: a module that is not loaded holds no
 /// objects.
 ///
+/// If `leaves_busy` is true, leaves the destinations of TCP that have connections, and everything
+/// that these connections need. Returns the number of these connections.
+///
 /// # Errors
 /// Something could not be removed; the message names it.
-pub(crate) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), DataplaneError> {
+pub(crate) fn remove_all(exclude_cidrs: &[IpNet], leaves_busy: bool) -> Result<u64, DataplaneError> {
     let mut kernel = Kernel::default();
     let device = kernel.existing_device()?;
-    let mut result = Ok(());
+    let (mut result, mut connections) = (Ok(()), 0);
     for family in Family::BOTH {
-        let removed = remove(&mut kernel, device, family, exclude_cidrs).map_err(|error| error.of(family));
+        let removed = remove(&mut kernel, device, family, exclude_cidrs, leaves_busy);
         if removed.is_err() {
             // The old socket may still deliver messages of an interrupted dump.
             kernel = Kernel::default();
         }
+        let removed = removed.map(|left| connections += left).map_err(|error| error.of(family));
         result = DataplaneError::join(result, removed);
     }
-    if let Some(device) = device {
+    if let Some(device) = device.filter(|_| connections == 0) {
         let removed = kernel.routing().and_then(|routing| routing.remove_link(device).map_err(of_routing));
         result = DataplaneError::join(result, removed);
     }
@@ -41,7 +48,7 @@ pub(crate) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), DataplaneError> 
         Some(link) => kernel.routing().and_then(|routing| routing.remove_link(link.index).map_err(of_routing)),
         None => Ok(()),
     });
-    DataplaneError::join(result, removed)
+    DataplaneError::join(result, removed).map(|()| connections)
 }
 
 fn remove(
@@ -49,7 +56,8 @@ fn remove(
     device: Option<u32>,
     family: Family,
     exclude_cidrs: &[IpNet],
-) -> Result<(), DataplaneError> {
+    leaves_busy: bool,
+) -> Result<u64, DataplaneError> {
     let mut existing = Existing::default();
     if let Some(device) = device {
         read::read_device(kernel.routing()?, device, family, NetworkAddresses::Keep, &mut existing)?;
@@ -62,12 +70,33 @@ fn remove(
         read::read_servers(kernel.ipvs()?, family, &mut existing)?;
     }
     let config = IpvsConfig { exclude_cidrs: exclude_cidrs.to_vec(), ..IpvsConfig::new(family) };
-    let plan = Ledger::cleanup(&config, &existing);
+    let (busy, connections) = if leaves_busy { busy(kernel, &config, &existing)? } else { (BTreeSet::new(), 0) };
+    let plan = Ledger::cleanup(&config, &existing, &busy);
     let mut outcome = write::Outcome::default();
     write::run(kernel, device.unwrap_or_default(), family, &plan.after, &mut outcome)?;
     if outcome.rejected.is_empty() {
-        return Ok(());
+        return Ok(connections);
     }
     let reasons: Vec<String> = outcome.rejected.into_iter().map(|rejected| rejected.reason).collect();
     Err(DataplaneError::new(ErrorKind::Fatal, reasons.join("; ")))
+}
+
+/// The destinations of our TCP servers that have connections, and the number of these connections.
+fn busy(
+    kernel: &mut Kernel,
+    config: &IpvsConfig,
+    existing: &Existing,
+) -> Result<(BTreeSet<(ServerKey, SocketAddr)>, u64), DataplaneError> {
+    let (mut busy, mut connections) = (BTreeSet::new(), 0);
+    let is_ours = |key: &&ServerKey| key.protocol == Protocol::Tcp && existing.mark(key, config).is_some();
+    for key in existing.servers.keys().filter(is_ours) {
+        for entry in kernel.ipvs()?.destinations(convert::service_id(*key)).map_err(of_ipvs)? {
+            let count = u64::from(entry.active_connections) + u64::from(entry.inactive_connections);
+            if count > 0 {
+                connections += count;
+                busy.insert((*key, entry.destination.address));
+            }
+        }
+    }
+    Ok((busy, connections))
 }

@@ -34,7 +34,7 @@ use self::{
 };
 use super::{
     DataplaneError, DualStack, ErrorKind,
-    leftovers::Leftover,
+    leftovers::{Busy, Leftover},
     xtables::{self, Rules},
 };
 
@@ -56,8 +56,11 @@ pub(crate) fn prepare(strict_arp: bool) -> Result<(), DataplaneError> {
 
 /// Virtual servers, sets and the device that an earlier run created. Virtual servers with addresses
 /// in `exclude_cidrs` belong to other software and stay.
+///
+/// TCP connections need their virtual server: the connection is in IPVS's own table. So a busy
+/// virtual server can stay, and gets no new connections.
 pub(crate) fn servers_and_sets(exclude_cidrs: Vec<IpNet>) -> Leftover {
-    Leftover::new("ipvs", move || cleanup::remove_all(&exclude_cidrs))
+    Leftover::draining("ipvs", move |busy| cleanup::remove_all(&exclude_cidrs, busy == Busy::Stays))
 }
 
 impl DualStack<IpvsFamily> {

@@ -268,7 +268,7 @@ pub fn foreign_state_and_cleanup(bed: &Testbed) -> Result<()> {
 }
 
 /// The node switches from iptables to IPVS and back. The agent removes the state of the other mode,
-/// and services answer after each switch.
+/// and services answer after each switch. Open connections of IPVS survive until the limit.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn modes_switch(bed: &Testbed) -> Result<()> {
@@ -295,7 +295,23 @@ pub fn modes_switch(bed: &Testbed) -> Result<()> {
         tool(node, "iptables-legacy", &arguments)
     };
     foreign("-A")?;
-    restart(bed, &by_iptables)?;
+    // The kernel finds an open connection in IPVS's own table, so its virtual server stays.
+    let mut held = Vec::new();
+    for family in Family::BOTH {
+        let to = bed.address("steady", ClusterIp, family, "tcp")?;
+        held.push((to, HeldConnection::open(bed.machines().machine("a3")?, to)?));
+    }
+    restart(bed, &AgentSetup { arguments: vec!["--takeover-limit=60s".to_owned()], ..by_iptables.clone() })?;
+    let servers = tool(node, "ipvsadm", &["-Sn"])?;
+    for (to, held) in &mut held {
+        held.check()?;
+        ensure!(servers.contains(&format!("-t {to} ")), "the virtual server of an open connection is gone:\n{servers}");
+    }
+    ensure!(!servers.contains("-a -u"), "a virtual server of UDP still exists:\n{servers}");
+    ensure!(!servers.contains("-w 1"), "a virtual server accepts new connections:\n{servers}");
+    let status = tool(node, "curl", &["-sS", "--max-time", "10", "http://127.0.0.1:10249/status"])?;
+    ensure!(status.contains("objects of mode ipvs with"), "the page /status says {status}");
+    answers()?;
     eventually(|| {
         let sets = tool(node, "ipset", &["list", "-n"])?;
         ensure!(sets.trim() == "KUBE-CLUSTER-IP", "expected only the set KUBE-CLUSTER-IP, found {sets}");

@@ -286,17 +286,29 @@ impl Ledger {
     }
 
     /// Plans the removal of all objects of Headgate. The caller removes the device itself.
+    ///
+    /// The destinations in `busy` stay, with weight 0. Their virtual servers and addresses stay,
+    /// too, and so do all sets, because sets mark the virtual servers of Headgate.
     #[must_use]
-    pub fn cleanup(config: &IpvsConfig, existing: &Existing) -> Plan {
+    pub fn cleanup(config: &IpvsConfig, existing: &Existing, busy: &BTreeSet<(ServerKey, SocketAddr)>) -> Plan {
         let mut plan = Plan { script: rules::Ledger::cleanup(&existing.tables), ..Plan::default() };
-        for (key, server) in &existing.servers {
-            if existing.mark(key, config).is_some() {
-                plan.after.extend(server.destinations.keys().map(|address| Op::DeleteDestination(*key, *address)));
+        let mut kept = BTreeSet::new();
+        for (key, server) in existing.servers.iter().filter(|(key, _)| existing.mark(key, config).is_some()) {
+            let (busy, idle): (Vec<_>, Vec<_>) =
+                server.destinations.iter().partition(|(address, _)| busy.contains(&(*key, **address)));
+            plan.after.extend(idle.into_iter().map(|(address, _)| Op::DeleteDestination(*key, *address)));
+            if busy.is_empty() {
                 plan.after.push(Op::DeleteServer(*key));
+            } else {
+                kept.insert(key.address);
             }
+            let weighed = busy.into_iter().filter(|(_, weight)| **weight > 0);
+            plan.after.extend(weighed.map(|(address, _)| Op::EditDestination(*key, *address, 0)));
         }
-        plan.after.extend(existing.device_addresses.iter().copied().map(Op::DeleteAddress));
-        plan.after.extend(existing.sets.keys().rev().copied().map(Op::DestroySet));
+        plan.after.extend(existing.device_addresses.difference(&kept).copied().map(Op::DeleteAddress));
+        if kept.is_empty() {
+            plan.after.extend(existing.sets.keys().rev().copied().map(Op::DestroySet));
+        }
         plan
     }
 
