@@ -113,7 +113,7 @@ impl Leftovers {
                 warn!("after {:?}, removed the rest of what an earlier run left: {}", self.limit, before.sentence());
             }
             (Some(before), 0) => {
-                info!(modes = before.names.join(", "), "the connections of the earlier run have ended")
+                info!(modes = before.names.join(", "), "the connections of the earlier run have ended");
             }
             (_, 0) => {}
             _ => self.draining = Some(draining),

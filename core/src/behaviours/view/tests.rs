@@ -3,7 +3,7 @@ use std::net::SocketAddr;
 
 use super::*;
 use crate::{
-    model::{Change, EndpointPort, Placement},
+    model::{Change, Endpoint, EndpointPort, Placement},
     state::Dirty,
 };
 

@@ -72,7 +72,7 @@ fn a_service_uses_random_slots_where_the_kernel_cannot_hash() {
     }
     let selection = |can_hash| {
         let mut ledger = Ledger::new(NftablesConfig { can_hash, ..NftablesConfig::new(Family::V4) });
-        ledger.full(&state, &NodeFacts::named("node"), &Existing::default());
+        ledger.full(&state, &NodeFacts::named("node"), Existing::default());
         ledger.elements().find_map(|element| Some(Lookup::of(&element)?.2.selection)).unwrap()
     };
     assert_eq!((selection(true), selection(false)), (Selection::ByClient, Selection::Random(1)));
