@@ -281,7 +281,8 @@ impl Dataplane for NftablesFamily {
         let family = self.family();
         let table = table_name(family);
         let Step { plan, layout, found, replaces_table } = step;
-        // One transaction deletes a foreign table and writes all endpoints, so no packet misses them.
+        // The transaction that deletes a foreign table also writes all endpoints, so that no packet
+        // misses them.
         let written = if replaces_table { 0 } else { self.write_endpoints(kernel, &plan)? };
         let mut transaction = Transaction::new();
         let mut report = Report { services_planned: plan.services_planned, ..Report::default() };
