@@ -9,7 +9,7 @@ use tokio::task::JoinSet;
 
 use crate::answer::{Failure, collect, now_unix_ms, of_status, write_json};
 use crate::args::{AgentsArgs, Args, Output, TlsArgs};
-use crate::client::{self, ConnectError};
+use crate::client;
 use crate::render::{self, Style};
 
 pub(crate) async fn run(args: &Args, wanted: &AgentsArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
@@ -47,15 +47,8 @@ struct Found {
 /// Queries all replicas concurrently, so that several hanging replicas delay the result by only one
 /// timeout.
 async fn ask_all(args: &Args, node: &str) -> Result<Found, Failure> {
-    let mut found = Found::default();
-    let mut replicas = Vec::new();
-    for server in &args.server {
-        match client::replicas_of(server, &args.tls).await {
-            Ok(some) => replicas.extend(some),
-            Err(error @ ConnectError::Unreachable { .. }) => found.failures.push(Failure::Connect(error)),
-            Err(error) => return Err(Failure::Connect(error)),
-        }
-    }
+    let (replicas, failures) = client::resolvable_replicas(&args.server, &args.tls).await.map_err(Failure::Connect)?;
+    let mut found = Found { failures: failures.into_iter().map(Failure::Connect).collect(), ..Found::default() };
     let mut asked = JoinSet::new();
     for (index, (server, tls)) in replicas.into_iter().enumerate() {
         let node = node.to_owned();

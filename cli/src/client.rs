@@ -81,8 +81,25 @@ pub async fn replicas(servers: &[String], tls: &TlsArgs) -> Result<Vec<(String, 
     Ok(replicas)
 }
 
+/// Like [`replicas`], but a server name that does not resolve is no error: returns these failures
+/// beside the other replicas.
+pub(crate) async fn resolvable_replicas(
+    servers: &[String],
+    tls: &TlsArgs,
+) -> Result<(Vec<(String, TlsArgs)>, Vec<ConnectError>), ConnectError> {
+    let (mut replicas, mut failures) = (Vec::new(), Vec::new());
+    for server in servers {
+        match replicas_of(server, tls).await {
+            Ok(some) => replicas.extend(some),
+            Err(error @ ConnectError::Unreachable { .. }) => failures.push(error),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok((replicas, failures))
+}
+
 /// Returns the URLs of all replicas that one server URL names, like [`replicas`].
-pub async fn replicas_of(server: &str, tls: &TlsArgs) -> Result<Vec<(String, TlsArgs)>, ConnectError> {
+async fn replicas_of(server: &str, tls: &TlsArgs) -> Result<Vec<(String, TlsArgs)>, ConnectError> {
     let itself = || vec![(server.to_owned(), tls.clone())];
     // Check the URL and the TLS options before the name is resolved.
     let uri = endpoint(server, tls)?.uri().clone();

@@ -12,7 +12,7 @@ use tonic::Code;
 
 use crate::answer::{Failure, collect, now_unix_ms, write_json};
 use crate::args::{Args, NodeArgs, Output, TlsArgs};
-use crate::client::{self, ConnectError};
+use crate::client;
 use crate::render::{self, Style};
 
 pub(crate) async fn run(args: &Args, wanted: &NodeArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
@@ -37,16 +37,9 @@ pub(crate) async fn run(args: &Args, wanted: &NodeArgs, style: Style, out: &mut 
 /// Asks the agent of a node, by way of all replicas at the same time. Returns the parts of the
 /// answer. If the agent has moved to another replica meanwhile, the first complete answer counts.
 pub(crate) async fn ask(args: &Args, node: &str, query: Query) -> Result<Vec<Part>, Failure> {
-    let mut failures = Vec::new();
+    let (servers, failures) = client::resolvable_replicas(&args.server, &args.tls).await.map_err(Failure::Connect)?;
+    let mut failures: Vec<Failure> = failures.into_iter().map(Failure::Connect).collect();
     let mut asked = JoinSet::new();
-    let mut servers = Vec::new();
-    for server in &args.server {
-        match client::replicas_of(server, &args.tls).await {
-            Ok(replicas) => servers.extend(replicas),
-            Err(error @ ConnectError::Unreachable { .. }) => failures.push(Failure::Connect(error)),
-            Err(error) => return Err(Failure::Connect(error)),
-        }
-    }
     let names = servers.iter().map(|(server, _)| server.as_str()).collect::<Vec<_>>().join(", ");
     for (server, tls) in servers {
         let request = QueryNodeRequest { node: node.to_owned(), query: Some(NodeQuery { kind: Some(query.clone()) }) };
