@@ -8,6 +8,7 @@ pub mod relay;
 mod services;
 mod stats;
 pub mod tcp;
+mod threads;
 pub mod udp;
 mod wheel;
 

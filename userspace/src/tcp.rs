@@ -20,9 +20,7 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
-        mpsc,
     },
-    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -30,9 +28,9 @@ use rustix::net::sockopt;
 use worker::{Command, Worker};
 
 use crate::{
-    inbox::Inbox,
     services::{ServiceId, Services},
     stats::Counter,
+    threads::Threads,
 };
 
 /// The settings of the TCP proxy.
@@ -105,7 +103,7 @@ pub struct ConnectionInfo {
     pub idle_ms: u64,
 }
 
-/// What all threads count.
+/// The counters of all threads.
 #[derive(Debug, Default)]
 struct Counters {
     open: Counter,
@@ -131,8 +129,7 @@ pub struct TcpStats {
 /// A running TCP proxy. Dropping the proxy resets its connections.
 #[derive(Debug)]
 pub struct TcpProxy {
-    inboxes: Vec<Arc<Inbox<Command>>>,
-    threads: Vec<JoinHandle<io::Result<()>>>,
+    threads: Threads<Command>,
     counters: Arc<Counters>,
     next_listener: AtomicU64,
 }
@@ -145,22 +142,11 @@ impl TcpProxy {
     /// The kernel refused a descriptor or a thread.
     pub fn start(settings: &TcpSettings, services: &Arc<Services>) -> io::Result<Self> {
         let counters = Arc::new(Counters::default());
-        let mut proxy = Self {
-            inboxes: Vec::new(),
-            threads: Vec::new(),
-            counters: Arc::clone(&counters),
-            next_listener: AtomicU64::new(0),
-        };
-        for number in 0..settings.threads.max(1) {
-            let inbox = Arc::new(Inbox::new()?);
-            let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), number);
-            let worker =
-                Worker::new(settings.clone(), Arc::clone(services), Arc::clone(&counters), Arc::clone(&inbox), seed)?;
-            let thread = std::thread::Builder::new().name(format!("tcp-proxy-{number}")).spawn(|| worker.run())?;
-            proxy.inboxes.push(inbox);
-            proxy.threads.push(thread);
-        }
-        Ok(proxy)
+        let threads = Threads::start("tcp-proxy", settings.threads, |inbox, seed| {
+            let worker = Worker::new(settings.clone(), Arc::clone(services), Arc::clone(&counters), inbox, seed)?;
+            Ok(|| worker.run())
+        })?;
+        Ok(Self { threads, counters, next_listener: AtomicU64::new(0) })
     }
 
     /// Accepts the connections of a listening socket, on all threads.
@@ -174,9 +160,7 @@ impl TcpProxy {
         // Accepted sockets inherit this option.
         sockopt::set_tcp_nodelay(&socket, true)?;
         let id = ListenerId(self.next_listener.fetch_add(1, Ordering::Relaxed));
-        for inbox in &self.inboxes {
-            inbox.send(Command::Listen { id, socket: Arc::clone(&socket), destination });
-        }
+        self.threads.send_to_all(|| Command::Listen { id, socket: Arc::clone(&socket), destination });
         Ok(id)
     }
 
@@ -184,13 +168,8 @@ impl TcpProxy {
     /// Returns when all threads have done so. The kernel resets connections that arrive between the
     /// last accept and the close: the caller first sends new connections elsewhere.
     pub fn stop_listening(&self, id: Option<ListenerId>) {
-        let (done, all_done) = mpsc::channel();
-        for inbox in &self.inboxes {
-            inbox.send(Command::StopListening { id, done: done.clone() });
-        }
-        drop(done);
-        // The channel ends when each thread has answered or has ended.
-        while all_done.recv().is_ok() {}
+        let all_done = self.threads.ask(|done| Command::StopListening { id, done });
+        all_done.iter().for_each(drop);
     }
 
     /// Stops listening, and waits until all connections have ended or the deadline has passed. The
@@ -208,12 +187,7 @@ impl TcpProxy {
     /// All open connections. Each thread copies its list, so this is for people and not for a loop.
     #[must_use]
     pub fn connections(&self) -> Vec<ConnectionInfo> {
-        let (answer, answers) = mpsc::channel();
-        for inbox in &self.inboxes {
-            inbox.send(Command::List(answer.clone()));
-        }
-        drop(answer);
-        answers.iter().flatten().collect()
+        self.threads.ask(Command::List).iter().flatten().collect()
     }
 
     /// The counters that belong to no Service.
@@ -225,18 +199,6 @@ impl TcpProxy {
             unknown_destination: unknown_destination.get(),
             exhausted: exhausted.get(),
             accept_pauses: accept_pauses.get(),
-        }
-    }
-}
-
-impl Drop for TcpProxy {
-    fn drop(&mut self) {
-        for inbox in &self.inboxes {
-            inbox.send(Command::End);
-        }
-        for thread in self.threads.drain(..) {
-            // A thread that panicked or lost epoll has closed its connections.
-            let _ = thread.join();
         }
     }
 }

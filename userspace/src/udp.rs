@@ -16,18 +16,16 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
-        mpsc,
     },
-    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
 use worker::{Command, Worker};
 
 use crate::{
-    inbox::Inbox,
     services::{ServiceId, Services},
     stats::Counter,
+    threads::Threads,
 };
 
 /// The settings of the UDP proxy.
@@ -75,7 +73,7 @@ pub struct UdpSessionInfo {
     pub idle_ms: u64,
 }
 
-/// What all threads count.
+/// The counters of all threads.
 #[derive(Debug, Default)]
 struct Counters {
     open: Counter,
@@ -97,8 +95,7 @@ pub struct UdpStats {
 /// A running UDP proxy. Dropping the proxy ends its sessions.
 #[derive(Debug)]
 pub struct UdpProxy {
-    inboxes: Vec<Arc<Inbox<Command>>>,
-    threads: Vec<JoinHandle<io::Result<()>>>,
+    threads: Threads<Command>,
     counters: Arc<Counters>,
     next_thread: AtomicUsize,
 }
@@ -111,22 +108,11 @@ impl UdpProxy {
     /// The kernel refused a descriptor or a thread.
     pub fn start(settings: &UdpSettings, services: &Arc<Services>) -> io::Result<Self> {
         let counters = Arc::new(Counters::default());
-        let mut proxy = Self {
-            inboxes: Vec::new(),
-            threads: Vec::new(),
-            counters: Arc::clone(&counters),
-            next_thread: AtomicUsize::new(0),
-        };
-        for number in 0..settings.threads.max(1) {
-            let inbox = Arc::new(Inbox::new()?);
-            let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), number);
-            let (services, counters) = (Arc::clone(services), Arc::clone(&counters));
-            let worker = Worker::new(settings.clone(), services, counters, Arc::clone(&inbox), seed)?;
-            let thread = std::thread::Builder::new().name(format!("udp-proxy-{number}")).spawn(|| worker.run())?;
-            proxy.inboxes.push(inbox);
-            proxy.threads.push(thread);
-        }
-        Ok(proxy)
+        let threads = Threads::start("udp-proxy", settings.threads, |inbox, seed| {
+            let worker = Worker::new(settings.clone(), Arc::clone(services), Arc::clone(&counters), inbox, seed)?;
+            Ok(|| worker.run())
+        })?;
+        Ok(Self { threads, counters, next_thread: AtomicUsize::new(0) })
     }
 
     /// Serves a bound UDP socket. The socket is bound to an address of a Service, with
@@ -139,8 +125,7 @@ impl UdpProxy {
         let socket = socket.into();
         rustix::io::ioctl_fionbio(&socket, true)?;
         let address = SocketAddr::try_from(rustix::net::getsockname(&socket)?)?;
-        let thread = self.next_thread.fetch_add(1, Ordering::Relaxed) % self.inboxes.len();
-        self.inboxes[thread].send(Command::Listen(socket, address));
+        self.threads.send_to_one(self.next_thread.fetch_add(1, Ordering::Relaxed), Command::Listen(socket, address));
         Ok(())
     }
 
@@ -163,12 +148,7 @@ impl UdpProxy {
     /// All open sessions. Each thread copies its list, so this is for people and for a drain.
     #[must_use]
     pub fn sessions(&self) -> Vec<UdpSessionInfo> {
-        let (answer, answers) = mpsc::channel();
-        for inbox in &self.inboxes {
-            inbox.send(Command::List(answer.clone()));
-        }
-        drop(answer);
-        answers.iter().flatten().collect()
+        self.threads.ask(Command::List).iter().flatten().collect()
     }
 
     /// The counters that belong to no Service.
@@ -176,17 +156,5 @@ impl UdpProxy {
     pub fn stats(&self) -> UdpStats {
         let Counters { open, unknown_destination, exhausted } = &*self.counters;
         UdpStats { open: open.get(), unknown_destination: unknown_destination.get(), exhausted: exhausted.get() }
-    }
-}
-
-impl Drop for UdpProxy {
-    fn drop(&mut self) {
-        for inbox in &self.inboxes {
-            inbox.send(Command::End);
-        }
-        for thread in self.threads.drain(..) {
-            // A thread that panicked or lost epoll has closed its sessions.
-            let _ = thread.join();
-        }
     }
 }

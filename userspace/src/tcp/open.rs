@@ -24,6 +24,7 @@ use crate::{
     proxy_header,
     relay::{End, Side},
     services::{Protocol, plain},
+    threads::{MAX_GENERATION, milliseconds},
 };
 
 /// The events of a socket. With edge-triggered events a socket is registered once and never
@@ -89,7 +90,7 @@ impl Worker {
             if is_allowed { &stats.without_endpoint } else { &stats.over_limit }.add(1);
             return reset(client);
         };
-        self.next_generation = self.next_generation.wrapping_add(1) & super::worker::MAX_GENERATION;
+        self.next_generation = self.next_generation.wrapping_add(1) & MAX_GENERATION;
         let connection = Connection::new(service, client, peer, destination, picked, self.next_generation, now_ms);
         let slot = self.connections.insert(connection);
         self.counters.open.add(1);
@@ -114,7 +115,7 @@ impl Worker {
                             return self.give_up(slot);
                         }
                         connection.endpoint = Some(fd);
-                        let timeout_ms = u64::try_from(self.settings.connect_timeout.as_millis()).unwrap_or(u64::MAX);
+                        let timeout_ms = milliseconds(self.settings.connect_timeout);
                         self.wheel.add(token, self.tools.now_ms + timeout_ms);
                         return;
                     }

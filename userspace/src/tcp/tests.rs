@@ -3,6 +3,7 @@
 use std::{
     io::{Read as _, Write as _},
     net::{Shutdown, TcpListener, TcpStream},
+    sync::mpsc,
     thread,
 };
 

@@ -23,12 +23,14 @@ use super::{
     connection::{BUFFER_BYTES, Connection, Tools, Visit},
     pipes::Pipes,
 };
-use crate::{inbox::Inbox, relay::Side, services::Services, wheel::Wheel};
+use crate::{
+    inbox::Inbox,
+    relay::Side,
+    services::Services,
+    threads::{End, LISTENER, WAKE, epoll_timeout, epoll_with, milliseconds},
+    wheel::Wheel,
+};
 
-/// Generations use 31 bits of a token.
-pub(super) const MAX_GENERATION: u32 = u32::MAX >> 1;
-const WAKE: u64 = u64::MAX;
-const LISTENER: u64 = 1 << 63;
 /// The connections that a listener accepts before others act.
 const ACCEPTS_PER_VISIT: usize = 64;
 const EVENTS: usize = 256;
@@ -40,7 +42,7 @@ pub(super) fn token(slot: usize, generation: u32, side: Side) -> u64 {
     (u64::from(generation) << 32) | ((slot as u64) << 1) | side as u64
 }
 
-/// What other threads ask of a worker.
+/// A command of another thread to a worker.
 #[derive(Debug)]
 pub(super) enum Command {
     Listen {
@@ -56,6 +58,10 @@ pub(super) enum Command {
     List(mpsc::Sender<Vec<ConnectionInfo>>),
     /// Resets all connections and ends the thread.
     End,
+}
+
+impl End for Command {
+    const END: Self = Self::End;
 }
 
 #[derive(Debug)]
@@ -95,8 +101,7 @@ impl Worker {
         inbox: Arc<Inbox<Command>>,
         random_state: u64,
     ) -> io::Result<Self> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        epoll::add(&epoll, inbox.wake(), EventData::new_u64(WAKE), EventFlags::IN)?;
+        let epoll = epoll_with(&inbox)?;
         let tools = Tools {
             pipes: Pipes::new(settings.pipes_per_thread),
             buffer: vec![0; BUFFER_BYTES].into_boxed_slice(),
@@ -132,7 +137,7 @@ impl Worker {
                 Err(Errno::INTR) => &[],
                 Err(error) => return Err(error.into()),
             };
-            self.tools.now_ms = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
+            self.tools.now_ms = milliseconds(self.began.elapsed());
             for event in ready {
                 self.handle(event.data.u64(), event.flags);
             }
@@ -152,13 +157,9 @@ impl Worker {
         if !self.again.is_empty() {
             return Some(Timespec { tv_sec: 0, tv_nsec: 0 });
         }
-        let now_ms = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let now_ms = milliseconds(self.began.elapsed());
         let pause_ms = self.paused_until_ms.map(|until_ms| until_ms.saturating_sub(now_ms));
-        let wait_ms = pause_ms.into_iter().chain(self.wheel.next_ms(now_ms)).min()?;
-        let (seconds, rest_ms) = (wait_ms / 1000, wait_ms % 1000);
-        // One more millisecond, because the clock of epoll rounds down.
-        let tv_nsec = i64::try_from((rest_ms + 1) * 1_000_000).ok()?.min(999_999_999);
-        Some(Timespec { tv_sec: i64::try_from(seconds).ok()?, tv_nsec })
+        pause_ms.into_iter().chain(self.wheel.next_ms(now_ms)).min().and_then(epoll_timeout)
     }
 
     fn handle(&mut self, token: u64, flags: EventFlags) {
@@ -234,14 +235,14 @@ impl Worker {
 
     /// The connect timeout or the idle timeout of a connection may have passed.
     fn timer(&mut self, slot: usize, _: Side) {
-        let idle_ms = u64::try_from(self.settings.idle_timeout.as_millis()).unwrap_or(u64::MAX);
-        let connect_ms = u64::try_from(self.settings.connect_timeout.as_millis()).unwrap_or(u64::MAX);
+        let idle_ms = milliseconds(self.settings.idle_timeout);
+        let connect_ms = milliseconds(self.settings.connect_timeout);
         let now_ms = self.tools.now_ms;
         let connection = &mut self.connections[slot];
         let token = token(slot, connection.generation, Side::Client);
         if !connection.is_connected {
             // A timer of an earlier attempt fires early.
-            let waited_ms = u64::try_from(connection.connect_began.elapsed().as_millis()).unwrap_or(u64::MAX);
+            let waited_ms = milliseconds(connection.connect_began.elapsed());
             if waited_ms >= connect_ms {
                 self.connect_failed(slot);
             } else {

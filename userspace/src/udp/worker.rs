@@ -11,10 +11,7 @@ use std::{
 };
 
 use rustix::{
-    event::{
-        Timespec,
-        epoll::{self, EventData, EventFlags},
-    },
+    event::epoll::{self, EventData, EventFlags},
     io::Errno,
     net::{AddressFamily, SocketFlags, SocketType, connect, socket_with},
 };
@@ -28,22 +25,24 @@ use crate::{
     balance::{Picked, mix},
     inbox::Inbox,
     services::{Protocol, Service, Services, plain},
+    threads::{End, LISTENER, MAX_GENERATION, WAKE, epoll_timeout, epoll_with, milliseconds},
     wheel::Wheel,
 };
 
-const WAKE: u64 = u64::MAX;
-const LISTENER: u64 = 1 << 63;
-const MAX_GENERATION: u32 = u32::MAX >> 1;
 const EVENTS: usize = 128;
 /// Receives of one socket before others act.
 const RECEIVES_PER_VISIT: usize = 8;
 
-/// What other threads ask of a worker.
+/// A command of another thread to a worker.
 #[derive(Debug)]
 pub(super) enum Command {
     Listen(OwnedFd, SocketAddr),
     List(mpsc::Sender<Vec<UdpSessionInfo>>),
     End,
+}
+
+impl End for Command {
+    const END: Self = Self::End;
 }
 
 #[derive(Debug)]
@@ -53,7 +52,7 @@ struct Listener {
     address: SocketAddr,
 }
 
-/// What makes a session: the listener, the client, and the address that the client used.
+/// The key of a session: the listener, the client, and the address that the client used.
 type Key = (usize, SocketAddr, IpAddr);
 
 #[derive(Debug)]
@@ -107,8 +106,7 @@ impl Worker {
         inbox: Arc<Inbox<Command>>,
         random_state: u64,
     ) -> io::Result<Self> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        epoll::add(&epoll, inbox.wake(), EventData::new_u64(WAKE), EventFlags::IN)?;
+        let epoll = epoll_with(&inbox)?;
         Ok(Self {
             settings,
             services,
@@ -133,10 +131,7 @@ impl Worker {
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); EVENTS];
         let (mut fired, mut buffers) = (Vec::new(), Buffers::new());
         while !self.is_ending {
-            let timeout = self.wheel.next_ms(self.elapsed_ms()).map(|wait_ms| {
-                let wait_ms = wait_ms.min(999) + 1;
-                Timespec { tv_sec: 0, tv_nsec: i64::try_from(wait_ms * 1_000_000).unwrap_or(0).min(999_999_999) }
-            });
+            let timeout = self.wheel.next_ms(self.elapsed_ms()).and_then(epoll_timeout);
             let ready = match epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()) {
                 Ok((ready, _)) => &*ready,
                 Err(Errno::INTR) => &[],
@@ -164,7 +159,7 @@ impl Worker {
     }
 
     fn elapsed_ms(&self) -> u64 {
-        u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX)
+        milliseconds(self.began.elapsed())
     }
 
     fn token(&self, slot: usize) -> u64 {
@@ -410,7 +405,7 @@ impl Worker {
     }
 
     fn idle_ms(&self) -> u64 {
-        u64::try_from(self.settings.idle_timeout.as_millis()).unwrap_or(u64::MAX)
+        milliseconds(self.settings.idle_timeout)
     }
 
     fn timer(&mut self, token: u64) {
