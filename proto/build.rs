@@ -6,7 +6,7 @@ use std::{env, fs, path::PathBuf};
 use prost::Message as _;
 
 /// The answers of Inspect, and the messages in them. `headgatectl` writes them as JSON.
-const SHOWN_AS_JSON: [&str; 14] = [
+const SHOWN_AS_JSON: [&str; 15] = [
     "AgentInfo",
     "EndpointInfo",
     "FleetInfo",
@@ -15,6 +15,7 @@ const SHOWN_AS_JSON: [&str; 14] = [
     "NodeStatus",
     "Problem",
     "Rejection",
+    "ServiceCounters",
     "ServiceInfo",
     "ServicePortInfo",
     "SourceAge",

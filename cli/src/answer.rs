@@ -156,6 +156,7 @@ mod tests {
         assert_eq!(keys(&v1::WatchEvent::default()), fields_of("WatchEvent"));
         assert_eq!(keys(&v1::NodeStatus::default()), fields_of("NodeStatus"));
         assert_eq!(keys(&v1::Rejection::default()), fields_of("Rejection"));
+        assert_eq!(keys(&v1::ServiceCounters::default()), fields_of("ServiceCounters"));
     }
 
     #[test]

@@ -13,9 +13,9 @@ use crate::units;
 #[command(name = "headgatectl", version, max_term_width = 100)]
 pub struct Args {
     /// URL of the replica to query. For several replicas, repeat the option, separate URLs by
-    /// commas, or use a name that resolves to several addresses. `agents`, `node` and `wait` query
-    /// all replicas, other commands only the first. http:// works only for loopback and test addresses;
-    /// for other addresses use https:// with the --tls options
+    /// commas, or use a name that resolves to several addresses. `agents`, `node`,
+    /// `counters` and `wait` query all replicas, other commands only the first. http:// works only
+    /// for loopback and test addresses; for other addresses use https:// with the --tls options
     #[arg(
         long,
         global = true,
@@ -78,6 +78,12 @@ pub enum Command {
     Agents(AgentsArgs),
     /// Show the state of one node, as its agent knows it: versions, the last sync, problems, memory
     Node(NodeArgs),
+    /// Show connections, packets and bytes of Services on one node, the most bytes first
+    ///
+    /// The node's agent must run in mode nftables with --nftables-service-counters. With a Service,
+    /// the command shows each of its addresses and NodePorts. Without a Service, the table leaves
+    /// out Services without traffic.
+    Counters(CountersArgs),
     /// Wait until every connected node has programmed the current state of a Service or an endpoint
     ///
     /// Exit codes: 0 if all nodes have programmed the state, 1 if a replica does not answer, 2 for
@@ -136,6 +142,26 @@ pub struct NodeArgs {
     /// with PREFIX, or all metrics
     #[arg(long, value_name = "PREFIX", num_args = 0..=1, default_missing_value = "")]
     pub metrics: Option<String>,
+}
+
+/// The node and the Service whose counters to show.
+#[derive(Debug, clap::Args)]
+pub struct CountersArgs {
+    /// The name of the node
+    pub node: String,
+    /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
+    pub service: Option<String>,
+    /// Namespace of the service
+    #[arg(short, long, requires = "service")]
+    pub namespace: Option<String>,
+}
+
+impl CountersArgs {
+    /// The selected Service. `None` for all Services. An error describes the correct usage.
+    pub fn resolve(&self) -> Result<Option<Selected>, String> {
+        let selection = Selection { service: self.service.clone(), namespace: self.namespace.clone() };
+        self.service.as_ref().map(|_| selection.resolve()).transpose()
+    }
 }
 
 /// The condition to wait for.

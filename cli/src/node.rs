@@ -4,14 +4,14 @@
 use std::io::Write;
 
 use headgate_proto::v1::{
-    MetricsQuery, NodeAnswer, NodeQuery, NodeStatusQuery, QueryNodeRequest, node_answer::Kind as Part,
-    node_query::Kind as Query,
+    CountersQuery, MetricsQuery, NodeAnswer, NodeQuery, NodeStatusQuery, QueryNodeRequest, ServiceKey,
+    node_answer::Kind as Part, node_query::Kind as Query,
 };
 use tokio::task::JoinSet;
 use tonic::Code;
 
 use crate::answer::{Failure, collect, now_unix_ms, write_json};
-use crate::args::{Args, NodeArgs, Output, TlsArgs};
+use crate::args::{Args, CountersArgs, NodeArgs, Output, Selected, TlsArgs};
 use crate::client;
 use crate::render::{self, Style};
 
@@ -27,11 +27,43 @@ pub(crate) async fn run(args: &Args, wanted: &NodeArgs, style: Style, out: &mut 
                     writeln!(out, "{}", render::plain(line))?;
                 }
             }
+            // This command does not ask for counters.
+            Part::Counters(_) => {}
             Part::Status(status) if args.output == Output::Json => write_json(out, &status)?,
             Part::Status(status) => out.write_all(render::node(&status, now_unix_ms(), style).as_bytes())?,
         }
     }
     Ok(())
+}
+
+/// Runs `headgatectl counters`.
+pub(crate) async fn counters(
+    args: &Args,
+    wanted: &CountersArgs,
+    selected: Option<Selected>,
+    style: Style,
+    out: &mut dyn Write,
+) -> Result<(), Failure> {
+    let service = selected.map(|Selected { namespace, name }| ServiceKey { namespace, name });
+    let is_one = service.is_some();
+    let mut rows = Vec::new();
+    for part in ask(args, &wanted.node, Query::Counters(CountersQuery { service })).await? {
+        if let Part::Counters(counters) = part {
+            rows.extend(counters.services);
+        }
+    }
+    if args.output == Output::Json {
+        return write_json(out, &rows);
+    }
+    if !is_one {
+        rows.retain(|row| row.packets > 0);
+        rows.sort_by(|a, b| b.bytes.cmp(&a.bytes).then_with(|| (&a.namespace, &a.name).cmp(&(&b.namespace, &b.name))));
+    }
+    if rows.is_empty() {
+        let what = if is_one { "the Service has no frontend on" } else { "no Service was used on" };
+        return Ok(writeln!(out, "Nothing is counted: {what} node {}.", wanted.node)?);
+    }
+    Ok(out.write_all(render::counters(&rows, style).as_bytes())?)
 }
 
 /// Asks the agent of a node, by way of all replicas at the same time. Returns the parts of the

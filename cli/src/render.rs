@@ -5,8 +5,8 @@ use std::{borrow::Cow, fmt::Write as _};
 
 use comfy_table::{Attribute, Cell, CellAlignment, Color, Table, presets};
 use headgate_proto::v1::{
-    AgentInfo, EndpointInfo, FleetInfo, GetStatusResponse, NodeStatus, Problem, Rejection, ServiceInfo,
-    ServicePortInfo, WatchEvent,
+    AgentInfo, EndpointInfo, FleetInfo, GetStatusResponse, NodeStatus, Problem, Rejection, ServiceCounters,
+    ServiceInfo, ServicePortInfo, WatchEvent,
 };
 
 use crate::units;
@@ -400,6 +400,20 @@ pub fn status(status: &GetStatusResponse, style: Style) -> String {
         note(&mut output, &format!("  {}", sentence(problem)), Tone::Attention, style);
     }
     output
+}
+
+/// Formats counters, one Service or frontend per row.
+pub fn counters(rows: &[ServiceCounters], style: Style) -> String {
+    let has_frontends = rows.iter().any(|row| !row.frontend.is_empty());
+    let mut headers = vec!["NAMESPACE", "NAME", ">CONNECTIONS", ">PACKETS", ">BYTES"];
+    headers.extend(has_frontends.then_some("FRONTEND"));
+    let rows = rows.iter().map(|row| {
+        let mut cells = vec![cell(&row.namespace), cell(&row.name)];
+        cells.extend([row.connections, row.packets, row.bytes].map(|count| cell(count.to_string())));
+        cells.extend(has_frontends.then(|| cell(&row.frontend)));
+        cells
+    });
+    table(&headers, rows, style)
 }
 
 /// Formats the state of a node, with its problems below.

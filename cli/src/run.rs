@@ -52,13 +52,17 @@ impl<'a> Session<'a> {
                 resolve(selection)?
             }
             Command::Wait(wait) => wait.resolve().map_err(Failure::Usage)?,
-            Command::Agents(_) | Command::Node(_) | Command::Status | Command::Certs(_) => {
+            Command::Agents(_) | Command::Node(_) | Command::Counters(_) | Command::Status | Command::Certs(_) => {
                 Selected { namespace: String::new(), name: String::new() }
             }
         };
         match &args.command {
             Command::Agents(agents) => return agents::run(args, agents, style, out).await,
             Command::Node(wanted) => return node::run(args, wanted, style, out).await,
+            Command::Counters(wanted) => {
+                let selected = wanted.resolve().map_err(Failure::Usage)?;
+                return node::counters(args, wanted, selected, style, out).await;
+            }
             Command::Wait(wait) => return wait::run(args, wait, selected, out).await,
             _ => {}
         }
@@ -71,7 +75,9 @@ impl<'a> Session<'a> {
             Command::Watch(_) => session.watch(selected).await,
             Command::Status => session.status().await,
             // These commands are handled above.
-            Command::Agents(_) | Command::Node(_) | Command::Wait(_) | Command::Certs(_) => Ok(()),
+            Command::Agents(_) | Command::Node(_) | Command::Counters(_) | Command::Wait(_) | Command::Certs(_) => {
+                Ok(())
+            }
         }
     }
 

@@ -146,6 +146,7 @@ fn nftables_config(options: &Options, settings: &Settings) -> nftables::Config {
         masquerade: masquerade(settings),
         localhost_node_ports: settings.localhost_node_ports,
         conntrack_tcp_be_liberal: Sysctls::default().is_tcp_liberal(),
+        counts_services: options.nftables_service_counters,
     }
 }
 

@@ -2,22 +2,28 @@
 //! (`discovery.proto`, rule 17).
 
 use std::{
+    collections::BTreeMap,
     sync::Arc,
     time::{SystemTime, UNIX_EPOCH},
 };
 
 use futures::{FutureExt as _, future::BoxFuture};
-use headgate_core::{exposition, node_state::SourceState};
+use headgate_core::{ServiceKey, exposition, frontends::Frontend, node_state::SourceState};
 use headgate_proto::v1::{self, node_answer, node_query};
 use tokio::task::spawn_blocking;
 
 use crate::{
+    dataplane::nftables::Counts,
     http::Pages,
     session::answers::{NodeAnswer, NodeKnowledge, PART_BYTES},
 };
 
 /// Maximum number of quarantined Services that a status lists.
 const MAX_QUARANTINED: usize = 100;
+/// Maximum number of Services or frontends in one part.
+const COUNTERS_IN_PART: usize = 200;
+/// The answer to a query for counters if the kernel counts nothing.
+const NO_COUNTERS: &str = "the kernel does not count Services on this node; start the agent in mode nftables, with --nftables-service-counters";
 
 /// What this agent knows about its node.
 #[derive(Debug)]
@@ -69,16 +75,55 @@ impl NodeKnowledge for Knowledge {
                 std::future::ready(Ok(vec![node_answer::Kind::Status(status)])).boxed()
             }
             node_query::Kind::Metrics(v1::MetricsQuery { prefix }) => {
-                let Pages { metrics, backlog, .. } = self.pages.clone();
+                let pages = self.pages.clone();
                 let encode = move || {
-                    let text = metrics.encode(&backlog.counts()).map_err(|error| error.to_string())?;
+                    let text = pages.encode_metrics().map_err(|error| error.to_string())?;
                     let (_, text) = exposition::page(std::iter::empty(), text);
                     Ok(metrics_parts(&text, &prefix))
                 };
-                spawn_blocking(encode).map(|encoded| encoded.unwrap_or_else(|error| Err(error.to_string()))).boxed()
+                blocking(encode)
+            }
+            node_query::Kind::Counters(v1::CountersQuery { service }) => {
+                let Some(counters) = self.pages.service_counters.clone() else {
+                    return std::future::ready(Err(NO_COUNTERS.to_owned())).boxed();
+                };
+                blocking(move || {
+                    let counted =
+                        counters.read().map_err(|error| format!("reading the counters: {error}; ask again"))?;
+                    Ok(counters_parts(&counted, service.map(|key| ServiceKey::new(&key.namespace, &key.name)).as_ref()))
+                })
             }
         }
     }
+}
+
+/// Calls `work` on a thread that may block.
+fn blocking(work: impl FnOnce() -> NodeAnswer + Send + 'static) -> BoxFuture<'static, NodeAnswer> {
+    spawn_blocking(work).map(|done| done.unwrap_or_else(|error| Err(error.to_string()))).boxed()
+}
+
+/// Returns the sums of all Services, or the counts of the frontends of one Service.
+fn counters_parts(
+    counted: &BTreeMap<ServiceKey, Vec<(Frontend, Counts)>>,
+    service: Option<&ServiceKey>,
+) -> Vec<node_answer::Kind> {
+    let row = |key: &ServiceKey, frontend: String, counts: Counts| v1::ServiceCounters {
+        namespace: key.namespace.to_string(),
+        name: key.name.to_string(),
+        frontend,
+        connections: counts.connections,
+        packets: counts.packets,
+        bytes: counts.bytes,
+    };
+    let rows: Vec<v1::ServiceCounters> = match service {
+        None => counted.iter().map(|(key, frontends)| row(key, String::new(), Counts::sum(frontends))).collect(),
+        Some(key) => {
+            let frontends = counted.get(key).into_iter().flatten();
+            frontends.map(|(frontend, counts)| row(key, frontend.to_string(), *counts)).collect()
+        }
+    };
+    let parts = rows.chunks(COUNTERS_IN_PART).map(|rows| v1::Counters { services: rows.to_vec() });
+    parts.map(node_answer::Kind::Counters).collect()
 }
 
 /// Splits the lines of the metrics whose names begin with `prefix` into parts.

@@ -13,7 +13,7 @@ use tracing::{info, warn};
 
 use crate::{
     backoff::Backoff,
-    dataplane::{DataplaneError, NodeDataplane},
+    dataplane::{DataplaneError, NodeDataplane, nftables::ServiceCounters, proxy_mode},
     dataplane_choice,
     http::{self, Pages, listen::BindError},
     instance,
@@ -160,6 +160,8 @@ async fn run_configured(
     if node_settings.needs_node() {
         state.await_node(Instant::now() + NODE_TIMEOUT);
     }
+    let counts_services = options.nftables_service_counters && proxy_mode(dataplane.name()) == "nftables";
+    let service_counters = counts_services.then(|| Arc::new(ServiceCounters::new(Arc::clone(&state))));
     let timing = Timing { min_sync_period, sync_period, ..Timing::default() };
     let (reconciler, progress) = Reconciler::new(dataplane, Arc::clone(&state), metrics.sync.clone(), timing);
     let mut reconciler = reconciler.with_node_settings(node_settings);
@@ -193,7 +195,7 @@ async fn run_configured(
         SaverInputs { state: Arc::clone(&state), metrics: metrics.saves.clone(), progress: progress.clone() };
     let configz = Arc::new(settings.document.clone());
     let flags = Arc::new(options.flags.clone());
-    let pages = Pages { metrics, progress, backlog: Arc::clone(state.backlog()), configz, flags };
+    let pages = Pages { metrics, progress, backlog: Arc::clone(state.backlog()), configz, flags, service_counters };
     let mut servers = http::servers(&settings, &pages);
     let session = session.with_knowledge(Arc::new(Knowledge::new(node_name, pages)));
     if settings.bind_address_hard_fail {

@@ -8,6 +8,7 @@
 
 use std::{
     collections::{HashMap, hash_map::Entry},
+    fmt,
     net::IpAddr,
     sync::Arc,
 };
@@ -59,6 +60,15 @@ impl Frontend {
         match self {
             Self::Address(address, ..) => Family::of(address),
             Self::NodePort(family, ..) => family,
+        }
+    }
+}
+
+impl fmt::Display for Frontend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Address(address, protocol, port) => write!(f, "{address} port {port}/{protocol}"),
+            Self::NodePort(family, protocol, port) => write!(f, "{family} node port {port}/{protocol}"),
         }
     }
 }

@@ -7,7 +7,7 @@ pub mod health;
 pub mod listen;
 mod zpages;
 
-use std::sync::Arc;
+use std::{fmt, sync::Arc};
 
 use axum::{
     Json, Router,
@@ -20,10 +20,10 @@ use axum::{
     routing::get,
 };
 use headgate_core::{exposition, node_state::SourceState};
-use tokio::sync::watch;
+use tokio::{sync::watch, task::spawn_blocking};
 
 use crate::{
-    dataplane::proxy_mode,
+    dataplane::{nftables::ServiceCounters, proxy_mode},
     http::{health::HealthPages, listen::Server},
     metrics::Metrics,
     progress::Progress,
@@ -44,6 +44,22 @@ pub struct Pages {
     pub configz: Arc<serde_json::Value>,
     /// The flags and their values, for `/flagz`.
     pub flags: Arc<Flags>,
+    /// Reads the counters of Services; `None` if the kernel does not count them.
+    pub service_counters: Option<Arc<ServiceCounters>>,
+}
+
+impl Pages {
+    /// Encodes all metrics as OpenMetrics text. The call may block for some 10 ms, because it reads
+    /// the counters of Services from the kernel.
+    ///
+    /// # Errors
+    /// Formatting failed, which does not happen with a `String`.
+    pub(crate) fn encode_metrics(&self) -> Result<String, fmt::Error> {
+        if let Some(counters) = &self.service_counters {
+            self.metrics.services.refresh(counters);
+        }
+        self.metrics.encode(&self.backlog.counts())
+    }
 }
 
 /// Returns the servers that the settings enable.
@@ -74,11 +90,12 @@ fn router(pages: Pages) -> Router {
 }
 
 async fn metrics(State(pages): State<Pages>, request: HeaderMap) -> Response {
-    match pages.metrics.encode(&pages.backlog.counts()) {
-        Ok(text) => in_format(&request, text).into_response(),
-        Err(error) => {
-            (StatusCode::INTERNAL_SERVER_ERROR, [(CONTENT_TYPE, "text/plain")], error.to_string()).into_response()
-        }
+    let failed =
+        |error: String| (StatusCode::INTERNAL_SERVER_ERROR, [(CONTENT_TYPE, "text/plain")], error).into_response();
+    match spawn_blocking(move || pages.encode_metrics()).await {
+        Ok(Ok(text)) => in_format(&request, text).into_response(),
+        Ok(Err(error)) => failed(error.to_string()),
+        Err(error) => failed(error.to_string()),
     }
 }
 

@@ -4,10 +4,11 @@
 mod build_info;
 pub mod kube_proxy;
 pub mod process;
+mod services;
 
 use std::fmt;
 
-use self::{kube_proxy::KubeProxyMetrics, process::ProcessMetrics};
+use self::{kube_proxy::KubeProxyMetrics, process::ProcessMetrics, services::ServiceMetrics};
 use crate::{
     interfaces::InterfaceMetrics,
     metric_registry::MetricRegistry,
@@ -42,6 +43,8 @@ pub struct Metrics {
     pub endpoint_checks: EndpointCheckMetrics,
     /// Other metrics of kube-proxy.
     pub kube_proxy: KubeProxyMetrics,
+    /// Counters of Services.
+    pub(crate) services: ServiceMetrics,
     process: ProcessMetrics,
 }
 
@@ -60,6 +63,7 @@ impl Default for Metrics {
             health_check_ports: HealthCheckMetrics::default(),
             endpoint_checks: EndpointCheckMetrics::default(),
             kube_proxy: KubeProxyMetrics::default(),
+            services: ServiceMetrics::default(),
             process,
         };
         let registry = &mut metrics.registry;
@@ -71,6 +75,7 @@ impl Default for Metrics {
         metrics.health_check_ports.register(registry);
         metrics.endpoint_checks.register(registry);
         metrics.kube_proxy.register(registry);
+        metrics.services.register(registry);
         metrics
     }
 }

@@ -138,6 +138,12 @@ pub struct Options {
         default_value_t = false, hide_default_value = true, value_name = "BOOL", value_parser = truth)]
     pub nftables_reply_to_ping: bool,
 
+    /// Mode nftables: count connections, packets and bytes of each Service, for `headgatectl
+    /// counters` and for metrics of each Service
+    #[arg(long, action = ArgAction::Set, default_value_t = false, num_args = 0..=1, require_equals = true,
+        default_missing_value = "true", value_name = "BOOL", value_parser = truth)]
+    pub nftables_service_counters: bool,
+
     /// A KubeProxyConfiguration file. It replaces kube-proxy's flags, except --hostname-override.
     /// The agent ends when the file is edited
     #[arg(long, value_name = "FILE")]

@@ -22,6 +22,7 @@ pub mod kube_proxy_nft_shape;
 pub mod kube_proxy_shape;
 pub mod lagging;
 pub mod memory;
+pub mod nft_counters;
 pub mod nft_latency;
 pub mod nft_memory;
 pub mod nft_replace;

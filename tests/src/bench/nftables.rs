@@ -146,7 +146,7 @@ fn in_namespace<T: Send>(work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
 ///
 /// # Errors
 /// The kernel lacks what the dataplane needs.
-pub(super) fn dataplane() -> Result<NftablesDataplane> {
+pub(super) fn dataplane(counts_services: bool) -> Result<NftablesDataplane> {
     let detector = LocalDetector::Cidr("11.0.0.0/8".parse().context("cluster CIDR")?);
     let masquerade = MasqueradeConfig { detector_v4: Some(detector), ..MasqueradeConfig::default() };
     Ok(NftablesDataplane::new(&Config {
@@ -157,13 +157,14 @@ pub(super) fn dataplane() -> Result<NftablesDataplane> {
         owns_tables: true,
         replies_to_ping: false,
         unused_features: Vec::new(),
+        counts_services,
     })?)
 }
 
 /// Makes the first sync in an empty namespace. Returns the wall-clock time and the CPU time in
 /// milliseconds.
 fn first_sync(state: &State) -> Result<(f64, f64)> {
-    let (mut backend, node) = (dataplane()?, NodeFacts::named("node-000"));
+    let (mut backend, node) = (dataplane(false)?, NodeFacts::named("node-000"));
     let cpu = thread_cpu();
     let (ms, report) = wall_ms(|| backend.sync_full(&FixedState(state, &node)));
     report?;
@@ -183,7 +184,16 @@ impl Programmed {
     /// # Errors
     /// The first sync fails.
     pub(super) fn new(state: State) -> Result<Self> {
-        let (mut backend, node) = (dataplane()?, NodeFacts::named("node-000"));
+        Self::load(state, false)
+    }
+
+    /// Programs the cluster like [`Self::new`], with counters of Services if `counts_services` is
+    /// true.
+    ///
+    /// # Errors
+    /// The first sync fails.
+    pub(super) fn load(state: State, counts_services: bool) -> Result<Self> {
+        let (mut backend, node) = (dataplane(counts_services)?, NodeFacts::named("node-000"));
         backend.sync_full(&FixedState(&state, &node))?;
         Ok(Self { backend, state, node })
     }

@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use clap::Parser;
 use headgate_tests::bench::{
     apiserver_load, connect, conntrack, control_plane_memory, delta, failover, fleet, growth, iptables, ipvs, lagging,
-    memory, nft_latency, nft_memory, nft_replace, nftables,
+    memory, nft_counters, nft_latency, nft_memory, nft_replace, nftables,
     report::{Figure, publish},
     slow, snapshots, storm, warm_restart, wire,
 };
@@ -95,6 +95,7 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     ("nft-connect", "a new connection through the first and the last Service, in nftables mode", |a| {
         connect::nftables(a.services)
     }),
+    ("nft-counters", "the cost of counters of Services in nftables mode", |a| nft_counters::run(a.services)),
     ("nft-memory", "memory of an agent in nftables mode and of the kernel; fails if the agent runs a program", |a| {
         nft_memory::run(a.services)
     }),

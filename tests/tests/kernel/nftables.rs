@@ -1,8 +1,9 @@
-//! The nftables dataplane against the real kernel, without the programs: quarantine and background
-//! comparison.
+//! The nftables dataplane against the real kernel, without the programs: quarantine, background
+//! comparison and counters of Services.
 
 use std::{
     collections::BTreeSet,
+    net::{TcpListener, TcpStream, UdpSocket},
     sync::Mutex,
     thread,
     time::{Duration, Instant},
@@ -11,11 +12,11 @@ use std::{
 use anyhow::{Context, Result};
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Protocol, Service, ServiceKey, ServicePort, State,
-    masquerade::MasqueradeConfig,
+    frontends::Frontend, masquerade::MasqueradeConfig,
 };
 use headgate_node_agent::dataplane::{
     ErrorKind, FixedState, NodeDataplane, StateSource,
-    nftables::{Config, NftablesDataplane},
+    nftables::{Config, Counts, NftablesDataplane, read_counters},
 };
 use headgate_tests::testbed::{Namespace, netns, process::output};
 
@@ -29,6 +30,11 @@ fn in_namespace(name: &str, work: impl FnOnce() -> Result<()> + Send) {
 
 /// A dataplane for IPv4 whose table other programs may change.
 fn dataplane() -> Result<NftablesDataplane> {
+    with_counters(false)
+}
+
+/// Like [`dataplane`]. The kernel counts Services if `counts_services` is true.
+fn with_counters(counts_services: bool) -> Result<NftablesDataplane> {
     let config = Config {
         families: vec![Family::V4],
         masquerade: MasqueradeConfig::default(),
@@ -37,6 +43,7 @@ fn dataplane() -> Result<NftablesDataplane> {
         owns_tables: false,
         replies_to_ping: false,
         unused_features: Vec::new(),
+        counts_services,
     };
     NftablesDataplane::new(&config).context("starting mode nftables")
 }
@@ -238,4 +245,155 @@ fn find_difference(dataplane: &mut NftablesDataplane, change: &[&str]) {
         assert!(Instant::now() < deadline, "no comparison found {change:?}");
         thread::sleep(Duration::from_millis(50));
     }
+}
+
+/// The Service "counted" with port 53/UDP at 10.96.0.1 and NodePort 30053, and one endpoint.
+fn counted(endpoint: [u8; 4]) -> [Change; 2] {
+    let key = ServiceKey::new("ns", "counted");
+    let port = ServicePort { name: "dns".into(), protocol: Protocol::Udp, port: 53, node_port: 30053 };
+    let target = [EndpointPort::new("dns", Protocol::Udp, 8053)];
+    let service = Service::new(key.clone(), vec![[10, 96, 0, 1].into()], vec![port]);
+    [Change::from(service), Change::Endpoint(key, Endpoint::new(endpoint.into(), Vec::from(target).into()))]
+}
+
+/// Returns the counts of the ClusterIP and of the NodePort.
+fn counts() -> Result<[Counts; 2]> {
+    let counters = read_counters()?;
+    let frontends = [
+        Frontend::Address([10, 96, 0, 1].into(), Protocol::Udp, 53),
+        Frontend::NodePort(Family::V4, Protocol::Udp, 30053),
+    ];
+    Ok(frontends.map(|frontend| counters.get(&frontend).copied().unwrap_or_default()))
+}
+
+/// Answers UDP packets with the same bytes.
+fn echo(address: &str) -> Result<()> {
+    let socket = UdpSocket::bind(address)?;
+    thread::spawn(move || {
+        let mut packet = [0; 2_048];
+        while let Ok((length, from)) = socket.recv_from(&mut packet) {
+            let _ = socket.send_to(&packet[..length], from);
+        }
+    });
+    Ok(())
+}
+
+/// Sends `packets` packets of 100 bytes from a new socket, and waits for each answer.
+fn exchange(to: &str, packets: usize) -> Result<()> {
+    let socket = UdpSocket::bind("0.0.0.0:0")?;
+    socket.set_read_timeout(Some(Duration::from_secs(10)))?;
+    socket.connect(to)?;
+    for _ in 0..packets {
+        socket.send(&[0; 100])?;
+        socket.recv(&mut [0; 2_048]).with_context(|| format!("no answer from {to}"))?;
+    }
+    Ok(())
+}
+
+/// The counts of `connections` connections with `exchanges` exchanges in total. A packet has 100
+/// bytes after 28 bytes of headers.
+fn expected(connections: u64, exchanges: u64) -> Counts {
+    Counts { connections, packets: 2 * exchanges, bytes: 2 * exchanges * 128 }
+}
+
+#[test]
+fn counters_of_services_are_exact_and_survive_changes_of_endpoints() {
+    netns::check_prerequisites().unwrap();
+    netns::sweep_stale().unwrap();
+    let create = |name: &str| Namespace::create(format!("hg{}-nftc-{name}", std::process::id())).unwrap();
+    let [client, node, server] = ["client", "node", "server"].map(create);
+    let link = |peer: &Namespace, name: &str, network: u8| {
+        let commands = format!(
+            "link add {name} type veth peer name eth0 netns {}\naddr add 10.0.{network}.1/24 dev {name}\nlink set {name} up\n",
+            peer.name()
+        );
+        node.ip_batch(&commands)?;
+        peer.ip_batch(&format!(
+            "link set lo up\naddr add 10.0.{network}.2/24 dev eth0\nlink set eth0 up\nroute add default via 10.0.{network}.1\n"
+        ))
+    };
+    node.ip_batch("link set lo up\nroute add 10.96.0.0/16 dev lo\n").unwrap();
+    link(&client, "to-client", 1).unwrap();
+    link(&server, "to-server", 2).unwrap();
+    node.set_sysctls(&[("ipv4/ip_forward", "1")]).unwrap();
+    server.run(|| echo("10.0.2.2:8053")).unwrap();
+
+    let (mut state, facts) = (State::default(), NodeFacts::named("node-1"));
+    node.run(|| {
+        let mut programmed = with_counters(true)?;
+        apply(&mut state, counted([10, 0, 2, 2]));
+        programmed.sync_full(&FixedState(&state, &facts))?;
+        assert_eq!(counts()?, [Counts::default(); 2]);
+        // Clients of the node, through both frontends.
+        exchange("10.96.0.1:53", 3)?;
+        exchange("10.0.1.1:30053", 2)?;
+        assert_eq!(counts()?, [expected(1, 3), expected(1, 2)]);
+        Ok(())
+    })
+    .unwrap();
+    // A client elsewhere, whose packets the node forwards. Packets that bypass the Service do not
+    // count.
+    client
+        .run(|| {
+            exchange("10.96.0.1:53", 4)?;
+            exchange("10.96.0.1:53", 1)?;
+            exchange("10.0.1.1:30053", 5)?;
+            exchange("10.0.2.2:8053", 7)
+        })
+        .unwrap();
+    node.run(|| {
+        let now = [expected(3, 8), expected(2, 7)];
+        assert_eq!(counts()?, now);
+        // Another instance adopts the table. The endpoint moves to the node itself.
+        let mut programmed = with_counters(true)?;
+        programmed.sync_full(&FixedState(&state, &facts))?;
+        assert!(programmed.verify()?);
+        let [_, here] = counted([10, 0, 2, 1]);
+        let key = ServiceKey::new("ns", "counted");
+        let dirty = apply(&mut state, [Change::RemoveEndpoint(key.clone(), [10, 0, 2, 2].into()), here]);
+        programmed.plan(&state, &facts, &dirty);
+        programmed.apply()?;
+        assert_eq!(counts()?, now, "counts survive a restart and a change of endpoints");
+        echo("10.0.2.1:8053")?;
+        // Both programs are on the node, so each packet passes `output` and `input`.
+        exchange("10.96.0.1:53", 10)?;
+        assert_eq!(counts()?, [expected(4, 18), expected(2, 7)]);
+
+        // Connections over TCP count once each. nft counts the same packets by the same condition.
+        let tcp = service("tcp", 2, &[80]);
+        let moved = Change::Endpoint(
+            ServiceKey::new("ns", "tcp"),
+            Endpoint::new([10, 0, 2, 1].into(), vec![EndpointPort::new("80", Protocol::Tcp, 8080)].into()),
+        );
+        let [tcp, _] = tcp;
+        let dirty = apply(&mut state, [tcp, moved]);
+        programmed.plan(&state, &facts, &dirty);
+        programmed.apply()?;
+        let listener = TcpListener::bind("10.0.2.1:8080")?;
+        thread::spawn(move || listener.incoming().for_each(drop));
+        for _ in 0..50 {
+            std::io::Read::read(&mut TcpStream::connect("10.96.0.2:80")?, &mut [0])?;
+        }
+        let tcp = read_counters()?[&Frontend::Address([10, 96, 0, 2].into(), Protocol::Tcp, 80)];
+        // Each connection has at least three packets of the handshake.
+        assert!(tcp.connections == 50 && tcp.packets >= 150 && tcp.bytes >= 150 * 40, "{tcp:?}");
+
+        // A removed Service begins at 0 again. An instance without counters removes the sets.
+        let dirty = apply(&mut state, [Change::RemoveService(key)]);
+        programmed.plan(&state, &facts, &dirty);
+        programmed.apply()?;
+        let [again, _] = counted([10, 0, 2, 1]);
+        let dirty = apply(&mut state, [again]);
+        programmed.plan(&state, &facts, &dirty);
+        programmed.apply()?;
+        assert_eq!(counts()?, [Counts::default(); 2]);
+        assert!(nft(&["list", "set", "ip", "headgate", "counted-traffic"]).contains("counter packets"));
+        let mut without = dataplane()?;
+        without.sync_full(&FixedState(&state, &facts))?;
+        assert!(without.verify()?);
+        assert_eq!(counts()?, [Counts::default(); 2]);
+        assert!(!nft(&["list", "table", "ip", "headgate"]).contains("counted"));
+        exchange("10.96.0.1:53", 1)
+    })
+    .unwrap();
 }

@@ -190,3 +190,50 @@ async fn headgatectl_finds_the_replica_of_a_node() {
     one.running.stop().await;
     two.running.stop().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn headgatectl_shows_counters_with_the_most_bytes_first() {
+    let replica = Replica::start().await;
+    let mut client = agent(&replica, "a").await;
+    let row = |name: &str, frontend: &str, packets| v1::ServiceCounters {
+        namespace: "ns".into(),
+        name: name.into(),
+        frontend: frontend.into(),
+        connections: 1,
+        packets,
+        bytes: packets * 100,
+    };
+    let rows = move |frontend| vec![row("few", frontend, 2), row("none", frontend, 0), row("most", frontend, 7)];
+    let answering = tokio::spawn(async move {
+        for (count, frontend) in [(1, ""), (2, "10.96.0.1 port 80/TCP"), (3, "")] {
+            let v1::Query { id, query } = queried(&mut client, count).await;
+            let Some(node_query::Kind::Counters(v1::CountersQuery { service })) = query.unwrap().kind else {
+                panic!("not a query for counters")
+            };
+            assert_eq!(service.map(|key| (key.namespace, key.name)).is_some(), count == 2);
+            // The answer has two parts.
+            for (row, is_last) in rows(frontend).chunks(2).zip([false, true]) {
+                let kind = Some(node_answer::Kind::Counters(v1::Counters { services: row.to_vec() }));
+                let part = Some(v1::NodeAnswer { kind });
+                client.send(Body::Answer(v1::Answer { id, part, is_last, ..v1::Answer::default() })).await;
+            }
+        }
+        client
+    });
+    let (code, out, err) = headgatectl(&[&replica], &["counters", "a"]).await;
+    assert_eq!((code, err.as_str()), (Some(0), ""));
+    let lines: Vec<Vec<&str>> = out.lines().map(|line| line.split_whitespace().collect()).collect();
+    let expected = [
+        ["NAMESPACE", "NAME", "CONNECTIONS", "PACKETS", "BYTES"],
+        ["ns", "most", "1", "7", "700"],
+        ["ns", "few", "1", "2", "200"],
+    ];
+    assert_eq!(lines, expected);
+    let (_, out, _) = headgatectl(&[&replica], &["counters", "a", "ns/web"]).await;
+    assert!(out.lines().count() == 4 && out.contains("0  10.96.0.1 port 80/TCP"), "{out}");
+    let (_, out, _) = headgatectl(&[&replica], &["counters", "a", "-o", "json"]).await;
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((json.as_array().unwrap().len(), &json[2]["bytes"]), (3, &700.into()));
+    let _client = answering.await.unwrap();
+    replica.running.stop().await;
+}

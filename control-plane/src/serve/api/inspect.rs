@@ -339,11 +339,7 @@ fn count(number: usize) -> u32 {
 }
 
 fn conflict(frontend: &Frontend, owner: &ServiceKey) -> String {
-    let place = match frontend {
-        Frontend::Address(address, protocol, port) => format!("{address} port {port}/{protocol}"),
-        Frontend::NodePort(family, protocol, port) => format!("{family} node port {port}/{protocol}"),
-    };
-    format!("{place} belongs to Service {owner}, which is older or comes first by name")
+    format!("{frontend} belongs to Service {owner}, which is older or comes first by name")
 }
 
 fn endpoint_info(key: &ServiceKey, endpoint: &Endpoint, version: u64) -> v1::EndpointInfo {

@@ -12,12 +12,14 @@ pub struct NftablesConfig {
     /// True if rules can hash the client's address. Otherwise Services that select
     /// [`crate::model::LoadBalancing::ConsistentHash`] use random slots.
     pub can_hash: bool,
+    /// True if the kernel counts the connections and the traffic of each frontend.
+    pub counts_services: bool,
 }
 
 impl NftablesConfig {
     /// Returns the defaults of a family: no detector of local pods, and rules that can hash.
     #[must_use]
     pub fn new(family: Family) -> Self {
-        Self { family, masquerade: MasqueradeConfig::default(), can_hash: true }
+        Self { family, masquerade: MasqueradeConfig::default(), can_hash: true, counts_services: false }
     }
 }

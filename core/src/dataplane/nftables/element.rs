@@ -30,6 +30,20 @@ pub enum MasqueradeSources {
     Everyone,
 }
 
+/// What a [`Element::Counter`] counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Counted {
+    /// New connections that are sent to an endpoint.
+    Connections,
+    /// Packets and bytes of these connections, in both directions.
+    Traffic,
+}
+
+impl Counted {
+    /// Both values.
+    pub const ALL: [Self; 2] = [Self::Connections, Self::Traffic];
+}
+
 /// Returns the number of the service port to which a group belongs.
 pub(super) fn port_number(group: u32) -> u32 {
     group & !1
@@ -99,6 +113,9 @@ pub enum Element {
     Unserved(Frontend, Refusal),
     /// A frontend, and the clients whose connections are masqueraded.
     Masquerade(Frontend, MasqueradeSources),
+    /// A frontend, and what its counter in the kernel counts. Only packets change the counter: the
+    /// element stays while the frontend exists.
+    Counter(Frontend, Counted),
     /// A frontend that only [`Self::Admitted`] clients may reach.
     Guarded(Frontend),
     /// A range of clients that may reach a [`Self::Guarded`] frontend.

@@ -37,6 +37,6 @@ mod service;
 mod tests;
 
 pub use config::NftablesConfig;
-pub use element::{Element, ElementKey, Lookup, MasqueradeSources, Pick, Refusal, Selection, Shape, Target};
+pub use element::{Counted, Element, ElementKey, Lookup, MasqueradeSources, Pick, Refusal, Selection, Shape, Target};
 pub use ledger::{Existing, Ledger, Plan};
 pub use rendezvous::HASHED_SLOTS;

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, net::IpAddr};
 
 use super::{
     config::NftablesConfig,
-    element::{Element, MasqueradeSources, Refusal},
+    element::{Counted, Element, MasqueradeSources, Refusal},
 };
 use crate::{
     behaviours::{endpoint_choice::Destination, view::ServicePortView},
@@ -66,6 +66,9 @@ pub(super) fn plan(config: &NftablesConfig, view: &ServicePortView) -> PortPlan 
         let admitted = admitted.chain(view.source_ranges.admits_node.then_some((*address).into()));
         plan.elements.extend(admitted.map(|range| Element::Admitted(at(address), range)));
     }
+    if config.counts_services {
+        plan.add_counters();
+    }
     plan.add_endpoints(view);
     plan
 }
@@ -98,6 +101,17 @@ impl PortPlan {
             self.services.push((frontend, is_local));
         }
         self.elements.push(Element::Masquerade(frontend, masquerade));
+    }
+
+    /// Adds the counters of all frontends.
+    fn add_counters(&mut self) {
+        let frontends = self.elements.iter().filter_map(|element| match element {
+            Element::Masquerade(frontend, _) => Some(*frontend),
+            _ => None,
+        });
+        let counters = frontends.flat_map(|frontend| Counted::ALL.map(|counted| Element::Counter(frontend, counted)));
+        let counters: Vec<Element> = counters.collect();
+        self.elements.extend(counters);
     }
 
     fn add_endpoints(&mut self, view: &ServicePortView) {

@@ -9,10 +9,10 @@ use std::{
 use headgate_core::{
     Family, Protocol,
     frontends::Frontend,
-    nftables::{Element, Lookup, MasqueradeSources, Pick, Refusal, Selection, Target},
+    nftables::{Counted, Element, Lookup, MasqueradeSources, Pick, Refusal, Selection, Target},
 };
 use ipnet::IpNet;
-use nftables_netlink::{DataType, ElementData, Set, TableName, Transaction, Value};
+use nftables_netlink::{DataType, ElementData, Expression, Set, TableName, Transaction, Value};
 
 /// The name of the map from frontends to targets.
 pub(super) fn lookup_map(lookup: Lookup) -> &'static str {
@@ -58,6 +58,29 @@ pub(super) fn masquerade_set(sources: MasqueradeSources) -> &'static str {
         MasqueradeSources::Node => "masquerade-node",
         MasqueradeSources::Everyone => "masquerade-everyone",
     }
+}
+
+/// The name of the set of frontends with a counter.
+pub(super) fn counter_set(counted: Counted) -> &'static str {
+    match counted {
+        Counted::Connections => "counted-connections",
+        Counted::Traffic => "counted-traffic",
+    }
+}
+
+/// The names of the sets of frontends with a counter.
+pub(super) fn counter_sets() -> impl Iterator<Item = String> {
+    let both = |counted| [counter_set(counted).to_owned(), of_node_ports(counter_set(counted))];
+    Counted::ALL.into_iter().flat_map(both)
+}
+
+/// The sets of counters. The kernel counts in the element that a rule finds.
+pub(super) fn sets_of_counters(table: &TableName, family: Family) -> impl Iterator<Item = Set> {
+    let frontend = [address_type(family), DataType::Protocol, DataType::Port];
+    counter_sets().map(move |name| {
+        let key = if name.ends_with(names::NODE_PORTS) { &frontend[1..] } else { &frontend[..] };
+        Set { expressions: vec![Expression::counter()], ..Set::new(table, name, key) }
+    })
 }
 
 /// All values of [`MasqueradeSources`], in the order of the rules.
@@ -198,6 +221,7 @@ pub(super) fn encode(element: &Element) -> (String, nftables_netlink::Element) {
         }
         Element::Unserved(frontend, refusal) => by_frontend(refusal_set(refusal), frontend),
         Element::Masquerade(frontend, sources) => by_frontend(masquerade_set(sources), frontend),
+        Element::Counter(frontend, counted) => by_frontend(counter_set(counted), frontend),
         Element::Guarded(frontend) => of(names::GUARDED, &frontend_key(frontend)),
         Element::Admitted(frontend, range) => {
             let mut key = frontend_key(frontend);
@@ -233,6 +257,7 @@ pub(super) fn set_of(element: &Element) -> Cow<'static, str> {
         }
         Element::Unserved(frontend, refusal) => by_frontend(refusal_set(*refusal), frontend),
         Element::Masquerade(frontend, sources) => by_frontend(masquerade_set(*sources), frontend),
+        Element::Counter(frontend, counted) => by_frontend(counter_set(*counted), frontend),
         Element::Guarded(_) => names::GUARDED.into(),
         Element::Admitted(_, range) => admitted(range.prefix_len()).into(),
         Element::Endpoint(..) => names::ENDPOINTS.into(),
@@ -282,7 +307,11 @@ fn by_set(elements: impl Iterator<Item = Element>, mut write: impl FnMut(&str, &
 /// writes such an element: the bytes must be exactly those that [`encode`] produces.
 pub(super) fn decode(family: Family, set: &str, element: &nftables_netlink::Element) -> Option<Element> {
     let read = read(family, set, element)?;
-    let (name, written) = encode(&read);
+    let (name, mut written) = encode(&read);
+    if let ([Expression::Counter { .. }], Element::Counter(..)) = (&element.expressions[..], &read) {
+        // The kernel adds the counter, with the present counts.
+        written.expressions.clone_from(&element.expressions);
+    }
     (name == set && written == *element).then_some(read)
 }
 
@@ -328,9 +357,11 @@ fn read(family: Family, set: &str, element: &nftables_netlink::Element) -> Optio
             let frontend = key.frontend(has_address)?;
             let sources = MASQUERADE_SOURCES.into_iter().find(|sources| masquerade_set(*sources) == set);
             let refusal = || REFUSALS.into_iter().find(|refusal| refusal_set(*refusal) == set);
-            match sources {
-                Some(sources) => Element::Masquerade(frontend, sources),
-                None => Element::Unserved(frontend, refusal()?),
+            let counted = Counted::ALL.into_iter().find(|counted| counter_set(*counted) == set);
+            match (sources, counted) {
+                (Some(sources), _) => Element::Masquerade(frontend, sources),
+                (None, Some(counted)) => Element::Counter(frontend, counted),
+                (None, None) => Element::Unserved(frontend, refusal()?),
             }
         }
     };

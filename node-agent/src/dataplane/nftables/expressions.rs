@@ -131,6 +131,18 @@ impl Expressions {
         ct_bits(CtKey::Status, STATUS_DNAT, Comparison::Equal)
     }
 
+    /// Continues if the packet did not arrive on the loopback interface.
+    pub(super) fn is_not_from_loopback(self) -> Vec<Expression> {
+        vec![
+            Expression::Meta { key: MetaKey::InputInterfaceName, to: Register::R1 },
+            Expression::Compare {
+                register: Register::R1,
+                comparison: Comparison::NotEqual,
+                value: Value::interface_name("lo"),
+            },
+        ]
+    }
+
     /// Continues if the address belongs to this node. Needs a kernel with `fib`.
     pub(super) fn is_local(self, side: Side) -> Vec<Expression> {
         let flags = if side == Side::Source { FibFlags::SOURCE } else { FibFlags::DESTINATION };

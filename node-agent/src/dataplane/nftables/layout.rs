@@ -13,7 +13,7 @@ use headgate_core::{
     Family,
     iptables::NodePortAddresses,
     masquerade::LocalDetector,
-    nftables::{Lookup, MasqueradeSources, Refusal, Shape},
+    nftables::{Counted, Lookup, MasqueradeSources, Refusal, Shape},
 };
 use ipnet::IpNet;
 use nftables_netlink::{
@@ -23,8 +23,8 @@ use nftables_netlink::{
 
 use super::{
     elements::{
-        GROUP_WORD, MASQUERADE_SOURCES, REFUSALS, TIMEOUT_WORD, admitted, admitted_set, fixed_sets, lookup_map,
-        masquerade_set, names, node_address_set, of_node_ports, refusal_set,
+        GROUP_WORD, MASQUERADE_SOURCES, REFUSALS, TIMEOUT_WORD, admitted, admitted_set, counter_set, fixed_sets,
+        has_address, lookup_map, masquerade_set, names, node_address_set, of_node_ports, refusal_set, sets_of_counters,
     },
     expressions::{Expressions, Side, jump},
 };
@@ -37,6 +37,7 @@ const SOURCE_NAT: i32 = 100;
 /// translated.
 const BEFORE_NAT: i32 = DESTINATION_NAT - 10;
 
+const COUNTERS: &str = "counters";
 const FIREWALL: &str = "firewall";
 const INSIDE: &str = "inside";
 const INSIDE_NODE_PORTS: &str = "inside-node-ports";
@@ -67,6 +68,8 @@ pub(super) struct LayoutConfig {
     /// True if the kernel parameter `nf_conntrack_tcp_be_liberal` is set. With this parameter,
     /// conntrack does not mark packets outside of the TCP window as INVALID.
     pub(super) conntrack_tcp_be_liberal: bool,
+    /// True if the kernel counts the connections and the traffic of each frontend.
+    pub(super) counts_services: bool,
 }
 
 impl LayoutConfig {
@@ -168,6 +171,10 @@ impl Layout {
             Builder { config, expressions: Expressions { family: config.family }, table: table_name(config.family) };
         for set in fixed_sets(&builder.table, config.family) {
             layout.add_set(set);
+        }
+        if config.counts_services {
+            sets_of_counters(&builder.table, config.family).for_each(|set| layout.add_set(set));
+            builder.add_counters(&mut layout);
         }
         for length in &shape.prefix_lengths {
             layout.add_set(admitted_set(&builder.table, config.family, *length));
@@ -319,6 +326,14 @@ impl Builder<'_> {
             }
             if hook != Hook::Forward && self.config.has_loopback_guard() {
                 rules.insert(0, vec![jump(LOOPBACK_GUARD)]);
+            }
+            if self.config.counts_services {
+                let mut counted = self.expressions.is_translated();
+                if hook == Hook::Input {
+                    // A packet between programs of the node was counted in the chain of `output`.
+                    counted.extend(self.expressions.is_not_from_loopback());
+                }
+                rules.insert(0, then(counted, COUNTERS));
             }
             base(name, ChainType::Filter, hook, 0, rules);
         }
@@ -519,7 +534,28 @@ impl Builder<'_> {
         drop.push(Expression::Verdict(Verdict::Drop));
         // Before Linux 6.17, a lookup may find no element while a transaction replaces the element.
         // The second rule repeats the lookup and finds the new element.
-        vec![by_count.clone(), by_count, drop.into()]
+        let mut rules = vec![by_count.clone(), by_count, drop.into()];
+        if self.config.counts_services {
+            let set = counter_set(Counted::Connections);
+            let set = if has_address(lookup) { set.to_owned() } else { of_node_ports(set) };
+            let mut count = self.has_target(lookup);
+            count.push(to.is_in(&set, FIRST));
+            rules.insert(0, RuleContent::with_comment(count, &format!("counts connections in @{set}")));
+        }
+        rules
+    }
+
+    /// Adds the chain that counts the packets of translated connections, by the destination of the
+    /// connection's first packet.
+    fn add_counters(&self, layout: &mut Layout) {
+        let to = self.expressions;
+        let set = counter_set(Counted::Traffic);
+        let count = |key: Vec<Expression>, set: &str| {
+            [key, vec![to.is_in(set, FIRST), Expression::Verdict(Verdict::Return)]].concat()
+        };
+        let rules =
+            vec![count(to.original_frontend(FIRST), set), count(to.original_node_port(FIRST), &of_node_ports(set))];
+        layout.add_chain(COUNTERS, rules);
     }
 
     fn add_masquerading(&self, layout: &mut Layout) {

@@ -13,6 +13,7 @@ mod layout;
 mod leftover;
 mod quarantine;
 mod read;
+mod service_counters;
 #[cfg(test)]
 mod tests;
 mod watch;
@@ -20,6 +21,7 @@ mod watch;
 pub use connection::Connection;
 pub(crate) use leftover::{kube_proxys_tables, tables};
 pub use nftables_netlink::Feature;
+pub use service_counters::{Counts, ServiceCounters, read_counters};
 
 use std::time::Instant;
 
@@ -54,6 +56,8 @@ pub struct Config {
     /// True if the kernel parameter `nf_conntrack_tcp_be_liberal` is set. With this parameter, no
     /// rule has to drop INVALID packets.
     pub conntrack_tcp_be_liberal: bool,
+    /// Count the connections and the traffic of each Service.
+    pub counts_services: bool,
     /// Own the tables if the kernel supports owners that persist, so that no other program can
     /// change the tables.
     pub owns_tables: bool,
@@ -148,7 +152,8 @@ impl DualStack<NftablesFamily> {
             }
             Ok(None)
         };
-        if let Some((family, feature, fault)) = lacking(&NEEDED)? {
+        let counting: &[Feature] = if config.counts_services { &[Feature::SetExpressions] } else { &[] };
+        if let Some((family, feature, fault)) = lacking(&[&NEEDED[..], counting].concat())? {
             let message = format!("this kernel's nftables lacks {feature:?} in {family}: {fault}");
             return Err(DataplaneError::new(ErrorKind::Unavailable, message));
         }
@@ -160,8 +165,12 @@ impl DualStack<NftablesFamily> {
         let owns_tables = config.owns_tables && has(Feature::OwnerAndPersist)?;
         let kernel = Connection::new(connection, owns_tables);
         let make = |family| {
-            let core =
-                NftablesConfig { masquerade: config.masquerade.clone(), can_hash, ..NftablesConfig::new(family) };
+            let core = NftablesConfig {
+                masquerade: config.masquerade.clone(),
+                can_hash,
+                counts_services: config.counts_services,
+                ..NftablesConfig::new(family)
+            };
             let layout_config = LayoutConfig {
                 family,
                 detector: core.masquerade.detector(family).cloned(),
@@ -171,6 +180,7 @@ impl DualStack<NftablesFamily> {
                 ping_answered_by: None,
                 has_fib,
                 conntrack_tcp_be_liberal: config.conntrack_tcp_be_liberal,
+                counts_services: config.counts_services,
             };
             NftablesFamily {
                 ledger: Ledger::new(core),
@@ -280,7 +290,7 @@ impl Dataplane for NftablesFamily {
     ) -> Result<Report, DataplaneError> {
         let family = self.family();
         let table = table_name(family);
-        let Step { plan, layout, found, replaces_table } = step;
+        let Step { mut plan, layout, found, replaces_table } = step;
         // The transaction that deletes a foreign table also writes all endpoints, so that no packet
         // misses them.
         let written = if replaces_table { 0 } else { self.write_endpoints(kernel, &plan)? };
@@ -300,6 +310,8 @@ impl Dataplane for NftablesFamily {
         }
         let before = transaction.message_count();
         if let Some(layout) = &layout {
+            // The kernel deletes a set with all its elements.
+            plan.delete.retain(|element| layout.sets.contains_key(&*elements::set_of(element)));
             report.objects_written += self.layout.change_to(layout, &table, &mut transaction);
         }
         let added = bulk::after(written, plan.added(&self.ledger));

@@ -158,6 +158,7 @@ impl<K: Kernel> Rig<K> {
             interfaces: vec![address(family, NODES, 1)],
             ping_answered_by: Some(address(family, NODES, 1)),
             has_fib,
+            counts_services: false,
             conntrack_tcp_be_liberal: false,
         };
         let mut rig = Self {
