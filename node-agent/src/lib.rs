@@ -38,6 +38,7 @@
 pub mod backoff;
 mod bisect;
 pub mod control_planes;
+mod cpu_time;
 pub mod dataplane;
 pub mod dataplane_choice;
 #[doc(hidden)]

@@ -18,9 +18,9 @@ use super::{
     leftovers::{Leftover, Leftovers},
     metrics::DataplaneMetrics,
 };
-use crate::node_inputs::NodeInputs;
+use crate::{cpu_time, node_inputs::NodeInputs};
 
-/// The pause after a comparison, as a multiple of the time that the comparison took.
+/// The pause after a comparison, as a multiple of the processor time that the comparison took.
 const COMPARISON_PAUSE_FACTOR: u32 = 100;
 
 /// The maximum number of differences that the log names after one comparison.
@@ -471,8 +471,11 @@ impl<D: Dataplane> OneFamily<D> {
         if self.next_comparison.is_none_or(|due| started < due) {
             return Ok(true);
         }
+        let before = cpu_time::of_thread_and_children();
         let differences = self.dataplane.compare(kernel);
-        self.next_comparison = Some(Instant::now() + started.elapsed() * COMPARISON_PAUSE_FACTOR);
+        let used = before.zip(cpu_time::of_thread_and_children()).map(|(before, after)| after.saturating_sub(before));
+        self.next_comparison =
+            Some(Instant::now() + used.unwrap_or_else(|| started.elapsed()) * COMPARISON_PAUSE_FACTOR);
         let differences = differences?;
         differences.iter().take(MAX_LOGGED_DIFFERENCES).for_each(|sentence| warn!("{sentence}"));
         drift.inc_by(differences.len() as u64);

@@ -16,7 +16,7 @@ pub(in crate::dataplane) const PAUSES: Backoff =
 /// The first and the longest pause for features that need a kernel module. The longest pause is
 /// short, because an operator who loads the missing module waits for the result.
 pub(in crate::dataplane) const PAUSES_OF_MODULES: Backoff =
-    Backoff::new(Duration::from_secs(5), Duration::from_secs(300), Jitter::None);
+    Backoff::new(Duration::from_secs(5), Duration::from_secs(30), Jitter::None);
 
 /// The rejected objects. Each has a reason and the time of the next attempt. Pauses double from the
 /// first to the longest. Objects that the kernel first rejected at the same time are due at the

@@ -8,14 +8,14 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use nix::sys::resource::{Resource, UsageWho, getrlimit, getrusage};
+use nix::sys::resource::{Resource, getrlimit};
 use prometheus_client::{
     metrics::{counter::Counter, gauge::Gauge},
     registry::Unit,
 };
 use tracing::debug;
 
-use crate::metric_registry::MetricRegistry;
+use crate::{cpu_time, metric_registry::MetricRegistry};
 
 /// Metrics of the process.
 #[derive(Debug)]
@@ -63,13 +63,8 @@ impl ProcessMetrics {
     /// Reads the values from the operating system. Call this function before the registry is
     /// encoded. If a value cannot be read, the metric keeps its last value.
     pub(super) fn refresh(&self) {
-        match getrusage(UsageWho::RUSAGE_SELF) {
-            Ok(usage) => {
-                let spent = [usage.user_time(), usage.system_time()];
-                let spent: f64 = spent.iter().map(|time| time.tv_sec() as f64 + time.tv_usec() as f64 / 1e6).sum();
-                self.cpu_seconds.inc_by((spent - self.cpu_seconds.get()).max(0.0));
-            }
-            Err(error) => debug!(%error, "the CPU time of the process cannot be read"),
+        if let Some(spent) = cpu_time::of_process() {
+            self.cpu_seconds.inc_by((spent.as_secs_f64() - self.cpu_seconds.get()).max(0.0));
         }
         match fs::read_to_string("/proc/self/status") {
             Ok(status) => {

@@ -11,8 +11,6 @@ pub enum Backend {
     IptablesLegacy,
     /// iptables over nftables, with kube-proxy's layout of rules.
     IptablesNft,
-    /// iptables over the legacy kernel interface, with the layout for large clusters.
-    IptablesLegacyCompact,
     /// iptables over nftables, with the layout for large clusters.
     IptablesNftCompact,
     /// IPVS, with iptables rules over the legacy kernel interface.
@@ -23,14 +21,8 @@ pub enum Backend {
 
 impl Backend {
     /// All backends.
-    pub const ALL: [Self; 6] = [
-        Self::IptablesLegacy,
-        Self::IptablesNft,
-        Self::IptablesLegacyCompact,
-        Self::IptablesNftCompact,
-        Self::Ipvs,
-        Self::Nftables,
-    ];
+    pub const ALL: [Self; 5] =
+        [Self::IptablesLegacy, Self::IptablesNft, Self::IptablesNftCompact, Self::Ipvs, Self::Nftables];
 
     /// The agent's flags that choose this backend.
     pub fn agent_arguments(self) -> Vec<&'static str> {
@@ -47,7 +39,7 @@ impl Backend {
     /// The variant of iptables that the agent runs.
     pub fn variant(self) -> Variant {
         match self {
-            Self::IptablesLegacy | Self::IptablesLegacyCompact | Self::Ipvs => Variant::Legacy,
+            Self::IptablesLegacy | Self::Ipvs => Variant::Legacy,
             Self::IptablesNft | Self::IptablesNftCompact | Self::Nftables => Variant::Nft,
         }
     }
@@ -71,7 +63,7 @@ impl Backend {
 
     /// Whether the backend uses the layout for large clusters.
     pub fn is_compact(self) -> bool {
-        matches!(self, Self::IptablesLegacyCompact | Self::IptablesNftCompact)
+        self == Self::IptablesNftCompact
     }
 }
 
@@ -80,7 +72,6 @@ impl fmt::Display for Backend {
         formatter.write_str(match self {
             Self::IptablesLegacy => "iptables-legacy",
             Self::IptablesNft => "iptables-nft",
-            Self::IptablesLegacyCompact => "iptables-legacy, compact",
             Self::IptablesNftCompact => "iptables-nft, compact",
             Self::Ipvs => "ipvs",
             Self::Nftables => "nftables",

@@ -242,18 +242,6 @@ fn kills_at_random_times_legacy() {
 
 // rows of iptables: 92
 #[test]
-fn kills_at_random_times_nft() {
-    on_machines(Backend::IptablesNft, kills);
-}
-
-// rows of iptables: 92
-#[test]
-fn kills_at_random_times_legacy_compact() {
-    on_machines(Backend::IptablesLegacyCompact, kills);
-}
-
-// rows of iptables: 92
-#[test]
 fn kills_at_random_times_nft_compact() {
     on_machines(Backend::IptablesNftCompact, kills);
 }
