@@ -28,20 +28,16 @@ pub fn program(name: &str) -> Result<PathBuf> {
     bail!("{name} is not beside {}: run `cargo build --workspace` first (`make test` does)", own.display());
 }
 
-/// The path of grpcurl. The places are, in order: the variable `HEADGATE_GRPCURL`, the folders in
-/// `PATH`, and `target/tools`, where `make setup` installs grpcurl.
+/// The path of a program that `make setup` fetches, such as grpcurl. The places are, in order: the
+/// folders in `PATH`, and `target/tools`, where `make setup` installs it.
 ///
 /// # Panics
-/// grpcurl is not found.
-pub fn grpcurl() -> PathBuf {
-    if let Some(path) = std::env::var_os("HEADGATE_GRPCURL") {
-        return path.into();
-    }
+/// The program is not found.
+pub fn tool(name: &str) -> PathBuf {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let tools = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools");
-    let found =
-        std::env::split_paths(&path).chain([tools]).map(|folder| folder.join("grpcurl")).find(|file| file.is_file());
-    found.expect("grpcurl is neither on PATH nor in target/tools: run `make setup`, or set HEADGATE_GRPCURL")
+    let found = std::env::split_paths(&path).chain([tools]).map(|folder| folder.join(name)).find(|file| file.is_file());
+    found.unwrap_or_else(|| panic!("{name} is neither on PATH nor in target/tools: run `make setup`"))
 }
 
 /// Runs a program and returns its standard output.

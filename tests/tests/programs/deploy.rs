@@ -1,5 +1,5 @@
-//! The manifests in `deploy/` are well-formed, grant only the documented rights, and use only
-//! options that the programs have.
+//! The manifests and the chart in `deploy/` create the same valid objects, grant only the documented
+//! rights, and use only options that the programs have.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use headgate_tests::testbed::{
     port::ReservedPort,
-    process::{KilledOnDrop, program},
+    process::{KilledOnDrop, program, tool},
 };
 use serde_json::{Value, json};
 
@@ -21,19 +21,122 @@ fn documents_of(file: &Path) -> Vec<Value> {
     serde_saphyr::from_multiple(&text).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
 }
 
-/// Every object that `kubectl apply -k deploy` would create, by kind and name.
-fn objects() -> BTreeMap<(String, String), Value> {
-    let kustomization = documents_of(&deploy().join("kustomization.yaml"));
+type Objects = BTreeMap<(String, String), Value>;
+
+/// The objects of a stream of YAML documents, by kind and name.
+fn by_name(yaml: &str) -> Objects {
     let mut objects = BTreeMap::new();
-    for file in kustomization[0]["resources"].as_array().unwrap() {
-        for object in documents_of(&deploy().join(file.as_str().unwrap())) {
-            let text = |value: &Value| value.as_str().unwrap().to_owned();
-            let key = (text(&object["kind"]), text(&object["metadata"]["name"]));
-            assert!(!object["apiVersion"].as_str().unwrap().is_empty());
-            assert!(objects.insert(key.clone(), object).is_none(), "{key:?} is defined twice");
-        }
+    let documents: Vec<Value> = serde_saphyr::from_multiple(yaml).unwrap_or_else(|error| panic!("{error}:\n{yaml}"));
+    for object in documents.into_iter().filter(|object| !object.is_null()) {
+        let text = |value: &Value| value.as_str().unwrap().to_owned();
+        let key = (text(&object["kind"]), text(&object["metadata"]["name"]));
+        assert!(!object["apiVersion"].as_str().unwrap().is_empty());
+        assert!(objects.insert(key.clone(), object).is_none(), "{key:?} is defined twice");
     }
     objects
+}
+
+/// What `kubectl apply -k` creates from an overlay, as YAML.
+fn overlay(name: &str) -> String {
+    run(Command::new(tool("kustomize")).arg("build").arg(deploy().join("kustomize").join(name)))
+}
+
+/// The objects of the overlay for production, which has every object.
+fn objects() -> Objects {
+    by_name(&overlay("production"))
+}
+
+/// The command that renders the chart with the settings of an overlay.
+fn chart(settings: &Value) -> Command {
+    let text = |key: &str| settings["data"][key].as_str().unwrap();
+    let hosts: Vec<&str> = text("controlPlane")
+        .split(',')
+        .map(|url| url.strip_prefix("https://").unwrap().strip_suffix(":7443").unwrap())
+        .collect();
+    let mut command = Command::new(tool("helm"));
+    command.args(["template", "headgate", "--namespace", "headgate-system"]).arg(deploy().join("chart"));
+    command.args(["--set".to_owned(), format!("controlPlane.addresses={{{}}}", hosts.join(","))]);
+    command.args(["--set".to_owned(), format!("clusterCIDRs={{{}}}", text("clusterCidr"))]);
+    command.args(["--set".to_owned(), format!("apiServer.host={}", text("apiServerHost"))]);
+    command.args(["--set".to_owned(), format!("apiServer.port={}", text("apiServerPort"))]);
+    command
+}
+
+#[test]
+fn the_chart_and_the_overlays_create_the_same_objects() {
+    for name in ["trial", "production"] {
+        let mut from_overlay = by_name(&overlay(name));
+        let settings = &from_overlay[&("ConfigMap".to_owned(), "headgate-settings".to_owned())];
+        let mut command = chart(settings);
+        if name == "production" {
+            command.arg("--values").arg(deploy().join("chart/values-production.yaml"));
+        }
+        let from_chart = by_name(&run(&mut command));
+        // Helm cannot create the namespace that it stores the release in.
+        from_overlay.remove(&("Namespace".to_owned(), "headgate-system".to_owned())).unwrap();
+        let kinds = |objects: &Objects| objects.keys().cloned().collect::<Vec<_>>();
+        assert_eq!(kinds(&from_chart), kinds(&from_overlay), "{name}");
+        for (key, object) in &from_overlay {
+            assert_eq!(&from_chart[key], object, "{name}: {key:?} of the chart, and of the overlay");
+        }
+    }
+}
+
+#[test]
+fn the_chart_names_missing_and_wrong_values() {
+    let settings = object("ConfigMap", "headgate-settings");
+    for (value, reason) in [
+        ("apiServer.host=", "set apiServer.host to an address of the API server"),
+        ("controlPlane.addresses=null", "set controlPlane.addresses to the addresses of the nodes"),
+        ("clusterCIDRs=null", "set clusterCIDRs to the ranges of pod addresses"),
+        ("clusterCIDRs={10.244.0.0}", "clusterCIDRs.0"),
+        ("nodeAgent.proxyMode=nftable", "nodeAgent.proxyMode must be one of the following"),
+        ("controlPlane.replica=3", "Additional property replica is not allowed"),
+    ] {
+        let output = chart(&settings).args(["--set", value]).output().unwrap();
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && error.contains(reason), "{value}: {error}");
+    }
+}
+
+#[test]
+fn optional_parts_of_the_chart_can_be_left_out() {
+    let mut command = chart(&object("ConfigMap", "headgate-settings"));
+    command.args(["--set", "nodeAgent.setKernelParameters=false", "--set", "image.repository=registry.example/team"]);
+    command.args(["--set", "nodeAgent.extraArgs={--v=4}", "--set", "image.tag=1.2.3"]);
+    let objects = by_name(&run(&mut command));
+    let pod = &objects[&("DaemonSet".to_owned(), "headgate-node-agent".to_owned())]["spec"]["template"]["spec"];
+    assert_eq!(pod["initContainers"], Value::Null);
+    assert_eq!(pod["containers"][0]["image"], "registry.example/team/node-agent:1.2.3");
+    assert!(strings(&pod["containers"][0]["args"]).contains("--v=4"));
+    assert!(!objects.contains_key(&("PodDisruptionBudget".to_owned(), "headgate-control-plane".to_owned())));
+}
+
+/// Validates both overlays against the schemas that Kubernetes publishes, strictly: an unknown field
+/// is an error.
+#[test]
+fn manifests_are_valid_by_the_schemas_of_kubernetes() {
+    let validator = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools/kubernetes-validate");
+    assert!(validator.exists(), "target/tools/kubernetes-validate is missing: run `make setup`");
+    let folder = tempfile::tempdir().unwrap();
+    let validate = |version: &str, yaml: &str| {
+        let file = folder.path().join("objects.yaml");
+        std::fs::write(&file, yaml).unwrap();
+        let mut command = Command::new("python3");
+        command.env("PYTHONPATH", &validator).args(["-m", "kubernetes_validate", "--strict", "-k", version]).arg(&file);
+        command.output().unwrap()
+    };
+    for name in ["trial", "production"] {
+        let yaml = overlay(name);
+        for version in ["1.29.0", "1.33.0", "1.37.0"] {
+            let output = validate(version, &yaml);
+            let report = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+            assert!(output.status.success(), "{name}, Kubernetes {version}: {report}");
+            assert_eq!(report.matches(" passed for resource ").count(), by_name(&yaml).len(), "{report}");
+        }
+    }
+    let misspelt = overlay("trial").replace("terminationGracePeriodSeconds", "terminationGracePeriod");
+    assert!(!validate("1.37.0", &misspelt).status.success(), "the validator accepts a field that does not exist");
 }
 
 fn object(kind: &str, name: &str) -> Value {
@@ -53,15 +156,23 @@ fn strings(value: &Value) -> BTreeSet<&str> {
 }
 
 #[test]
-fn kustomization_lists_every_manifest() {
-    let kustomization = documents_of(&deploy().join("kustomization.yaml"));
-    let listed = strings(&kustomization[0]["resources"]);
-    let files: BTreeSet<String> = std::fs::read_dir(deploy())
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .filter(|name| name.ends_with(".yaml") && name != "kustomization.yaml")
-        .collect();
-    assert_eq!(files.iter().map(String::as_str).collect::<BTreeSet<_>>(), listed);
+fn kustomizations_list_every_manifest() {
+    for name in ["base", "trial", "production"] {
+        let folder = deploy().join("kustomize").join(name);
+        let kustomization = documents_of(&folder.join("kustomization.yaml"));
+        let patches = kustomization[0]["patches"].as_array().into_iter().flatten().map(|patch| &patch["path"]);
+        let listed: BTreeSet<&str> = strings(&kustomization[0]["resources"])
+            .into_iter()
+            .chain(patches.map(|path| path.as_str().unwrap()))
+            .filter(|path| *path != "../base")
+            .collect();
+        let files: BTreeSet<String> = std::fs::read_dir(folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name != "kustomization.yaml")
+            .collect();
+        assert_eq!(files.iter().map(String::as_str).collect::<BTreeSet<_>>(), listed, "{name}");
+    }
 }
 
 #[test]
@@ -140,6 +251,11 @@ fn agents_have_two_capabilities_and_no_privileges() {
     assert_eq!(security["readOnlyRootFilesystem"], true);
     assert_eq!(pod["priorityClassName"], "system-node-critical");
     assert_eq!(pod["tolerations"], json!([{ "operator": "Exists" }]));
+    // Only the container that sets kernel parameters and ends is privileged.
+    let before = pod["initContainers"].as_array().unwrap();
+    let [init] = &before[..] else { panic!("{} init containers", before.len()) };
+    assert!(strings(&init["args"]).contains("--init-only"));
+    assert_eq!(init["image"], pod["containers"][0]["image"]);
 }
 
 #[test]
@@ -214,13 +330,17 @@ fn programs_know_the_options_and_references_resolve() {
 
 #[test]
 fn images_carry_the_version_of_the_workspace() {
-    let kustomization = documents_of(&deploy().join("kustomization.yaml"));
     let version = env!("CARGO_PKG_VERSION");
+    let chart = documents_of(&deploy().join("chart/Chart.yaml"));
+    assert_eq!((&chart[0]["version"], &chart[0]["appVersion"]), (&json!(version), &json!(version)));
     for (pod, image) in [(control_plane_pod(), "headgate/control-plane"), (agent_pod(), "headgate/node-agent")] {
         assert_eq!(pod["containers"][0]["image"], format!("{image}:{version}"));
-        let images = kustomization[0]["images"].as_array().unwrap();
-        let entry = images.iter().find(|entry| entry["name"] == image).unwrap();
-        assert_eq!(entry["newTag"], version);
+        for overlay in ["trial", "production"] {
+            let kustomization = documents_of(&deploy().join("kustomize").join(overlay).join("kustomization.yaml"));
+            let images = kustomization[0]["images"].as_array().unwrap();
+            let entry = images.iter().find(|entry| entry["name"] == image).unwrap();
+            assert_eq!(entry["newTag"], version, "{overlay}");
+        }
     }
 }
 
@@ -334,29 +454,4 @@ fn the_control_plane_accepts_only_clients_with_its_certificates() {
     assert_eq!(elsewhere.status.code(), Some(1), "the client accepted a server of another authority");
     let error = String::from_utf8_lossy(&elsewhere.stderr);
     assert!(error.contains("TLS handshake failed"), "{error}");
-}
-
-#[test]
-fn manifests_have_only_fields_that_the_api_knows() {
-    use k8s_openapi::api::{apps::v1 as apps, core::v1 as core, policy::v1 as policy, rbac::v1 as rbac};
-    // A round trip through the API's types loses a misspelt field.
-    fn round_trip<T: serde::de::DeserializeOwned + serde::Serialize>(object: &Value) -> Value {
-        let typed: T = serde_json::from_value(object.clone()).unwrap_or_else(|error| panic!("{error}: {object}"));
-        serde_json::to_value(typed).unwrap()
-    }
-    for ((kind, name), object) in objects() {
-        let known = match kind.as_str() {
-            "Namespace" => round_trip::<core::Namespace>(&object),
-            "ConfigMap" => round_trip::<core::ConfigMap>(&object),
-            "Service" => round_trip::<core::Service>(&object),
-            "ServiceAccount" => round_trip::<core::ServiceAccount>(&object),
-            "ClusterRole" => round_trip::<rbac::ClusterRole>(&object),
-            "ClusterRoleBinding" => round_trip::<rbac::ClusterRoleBinding>(&object),
-            "Deployment" => round_trip::<apps::Deployment>(&object),
-            "DaemonSet" => round_trip::<apps::DaemonSet>(&object),
-            "PodDisruptionBudget" => round_trip::<policy::PodDisruptionBudget>(&object),
-            other => panic!("{other} {name}: add this kind to the test"),
-        };
-        assert_eq!(known, object, "{kind} {name}");
-    }
 }

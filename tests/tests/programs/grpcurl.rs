@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use headgate_tests::testbed::process::{grpcurl, program};
+use headgate_tests::testbed::process::{program, tool};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -101,7 +101,7 @@ impl ControlPlane {
     }
 
     fn call(&self, arguments: &[&str], method: &[&str]) -> Result<String, String> {
-        let output = Command::new(grpcurl())
+        let output = Command::new(tool("grpcurl"))
             .args(&self.transport)
             .args(["-max-time", "30"])
             .args(arguments)

@@ -22,7 +22,7 @@ use std::{
 
 use headgate_tests::testbed::{
     netns,
-    process::{grpcurl, program},
+    process::{program, tool},
 };
 use tempfile::TempDir;
 
@@ -100,7 +100,7 @@ impl Session {
         let repository = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
         fs::create_dir_all(folder.path().join("target/tools")).unwrap();
         symlink(program("headgatectl").unwrap().parent().unwrap(), folder.path().join("target/debug")).unwrap();
-        symlink(grpcurl(), folder.path().join("target/tools/grpcurl")).unwrap();
+        symlink(tool("grpcurl"), folder.path().join("target/tools/grpcurl")).unwrap();
         symlink(repository.join("docs"), folder.path().join("docs")).unwrap();
         let start: String = blocks(page, "sh").concat();
         let start: Vec<&str> = start.lines().filter(|line| !line.starts_with("cargo build ")).collect();

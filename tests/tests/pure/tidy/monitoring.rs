@@ -1,7 +1,9 @@
 //! The alerts and the dashboard in `deploy/monitoring` use metrics that exist, and the alerts pass
 //! their own tests.
 
-use std::{collections::BTreeSet, fs, path::Path, process::Command};
+use std::{collections::BTreeSet, fs, process::Command};
+
+use headgate_tests::testbed::process::tool;
 
 /// The generated pages that list all metrics.
 const PAGES: [&str; 2] = ["docs/metrics.md", "docs/control-plane-metrics.md"];
@@ -54,12 +56,10 @@ fn panels_of_the_dashboard_have_titles_descriptions_and_queries() {
 
 #[test]
 fn alerts_pass_their_tests() {
-    let fetched = super::root().join("target/tools/promtool");
-    let program = if fetched.exists() { fetched.as_path() } else { Path::new("promtool") };
-    let output = Command::new(program)
+    let output = Command::new(tool("promtool"))
         .args(["test", "rules", "deploy/monitoring/alerts_test.yaml"])
         .current_dir(super::root())
         .output()
-        .unwrap_or_else(|error| panic!("{}: {error}; `.ci/setup test` installs promtool", program.display()));
+        .unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&[output.stdout, output.stderr].concat()));
 }
