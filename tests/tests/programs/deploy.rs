@@ -1,5 +1,5 @@
-//! The manifests and the chart in `deploy/` create the same valid objects, grant only the documented
-//! rights, and use only options that the programs have.
+//! The manifests and the chart in `deploy/` create the same valid objects, grant only the
+//! documented rights, and use only options that the programs have.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -112,8 +112,8 @@ fn optional_parts_of_the_chart_can_be_left_out() {
     assert!(!objects.contains_key(&("PodDisruptionBudget".to_owned(), "headgate-control-plane".to_owned())));
 }
 
-/// Validates both overlays against the schemas that Kubernetes publishes, strictly: an unknown field
-/// is an error.
+/// Validates both overlays against the schemas that Kubernetes publishes. An unknown field is an
+/// error.
 #[test]
 fn manifests_are_valid_by_the_schemas_of_kubernetes() {
     let validator = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools/kubernetes-validate");
