@@ -1,7 +1,7 @@
 //! Groups of endpoints, and their slots.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashSet, VecDeque},
+    collections::{BTreeSet, HashSet, VecDeque},
     net::IpAddr,
 };
 
@@ -38,22 +38,30 @@ pub(super) struct Group {
 }
 
 impl Group {
-    /// Replaces the endpoints by the wanted endpoints, each with its weight. An endpoint gets slots
-    /// in proportion to its weight. Moves as few of the remaining endpoints as possible to other
-    /// slots. If the group is hashed, its slots depend only on the wanted endpoints.
-    pub(super) fn set_endpoints(&mut self, wanted: &BTreeMap<(IpAddr, u16), Weight>) {
+    /// Replaces the endpoints by the wanted endpoints, which are sorted, each with its weight. An
+    /// endpoint gets slots in proportion to its weight. Moves as few of the remaining endpoints as
+    /// possible to other slots. If the group is hashed, its slots depend only on the wanted
+    /// endpoints.
+    pub(super) fn set_endpoints(&mut self, wanted: &[((IpAddr, u16), Weight)]) {
         if self.is_hashed {
-            self.slots = rendezvous::slots(wanted);
+            self.slots = rendezvous::slots(wanted.iter().map(|(endpoint, weight)| (endpoint, weight)));
             return;
         }
         let mut lacking = slots_of_endpoints(wanted);
+        // Most slots are in the order of the endpoints, so the next endpoint is tried first.
+        let mut next = 0;
         let mut keep = |endpoint: &(IpAddr, u16)| {
-            let number = lacking.get_mut(endpoint)?;
+            if wanted.get(next).is_none_or(|(expected, _)| expected != endpoint) {
+                next = wanted.binary_search_by_key(endpoint, |(endpoint, _)| *endpoint).ok()?;
+            }
+            let number = &mut lacking[next];
             *number = number.checked_sub(1)?;
+            next += usize::from(*number == 0);
             Some(*endpoint)
         };
         let mut slots: Vec<Option<(IpAddr, u16)>> = self.slots.iter().map(&mut keep).collect();
-        let mut added = lacking.iter().flat_map(|(endpoint, number)| (0..*number).map(|_| *endpoint));
+        let added = wanted.iter().zip(&lacking);
+        let mut added = added.flat_map(|((endpoint, _), number)| (0..*number).map(|_| *endpoint));
         let mut slot = 0;
         while let Some(endpoint) = slots.get_mut(slot) {
             *endpoint = endpoint.or_else(|| added.next());
@@ -130,14 +138,15 @@ impl Group {
 const MAX_WEIGHTED_SLOTS: u32 = 4096;
 
 /// Returns the number of slots of each endpoint. Without weights, each endpoint has one slot.
-fn slots_of_endpoints(weights: &BTreeMap<(IpAddr, u16), Weight>) -> BTreeMap<(IpAddr, u16), u32> {
-    let divisor = weights.values().fold(0, |divisor, weight| greatest_common_divisor(divisor, weight.get())).max(1);
-    let total: u32 = weights.values().map(|weight| weight.get() / divisor).sum();
+fn slots_of_endpoints(wanted: &[((IpAddr, u16), Weight)]) -> Vec<u32> {
+    let weights = || wanted.iter().map(|(_, weight)| *weight);
+    let divisor = weights().fold(0, |divisor, weight| greatest_common_divisor(divisor, weight.get())).max(1);
+    let total: u32 = weights().map(|weight| weight.get() / divisor).sum();
     let slots = |weight: Weight| match weight.get() / divisor {
         slots if total <= MAX_WEIGHTED_SLOTS => slots,
         slots => (slots * MAX_WEIGHTED_SLOTS / total).max(1),
     };
-    weights.iter().map(|(endpoint, weight)| (*endpoint, slots(*weight))).collect()
+    weights().map(slots).collect()
 }
 
 fn greatest_common_divisor(a: u32, b: u32) -> u32 {

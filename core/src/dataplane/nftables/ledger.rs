@@ -192,7 +192,9 @@ impl Ledger {
         let Existing { elements: mut existing, shape: existing_shape } = existing;
         existing.sort_unstable();
         let mut found = Found::of(&existing);
-        self.numbers = Numbers::besides(&existing.iter().filter_map(group_of).map(port_number).collect());
+        let numbers = existing.iter().filter_map(group_of).map(port_number);
+        self.numbers = Numbers::besides(&numbers.chain(self.quarantine.port_numbers()).collect());
+        found.taken.extend(self.quarantine.port_numbers());
         self.quarantine.begin_full();
         self.programmed.clear();
         self.shared.clear();
@@ -205,7 +207,7 @@ impl Ledger {
         // The plan compares all records with the kernel's elements, so it needs no round, and the
         // changes of each service are dropped at once.
         for key in quarantined {
-            self.keep_last_good(key, &existing, &mut Round::default());
+            self.keep_last_good(key);
         }
         let planned = keys.len();
         for key in keys {

@@ -4,7 +4,7 @@
 //! for this slot. The scores depend only on slot and endpoint, so all nodes compute the same slots.
 //! A removed endpoint changes only its own slots, and clients of other endpoints do not move.
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::net::IpAddr;
 
 use sha2::{Digest as _, Sha256};
 
@@ -18,9 +18,9 @@ use crate::model::Weight;
 pub const HASHED_SLOTS: u32 = 2048;
 
 /// Returns the endpoint of each slot. An endpoint has slots in proportion to its weight, on
-/// average. Without endpoints, there are no slots.
-pub(super) fn slots(endpoints: &BTreeMap<(IpAddr, u16), Weight>) -> Vec<(IpAddr, u16)> {
-    let candidates: Vec<_> = endpoints.iter().map(|(at, weight)| (*at, *weight, seed(at))).collect();
+/// average. Without endpoints, there are no slots. The endpoints are sorted.
+pub(super) fn slots<'a>(endpoints: impl IntoIterator<Item = (&'a (IpAddr, u16), &'a Weight)>) -> Vec<(IpAddr, u16)> {
+    let candidates: Vec<_> = endpoints.into_iter().map(|(at, weight)| (*at, *weight, seed(at))).collect();
     let best = |slot| candidates.iter().max_by_key(|(_, weight, seed)| score(*seed, slot, *weight));
     (0..HASHED_SLOTS).filter_map(|slot| best(slot).map(|(endpoint, ..)| *endpoint)).collect()
 }
@@ -60,7 +60,7 @@ fn scramble(number: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use std::collections::BTreeSet;
+    use std::collections::{BTreeMap, BTreeSet};
 
     use proptest::prelude::*;
 

@@ -1,6 +1,6 @@
 //! Computes the elements and the groups of one service port.
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::net::IpAddr;
 
 use super::{
     config::NftablesConfig,
@@ -19,10 +19,10 @@ type IsLocal = bool;
 /// The elements and the endpoints of one service port, before its groups have numbers.
 #[derive(Debug, Default)]
 pub(super) struct PortPlan {
-    /// Endpoints for policy Cluster, if a frontend uses them.
-    pub(super) cluster: BTreeMap<(IpAddr, u16), Weight>,
-    /// Endpoints for policy Local, if a frontend uses them.
-    pub(super) local: BTreeMap<(IpAddr, u16), Weight>,
+    /// Endpoints for policy Cluster, if a frontend uses them, sorted. Each endpoint occurs once.
+    pub(super) cluster: Vec<((IpAddr, u16), Weight)>,
+    /// The same for policy Local.
+    pub(super) local: Vec<((IpAddr, u16), Weight)>,
     /// Frontends whose connections are sent to a group.
     pub(super) services: Vec<(Frontend, IsLocal)>,
     /// Frontends for which connections of local pods and of the node itself are sent to the
@@ -121,7 +121,11 @@ impl PortPlan {
             let used = endpoints.iter().filter(|_| is_used);
             let here = used.clone().filter(|endpoint| endpoint.may_be_local);
             self.elements.extend(here.map(|endpoint| Element::Hairpin(endpoint.address)));
-            used.map(|endpoint| ((endpoint.address, endpoint.port), endpoint.weight)).collect()
+            let weighted = used.map(|endpoint| ((endpoint.address, endpoint.port), endpoint.weight));
+            let mut endpoints: Vec<_> = weighted.collect();
+            endpoints.sort_by_key(|(endpoint, _)| *endpoint);
+            endpoints.dedup_by_key(|(endpoint, _)| *endpoint);
+            endpoints
         };
         self.cluster = use_endpoints(&view.cluster_endpoints, uses_cluster);
         self.local = use_endpoints(&view.local_endpoints, uses_local);

@@ -25,7 +25,7 @@ fn a_slot_moves_only_into_the_place_of_an_endpoint_that_leaves() {
     let after = |wanted: &[u8]| {
         let mut group = group.clone();
         let wanted = endpoints(wanted).into_iter().map(|endpoint| (endpoint, Weight::default()));
-        group.set_endpoints(&wanted.collect());
+        group.set_endpoints(&wanted.collect::<Vec<_>>());
         group.slots
     };
     assert_eq!(after(&[2, 4, 7, 9]), endpoints(&[4, 2, 9, 7]));
@@ -45,7 +45,7 @@ fn endpoints_have_slots_in_proportion_to_their_weights() {
     let mut after = |weights: &[(u8, u32)]| {
         let endpoint = |last: u8| (IpAddr::from([10, 0, 0, last]), 80);
         let wanted = weights.iter().map(|(last, weight)| (endpoint(*last), Weight::new(*weight).unwrap()));
-        group.set_endpoints(&wanted.collect());
+        group.set_endpoints(&wanted.collect::<Vec<_>>());
         group.slots.clone()
     };
     assert_eq!(after(&[(1, 4), (2, 2)]), endpoints(&[1, 1, 2]));

@@ -65,7 +65,9 @@ impl FindFaults<Connection> for NftablesFamily {
     ) -> Result<Vec<Fault>, DataplaneError> {
         let rejected = std::mem::take(&mut self.rejected);
         if !rejected.is_empty() {
-            return Ok(self.faults(&rejected));
+            let faults = self.faults(&rejected);
+            faults.iter().for_each(|fault| self.ledger.forget_last_good(&fault.service));
+            return Ok(faults);
         }
         let mut faults = Vec::new();
         for service in suspects.into_iter().flatten() {

@@ -37,6 +37,12 @@ impl Quarantine {
         }
     }
 
+    /// The numbers of the service ports of all last good elements.
+    pub(super) fn port_numbers(&self) -> impl Iterator<Item = u32> + '_ {
+        let groups = self.services.values().flatten().flat_map(|last_good| &last_good.groups);
+        groups.map(|group| port_number(group.number))
+    }
+
     /// Records that a full plan replaces the elements of all services.
     pub(super) fn begin_full(&mut self) {
         self.is_after_full = true;
@@ -59,9 +65,9 @@ impl Ledger {
         self.programmed.iter().filter(|(_, programmed)| needs(programmed)).map(|(key, _)| Arc::clone(key)).collect()
     }
 
-    /// Quarantines these services and releases all other services. The next [`Self::full`] keeps
-    /// the elements that the quarantined services had before the unconfirmed plans, if these
-    /// elements are known and still in the kernel. The caller must pass released services to
+    /// Quarantines these services and releases all other services. Each further [`Self::full`]
+    /// keeps or restores the elements that the quarantined services had before the unconfirmed
+    /// plans, if these elements are known. The caller must pass released services to
     /// [`Self::changed`].
     pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         self.quarantine.services.retain(|key, _| services.contains(key));
@@ -77,13 +83,16 @@ impl Ledger {
         }
     }
 
-    /// Records the last good elements of a quarantined service as programmed, if the kernel has all
-    /// of them. `existing` is sorted.
-    pub(super) fn keep_last_good(&mut self, key: &Arc<ServiceKey>, existing: &[Element], round: &mut Round) {
-        let slot = self.quarantine.services.entry(Arc::clone(key)).or_default();
-        *slot = slot.take().filter(|kept| kept.all_elements().all(|element| existing.binary_search(&element).is_ok()));
-        if let Some(last_good) = slot.clone() {
-            self.replace(&Programmed::default(), &last_good, round);
+    /// Makes the next [`Self::full`] leave out the last good elements of a quarantined service. The
+    /// kernel rejects them now.
+    pub fn forget_last_good(&mut self, service: &ServiceKey) {
+        self.quarantine.services.get_mut(service).into_iter().for_each(|last_good| *last_good = None);
+    }
+
+    /// Records the last good elements of a quarantined service as programmed.
+    pub(super) fn keep_last_good(&mut self, key: &Arc<ServiceKey>) {
+        if let Some(Some(last_good)) = self.quarantine.services.get(key).cloned() {
+            self.replace(&Programmed::default(), &last_good, &mut Round::default());
             self.programmed.insert(Arc::clone(key), last_good);
         }
     }
