@@ -1,7 +1,7 @@
 //! `nft-memory`: the memory of an agent in nftables mode, at rest and at its peak, compared with an
-//! agent without Services. The bench also measures the memory of the agent's control group, which
-//! contains the kernel's memory for the maps and sets. The bench fails if the agent starts another
-//! program.
+//! agent without Services. It also measures an agent that restarts and finds its table. The memory
+//! of the agent's control group contains the kernel's memory for the maps and sets. The bench fails
+//! if the agent starts another program.
 
 use anyhow::{Result, ensure};
 
@@ -31,6 +31,11 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
         figures.push(Figure::against(name("peak"), full.highest, "MB", anchor, empty.highest));
         figures.push(Figure::alone(name("resident-above-empty"), full.resident - empty.resident, "MB"));
         figures.push(Figure::alone(name("peak-above-empty"), full.highest - empty.highest, "MB"));
+        for (what, restarted, first) in
+            [("resident", full.restarted[0], empty.resident), ("peak", full.restarted[1], empty.highest)]
+        {
+            figures.push(Figure::alone(name(&format!("{what}-above-empty-after-restart")), restarted - first, "MB"));
+        }
         let source = full.group_source;
         let all = format!("an empty agent ({source})");
         figures.push(Figure::against(name("control-group"), full.group, "MB", all, empty.group));

@@ -5,11 +5,11 @@
 //! Each figure is a median. The two sides are measured alternately, so that other load affects both
 //! equally.
 
-use std::time::Duration;
+use std::{ops::Range, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use headgate_core::{
-    Change, Conditions, Dirty, Endpoint, Family, NodeFacts, State,
+    Change, Conditions, Dirty, Endpoint, Family, NodeFacts, Service, State,
     masquerade::{LocalDetector, MasqueradeConfig},
 };
 use headgate_node_agent::dataplane::{
@@ -37,6 +37,10 @@ const ANCHOR_CHANGES: u32 = 5;
 /// The number of Services that change in one transaction.
 const BURST: u32 = 1_000;
 const BURSTS: u32 = 10;
+/// The largest number of endpoints for which a new table has chains.
+const LARGEST_SPARE_COUNT: u32 = 100;
+/// The number of endpoints of a large Service.
+const LARGE: u32 = 1_000;
 
 /// The first sync, for all sizes × 10, and for 10,000 × 25.
 ///
@@ -227,6 +231,14 @@ impl Timed {
         Self { what, plan: Vec::new(), apply: Vec::new() }
     }
 
+    /// Measures a step with one change.
+    fn step(&mut self, cluster: &mut Programmed, change: Change) -> Result<()> {
+        let (plan_ms, apply_ms, _) = cluster.step([change])?;
+        self.plan.push(plan_ms);
+        self.apply.push(apply_ms);
+        Ok(())
+    }
+
     fn plan(&self, percent: usize) -> f64 {
         percentile(&self.plan, percent)
     }
@@ -282,25 +294,50 @@ fn changes(services: u32) -> Result<Vec<Timed>> {
         step(&mut remove, &[removed(service, ENDPOINTS)])?;
         step(&mut replace, &[removed(service, 0), added(service, ENDPOINTS)])?;
         cluster.step([removed(service, ENDPOINTS), added(service, 0)])?;
-        let mut step = |timed: &mut Timed, change: Change| -> Result<()> {
-            let (plan_ms, apply_ms, _) = cluster.step([change])?;
-            timed.plan.push(plan_ms);
-            timed.apply.push(apply_ms);
-            Ok(())
-        };
-        step(&mut drain, draining(service, 0))?;
+        drain.step(&mut cluster, draining(service, 0))?;
         cluster.step([added(service, 0)])?;
     }
-    // Each step adds the chain for a number of endpoints that no Service had before.
-    let mut new_count = Timed::new("new-count");
-    for number in ENDPOINTS..ENDPOINTS + 30 {
-        let (plan_ms, apply_ms, _) = cluster.step([added(0, number)])?;
-        if number > ENDPOINTS {
-            new_count.plan.push(plan_ms);
-            new_count.apply.push(apply_ms);
+    cluster.step([workload::service(services).into()])?;
+    let mut growing = |what: &'static str, numbers: Range<u32>| {
+        let mut timed = Timed::new(what);
+        for number in numbers {
+            timed.step(&mut cluster, added(services, number))?;
         }
+        Ok::<_, anyhow::Error>(timed)
+    };
+    // A new table has chains for the smaller numbers of endpoints. Each larger number needs a new
+    // chain.
+    let spare_count = growing("spare-count", 0..LARGEST_SPARE_COUNT)?;
+    let new_count = growing("new-count", LARGEST_SPARE_COUNT..LARGEST_SPARE_COUNT + 30)?;
+    let mut all = vec![add, remove, replace, drain, spare_count, new_count];
+    for (what, endpoints, load_balancing) in
+        [("large", LARGE, ""), ("hashed", ENDPOINTS, "consistent-hash"), ("hashed-100", 100, "consistent-hash")]
+    {
+        all.push(one_service(&mut cluster, services + 1, what, endpoints, load_balancing)?);
     }
-    Ok(vec![add, remove, replace, drain, new_count])
+    Ok(all)
+}
+
+/// An endpoint of another Service is added and removed again. The first two changes add chains and
+/// are not measured.
+fn one_service(
+    cluster: &mut Programmed,
+    number: u32,
+    what: &'static str,
+    endpoints: u32,
+    load_balancing: &str,
+) -> Result<Timed> {
+    let service = Service { load_balancing: load_balancing.into(), ..workload::service(number) };
+    cluster.step([Change::from(service)].into_iter().chain((0..endpoints).map(|endpoint| added(number, endpoint))))?;
+    let mut timed = Timed::new(what);
+    cluster.step([added(number, endpoints)])?;
+    cluster.step([removed(number, endpoints)])?;
+    for _ in 0..CHANGES / 6 {
+        timed.step(cluster, added(number, endpoints))?;
+        timed.step(cluster, removed(number, endpoints))?;
+    }
+    cluster.step([Change::RemoveService(workload::key(number))])?;
+    Ok(timed)
 }
 
 fn bursts(services: u32) -> Result<Timed> {

@@ -180,7 +180,8 @@ impl Programs<'_> {
         let Machine { namespace, writes, variant, .. } = self.machine;
         let mut command = Command::new(program("headgate-node-agent")?);
         command.args(["--node-name", "node-000", "--control-plane", "http://127.0.0.1:7443", "--insecure-loopback"]);
-        command.args(["--iptables-variant", variant, "--cluster-cidr", "11.0.0.0/8", "--state-save-period", "1s"]);
+        command.args(["--proxy-mode", "iptables", "--iptables-variant", variant]);
+        command.args(["--cluster-cidr", "11.0.0.0/8", "--state-save-period", "1s"]);
         command.arg("--state-dir").arg(self.machine.path("state"));
         let path = std::env::var("PATH").context("PATH is not set")?;
         command.env("PATH", format!("{}:{path}", writes.tools.display()));
