@@ -57,22 +57,27 @@ fn boxed<D: Dataplane + 'static>(
 /// Returns nftables if this machine can run this mode without a difference to iptables. Otherwise
 /// returns iptables. Runs nftables without iptables if iptables is not installed.
 fn automatic(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
-    let nftables = match nftables::NftablesDataplane::new(&nftables_config(options, settings)) {
-        Err(error) if error.kind == ErrorKind::Unavailable => Err(error.message),
-        chosen => Ok(chosen?.with_leftovers(leftovers(settings), options.takeover_limit)),
-    };
-    let chosen: Box<dyn NodeDataplane> = match (nftables, obstacle(settings)) {
-        (Err(sentence), _) => Box::new(iptables(options, settings)?.because(sentence)),
-        (Ok(nftables), None) => {
-            let reason = "this kernel has all expressions that mode nftables needs, and no firewall needs accept rules";
-            Box::new(nftables.because(reason.to_owned()))
+    // The search for an obstacle comes first, because the kernel loads modules for the expressions
+    // that `NftablesDataplane::new` tries.
+    let obstacle = obstacle(settings);
+    let instead = obstacle.as_ref().map(|reason| (reason, iptables(options, settings)));
+    let nftables = || nftables::NftablesDataplane::new(&nftables_config(options, settings));
+    let chosen: Box<dyn NodeDataplane> = match instead {
+        Some((reason, Ok(iptables))) => Box::new(iptables.because(reason.clone())),
+        Some((reason, Err(error))) => {
+            let sentence = format!("mode nftables runs although iptables suits this node better: {reason}; {error}");
+            let nftables = nftables()?.with_leftovers(leftovers(settings), options.takeover_limit);
+            Box::new(nftables.in_place_of(sentence))
         }
-        (Ok(nftables), Some(reason)) => match iptables(options, settings) {
-            Ok(iptables) => Box::new(iptables.because(reason)),
-            Err(error) => {
-                let sentence =
-                    format!("mode nftables runs although iptables suits this node better: {reason}; {error}");
-                Box::new(nftables.in_place_of(sentence))
+        None => match nftables() {
+            Err(error) if error.kind == ErrorKind::Unavailable => {
+                Box::new(iptables(options, settings)?.because(error.message))
+            }
+            nftables => {
+                let reason =
+                    "this kernel has all expressions that mode nftables needs, and no firewall needs accept rules";
+                let nftables = nftables?.with_leftovers(leftovers(settings), options.takeover_limit);
+                Box::new(nftables.because(reason.to_owned()))
             }
         },
     };

@@ -6,7 +6,10 @@
 use headgate_core::{Family, iptables::Table};
 use nftables_netlink::{Family as TableFamily, Hook, Kernel as _, Nftables, NftablesError, Policy};
 
-use super::xtables::{Variant, programs::Programs};
+use super::{
+    kernel_modules,
+    xtables::{Variant, programs::Programs},
+};
 
 /// Returns a description of a chain that drops all forwarded packets that no rule accepts, or all
 /// packets to the node. `None` if no such chain exists.
@@ -14,7 +17,10 @@ use super::xtables::{Variant, programs::Programs};
 /// # Errors
 /// The chains cannot be read. The message names the reason.
 pub(crate) fn dropping_chain() -> Result<Option<String>, String> {
-    for variant in [Variant::Legacy, Variant::Nft] {
+    // Programs of the nft variant make the kernel load nftables.
+    let has_nftables = kernel_modules::has_nftables();
+    let nft = has_nftables.then_some(Variant::Nft);
+    for variant in [Variant::Legacy].into_iter().chain(nft) {
         for family in Family::BOTH {
             let programs = Programs::new(family, variant);
             if !programs.are_installed() {
@@ -28,7 +34,7 @@ pub(crate) fn dropping_chain() -> Result<Option<String>, String> {
             }
         }
     }
-    dropping_base_chain().map_err(|error| error.to_string())
+    if has_nftables { dropping_base_chain().map_err(|error| error.to_string()) } else { Ok(None) }
 }
 
 /// The built-in chain that drops or rejects all packets by the policy or the rule in this line of

@@ -14,6 +14,7 @@ mod first_services;
 pub mod in_memory;
 pub mod iptables;
 pub mod ipvs;
+mod kernel_modules;
 mod leftovers;
 pub mod metrics;
 pub mod nftables;

@@ -34,7 +34,7 @@ fn unsupported_modes_are_refused_by_name() {
     assert_eq!(settings(&["--proxy-mode=ipvs"]).mode, ProxyMode::Ipvs);
     assert_eq!(settings(&["--proxy-mode=iptables"]).mode, ProxyMode::Iptables);
     assert_eq!(settings(&["--proxy-mode=auto"]).mode, ProxyMode::Auto);
-    assert_eq!(settings(&[]).mode, ProxyMode::Iptables);
+    assert_eq!([&[][..], &["--proxy-mode="]].map(|given| settings(given).mode), [ProxyMode::Auto; 2]);
 }
 
 #[test]

@@ -57,6 +57,7 @@ pub struct SyncMetrics {
     pub dataplane: DataplaneMetrics,
     /// 1 while rules count packets into [`crate::packet_counters`], else 0.
     pub counts_packets: Gauge,
+    mode: Family<[(&'static str, String); 2], Gauge>,
     apply_duration: Family<Labels<1>, Histogram>,
     applies_failed: Family<Labels<1>, Counter>,
     services_planned: Counter,
@@ -92,6 +93,7 @@ impl Default for SyncMetrics {
             degraded_modes: Gauge::default(),
             dataplane: DataplaneMetrics::default(),
             counts_packets: Gauge::default(),
+            mode: Family::default(),
             apply_duration: Family::new_with_constructor(sync_histogram),
             applies_failed: Family::default(),
             services_planned: Counter::default(),
@@ -114,6 +116,8 @@ impl SyncMetrics {
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
         add.gauge("version_programmed", "", "Version that is in the kernel", self.version_programmed.clone());
+        let help = "Always 1. The labels say which backend runs, and why mode auto chose this backend; `reason` is empty if the configuration names the mode";
+        add.gauge("mode_info", "backend, reason", help, self.mode.clone());
         let help = "Time from the start of a sync until the kernel has accepted the rules";
         add.histogram("apply_duration_seconds", "kind (partial, full)", help, self.apply_duration.clone());
         let help = "Attempts to program the kernel that failed";
@@ -136,6 +140,12 @@ impl SyncMetrics {
         add.gauge("packet_counters", "", help, self.counts_packets.clone());
         self.register_kube_proxy_names(registry);
         self.dataplane.register(registry);
+    }
+
+    /// Records which backend runs, and why mode `auto` chose this backend.
+    pub(super) fn set_mode(&self, backend: &str, reason: Option<&str>) {
+        let labels = [("backend", backend.to_owned()), ("reason", reason.unwrap_or_default().to_owned())];
+        self.mode.get_or_create(&labels).set(1);
     }
 
     fn register_kube_proxy_names(&self, registry: &mut MetricRegistry) {

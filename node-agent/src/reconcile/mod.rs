@@ -127,6 +127,7 @@ impl Reconciler {
         metrics: SyncMetrics,
         timing: Timing,
     ) -> (Self, watch::Receiver<Progress>) {
+        metrics.set_mode(dataplane.name(), dataplane.reason());
         let (progress, receiver) = watch::channel(Progress {
             status: status(dataplane.as_ref(), &Demand::default()),
             mode_reason: dataplane.reason().map(Into::into),

@@ -17,13 +17,16 @@ use super::{
 /// The longest name of an interface in Linux, in bytes (`IFNAMSIZ` minus the final zero).
 const INTERFACE_NAME_MAX: usize = 15;
 
+/// The value of `nodePortAddresses` that means the node's own addresses.
+const PRIMARY: &str = "primary";
+
 /// How the kernel is programmed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ProxyMode {
     /// The agent chooses nftables or iptables, without a difference for Services.
+    #[default]
     Auto,
     /// The agent writes iptables rules.
-    #[default]
     Iptables,
     /// The agent uses virtual servers of IPVS.
     Ipvs,
@@ -202,7 +205,7 @@ impl Checker<'_> {
             metrics_bind_address: self.server("metricsBindAddress", loopback, "metrics-port"),
             bind_address_hard_fail: raw.bool("bindAddressHardFail"),
             detect_local: self.detect_local(),
-            node_ports: self.node_ports(),
+            node_ports: self.node_ports(mode),
             localhost_node_ports: raw.bool("iptables.localhostNodePorts"),
             // The flag `--masquerade-all` sets `iptables.masqueradeAll`, so this field has an
             // effect in each mode.
@@ -224,18 +227,21 @@ impl Checker<'_> {
         let shown = |address: Option<SocketAddr>| address.map(|a| a.to_string()).unwrap_or_default();
         settings.document["healthzBindAddress"] = shown(settings.healthz_bind_address).into();
         settings.document["metricsBindAddress"] = shown(settings.metrics_bind_address).into();
+        if settings.node_ports == NodePortSelector::Primary {
+            settings.document["nodePortAddresses"] = [PRIMARY].into();
+        }
         settings
     }
 
     fn mode(&mut self) -> ProxyMode {
         match self.raw.text("mode").as_str() {
-            "auto" => ProxyMode::Auto,
-            "" | "iptables" => ProxyMode::Iptables,
+            "" | "auto" => ProxyMode::Auto,
+            "iptables" => ProxyMode::Iptables,
             "ipvs" => ProxyMode::Ipvs,
             "nftables" => ProxyMode::Nftables,
             other => {
                 self.problem("mode", &format!("{other} is not supported; pass auto, iptables, ipvs or nftables"));
-                ProxyMode::Iptables
+                ProxyMode::default()
             }
         }
     }
@@ -243,7 +249,7 @@ impl Checker<'_> {
     /// Adds a note for each given setting of a mode that is not in use.
     fn note_unused_section(&mut self, prefix: &str) {
         let mode = self.raw.text("mode");
-        let mode = if mode.is_empty() { "iptables" } else { &mode };
+        let mode = if mode.is_empty() { "auto" } else { &mode };
         let (raw, setting) = (self.raw, self.raw.name("mode"));
         let ids = FIELDS.iter().map(Field::id).filter(|id| id.starts_with(prefix) && raw.is_changed(id));
         self.notes.extend(ids.map(|id| format!("{} (not used while {setting} is {mode})", raw.name(id))));
@@ -381,13 +387,16 @@ impl Checker<'_> {
         name
     }
 
-    fn node_ports(&mut self) -> NodePortSelector {
+    /// As in kube-proxy, an empty list means the node's own addresses if the operator asks for mode
+    /// nftables. In mode auto, it means all addresses, whichever mode the agent then chooses.
+    fn node_ports(&mut self, mode: ProxyMode) -> NodePortSelector {
         const ID: &str = "nodePortAddresses";
         let list = self.raw.list(ID);
         match list.iter().map(|part| part.trim()).collect::<Vec<_>>().as_slice() {
+            [] if mode == ProxyMode::Nftables => return NodePortSelector::Primary,
             [] => return NodePortSelector::All,
-            ["primary"] => return NodePortSelector::Primary,
-            parts if parts.contains(&"primary") => {
+            [PRIMARY] => return NodePortSelector::Primary,
+            parts if parts.contains(&PRIMARY) => {
                 self.problem(ID, "primary excludes everything else; write primary alone, or CIDRs alone");
                 return NodePortSelector::All;
             }

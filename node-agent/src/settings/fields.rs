@@ -72,8 +72,8 @@ pub const FIELDS: &[Field] = &[
         "mode",
         "proxy-mode",
         Kind::Choice(&["", "auto", "iptables", "ipvs", "nftables", "userspace"]),
-        "iptables",
-        "How the kernel is programmed: `iptables` (also when empty) writes iptables rules, `ipvs` uses virtual servers of IPVS, `nftables` uses maps of nftables (see docs/nftables.md), and `auto` chooses `nftables` where the kernel and the firewall allow it, else `iptables`. Other modes are rejected. If a node does not support `ipvs` or `nftables`, the agent uses `iptables`, and reports this in the log, in `headgatectl agents` and in `/status` on the metrics port",
+        "auto",
+        "How the kernel is programmed: `auto` (also when empty) chooses `nftables` where no Service behaves differently than with `iptables`, else `iptables`; `iptables` writes iptables rules, `ipvs` uses virtual servers of IPVS, and `nftables` uses maps of nftables (see docs/nftables.md). Other modes are rejected. kube-proxy's default is `iptables`. If a node does not support `ipvs` or `nftables`, the agent uses `iptables`, and reports this in the log, in `headgatectl agents` and in `/status` on the metrics port",
     ),
     used(
         "hostnameOverride",
@@ -157,7 +157,7 @@ pub const FIELDS: &[Field] = &[
         "nodeport-addresses",
         Kind::List,
         "",
-        "Addresses of the node on which NodePorts answer: CIDRs, or `primary` for the node's own addresses. Empty means all addresses. CIDRs of one family do not restrict the other family. When addresses of interfaces change, the agent updates the rules at once",
+        "Addresses of the node on which NodePorts answer: CIDRs, or `primary` for the node's own addresses. Empty means all addresses; if `mode` is `nftables`, empty means `primary`, as in kube-proxy. CIDRs of one family do not restrict the other family. When addresses of interfaces change, the agent updates the rules at once",
     ),
     used(
         "iptables.masqueradeBit",

@@ -198,3 +198,18 @@ proptest::proptest! {
         }
     }
 }
+
+// rows: 47
+#[test]
+fn row_47_without_node_port_addresses_only_mode_nftables_by_name_uses_the_nodes_own_addresses() {
+    let check = |body: &str| {
+        let settings = Settings::check(&read(body).unwrap().raw).unwrap();
+        (settings.node_ports, settings.document["nodePortAddresses"].clone())
+    };
+    for body in ["", "mode: auto\n", "mode: iptables\n", "mode: ipvs\n"] {
+        assert_eq!(check(body), (NodePortSelector::All, serde_json::json!([])), "{body}");
+    }
+    assert_eq!(check("mode: nftables\n"), (NodePortSelector::Primary, serde_json::json!(["primary"])));
+    let all = NodePortSelector::Cidrs(["0.0.0.0/0", "::/0"].map(|cidr| cidr.parse().unwrap()).into());
+    assert_eq!(check("mode: nftables\nnodePortAddresses: [0.0.0.0/0, \"::/0\"]\n").0, all);
+}

@@ -94,7 +94,13 @@ fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &Agen
     // wait long for a saved state.
     let state = machines.folder().join(format!("state-{node}"));
     command.arg("--state-dir").arg(state).args(["--state-save-period", "200ms"]);
-    command.args(["--node-name", node]).args(setup.backend.unwrap_or(backend).agent_arguments());
+    let backend = setup.backend.unwrap_or(backend);
+    command.args(["--node-name", node]).args(backend.agent_arguments());
+    const NODE_PORTS: &str = "--nodeport-addresses";
+    if backend == Backend::Nftables && !setup.arguments.iter().any(|argument| argument.starts_with(NODE_PORTS)) {
+        // In the other modes, NodePorts answer on all addresses by default.
+        command.args([NODE_PORTS, "0.0.0.0/0,::/0"]);
+    }
     if !setup.cannot_tell_pods {
         command.args(["--cluster-cidr", CLUSTER_CIDR]);
     }

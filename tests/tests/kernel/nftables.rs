@@ -3,13 +3,16 @@
 
 use std::{
     collections::BTreeSet,
+    fs,
     net::{TcpListener, TcpStream, UdpSocket},
+    os::fd::AsRawFd as _,
+    process,
     sync::Mutex,
     thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Protocol, Service, ServiceKey, ServicePort, State,
     frontends::Frontend, masquerade::MasqueradeConfig,
@@ -35,7 +38,11 @@ fn dataplane() -> Result<NftablesDataplane> {
 
 /// Like [`dataplane`]. The kernel counts Services if `counts_services` is true.
 fn with_counters(counts_services: bool) -> Result<NftablesDataplane> {
-    let config = Config {
+    NftablesDataplane::new(&Config { counts_services, ..config() }).context("starting mode nftables")
+}
+
+fn config() -> Config {
+    Config {
         families: vec![Family::V4],
         masquerade: MasqueradeConfig::default(),
         localhost_node_ports: false,
@@ -43,9 +50,8 @@ fn with_counters(counts_services: bool) -> Result<NftablesDataplane> {
         owns_tables: false,
         replies_to_ping: false,
         unused_features: Vec::new(),
-        counts_services,
-    };
-    NftablesDataplane::new(&config).context("starting mode nftables")
+        counts_services: false,
+    }
 }
 
 /// A Service with the ClusterIP 10.96.0.`last`, these ports, and one endpoint.
@@ -120,6 +126,20 @@ fn a_service_that_the_kernel_rejects_is_quarantined_and_keeps_its_last_good_elem
         }
         assert!(dataplane.verify()?);
 
+        // The last good elements come back after a flush. Other Services do not get their numbers.
+        nft(&["delete", "table", "ip", "headgate"]);
+        apply(&mut state, service("four", 4, &[80]));
+        dataplane.sync_full(&FixedState(&state, &node))?;
+        let listed = services();
+        let line = |address: &str| listed.lines().find(|line| line.contains(address)).unwrap_or_default().to_owned();
+        let numbers: BTreeSet<String> = ["10.96.0.1 ", "10.96.0.2 ", "10.96.0.3 ", "10.96.0.4 "]
+            .into_iter()
+            .filter_map(|address| Some(line(address).trim_end_matches([',', ' ', '}']).rsplit(' ').next()?.to_owned()))
+            .collect();
+        assert_eq!(numbers.len(), 4, "{listed}");
+        assert!(listed.contains("10.96.0.2 . tcp . 80") && !listed.contains("10.96.0.2 . tcp . 81"), "{listed}");
+        assert!(dataplane.verify()?);
+
         // While another program has the key, another attempt fails and changes nothing.
         nft(&["add", "element", "ip", "headgate", "services", "{ 10.96.0.2 . tcp . 81 : 0 . 0 . 1 . 98 . 98 }"]);
         let two = BTreeSet::from([faults[0].service.clone()]);
@@ -137,8 +157,70 @@ fn a_service_that_the_kernel_rejects_is_quarantined_and_keeps_its_last_good_elem
     });
 }
 
+/// Closes all connections of this process to nftables, as an error of the kernel could.
+#[allow(unsafe_code)]
+fn lose_connections() -> Result<()> {
+    // The column of the inode is the last one, and the protocol is the second one.
+    let table = fs::read_to_string("/proc/thread-self/net/netlink")?;
+    let is_netfilter = |line: &&str| line.split_whitespace().nth(1) == Some("12");
+    let inodes: BTreeSet<&str> =
+        table.lines().filter(is_netfilter).filter_map(|line| line.split_whitespace().last()).collect();
+    let nothing = fs::File::open("/dev/null")?;
+    let mut closed = 0;
+    for entry in fs::read_dir("/proc/self/fd")?.flatten() {
+        let target = fs::read_link(entry.path()).unwrap_or_default();
+        let inode = target.to_string_lossy().strip_prefix("socket:[").map(|rest| rest.trim_end_matches(']').to_owned());
+        let descriptor: Option<i32> = entry.file_name().to_str().and_then(|name| name.parse().ok());
+        if let (Some(inode), Some(descriptor)) = (inode, descriptor)
+            && inodes.contains(inode.as_str())
+        {
+            // SAFETY: the descriptor stays open, and its owner only reads, writes and closes it.
+            ensure!(unsafe { libc::dup2(nothing.as_raw_fd(), descriptor) } == descriptor, "dup2 failed");
+            closed += 1;
+        }
+    }
+    ensure!(closed > 0, "this process has no connection to nftables");
+    Ok(())
+}
+
+/// If the connection that owns the table breaks, the table stays, and another connection adopts it.
+// rows of nftables: 92
+#[test]
+fn a_lost_connection_loses_no_rule_and_the_agent_owns_its_table_again() {
+    in_namespace("owner", || {
+        let (mut state, node) = (State::default(), NodeFacts::named("node-1"));
+        let mut dataplane = NftablesDataplane::new(&Config { owns_tables: true, ..config() })?;
+        let can_write = || {
+            let element = ["element", "ip", "headgate", "cluster-ips", "{ 192.0.2.77 }"];
+            let done = |verb| process::Command::new("nft").arg(verb).args(element).output();
+            let added = done("add")?.status.success();
+            ensure!(!added || done("delete")?.status.success(), "the element stays");
+            Ok(added)
+        };
+        apply(&mut state, service("one", 1, &[80]));
+        dataplane.sync_full(&FixedState(&state, &node))?;
+        ensure!(!can_write()?, "the agent does not own its table");
+        let listed = || [services(), nft(&["list", "chain", "ip", "headgate", "services"])];
+        let before = listed();
+
+        lose_connections()?;
+        assert_eq!(listed(), before);
+        ensure!(can_write()?, "the table still has an owner");
+        let dirty = apply(&mut state, service("two", 2, &[80]));
+        dataplane.plan(&state, &node, &dirty);
+        let error = dataplane.apply().unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Retry, "{error}");
+        ensure!(!can_write()?, "the agent does not own its table again");
+        dataplane.sync_full(&FixedState(&state, &node))?;
+        assert!(services().contains("10.96.0.2 . tcp . 80"), "{}", services());
+        assert!(dataplane.verify()?);
+        Ok(())
+    });
+}
+
 /// The first sync writes many endpoints in several transactions. An agent that restarts finds what
 /// it would write, and the table has spare chains.
+// rows of nftables: 92
 #[test]
 fn a_large_first_sync_is_complete() {
     in_namespace("large", || {
@@ -165,6 +247,7 @@ fn a_large_first_sync_is_complete() {
     });
 }
 
+// rows of nftables: 96
 #[test]
 fn a_comparison_finds_every_kind_of_foreign_change() {
     in_namespace("compare", || {

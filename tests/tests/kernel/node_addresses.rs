@@ -129,17 +129,20 @@ fn node_ports_answer_on_addresses_of_the_node(unused_features: Vec<Feature>) -> 
     Ok(())
 }
 
+// rows of nftables: 45, 46
 #[test]
 fn node_ports_answer_on_addresses_of_the_node_with_fib() {
     node_ports_answer_on_addresses_of_the_node(Vec::new()).unwrap();
 }
 
+// rows of nftables: 45, 46
 #[test]
 fn node_ports_answer_on_addresses_of_the_node_without_fib() {
     node_ports_answer_on_addresses_of_the_node(vec![Feature::Fib]).unwrap();
 }
 
 /// Another program translates connections to its own address, whose port equals a NodePort.
+// rows of nftables: 97
 #[test]
 fn a_connection_of_another_program_keeps_its_source() {
     let world = World::new(Vec::new()).unwrap();

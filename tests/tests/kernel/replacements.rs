@@ -2,6 +2,7 @@
 
 use headgate_tests::{bench::nft_replace, testbed::netns};
 
+// rows of nftables: 89
 #[test]
 fn no_connection_is_refused_or_misled_while_nftables_replaces_endpoints() {
     netns::check_prerequisites().unwrap();

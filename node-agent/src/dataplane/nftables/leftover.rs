@@ -1,12 +1,10 @@
 //! The removal of tables: this dataplane's tables, and the tables of kube-proxy's mode nftables.
 
-use std::fs;
-
 use headgate_core::Family;
 use nftables_netlink::{Kernel as _, Nftables, NftablesError, TableName, Transaction};
 
 use super::{
-    super::{DataplaneError, Leftover},
+    super::{DataplaneError, Leftover, kernel_modules::has_nftables},
     failure,
     layout::table_name,
 };
@@ -44,13 +42,3 @@ fn remove(tables: [TableName; 2]) -> Result<(), NftablesError> {
     }
     if transaction.message_count() == 0 { Ok(()) } else { nftables.commit(&transaction) }
 }
-
-/// Returns whether the kernel has nftables now. Sends no netlink request, because a request makes
-/// the kernel load the module.
-fn has_nftables() -> bool {
-    let has_symbol = |symbols: Vec<u8>| symbols.windows(SYMBOL.len()).any(|window| window == SYMBOL);
-    fs::exists("/sys/module/nf_tables").unwrap_or(true) || fs::read("/proc/kallsyms").is_ok_and(has_symbol)
-}
-
-/// A function of nftables. `/proc/kallsyms` also lists it if nftables is built into the kernel.
-const SYMBOL: &[u8] = b" nft_do_chain";

@@ -98,11 +98,11 @@ fn row_111_the_process_ends_when_its_configuration_is_edited_and_the_rules_stay(
         ("web", service("web", 10, "")),
         ("web-1", slice("web", &[("node-a", 10)], "")),
     ]);
-    let file = rig.write("config.yaml", HEAD);
+    let file = rig.write("config.yaml", &format!("{HEAD}mode: iptables\n"));
     let agent = rig.agent(&[&format!("--config={}", file.display())]);
     rig.until_programmed();
     let before = rig.rules("iptables-nft-save", "nat");
-    rig.write("config.yaml", &format!("{HEAD}iptables: {{masqueradeAll: true}}\n"));
+    rig.write("config.yaml", &format!("{HEAD}mode: iptables\niptables: {{masqueradeAll: true}}\n"));
     let (status, log) = agent.ended();
     assert_eq!(status.code(), Some(1), "{log}");
     assert!(log.contains("config.yaml was edited"), "{log}");

@@ -1,4 +1,4 @@
-use super::rig::{Rig, node, service, slice};
+use super::rig::{Rig, eventually, node, service, slice};
 
 fn web() -> Rig {
     Rig::serving(&[
@@ -50,6 +50,26 @@ fn row_47_ranges_restrict_node_ports_and_follow_the_interfaces() {
     rig.until_rules("NodePorts on the new address too", "nat", is_only(&["192.0.2.11", "192.0.2.12"]));
     rig.ip("addr del 192.0.2.12/24 dev uplink\n");
     rig.until_rules("NodePorts on the one address again", "nat", is_only(&["192.0.2.11"]));
+}
+
+/// The default is mode auto, which changes no outcome of mode iptables. Mode nftables by name has
+/// the default of kube-proxy's mode nftables.
+// rows: 46, 47
+#[test]
+fn row_47_node_ports_answer_on_every_address_unless_mode_nftables_is_asked_for_by_name() {
+    let rig = web();
+    rig.ip("addr add 192.0.2.12/24 dev uplink\n");
+    for (mode, is_on_all) in [("--proxy-mode=", true), ("--proxy-mode=nftables", false)] {
+        let agent = rig.agent(&[mode]);
+        rig.until_programmed();
+        eventually(mode, || {
+            let listed = rig.node_port_addresses()?;
+            let found = ["192.0.2.11", "192.0.2.12"].map(|address| listed.contains(address));
+            if found == [true, is_on_all] { Ok(()) } else { Err(listed) }
+        });
+        assert_eq!(rig.page("/proxyMode").unwrap(), (200, "nftables".to_owned()));
+        assert!(agent.terminate().0.success());
+    }
 }
 
 // rows: 112, 47

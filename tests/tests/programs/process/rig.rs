@@ -225,14 +225,20 @@ impl Rig {
         Program::start(&self.namespace, self.agent_command(&arguments), self.path("action.log")).ended()
     }
 
-    /// Starts the agent of node-a with these arguments. Unless the arguments name an iptables
-    /// variant, the agent uses nft.
+    /// Starts the agent of node-a with these arguments. Unless the arguments name a file, a mode or
+    /// a variant, the agent uses iptables-nft.
     pub(super) fn agent(&self, arguments: &[&str]) -> Program {
         let mut all = vec!["--node-name=node-a", "--insecure-loopback", "--state-dir="];
         if !arguments.iter().any(|argument| argument.starts_with("--control-plane=")) {
             all.push("--control-plane=http://127.0.0.1:7443");
         }
-        if !arguments.iter().any(|argument| argument.starts_with("--iptables-variant=")) {
+        let names = |options: &[&str]| {
+            arguments.iter().any(|argument| options.iter().any(|option| argument.starts_with(option)))
+        };
+        if !names(&["--proxy-mode=", "--config="]) {
+            all.push("--proxy-mode=iptables");
+        }
+        if !names(&["--iptables-variant="]) {
             all.push("--iptables-variant=nft");
         }
         all.extend(arguments);
@@ -252,7 +258,7 @@ impl Rig {
             }
         }
         let mut all = vec!["--node-name=node-a", "--control-plane=http://127.0.0.1:7443", "--insecure-loopback"];
-        all.push("--state-dir=");
+        all.extend(["--state-dir=", "--proxy-mode=iptables"]);
         all.extend(arguments);
         let mut command = self.agent_command(&all);
         command.env("XTABLES_LIBDIR", folder);
@@ -294,6 +300,13 @@ impl Rig {
 
     pub(super) fn mend_tool(&self, name: &str) {
         fs::remove_file(self.path(&format!("{name}.broken"))).unwrap();
+    }
+
+    /// The addresses of the node on which NodePorts answer in mode nftables.
+    pub(super) fn node_port_addresses(&self) -> Result<String, String> {
+        let mut command = Command::new("nft");
+        command.args(["list", "set", "ip", "headgate", "node-port-addresses"]);
+        self.namespace.output(command).map_err(|error| format!("{error:#}"))
     }
 
     /// The rules and chains of a table.

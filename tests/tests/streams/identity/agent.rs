@@ -1,19 +1,21 @@
 //! TLS files of the agent: invalid files, renewed files, and TLS sessions that survive reconnects.
+//! Queries of an operator to the agent.
 
 use std::{fs, path::Path};
 
 use clap::Parser as _;
 use headgate_node_agent::{dataplane::in_memory::InMemoryDataplane, options::Options, run_with};
 use headgate_proto::v1::{ListAgentsRequest, inspect_client::InspectClient};
-use headgate_tests::testbed::port::ReservedPort;
+use headgate_tests::testbed::{port::ReservedPort, process::program};
 use serde_json::Value;
+use tokio::{process::Command, time::timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::{
     authority::{Authority, Pair, in_seconds},
     client::{Client, Connected},
     program::{metric, page},
-    server::{Server, eventually},
+    server::{GUARD, Server, eventually},
 };
 
 /// An agent in the test's process. Dropping the value stops the agent.
@@ -148,5 +150,46 @@ async fn a_renewed_certificate_is_used_before_the_old_one_expires() {
     eventually("the agent connects again", || async { agent.metric(renewed) == 1 }).await;
     agent.until_connected(true).await;
     assert_eq!(server.metric("headgate_streams_rejected_total{reason=\"certificate_expired\"}"), 0);
+    server.running.stop().await;
+}
+
+/// An operator who may read asks any replica for the status and the metrics of a node, over TLS
+/// alone. The agent answers on its own stream. A certificate of a node may not ask.
+#[tokio::test(flavor = "multi_thread")]
+async fn headgatectl_asks_an_agent_over_tls() {
+    let authority = Authority::new("authority");
+    let server = Server::start(&authority).await;
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    authority.node("n1").write(&path("node"), &[&authority]);
+    authority.client(&["headgate://reader/me"], |_| {}).write(&path("reader"), &[&authority]);
+    let agent = Agent::start(&server, &path("node"));
+    agent.until_connected(true).await;
+    eventually("the Service is programmed", || async {
+        agent.metric("headgate_agent_version_programmed") == agent.metric("headgate_agent_head_version")
+    })
+    .await;
+    let ask = |who: &str, arguments: &[&str]| {
+        let mut command = Command::new(program("headgatectl").unwrap());
+        let file = |option: &str, name: &str| format!("{option}={}", path(who).join(name).display());
+        command.arg(format!("--server={}", server.url())).env("NO_COLOR", "1");
+        command.args([file("--tls-cert", "tls.crt"), file("--tls-key", "tls.key"), file("--tls-ca", "ca.crt")]);
+        command.args(arguments);
+        async move {
+            let output = timeout(GUARD, command.output()).await.expect("headgatectl does not end").unwrap();
+            (output.status.code(), format!("{output:?}"), String::from_utf8(output.stdout).unwrap())
+        }
+    };
+    let (code, output, status) = ask("reader", &["node", "n1", "-o", "json"]).await;
+    assert_eq!(code, Some(0), "{output}");
+    let status: Value = serde_json::from_str(&status).unwrap();
+    assert_eq!((&status["node"], &status["backend"]), (&"n1".into(), &"memory".into()), "{output}");
+    let (_, output, metrics) = ask("reader", &["node", "n1", "--metrics", "headgate_agent_connected"]).await;
+    assert!(metrics.lines().any(|line| line == "headgate_agent_connected 1"), "{output}");
+    // The dataplane of this agent counts no Services.
+    let (code, output, _) = ask("reader", &["counters", "n1"]).await;
+    assert!(code == Some(1) && output.contains("--nftables-service-counters"), "{output}");
+    let (code, output, _) = ask("node", &["node", "n1"]).await;
+    assert!(code == Some(1) && output.contains("headgate://reader/"), "{output}");
     server.running.stop().await;
 }
