@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
-use crate::certs::CertsArgs;
+use crate::certs::{CertsArgs, rotation::CaArgs};
 use crate::units;
 
 /// Shows what a Headgate control plane serves, and what every node has programmed
@@ -97,6 +97,8 @@ pub enum Command {
     /// Create a certificate authority and certificates for a trial, and print how to use them.
     /// Contacts no server
     Certs(CertsArgs),
+    /// Create a certificate authority, or replace it while the programs run. Contacts no server
+    Ca(CaArgs),
     /// Show the state of the replica: source, version, counts, and rejected objects
     Status,
 }

@@ -1,7 +1,8 @@
 //! `headgatectl certs`: creates a certificate authority and certificates for a trial, in the layout
-//! that the manifests under `deploy/` expect.
+//! that the manifests under `deploy/` expect. [`rotation`] replaces the authority.
 
 mod folder;
+pub mod rotation;
 
 use std::{
     net::IpAddr,
@@ -228,6 +229,14 @@ fn kept_authority(folder: &Folder, pem: String, key: &str, now: SystemTime) -> R
 }
 
 fn new_authority(folder: &mut Folder, now: SystemTime) -> Result<Authority, CertsError> {
+    let (authority, key) = fresh_authority(now)?;
+    folder.add("ca.key", Kind::Key, &key)?;
+    folder.add("ca.crt", Kind::Authority, &authority.certificate_pem)?;
+    Ok(authority)
+}
+
+/// Creates an authority and its key in PEM. Writes no file.
+fn fresh_authority(now: SystemTime) -> Result<(Authority, String), CertsError> {
     let not_after = now + DAY * AUTHORITY_DAYS;
     let mut params = CertificateParams::default();
     params.distinguished_name.push(DnType::CommonName, "headgate trial authority");
@@ -235,10 +244,10 @@ fn new_authority(folder: &mut Folder, now: SystemTime) -> Result<Authority, Cert
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     (params.not_before, params.not_after) = ((now - CLOCK_TOLERANCE).into(), not_after.into());
     let key = KeyPair::generate()?;
+    let key_pem = key.serialize_pem();
     let certificate_pem = params.self_signed(&key)?.pem();
-    folder.add("ca.key", Kind::Key, &key.serialize_pem())?;
-    folder.add("ca.crt", Kind::Authority, &certificate_pem)?;
-    Ok(Authority { certificate_pem, issuer: Issuer::new(params, key), not_after, is_kept: false })
+    let issuer = Issuer::new(params, key);
+    Ok((Authority { certificate_pem, issuer, not_after, is_kept: false }, key_pem))
 }
 
 /// Adds a certificate `FILE.crt` and its key `FILE.key`.

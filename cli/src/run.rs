@@ -10,7 +10,10 @@ use tonic::{Code, Status, Streaming};
 
 use crate::answer::{Failure, collect, of_status, write_json};
 use crate::args::{Args, Command, Output, Selected, Selection};
-use crate::certs::{self, CertsArgs};
+use crate::certs::{
+    self, CertsArgs,
+    rotation::{self, CaArgs},
+};
 use crate::client;
 use crate::render::{self, Style};
 use crate::{agents, node, wait};
@@ -20,6 +23,7 @@ use crate::{agents, node, wait};
 pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let done = match &args.command {
         Command::Certs(certs) => make_certs(certs, args.output, out),
+        Command::Ca(ca) => change_authority(ca, args.output, out),
         _ => Session::run(args, style, out).await,
     };
     match done {
@@ -33,6 +37,14 @@ fn make_certs(args: &CertsArgs, output: Output, out: &mut dyn Write) -> Result<(
     match output {
         Output::Json => Ok(writeln!(out, "{:#}", made.json())?),
         Output::Table | Output::Wide => Ok(out.write_all(made.text().as_bytes())?),
+    }
+}
+
+fn change_authority(args: &CaArgs, output: Output, out: &mut dyn Write) -> Result<(), Failure> {
+    let changed = rotation::run(args)?;
+    match output {
+        Output::Json => Ok(writeln!(out, "{:#}", changed.json())?),
+        Output::Table | Output::Wide => Ok(out.write_all(changed.text().as_bytes())?),
     }
 }
 
@@ -52,9 +64,12 @@ impl<'a> Session<'a> {
                 resolve(selection)?
             }
             Command::Wait(wait) => wait.resolve().map_err(Failure::Usage)?,
-            Command::Agents(_) | Command::Node(_) | Command::Counters(_) | Command::Status | Command::Certs(_) => {
-                Selected { namespace: String::new(), name: String::new() }
-            }
+            Command::Agents(_)
+            | Command::Node(_)
+            | Command::Counters(_)
+            | Command::Status
+            | Command::Certs(_)
+            | Command::Ca(_) => Selected { namespace: String::new(), name: String::new() },
         };
         match &args.command {
             Command::Agents(agents) => return agents::run(args, agents, style, out).await,
@@ -75,9 +90,12 @@ impl<'a> Session<'a> {
             Command::Watch(_) => session.watch(selected).await,
             Command::Status => session.status().await,
             // These commands are handled above.
-            Command::Agents(_) | Command::Node(_) | Command::Counters(_) | Command::Wait(_) | Command::Certs(_) => {
-                Ok(())
-            }
+            Command::Agents(_)
+            | Command::Node(_)
+            | Command::Counters(_)
+            | Command::Wait(_)
+            | Command::Certs(_)
+            | Command::Ca(_) => Ok(()),
         }
     }
 

@@ -19,25 +19,29 @@ use super::{
 };
 
 /// An agent in the test's process. Dropping the value stops the agent.
-struct Agent {
+pub(crate) struct Agent {
     metrics: ReservedPort,
     _stops: DropGuard,
 }
 
 impl Agent {
     fn start(server: &Server, folder: &Path) -> Self {
+        Self::of_node("n1", &server.url(), &folder.join("tls"), &folder.join("ca.crt"))
+    }
+
+    /// Starts the agent of a node with the files `OWN.crt` and `OWN.key`.
+    pub(crate) fn of_node(node: &str, url: &str, own: &Path, authorities: &Path) -> Self {
         let metrics = ReservedPort::reserve().unwrap();
-        let file = |option: &str, name: &str| format!("{option}={}", folder.join(name).display());
         let arguments = [
             "headgate-node-agent".to_owned(),
-            "--node-name=n1".to_owned(),
+            format!("--node-name={node}"),
             "--state-dir=".to_owned(),
             "--healthz-bind-address=".to_owned(),
             format!("--metrics-bind-address={}", metrics.address()),
-            format!("--control-plane={}", server.url()),
-            file("--tls-cert", "tls.crt"),
-            file("--tls-key", "tls.key"),
-            file("--tls-ca", "ca.crt"),
+            format!("--control-plane={url}"),
+            format!("--tls-cert={}.crt", own.display()),
+            format!("--tls-key={}.key", own.display()),
+            format!("--tls-ca={}", authorities.display()),
         ];
         let (options, shutdown) = (Options::try_parse_from(arguments).unwrap(), CancellationToken::new());
         let (backend, _) = InMemoryDataplane::new();
@@ -45,16 +49,16 @@ impl Agent {
         Self { metrics, _stops: shutdown.drop_guard() }
     }
 
-    fn status(&self) -> Value {
+    pub(crate) fn status(&self) -> Value {
         let page = page(self.metrics.address(), "/status").unwrap_or_default();
         serde_json::from_str(&page).unwrap_or_default()
     }
 
-    fn metric(&self, sample: &str) -> u64 {
+    pub(crate) fn metric(&self, sample: &str) -> u64 {
         metric(self.metrics.address(), sample)
     }
 
-    async fn until_connected(&self, is_connected: bool) {
+    pub(crate) async fn until_connected(&self, is_connected: bool) {
         eventually("the status shows whether the agent is connected", || async {
             self.status()["connected"] == is_connected
         })

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use super::program::ControlPlane;
 
-fn headgatectl(arguments: &[&str]) -> Output {
+pub(super) fn headgatectl(arguments: &[&str]) -> Output {
     let mut command = Command::new(program("headgatectl").unwrap());
     command.args(arguments).stdin(Stdio::null()).output().unwrap()
 }
@@ -22,7 +22,7 @@ fn certs(folder: &Path, arguments: &[&str]) -> Output {
     headgatectl(&[&["certs", "--out", &out], arguments].concat())
 }
 
-fn made(folder: &Path, arguments: &[&str]) -> String {
+pub(super) fn made(folder: &Path, arguments: &[&str]) -> String {
     let output = certs(folder, arguments);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()

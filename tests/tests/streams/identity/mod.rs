@@ -9,4 +9,5 @@ mod refusals;
 mod reload;
 mod resumption;
 mod roles;
+mod rotation;
 mod server;

@@ -1,0 +1,283 @@
+//! `headgatectl ca`: creates an authority, and replaces the authority in three steps. Between the
+//! steps, the operator passes the files on. No step makes a certificate in use untrusted, so
+//! programs can connect at any time.
+//!
+//! `ca.crt` contains all trusted authorities. The first authority in the file signs new
+//! certificates with `ca.key`. Between the steps `trust` and `sign`, `next.key` is the key of the
+//! second authority. Each step writes keys before `ca.crt`, so that an interrupted step can be run
+//! again or names the remedy.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::SystemTime,
+};
+
+use rcgen::KeyPair;
+use serde_json::json;
+use x509_parser::{certificate::X509Certificate, extensions::ParsedExtension};
+
+use super::{
+    CertsError, bad_file,
+    folder::{Folder, Kind},
+    fresh_authority, kept_authority,
+};
+
+const END: &str = "-----END CERTIFICATE-----";
+
+/// The folders of certificates, which also contain copies of `ca.crt`.
+const FOLDERS: [&str; 3] = ["control-plane", "nodes", "readers"];
+
+/// What to do with the authority.
+#[derive(Debug, clap::Args)]
+pub struct CaArgs {
+    /// The action.
+    #[command(subcommand)]
+    pub action: CaAction,
+}
+
+/// The actions.
+#[derive(Debug, clap::Subcommand)]
+pub enum CaAction {
+    /// Create an authority: its certificate ca.crt and its key ca.key
+    Init(CaFolder),
+    /// Replace the authority in three steps, while the programs run
+    Rotate {
+        /// The step to run. Run the three steps in this order, and pass the files on after each
+        /// step
+        #[arg(value_enum)]
+        step: Step,
+        /// The folder.
+        #[command(flatten)]
+        folder: CaFolder,
+    },
+}
+
+/// The folder of the authority.
+#[derive(Debug, clap::Args)]
+pub struct CaFolder {
+    /// Folder of the authority, as for `headgatectl certs`
+    #[arg(long, value_name = "FOLDER")]
+    pub out: PathBuf,
+}
+
+/// A step of a rotation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Step {
+    /// Create a new authority, which is trusted but does not sign yet
+    Trust,
+    /// The new authority signs from now on, and the key of the old authority is deleted
+    Sign,
+    /// The old authority is no longer trusted. Fails while the folder contains a certificate of the
+    /// old authority
+    Retire,
+}
+
+/// The files that an action has written.
+#[derive(Debug)]
+pub struct Changed {
+    files: Vec<PathBuf>,
+    next: &'static str,
+}
+
+/// Runs an action.
+///
+/// # Errors
+///
+/// [`CertsError`]. Run the action again after the cause that the error names is corrected.
+pub fn run(args: &CaArgs) -> Result<Changed, CertsError> {
+    let now = SystemTime::now();
+    match &args.action {
+        CaAction::Init(folder) => init(&folder.out, now),
+        CaAction::Rotate { step, folder } => {
+            let folder = Folder::open(&folder.out, true)?;
+            match step {
+                Step::Trust => trust(folder, now),
+                Step::Sign => sign(folder, now),
+                Step::Retire => retire(folder, now),
+            }
+        }
+    }
+}
+
+fn init(out: &Path, now: SystemTime) -> Result<Changed, CertsError> {
+    let mut folder = Folder::open(out, false)?;
+    for name in ["ca.crt", "ca.key"] {
+        if folder.read(name)?.is_some() {
+            let problem = "exists already: replace the authority with `headgatectl ca rotate`, or pass another --out";
+            return Err(bad_file(&folder.path(name), problem));
+        }
+    }
+    let (authority, key) = fresh_authority(now)?;
+    folder.add("ca.key", Kind::Key, &key)?;
+    folder.add("ca.crt", Kind::Authority, &authority.certificate_pem)?;
+    Ok(Changed { files: folder.write()?, next: "Create certificates with `headgatectl certs`." })
+}
+
+fn trust(mut folder: Folder, now: SystemTime) -> Result<Changed, CertsError> {
+    let authorities = authorities(&folder)?;
+    if folder.read("next.key")?.is_some() {
+        return Err(bad_file(&folder.path("next.key"), "exists already: continue with step sign"));
+    }
+    if authorities.len() > 1 {
+        let problem = "contains several authorities: finish the last rotation with step retire";
+        return Err(bad_file(&folder.path("ca.crt"), problem));
+    }
+    check_signer(&folder, &authorities, now)?;
+    let (new, key) = fresh_authority(now)?;
+    folder.add("next.key", Kind::Key, &key)?;
+    add_bundle(&mut folder, &[authorities, vec![new.certificate_pem]].concat())?;
+    Ok(Changed {
+        files: folder.write()?,
+        next: "Pass ca.crt on to the control plane, all nodes and all readers. Run step sign when all of them have the file.",
+    })
+}
+
+fn sign(mut folder: Folder, now: SystemTime) -> Result<Changed, CertsError> {
+    let mut authorities = authorities(&folder)?;
+    let path = folder.path("next.key");
+    let Some(key) = folder.read("next.key")? else {
+        return Err(bad_file(&path, "missing: first run step trust"));
+    };
+    let pair =
+        KeyPair::from_pem(&key).map_err(|error| bad_file(&path, format!("is not a PEM private key ({error})")))?;
+    let own = rcgen::PublicKeyData::der_bytes(&pair);
+    let mut is_signer = Vec::new();
+    for pem in &authorities {
+        is_signer.push(parsed(&folder.path("ca.crt"), pem, |certificate| {
+            certificate.public_key().subject_public_key.data.as_ref() == own
+        })?);
+    }
+    let Some(place) = is_signer.into_iter().position(|is_signer| is_signer) else {
+        let problem = "is not the key of an authority in ca.crt: delete this file and run step trust again";
+        return Err(bad_file(&path, problem));
+    };
+    authorities[..=place].rotate_right(1);
+    kept_authority(&folder, authorities[0].clone(), &key, now)?;
+    folder.add("ca.key", Kind::Key, &key)?;
+    add_bundle(&mut folder, &authorities)?;
+    let files = folder.write()?;
+    fs::remove_file(&path).map_err(|error| bad_file(&path, format!("cannot be deleted: {error}")))?;
+    Ok(Changed {
+        files,
+        next: "Renew all certificates with `headgatectl certs --force`, and pass them on. Run step retire when every program uses its new certificate.",
+    })
+}
+
+fn retire(mut folder: Folder, now: SystemTime) -> Result<Changed, CertsError> {
+    let authorities = authorities(&folder)?;
+    if folder.read("next.key")?.is_some() {
+        return Err(bad_file(
+            &folder.path("next.key"),
+            "exists, so the old authority still signs: first run step sign",
+        ));
+    }
+    if authorities.len() == 1 {
+        return Err(bad_file(&folder.path("ca.crt"), "contains only one authority: no authority can be removed"));
+    }
+    check_signer(&folder, &authorities, now)?;
+    let signer = parsed(&folder.path("ca.crt"), &authorities[0], own_key_id)?;
+    for path in certificates(&folder)? {
+        let pem = fs::read_to_string(&path).map_err(|error| bad_file(&path, format!("cannot be read: {error}")))?;
+        if parsed(&path, &pem, signing_key_id)? != signer {
+            let problem =
+                "is not a certificate of the new authority: renew it with `headgatectl certs --force`, or delete it";
+            return Err(bad_file(&path, problem));
+        }
+    }
+    add_bundle(&mut folder, &authorities[..1])?;
+    Ok(Changed {
+        files: folder.write()?,
+        next: "Pass ca.crt on. Connections with a certificate of the old authority are declined from then on.",
+    })
+}
+
+/// Returns the authorities in `ca.crt`, each as PEM. There is at least one.
+fn authorities(folder: &Folder) -> Result<Vec<String>, CertsError> {
+    let text = folder.read("ca.crt")?;
+    let parts = text.as_deref().unwrap_or_default().split_inclusive(END);
+    let authorities: Vec<_> =
+        parts.map(str::trim).filter(|part| !part.is_empty()).map(|part| format!("{part}\n")).collect();
+    if authorities.is_empty() {
+        let problem = "contains no authority: create an authority with `headgatectl ca init`";
+        return Err(bad_file(&folder.path("ca.crt"), problem));
+    }
+    Ok(authorities)
+}
+
+/// Fails if the first authority cannot sign with `ca.key`.
+fn check_signer(folder: &Folder, authorities: &[String], now: SystemTime) -> Result<(), CertsError> {
+    let Some(key) = folder.read("ca.key")? else {
+        return Err(bad_file(&folder.path("ca.key"), "missing, but ca.crt exists: restore the authority's key"));
+    };
+    kept_authority(folder, authorities[0].clone(), &key, now).map(drop)
+}
+
+/// Adds `ca.crt` and its existing copies.
+fn add_bundle(folder: &mut Folder, authorities: &[String]) -> Result<(), CertsError> {
+    let bundle = authorities.concat();
+    folder.add("ca.crt", Kind::Authority, &bundle)?;
+    for copy in FOLDERS.map(|name| format!("{name}/ca.crt")) {
+        if folder.read(&copy)?.is_some() {
+            folder.add(&copy, Kind::Authority, &bundle)?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the paths of all certificates that are not copies of the authority, in order.
+fn certificates(folder: &Folder) -> Result<Vec<PathBuf>, CertsError> {
+    let mut found = Vec::new();
+    for path in FOLDERS.map(|name| folder.path(name)) {
+        let unreadable = |error: io::Error| bad_file(&path, format!("cannot be listed: {error}"));
+        let entries = match fs::read_dir(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            entries => entries.map_err(unreadable)?,
+        };
+        for entry in entries {
+            let file = entry.map_err(unreadable)?.path();
+            if file.extension().is_some_and(|extension| extension == "crt") && !file.ends_with("ca.crt") {
+                found.push(file);
+            }
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Parses a certificate of the file `path`, and returns what `read` finds in it.
+fn parsed<T>(path: &Path, pem: &str, read: impl FnOnce(&X509Certificate<'_>) -> T) -> Result<T, CertsError> {
+    let bad = |error: &dyn std::fmt::Display| bad_file(path, format!("contains a faulty certificate ({error})"));
+    let (_, pem) = x509_parser::pem::parse_x509_pem(pem.as_bytes()).map_err(|error| bad(&error))?;
+    pem.parse_x509().map(|certificate| read(&certificate)).map_err(|error| bad(&error))
+}
+
+/// The identifier of the certificate's own key (RFC 5280, section 4.2.1.2).
+fn own_key_id(certificate: &X509Certificate<'_>) -> Option<Vec<u8>> {
+    certificate.extensions().iter().find_map(|extension| match extension.parsed_extension() {
+        ParsedExtension::SubjectKeyIdentifier(id) => Some(id.0.to_vec()),
+        _ => None,
+    })
+}
+
+/// The identifier of the key that signed the certificate (RFC 5280, section 4.2.1.1).
+fn signing_key_id(certificate: &X509Certificate<'_>) -> Option<Vec<u8>> {
+    certificate.extensions().iter().find_map(|extension| match extension.parsed_extension() {
+        ParsedExtension::AuthorityKeyIdentifier(id) => id.key_identifier.as_ref().map(|id| id.0.to_vec()),
+        _ => None,
+    })
+}
+
+impl Changed {
+    /// Describes the written files and the next step as text for people.
+    pub fn text(&self) -> String {
+        let files: String = self.files.iter().map(|file| format!("  {}\n", file.display())).collect();
+        format!("Written:\n{files}{}\n", self.next)
+    }
+
+    /// The written files and the next step as JSON, for programs.
+    pub fn json(&self) -> serde_json::Value {
+        let files: Vec<_> = self.files.iter().map(|file| file.display().to_string()).collect();
+        json!({ "files": files, "next": self.next })
+    }
+}
