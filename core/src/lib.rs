@@ -21,7 +21,7 @@ mod state;
 
 pub use behaviours::{conntrack, endpoint_choice, health_check_port, masquerade, source_ranges, topology, view};
 pub use conventions::{dns_name, errors, exposition, node_state, plaintext};
-pub use dataplane::{iptables, ipvs, nftables};
+pub use dataplane::{iptables, ipvs, nftables, userspace};
 pub use model::{
     Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, LoadBalancing, Node, Placement,
     PortState, Protocol, Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight, pool,

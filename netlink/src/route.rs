@@ -1,5 +1,5 @@
-//! Links and addresses (`linux/rtnetlink.h`, `if_link.h`, `if_addr.h`). A service proxy adds
-//! Service addresses to a link, so that they are addresses of the node.
+//! Links, addresses and local routes (`linux/rtnetlink.h`, `if_link.h`, `if_addr.h`). A service
+//! proxy adds Service addresses to a link, so that they are addresses of the node.
 //!
 //! The more addresses the node has, the longer it takes to add or remove an address. Removals of
 //! IPv6 addresses are the slowest.
@@ -198,6 +198,24 @@ impl Routing {
         refused: impl FnMut(usize, Refusal),
     ) -> Result<(), NetlinkError> {
         self.connection.execute(changes.into_iter().map(wire::change), refused)
+    }
+
+    /// Adds a route that makes an address an address of the node, on a link that does not get the
+    /// address. Rules and sockets can then use the address, and the kernel does not choose it as a
+    /// source address.
+    ///
+    /// # Errors
+    /// `EEXIST` if the route exists, `ENETDOWN` if the link is down.
+    pub fn add_local_route(&mut self, link: u32, address: IpAddr) -> Result<(), NetlinkError> {
+        self.connection.ask(wire::add_local_route(link, address), |_, _| {})
+    }
+
+    /// Removes a route of [`Self::add_local_route`].
+    ///
+    /// # Errors
+    /// `ESRCH` if the route does not exist.
+    pub fn remove_local_route(&mut self, link: u32, address: IpAddr) -> Result<(), NetlinkError> {
+        self.connection.ask(wire::remove_local_route(link, address), |_, _| {})
     }
 
     /// Lists the addresses of a link, or of all links for index 0. Kernels before 4.20 always list

@@ -6,7 +6,7 @@ use tracing::{error, info};
 use crate::{
     dataplane::{
         Dataplane, DataplaneError, DualStack, ErrorKind, Leftover, NodeDataplane, firewalls, iptables, ipvs, nftables,
-        xtables,
+        userspace, xtables,
     },
     interfaces,
     node_inputs::{NodeInputs, NodeSettings},
@@ -28,6 +28,10 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
         ProxyMode::Nftables => (
             "nftables",
             boxed(nftables::NftablesDataplane::new(&nftables_config(options, settings)), options, settings),
+        ),
+        ProxyMode::Userspace => (
+            "userspace",
+            boxed(userspace::UserspaceDataplane::new(&nftables_config(options, settings)), options, settings),
         ),
     };
     match chosen {
@@ -112,7 +116,7 @@ pub fn prepare(settings: &Settings) -> Result<(), DataplaneError> {
     let inputs = node.resolve(None, &interfaces);
     let prepare_iptables = || iptables::prepare(settings.localhost_node_ports, &inputs);
     match settings.mode {
-        ProxyMode::Auto | ProxyMode::Iptables | ProxyMode::Nftables => prepare_iptables(),
+        ProxyMode::Auto | ProxyMode::Iptables | ProxyMode::Nftables | ProxyMode::Userspace => prepare_iptables(),
         ProxyMode::Ipvs => match ipvs::prepare(settings.ipvs.strict_arp) {
             Err(error) if error.kind == ErrorKind::Unavailable => {
                 error!("mode ipvs was asked for but cannot run on this machine; the agent will run iptables: {error}");
@@ -133,6 +137,7 @@ pub fn leftovers(settings: &Settings) -> Vec<Leftover> {
         xtables::packet_counters(),
         nftables::tables(),
         nftables::kube_proxys_tables(),
+        userspace::routes(),
         ipvs::servers_and_sets(settings.ipvs.exclude_cidrs.clone()),
     ]
 }

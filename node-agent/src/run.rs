@@ -13,7 +13,7 @@ use tracing::{info, warn};
 
 use crate::{
     backoff::Backoff,
-    dataplane::{DataplaneError, NodeDataplane, nftables::ServiceCounters, proxy_mode},
+    dataplane::{DataplaneError, Drain, NodeDataplane, nftables::ServiceCounters, proxy_mode},
     dataplane_choice,
     http::{self, Pages, listen::BindError},
     instance,
@@ -93,7 +93,28 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
     };
     prepare(&configured.settings)?;
     let dataplane = dataplane_choice::build(&options, &configured.settings)?;
+    let shutdown = match dataplane.proxy() {
+        Some(proxy) => after_draining(proxy, options.userspace_drain_limit, shutdown),
+        None => shutdown,
+    };
     run_configured(options, configured, dataplane, Conntrack::Cleaned, shutdown).await
+}
+
+/// Returns a token that is cancelled after `shutdown`, when the connections of the proxy have ended
+/// or the limit has passed. Until then, the agent continues to program the rules.
+fn after_draining(proxy: Arc<dyn Drain>, limit: Duration, shutdown: CancellationToken) -> CancellationToken {
+    let drained = CancellationToken::new();
+    let done = drained.clone().drop_guard();
+    tokio::spawn(async move {
+        let _done = done;
+        shutdown.cancelled().await;
+        match task::spawn_blocking(move || proxy.drain(limit)).await {
+            Ok(0) => info!("all connections of the proxy have ended"),
+            Ok(lost) => warn!("{lost} connections of the proxy are reset, because --userspace-drain-limit has passed"),
+            Err(error) => warn!(%error, "the proxy was not drained"),
+        }
+    });
+    drained
 }
 
 /// Sets the kernel's connection tracking parameters and this process's OOM score.

@@ -25,7 +25,7 @@ use std::{
 };
 
 use headgate_userspace::{
-    Algorithm, Destination, Protocol, ServiceId, ServiceSettings, Services, TcpProxy, TcpSettings, UdpProxy,
+    Algorithm, Destination, Protocol, Scope, ServiceId, ServiceSettings, Services, TcpProxy, TcpSettings, UdpProxy,
     UdpSettings,
 };
 
@@ -76,7 +76,7 @@ fn proxy() -> Result<(), Failure> {
     let id = ServiceId(1);
     let algorithm = Algorithm::RoundRobin;
     services.set_service(id, ServiceSettings { algorithm, ..ServiceSettings::default() });
-    services.set_address(id, Protocol::Tcp, PROXY.parse()?);
+    services.set_address(id, Scope::default(), Protocol::Tcp, PROXY.parse()?);
     for endpoint in endpoints() {
         services.set_endpoint(id, endpoint, 1);
     }
@@ -85,10 +85,10 @@ fn proxy() -> Result<(), Failure> {
     rustix::net::sockopt::set_socket_reuseaddr(&socket, true)?;
     rustix::net::bind(&socket, &PROXY.parse::<SocketAddr>()?)?;
     rustix::net::listen(&socket, 4096)?;
-    proxy.listen(socket, Destination::Local)?;
+    proxy.listen(socket, Scope::default(), Destination::Local)?;
     let datagrams = ServiceId(2);
     services.set_service(datagrams, ServiceSettings::default());
-    services.set_address(datagrams, Protocol::Udp, PROXY.parse()?);
+    services.set_address(datagrams, Scope::default(), Protocol::Udp, PROXY.parse()?);
     services.set_endpoint(datagrams, datagram_server(), 1);
     let udp = UdpProxy::start(&UdpSettings::default(), &services)?;
     udp.listen(UdpSocket::bind(PROXY)?)?;

@@ -14,7 +14,7 @@ mod wheel;
 
 pub use balance::Algorithm;
 pub use proxy_header::ProxyVersion;
-pub use services::{Protocol, ServiceId, ServiceSettings, Services};
+pub use services::{Protocol, Scope, ServiceId, ServiceSettings, Services};
 pub use stats::ServiceStats;
 pub use tcp::{ConnectionInfo, Destination, ListenerId, TcpProxy, TcpSettings, TcpStats};
 pub use udp::{UdpProxy, UdpSessionInfo, UdpSettings, UdpStats};

@@ -8,8 +8,8 @@
 //! connection.
 
 use std::{
-    collections::HashMap,
-    net::SocketAddr,
+    collections::{HashMap, HashSet},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicU64, Ordering},
@@ -35,9 +35,20 @@ pub enum Protocol {
     Udp,
 }
 
+/// A space of addresses. A listener finds the Services of one scope, so the same address can lead
+/// to different Services, depending on the listener.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct Scope(pub u8);
+
 /// An address as the table has it: without IPv6 details, and IPv4 for IPv4-mapped addresses.
 pub(crate) fn plain(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
+}
+
+/// The address that stands for all addresses of a family, with the same port.
+fn any_address(address: SocketAddr) -> SocketAddr {
+    let any = if address.is_ipv4() { IpAddr::from(Ipv4Addr::UNSPECIFIED) } else { Ipv6Addr::UNSPECIFIED.into() };
+    SocketAddr::new(any, address.port())
 }
 
 /// How a Service treats its connections.
@@ -101,10 +112,28 @@ pub struct Services {
     table: RwLock<Table>,
 }
 
+/// The Services of an address, at most one in each scope.
+type Owners = Vec<(Scope, Arc<Service>)>;
+
 #[derive(Debug, Default)]
 struct Table {
     services: HashMap<ServiceId, Arc<Service>>,
-    addresses: HashMap<(Protocol, SocketAddr), Arc<Service>>,
+    addresses: HashMap<(Protocol, SocketAddr), Owners>,
+    /// The addresses of the node.
+    node_addresses: HashSet<IpAddr>,
+}
+
+impl Table {
+    fn remove_address(&mut self, key: (Protocol, SocketAddr), is_removed: impl Fn(Scope, &Service) -> bool) -> bool {
+        let Some(found) = self.addresses.get_mut(&key) else { return false };
+        let before = found.len();
+        found.retain(|(scope, service)| !is_removed(*scope, service));
+        let is_removed = found.len() < before;
+        if found.is_empty() {
+            self.addresses.remove(&key);
+        }
+        is_removed
+    }
 }
 
 impl Services {
@@ -130,23 +159,27 @@ impl Services {
         removed.is_some()
     }
 
-    /// Adds an address to a Service. An address belongs to one Service: the last call wins. Returns
-    /// whether the Service exists.
-    pub fn set_address(&self, id: ServiceId, protocol: Protocol, address: SocketAddr) -> bool {
+    /// Adds an address to a Service. In each scope, an address belongs to one Service: the last
+    /// call wins. An unspecified IP address stands for all addresses of its family that the scope
+    /// does not have, as for NodePorts. Returns whether the Service exists.
+    pub fn set_address(&self, id: ServiceId, scope: Scope, protocol: Protocol, address: SocketAddr) -> bool {
         let mut table = self.write();
         let Some(service) = table.services.get(&id).map(Arc::clone) else { return false };
-        table.addresses.insert((protocol, address), service);
+        let found = table.addresses.entry((protocol, address)).or_default();
+        found.retain(|(other, _)| *other != scope);
+        found.push((scope, service));
         true
     }
 
     /// Removes an address if it belongs to this Service. Returns whether it did.
-    pub fn remove_address(&self, id: ServiceId, protocol: Protocol, address: SocketAddr) -> bool {
-        let mut table = self.write();
-        let is_owner = table.addresses.get(&(protocol, address)).is_some_and(|service| service.id == id);
-        if is_owner {
-            table.addresses.remove(&(protocol, address));
-        }
-        is_owner
+    pub fn remove_address(&self, id: ServiceId, scope: Scope, protocol: Protocol, address: SocketAddr) -> bool {
+        self.write().remove_address((protocol, address), |other, service| other == scope && service.id == id)
+    }
+
+    /// Sets the addresses of the node. An endpoint at such an address is not tried if its port is a
+    /// NodePort.
+    pub fn set_node_addresses(&self, addresses: impl IntoIterator<Item = IpAddr>) {
+        self.write().node_addresses = addresses.into_iter().collect();
     }
 
     /// Adds an endpoint to a Service, or changes its weight, which is 1 or more. Returns whether
@@ -183,13 +216,20 @@ impl Services {
     }
 
     /// The Service of an address that a client used.
-    pub(crate) fn find(&self, protocol: Protocol, address: SocketAddr) -> Option<Arc<Service>> {
-        self.read().addresses.get(&(protocol, address)).map(Arc::clone)
+    pub(crate) fn find(&self, scope: Scope, protocol: Protocol, address: SocketAddr) -> Option<Arc<Service>> {
+        let table = self.read();
+        let of = |address| {
+            let found = table.addresses.get(&(protocol, address))?;
+            found.iter().find(|(other, _)| *other == scope).map(|(_, service)| Arc::clone(service))
+        };
+        of(address).or_else(|| of(any_address(address)))
     }
 
-    /// Whether an address belongs to a Service.
+    /// Whether rules lead connections to an address back to this proxy.
     pub(crate) fn has_address(&self, protocol: Protocol, address: SocketAddr) -> bool {
-        self.read().addresses.contains_key(&(protocol, address))
+        let table = self.read();
+        let has = |address| table.addresses.contains_key(&(protocol, address));
+        has(address) || (table.node_addresses.contains(&address.ip()) && has(any_address(address)))
     }
 
     fn service(&self, id: ServiceId) -> Option<Arc<Service>> {

@@ -28,9 +28,9 @@ use rustix::net::sockopt;
 use worker::{Command, Worker};
 
 use crate::{
-    services::{ServiceId, Services},
+    services::{Scope, ServiceId, Services},
     stats::Counter,
-    threads::Threads,
+    threads::{Threads, milliseconds},
 };
 
 /// The settings of the TCP proxy.
@@ -112,6 +112,29 @@ struct Counters {
     accept_pauses: Counter,
 }
 
+/// The loop of a thread that has a listener turns at least this often.
+const HEARTBEAT_MS: u64 = 100;
+
+/// The last time at which any thread began a turn of its loop.
+#[derive(Debug)]
+struct Heartbeat {
+    began: Instant,
+    last_ms: AtomicU64,
+}
+
+impl Heartbeat {
+    fn now_ms(&self) -> u64 {
+        milliseconds(self.began.elapsed())
+    }
+
+    /// Records a turn. Returns the time of the turn.
+    fn beat(&self) -> u64 {
+        let now_ms = self.now_ms();
+        self.last_ms.store(now_ms, Ordering::Relaxed);
+        now_ms
+    }
+}
+
 /// Counters of the proxy that belong to no Service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct TcpStats {
@@ -131,6 +154,7 @@ pub struct TcpStats {
 pub struct TcpProxy {
     threads: Threads<Command>,
     counters: Arc<Counters>,
+    heartbeat: Arc<Heartbeat>,
     next_listener: AtomicU64,
 }
 
@@ -142,25 +166,28 @@ impl TcpProxy {
     /// The kernel refused a descriptor or a thread.
     pub fn start(settings: &TcpSettings, services: &Arc<Services>) -> io::Result<Self> {
         let counters = Arc::new(Counters::default());
+        let heartbeat = Arc::new(Heartbeat { began: Instant::now(), last_ms: AtomicU64::new(0) });
         let threads = Threads::start("tcp-proxy", settings.threads, |inbox, seed| {
-            let worker = Worker::new(settings.clone(), Arc::clone(services), Arc::clone(&counters), inbox, seed)?;
+            let (services, counters) = (Arc::clone(services), Arc::clone(&counters));
+            let worker = Worker::new(settings.clone(), services, counters, inbox, Arc::clone(&heartbeat), seed)?;
             Ok(|| worker.run())
         })?;
-        Ok(Self { threads, counters, next_listener: AtomicU64::new(0) })
+        Ok(Self { threads, counters, heartbeat, next_listener: AtomicU64::new(0) })
     }
 
-    /// Accepts the connections of a listening socket, on all threads.
+    /// Accepts the connections of a listening socket, on all threads. The destinations of the
+    /// connections are addresses of `scope`.
     ///
     /// # Errors
     ///
     /// The kernel refused an option of the socket.
-    pub fn listen(&self, socket: impl Into<OwnedFd>, destination: Destination) -> io::Result<ListenerId> {
+    pub fn listen(&self, socket: impl Into<OwnedFd>, scope: Scope, destination: Destination) -> io::Result<ListenerId> {
         let socket = Arc::new(socket.into());
         rustix::io::ioctl_fionbio(&socket, true)?;
         // Accepted sockets inherit this option.
         sockopt::set_tcp_nodelay(&socket, true)?;
         let id = ListenerId(self.next_listener.fetch_add(1, Ordering::Relaxed));
-        self.threads.send_to_all(|| Command::Listen { id, socket: Arc::clone(&socket), destination });
+        self.threads.send_to_all(|| Command::Listen { id, socket: Arc::clone(&socket), scope, destination });
         Ok(id)
     }
 
@@ -172,10 +199,18 @@ impl TcpProxy {
         all_done.iter().for_each(drop);
     }
 
-    /// Stops listening, and waits until all connections have ended or the deadline has passed. The
-    /// remaining connections are reset. Returns their number.
+    /// The time since a thread last began a turn of its loop. While the proxy listens and no thread
+    /// hangs, this is little more than 100 ms.
+    #[must_use]
+    pub fn since_last_turn(&self) -> Duration {
+        let last_ms = self.heartbeat.last_ms.load(Ordering::Relaxed);
+        Duration::from_millis(self.heartbeat.now_ms().saturating_sub(last_ms))
+    }
+
+    /// Stops listening, and waits until all connections have ended or the deadline has passed.
+    /// Returns the number of remaining connections, which end when the proxy is dropped.
     #[must_use = "the number of connections that were lost"]
-    pub fn drain(self, deadline: Duration) -> u64 {
+    pub fn drain(&self, deadline: Duration) -> u64 {
         let until = Instant::now() + deadline;
         self.stop_listening(None);
         while self.counters.open.get() > 0 && Instant::now() < until {

@@ -14,7 +14,7 @@ use std::{
 };
 
 use headgate_userspace::{
-    Destination, Protocol, ServiceId, ServiceSettings, Services, TcpProxy, TcpSettings, UdpProxy, UdpSettings,
+    Destination, Protocol, Scope, ServiceId, ServiceSettings, Services, TcpProxy, TcpSettings, UdpProxy, UdpSettings,
 };
 use rustix::net::{AddressFamily, SocketType};
 
@@ -110,9 +110,9 @@ fn redirected_connections_reach_their_service_and_direct_ones_are_reset() {
         (ServiceId(6), "[fd00:96::10]:80", "[fd00:77::1]:10258", endpoint("[::1]:0", "six")),
     ] {
         services.set_service(id, ServiceSettings::default());
-        services.set_address(id, Protocol::Tcp, address.parse().unwrap());
+        services.set_address(id, Scope::default(), Protocol::Tcp, address.parse().unwrap());
         services.set_endpoint(id, endpoint, 1);
-        proxy.listen(listen(listener.parse().unwrap()), Destination::Original).unwrap();
+        proxy.listen(listen(listener.parse().unwrap()), Scope::default(), Destination::Original).unwrap();
     }
     assert_eq!(answer("10.96.0.10:80").unwrap(), "four");
     assert_eq!(answer("[fd00:96::10]:80").unwrap(), "six");
@@ -131,7 +131,7 @@ fn a_udp_reply_comes_from_the_service_address_that_no_interface_has() {
     let echo = UdpSocket::bind("127.0.0.1:0").unwrap();
     let services = Arc::new(Services::default());
     services.set_service(ServiceId(1), ServiceSettings::default());
-    services.set_address(ServiceId(1), Protocol::Udp, "10.96.0.53:53".parse().unwrap());
+    services.set_address(ServiceId(1), Scope::default(), Protocol::Udp, "10.96.0.53:53".parse().unwrap());
     services.set_endpoint(ServiceId(1), echo.local_addr().unwrap(), 1);
     thread::spawn(move || {
         let mut buffer = [0; 100];

@@ -3,7 +3,8 @@
 //!
 //! [`iptables`] and [`ipvs`] do not import each other. Both use [`rules`] (text of iptables rules,
 //! scripts, and the ledger of programmed rules) and [`ipsets`]. `refcount` counts how many services
-//! use an element of a set or an address of a device.
+//! use an element of a set or an address of a device. [`userspace`] has the endpoints of
+//! [`nftables`].
 
 mod ipsets;
 pub mod iptables;
@@ -11,3 +12,4 @@ pub mod ipvs;
 pub mod nftables;
 mod refcount;
 mod rules;
+pub mod userspace;

@@ -25,6 +25,11 @@ const ADDRESS_FLAGS: u16 = 8;
 /// Bytes of `struct ifaddrmsg`.
 const ADDRESS_HEADER_BYTES: usize = 8;
 
+/// `RTA_DST`.
+const ROUTE_DESTINATION: u16 = 1;
+/// `RTA_OIF`: the index of the link.
+const ROUTE_LINK: u16 = 4;
+
 const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
 const FLAG_CREATE: u16 = (libc::NLM_F_CREATE | libc::NLM_F_EXCL) as u16;
 
@@ -167,6 +172,27 @@ pub(super) fn change(change: &Change) -> Request {
     }
 }
 
+/// A request about the route that makes an address local on a link. The header is a `struct rtmsg`.
+fn local_route(kind: u16, flags: u16, link: u32, address: IpAddr) -> Request {
+    let Prefix { address, length } = Prefix::host(address);
+    let table = libc::RT_TABLE_LOCAL;
+    let header = [
+        [family_of(address), length, 0, 0],
+        [table, libc::RTPROT_STATIC, libc::RT_SCOPE_HOST, libc::RTN_LOCAL],
+        [0; 4],
+    ];
+    let request = put_ip(Request::new(kind, flags, &header.concat()), ROUTE_DESTINATION, address);
+    request.attribute(ROUTE_LINK, &link.to_ne_bytes())
+}
+
+pub(super) fn add_local_route(link: u32, address: IpAddr) -> Request {
+    local_route(libc::RTM_NEWROUTE, FLAG_CREATE, link, address)
+}
+
+pub(super) fn remove_local_route(link: u32, address: IpAddr) -> Request {
+    local_route(libc::RTM_DELROUTE, 0, link, address)
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -194,6 +220,14 @@ mod tests {
             hex(add_dummy("kube-ipvs0").payload()),
             "00000000 00000000 80000000 80000000 0f000300 6b756265 2d697076 73300000 10001280 0a000100 64756d6d 79000000 "
         );
+    }
+
+    /// `ip route add local 169.254.77.1 dev lo`, as Linux 6.18 gets it.
+    #[cfg(target_endian = "little")]
+    #[test]
+    fn a_local_route_is_encoded_as_the_kernel_expects() {
+        let request = add_local_route(1, "169.254.77.1".parse().unwrap());
+        assert_eq!(hex(request.payload()), "02200000 ff04fe02 00000000 08000100 a9fe4d01 08000400 01000000 ");
     }
 
     fn bytes(hex: &str) -> Vec<u8> {

@@ -147,6 +147,18 @@ pub trait KernelHandle: Send {
     fn follow(&mut self, _wake: Wake, _metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
         Ok(())
     }
+
+    /// The proxy that carries connections, in mode userspace.
+    fn proxy(&self) -> Option<Arc<dyn Drain>> {
+        None
+    }
+}
+
+/// What carries connections in this process.
+pub trait Drain: Send + Sync {
+    /// Sends new connections elsewhere, and waits until the open connections have ended or `limit`
+    /// has passed. Returns the number of open connections.
+    fn drain(&self, limit: Duration) -> u64;
 }
 
 /// Wakes the reconcile loop, so that it verifies the rules.

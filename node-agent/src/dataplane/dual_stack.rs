@@ -13,7 +13,7 @@ use tracing::{info, warn};
 
 use super::{
     DataplaneError, StateSource,
-    contract::{Dataplane, Degradation, FamilyStatistics, Fault, KernelHandle as _, Maintain, Report, Wake},
+    contract::{Dataplane, Degradation, Drain, FamilyStatistics, Fault, KernelHandle as _, Maintain, Report, Wake},
     first_services::FirstServices,
     leftovers::{Leftover, Leftovers},
     metrics::DataplaneMetrics,
@@ -38,6 +38,11 @@ pub trait NodeDataplane: Send {
 
     /// Why mode `auto` chose this dataplane. `None` if the configuration names the mode.
     fn reason(&self) -> Option<&str> {
+        None
+    }
+
+    /// The proxy that carries connections, in mode userspace.
+    fn proxy(&self) -> Option<Arc<dyn Drain>> {
         None
     }
 
@@ -276,6 +281,10 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
 
     fn reason(&self) -> Option<&str> {
         self.reason.as_deref()
+    }
+
+    fn proxy(&self) -> Option<Arc<dyn Drain>> {
+        self.kernel.proxy()
     }
 
     fn degraded(&self, demand: &Demand) -> Vec<String> {

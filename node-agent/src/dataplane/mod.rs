@@ -19,10 +19,11 @@ mod leftovers;
 pub mod metrics;
 pub mod nftables;
 mod retries;
+pub mod userspace;
 pub(crate) mod xtables;
 
 pub use contract::{
-    Dataplane, Degradation, FamilyStatistics, Fault, FindFaults, KernelHandle, Maintain, Report, Statistics,
+    Dataplane, Degradation, Drain, FamilyStatistics, Fault, FindFaults, KernelHandle, Maintain, Report, Statistics,
     TableStatistics, Wake,
 };
 pub use dual_stack::{DualStack, NodeDataplane};

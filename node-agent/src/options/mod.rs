@@ -144,6 +144,11 @@ pub struct Options {
         default_missing_value = "true", value_name = "BOOL", value_parser = truth)]
     pub nftables_service_counters: bool,
 
+    /// How long an agent in mode userspace that stops carries its open connections on. The pod's
+    /// terminationGracePeriodSeconds must be longer
+    #[arg(long, default_value = "25s", value_name = "DURATION", value_parser = duration)]
+    pub userspace_drain_limit: Duration,
+
     /// A KubeProxyConfiguration file. It replaces kube-proxy's flags, except --hostname-override.
     /// The agent ends when the file is edited
     #[arg(long, value_name = "FILE")]

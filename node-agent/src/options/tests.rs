@@ -27,9 +27,9 @@ fn refused(arguments: &[&str]) -> String {
 
 #[test]
 fn unsupported_modes_are_refused_by_name() {
-    let error = refused(&["--proxy-mode=userspace"]);
-    let expected = "--proxy-mode: userspace is not supported; pass auto, iptables, ipvs or nftables";
-    assert!(error.contains(expected), "{error}");
+    let error = refused(&["--proxy-mode=ebpf"]);
+    assert!(error.contains("ebpf") && error.contains("auto, iptables, ipvs, nftables, userspace"), "{error}");
+    assert_eq!(settings(&["--proxy-mode=userspace"]).mode, ProxyMode::Userspace);
     assert_eq!(settings(&["--proxy-mode=nftables"]).mode, ProxyMode::Nftables);
     assert_eq!(settings(&["--proxy-mode=ipvs"]).mode, ProxyMode::Ipvs);
     assert_eq!(settings(&["--proxy-mode=iptables"]).mode, ProxyMode::Iptables);

@@ -32,6 +32,8 @@ pub enum ProxyMode {
     Ipvs,
     /// The agent uses maps of nftables.
     Nftables,
+    /// The agent uses maps of nftables, and carries TCP connections itself.
+    Userspace,
 }
 
 /// Settings of mode ipvs. A timeout of zero keeps the kernel's value.
@@ -187,13 +189,14 @@ impl Checker<'_> {
         let [sync_period, min_sync_period] = match mode {
             ProxyMode::Auto | ProxyMode::Iptables => ["iptables.syncPeriod", "iptables.minSyncPeriod"],
             ProxyMode::Ipvs => ["ipvs.syncPeriod", "ipvs.minSyncPeriod"],
-            ProxyMode::Nftables => ["nftables.syncPeriod", "nftables.minSyncPeriod"],
+            ProxyMode::Nftables | ProxyMode::Userspace => ["nftables.syncPeriod", "nftables.minSyncPeriod"],
         };
         self.periods(sync_period, min_sync_period);
         if mode != ProxyMode::Ipvs {
             self.note_unused_section("ipvs.");
         }
-        if mode != ProxyMode::Nftables {
+        let uses_nftables = matches!(mode, ProxyMode::Nftables | ProxyMode::Userspace);
+        if !uses_nftables {
             self.note_unused_section("nftables.");
         }
         let [allow_external_ips, serves_flagz, serves_statusz] = self.gates();
@@ -209,8 +212,7 @@ impl Checker<'_> {
             localhost_node_ports: raw.bool("iptables.localhostNodePorts"),
             // The flag `--masquerade-all` sets `iptables.masqueradeAll`, so this field has an
             // effect in each mode.
-            masquerade_all: raw.bool("iptables.masqueradeAll")
-                || (mode == ProxyMode::Nftables && raw.bool("nftables.masqueradeAll")),
+            masquerade_all: raw.bool("iptables.masqueradeAll") || (uses_nftables && raw.bool("nftables.masqueradeAll")),
             masquerade_bit: u8::try_from(raw.int("iptables.masqueradeBit")).unwrap_or(14),
             sync_period: raw.duration(sync_period),
             min_sync_period: raw.duration(min_sync_period),
@@ -233,16 +235,14 @@ impl Checker<'_> {
         settings
     }
 
-    fn mode(&mut self) -> ProxyMode {
+    fn mode(&self) -> ProxyMode {
         match self.raw.text("mode").as_str() {
-            "" | "auto" => ProxyMode::Auto,
             "iptables" => ProxyMode::Iptables,
             "ipvs" => ProxyMode::Ipvs,
             "nftables" => ProxyMode::Nftables,
-            other => {
-                self.problem("mode", &format!("{other} is not supported; pass auto, iptables, ipvs or nftables"));
-                ProxyMode::default()
-            }
+            "userspace" => ProxyMode::Userspace,
+            // The raw value is a choice of the table of settings.
+            _ => ProxyMode::Auto,
         }
     }
 

@@ -73,7 +73,7 @@ pub const FIELDS: &[Field] = &[
         "proxy-mode",
         Kind::Choice(&["", "auto", "iptables", "ipvs", "nftables", "userspace"]),
         "auto",
-        "How the kernel is programmed: `auto` (also when empty) chooses `nftables` where no Service behaves differently than with `iptables`, else `iptables`; `iptables` writes iptables rules, `ipvs` uses virtual servers of IPVS, and `nftables` uses maps of nftables (see docs/nftables.md). Other modes are rejected. kube-proxy's default is `iptables`. If a node does not support `ipvs` or `nftables`, the agent uses `iptables`, and reports this in the log, in `headgatectl agents` and in `/status` on the metrics port",
+        "How the kernel is programmed: `auto` (also when empty) chooses `nftables` where no Service behaves differently than with `iptables`, else `iptables`; `iptables` writes iptables rules, `ipvs` uses virtual servers of IPVS, `nftables` uses maps of nftables (see docs/nftables.md), and `userspace` uses these maps and carries TCP connections through the agent (see docs/userspace.md). kube-proxy's default is `iptables`. If a node does not support `ipvs`, `nftables` or `userspace`, the agent uses `iptables`, and reports this in the log, in `headgatectl agents` and in `/status` on the metrics port",
     ),
     used(
         "hostnameOverride",

@@ -10,18 +10,12 @@ const HEAD: &str = "<!-- Written by `make behaviours` from the tests. Do not edi
 
 This page lists the behaviours that users of a Kubernetes service proxy rely on, and the tests that show each of them.
 The tests of [`packets.rs`](../tests/tests/kernel/packets.rs) send real packets through the real kernel, over IPv4 and
-IPv6, for six backends: the legacy and the nft variant of iptables, each in the classic and the compact layout, IPVS,
-and nftables. IPVS runs inside User-Mode Linux, with its own kernel.
+IPv6, for seven backends: the legacy and the nft variant of iptables, each in the classic and the compact layout, IPVS,
+nftables, and userspace. IPVS runs inside User-Mode Linux, with its own kernel.
 
 `make behaviours` writes this page after `make test`. It writes the page only if all tests on the page have passed. A
 test lists its rows in a comment `// rows: 31, 36` above its attributes, or in `// rows of ipvs: 102` for one backend
 alone. Cases of the packet table list their rows in the table.
-";
-
-const TAIL: &str = "
-## userspace
-
-This backend does not exist yet. All rows apply to it, except rows that are only for another backend.
 ";
 
 /// Renders the page from the tests of each row, for each backend.
@@ -53,7 +47,6 @@ pub fn render(columns: &[(Column, Evidence)]) -> Result<String, String> {
             }
         }
     }
-    page.push_str(TAIL);
     if bare.is_empty() { Ok(page) } else { Err(bare) }
 }
 

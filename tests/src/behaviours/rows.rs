@@ -11,11 +11,13 @@ pub enum Column {
     Ipvs,
     /// nftables.
     Nftables,
+    /// A proxy in the agent, behind rules of nftables.
+    Userspace,
 }
 
 impl Column {
     /// All backends of the checklist.
-    pub const ALL: [Self; 3] = [Self::Iptables, Self::Ipvs, Self::Nftables];
+    pub const ALL: [Self; 4] = [Self::Iptables, Self::Ipvs, Self::Nftables, Self::Userspace];
 
     /// The backend's name in comments and on the page.
     #[must_use]
@@ -24,6 +26,7 @@ impl Column {
             Self::Iptables => "iptables",
             Self::Ipvs => "ipvs",
             Self::Nftables => "nftables",
+            Self::Userspace => "userspace",
         }
     }
 
@@ -35,6 +38,7 @@ impl Column {
             Self::Iptables => Backend::IptablesLegacy,
             Self::Ipvs => Backend::Ipvs,
             Self::Nftables => Backend::Nftables,
+            Self::Userspace => Backend::Userspace,
         }
     }
 }
@@ -70,6 +74,7 @@ impl Row {
             Column::Iptables => return self.iptables_reason,
             Column::Ipvs => IPVS_REASONS,
             Column::Nftables => NFTABLES_REASONS,
+            Column::Userspace => USERSPACE_REASONS,
         };
         reasons.iter().find(|(number, _)| *number == self.number).map(|(_, reason)| *reason)
     }
@@ -122,6 +127,39 @@ const NFTABLES_REASONS: &[(u8, &str)] = &[
     (99, "not needed: the number of rules does not depend on the number of Services"),
     (101, "this row is for ipvs; row 97 covers tables of other programs"),
     (102, "this row is for ipvs: rules have no connections to drain, see row 89"),
+];
+
+/// The reason for rows of which the rules decide, and not the proxy.
+const RULES_OF_NFTABLES: &str = "the rules are those of nftables, and its tests show the row";
+
+/// Rows that mode userspace cannot or need not fulfil, with the reason.
+const USERSPACE_REASONS: &[(u8, &str)] = &[
+    (
+        31,
+        "for UDP and SCTP, which go straight to endpoints; a proxy cannot keep the client's address, so TCP endpoints see the address of the node that gets the connection",
+    ),
+    (41, RULES_OF_NFTABLES),
+    (42, RULES_OF_NFTABLES),
+    (43, "there is no rule, as in mode nftables: the packet follows the node's routes"),
+    (50, RULES_OF_NFTABLES),
+    (54, "TCP cannot keep the client's address, see row 31"),
+    (59, RULES_OF_NFTABLES),
+    (
+        72,
+        "nftables cannot do this: a table cannot accept what another table drops, so the host's firewall must admit the ports",
+    ),
+    (
+        76,
+        "except that addresses with policy Cluster and addresses with policy Local do not share records, because the proxy has two pools of endpoints",
+    ),
+    (93, RULES_OF_NFTABLES),
+    (96, RULES_OF_NFTABLES),
+    (97, RULES_OF_NFTABLES),
+    (99, "not needed: the number of rules does not depend on the number of Services"),
+    (100, RULES_OF_NFTABLES),
+    (101, "this row is for ipvs; row 97 covers tables of other programs"),
+    (102, "this row is for ipvs: connections to removed endpoints continue, see row 89"),
+    (103, RULES_OF_NFTABLES),
 ];
 
 const fn row(number: u8, behaviour: &'static str) -> Row {

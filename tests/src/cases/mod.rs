@@ -9,7 +9,7 @@
 //! - [`health`]: active health checks.
 //! - [`rules`]: rules that the agent writes and other programs change. [`raw`]: packets that
 //!   well-behaved clients do not send.
-//! - [`ipvs`], [`nftables`], [`unserved`]: cases of one mode alone.
+//! - [`ipvs`], [`nftables`], [`unserved`], [`userspace`]: cases of one mode alone.
 //! - [`takeover`]: switches of modes, and the choice of mode `auto`.
 //! - [`live`]: Services that change while connections run. [`lifecycle`]: programs that stop and
 //!   crash, rules of other programs, and `--cleanup`.
@@ -36,6 +36,7 @@ pub mod settings;
 pub mod table;
 pub mod takeover;
 pub mod unserved;
+pub mod userspace;
 mod write_log;
 
 pub use case::{Case, SourceAddress};

@@ -205,7 +205,7 @@ pub fn host_bits_of_ranges_are_cleared(bed: &Testbed) -> Result<()> {
 pub fn rules_of_the_other_variant_are_removed(bed: &Testbed) -> Result<()> {
     let (other, other_variant) = match bed.backend() {
         Backend::IptablesLegacy | Backend::Ipvs => (Backend::IptablesNft, Variant::Nft),
-        Backend::IptablesNft | Backend::IptablesNftCompact | Backend::Nftables => {
+        Backend::IptablesNft | Backend::IptablesNftCompact | Backend::Nftables | Backend::Userspace => {
             (Backend::IptablesLegacy, Variant::Legacy)
         }
     };

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use anyhow::{Context, Result, bail, ensure};
 
 use super::case::{Case, Expect, SourceAddress};
+use crate::testbed::manifests::Via;
 use crate::testbed::{Answer, Family, Outcome, Request, Testbed, client, plan};
 
 /// The number of cases that run in parallel. Cases spend most of their time waiting for time-outs.
@@ -97,7 +98,17 @@ fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
             for answer in &answers {
                 let target_port = service.target_port(&answer.server, port)?;
                 ensure!(answer.port == target_port, "{} was reached at port {}", answer.server, answer.port);
-                check_source(answer, case.from, *source, family)?;
+                let source = match source {
+                    SourceAddress::Kept if bed.backend().carries_tcp() && request.transport.is_tcp() => {
+                        let entry = match case.via {
+                            Via::NodePort(node) => Some(node),
+                            _ => plan::entry_of(case.from),
+                        };
+                        SourceAddress::Masqueraded(entry.context("no node gets the request")?)
+                    }
+                    source => *source,
+                };
+                check_source(answer, case.from, source, family)?;
             }
             if *source == SourceAddress::Masqueraded(case.from) {
                 check_port_changes(bed, case.from, &request)?;

@@ -62,7 +62,7 @@ pub fn masquerading(bed: &Testbed) -> Result<()> {
             ask("outside-1", "web", NodePort("node-c")).ports(PORTS).answered(WEB, Masqueraded("node-c")),
         ],
     )?;
-    if bed.backend() == Backend::Nftables {
+    if bed.backend().uses_nftables() {
         // Mode nftables uses no packet mark.
         return Ok(());
     }

@@ -17,12 +17,20 @@ pub enum Backend {
     Ipvs,
     /// nftables without iptables.
     Nftables,
+    /// A proxy in the agent, behind rules of nftables.
+    Userspace,
 }
 
 impl Backend {
     /// All backends.
-    pub const ALL: [Self; 5] =
-        [Self::IptablesLegacy, Self::IptablesNft, Self::IptablesNftCompact, Self::Ipvs, Self::Nftables];
+    pub const ALL: [Self; 6] = [
+        Self::IptablesLegacy,
+        Self::IptablesNft,
+        Self::IptablesNftCompact,
+        Self::Ipvs,
+        Self::Nftables,
+        Self::Userspace,
+    ];
 
     /// The agent's flags that choose this backend.
     pub fn agent_arguments(self) -> Vec<&'static str> {
@@ -31,6 +39,7 @@ impl Backend {
         let mode = match self {
             Self::Ipvs => "ipvs",
             Self::Nftables => "nftables",
+            Self::Userspace => "userspace",
             _ => "iptables",
         };
         vec!["--proxy-mode", mode, "--iptables-variant", variant, "--iptables-layout", layout]
@@ -40,7 +49,7 @@ impl Backend {
     pub fn variant(self) -> Variant {
         match self {
             Self::IptablesLegacy | Self::Ipvs => Variant::Legacy,
-            Self::IptablesNft | Self::IptablesNftCompact | Self::Nftables => Variant::Nft,
+            Self::IptablesNft | Self::IptablesNftCompact | Self::Nftables | Self::Userspace => Variant::Nft,
         }
     }
 
@@ -58,7 +67,18 @@ impl Backend {
 
     /// Whether a node refuses connections to a ClusterIP at ports that the service does not have.
     pub fn refuses_unused_ports(self) -> bool {
-        self.binds_addresses() || self == Self::Nftables
+        self.binds_addresses() || self.uses_nftables()
+    }
+
+    /// Whether the backend programs nftables without iptables.
+    pub fn uses_nftables(self) -> bool {
+        matches!(self, Self::Nftables | Self::Userspace)
+    }
+
+    /// Whether a proxy carries TCP connections. Endpoints then see the address of a node in place
+    /// of the client's address, and the proxy tries another endpoint if an endpoint refuses.
+    pub fn carries_tcp(self) -> bool {
+        self == Self::Userspace
     }
 
     /// Whether the backend uses the layout for large clusters.
@@ -75,6 +95,7 @@ impl fmt::Display for Backend {
             Self::IptablesNftCompact => "iptables-nft, compact",
             Self::Ipvs => "ipvs",
             Self::Nftables => "nftables",
+            Self::Userspace => "userspace",
         })
     }
 }

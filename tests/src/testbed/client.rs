@@ -41,6 +41,13 @@ pub enum Transport {
     Http,
 }
 
+impl Transport {
+    /// Whether the transport uses TCP.
+    pub fn is_tcp(self) -> bool {
+        matches!(self, Self::Tcp | Self::Http)
+    }
+}
+
 /// The answer of a test server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {

@@ -147,6 +147,12 @@ pub fn node_of(name: &str) -> Option<&'static NodePlan> {
     NODES.iter().find(|node| node.name == name || node.pods.contains(&name))
 }
 
+/// The node that gets the requests of a client to addresses of Services, except NodePorts.
+pub fn entry_of(client: &str) -> Option<&'static str> {
+    let outside = OUTSIDE.iter().find(|(outside, _)| *outside == client).map(|(_, node)| *node);
+    outside.or_else(|| node_of(client).map(|node| node.name))
+}
+
 fn pod_position(name: &str) -> Option<(u8, u8)> {
     NODES.iter().zip(0_u8..).find_map(|(node, index)| {
         let pod = node.pods.iter().position(|pod| *pod == name)?;

@@ -158,7 +158,8 @@ impl Process {
         self.wait(TERMINATION_TIMEOUT)?.with_context(|| format!("{} survived SIGKILL", self.name))
     }
 
-    fn signal(&self, signal: Signal) -> Result<()> {
+    /// Sends a signal.
+    pub fn signal(&self, signal: Signal) -> Result<()> {
         let id = i32::try_from(self.child.id()).context("converting a process id")?;
         kill(Pid::from_raw(id), signal).with_context(|| format!("sending {signal} to {}", self.name))
     }

@@ -207,6 +207,17 @@ macro_rules! packet_tests {
             fn health_checks() {
                 scenario(BACKEND, health::refusing_endpoints_are_left_out);
             }
+        }
+    )* };
+}
+
+/// Tests of connections that survive the agent. In mode userspace, the agent carries connections.
+macro_rules! survival_tests {
+    ($($module:ident: $backend:expr;)*) => { $(
+        mod $module {
+            use super::*;
+
+            const BACKEND: Backend = $backend;
 
             // rows: 89, 92
             #[test]
@@ -312,6 +323,19 @@ packet_tests! {
     iptables_nft_compact: Backend::IptablesNftCompact;
     ipvs: Backend::Ipvs;
     nftables: Backend::Nftables;
+    userspace: Backend::Userspace;
+}
+
+/// Tests of connections that survive the agent.
+mod surviving {
+    use super::*;
+
+    survival_tests! {
+        iptables_legacy: Backend::IptablesLegacy;
+        iptables_nft_compact: Backend::IptablesNftCompact;
+        ipvs: Backend::Ipvs;
+        nftables: Backend::Nftables;
+    }
 }
 
 /// Tests of rules that accept packets.
@@ -527,5 +551,26 @@ mod tables {
     #[test]
     fn modes_switch_without_losing_connections() {
         on_machines(BACKEND, lifecycle::some_services(), takeover::modes_switch_without_losing_connections);
+    }
+}
+
+/// Tests of connections that the agent carries.
+mod carried {
+    use headgate_tests::cases::userspace;
+
+    use super::*;
+
+    const BACKEND: Backend = Backend::Userspace;
+
+    // rows of userspace: 92, 98
+    #[test]
+    fn new_connections_need_no_agent() {
+        on_testbed(BACKEND, lifecycle::some_services(), userspace::new_connections_need_no_agent);
+    }
+
+    // rows of userspace: 89, 92
+    #[test]
+    fn an_upgrade_loses_no_connection() {
+        on_testbed(BACKEND, lifecycle::some_services(), userspace::an_upgrade_loses_no_connection);
     }
 }

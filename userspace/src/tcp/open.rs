@@ -23,7 +23,7 @@ use crate::{
     balance::mix,
     proxy_header,
     relay::{End, Side},
-    services::{Protocol, plain},
+    services::{Protocol, Scope, plain},
     threads::{MAX_GENERATION, milliseconds},
 };
 
@@ -58,7 +58,13 @@ pub(super) fn destination_of(client: &OwnedFd, destination: Destination) -> rust
 
 impl Worker {
     /// Begins a connection for an accepted socket.
-    pub(super) fn accepted(&mut self, client: OwnedFd, peer: Option<SocketAddrAny>, destination: Destination) {
+    pub(super) fn accepted(
+        &mut self,
+        client: OwnedFd,
+        peer: Option<SocketAddrAny>,
+        scope: Scope,
+        destination: Destination,
+    ) {
         let peer = peer.and_then(|peer| SocketAddr::try_from(peer).ok());
         let (Some(peer), Ok(destination)) = (peer, destination_of(&client, destination)) else {
             // The client is gone, or it connected to the listener itself.
@@ -66,7 +72,7 @@ impl Worker {
             return reset(client);
         };
         let (peer, destination) = (plain(peer), plain(destination));
-        let Some(service) = self.services.find(Protocol::Tcp, destination) else {
+        let Some(service) = self.services.find(scope, Protocol::Tcp, destination) else {
             self.counters.unknown_destination.add(1);
             return reset(client);
         };

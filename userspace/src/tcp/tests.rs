@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::*;
-use crate::{Protocol, ProxyVersion, ServiceSettings};
+use crate::{Protocol, ProxyVersion, Scope, ServiceSettings};
 
 const SERVICE: ServiceId = ServiceId(1);
 
@@ -25,12 +25,12 @@ impl Bed {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         services.set_service(SERVICE, service);
-        assert!(services.set_address(SERVICE, Protocol::Tcp, address));
+        assert!(services.set_address(SERVICE, Scope::default(), Protocol::Tcp, address));
         for endpoint in endpoints {
             assert!(services.set_endpoint(SERVICE, *endpoint, 1));
         }
         let proxy = TcpProxy::start(settings, &services).unwrap();
-        proxy.listen(listener, Destination::Local).unwrap();
+        proxy.listen(listener, Scope::default(), Destination::Local).unwrap();
         Self { services, proxy, address }
     }
 
@@ -234,7 +234,7 @@ fn a_service_that_cannot_serve_resets_its_clients_and_counts_them() {
     bed.services.set_endpoint(SERVICE, refusing(), 1);
     assert!(is_reset(bed.connect()));
     assert_eq!(bed.stats().failed, 2);
-    assert!(bed.services.remove_address(SERVICE, Protocol::Tcp, bed.address));
+    assert!(bed.services.remove_address(SERVICE, Scope::default(), Protocol::Tcp, bed.address));
     assert!(is_reset(bed.connect()));
     assert_eq!(bed.proxy.stats().unknown_destination, 1);
     eventually("nothing stays open", || bed.proxy.stats().open == 0 && bed.stats().open == 0);

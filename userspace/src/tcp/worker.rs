@@ -5,7 +5,6 @@ use std::{
     mem::MaybeUninit,
     os::fd::{AsFd, OwnedFd},
     sync::{Arc, mpsc},
-    time::Instant,
 };
 
 use rustix::{
@@ -19,14 +18,14 @@ use rustix::{
 use slab::Slab;
 
 use super::{
-    ConnectionInfo, Counters, Destination, ListenerId, TcpSettings,
+    ConnectionInfo, Counters, Destination, HEARTBEAT_MS, Heartbeat, ListenerId, TcpSettings,
     connection::{BUFFER_BYTES, Connection, Tools, Visit},
     pipes::Pipes,
 };
 use crate::{
     inbox::Inbox,
     relay::Side,
-    services::Services,
+    services::{Scope, Services},
     threads::{End, LISTENER, WAKE, epoll_timeout, epoll_with, milliseconds},
     wheel::Wheel,
 };
@@ -48,6 +47,7 @@ pub(super) enum Command {
     Listen {
         id: ListenerId,
         socket: Arc<OwnedFd>,
+        scope: Scope,
         destination: Destination,
     },
     /// Accepts what waits in the backlog, and closes the listener. `None` means all listeners.
@@ -68,6 +68,7 @@ impl End for Command {
 struct Listener {
     id: ListenerId,
     socket: Arc<OwnedFd>,
+    scope: Scope,
     destination: Destination,
 }
 
@@ -89,7 +90,7 @@ pub(super) struct Worker {
     pub(super) random_state: u64,
     /// Connections with more to do.
     again: Vec<u64>,
-    began: Instant,
+    heartbeat: Arc<Heartbeat>,
     is_ending: bool,
 }
 
@@ -99,6 +100,7 @@ impl Worker {
         services: Arc<Services>,
         counters: Arc<Counters>,
         inbox: Arc<Inbox<Command>>,
+        heartbeat: Arc<Heartbeat>,
         random_state: u64,
     ) -> io::Result<Self> {
         let epoll = epoll_with(&inbox)?;
@@ -121,7 +123,7 @@ impl Worker {
             next_generation: 0,
             random_state,
             again: Vec::new(),
-            began: Instant::now(),
+            heartbeat,
             is_ending: false,
         })
     }
@@ -137,7 +139,7 @@ impl Worker {
                 Err(Errno::INTR) => &[],
                 Err(error) => return Err(error.into()),
             };
-            self.tools.now_ms = milliseconds(self.began.elapsed());
+            self.tools.now_ms = self.heartbeat.beat();
             for event in ready {
                 self.handle(event.data.u64(), event.flags);
             }
@@ -157,9 +159,11 @@ impl Worker {
         if !self.again.is_empty() {
             return Some(Timespec { tv_sec: 0, tv_nsec: 0 });
         }
-        let now_ms = milliseconds(self.began.elapsed());
+        let now_ms = self.heartbeat.now_ms();
         let pause_ms = self.paused_until_ms.map(|until_ms| until_ms.saturating_sub(now_ms));
-        pause_ms.into_iter().chain(self.wheel.next_ms(now_ms)).min().and_then(epoll_timeout)
+        // A thread that accepts connections turns its loop often enough for its heartbeat.
+        let beat_ms = (!self.listeners.is_empty()).then_some(HEARTBEAT_MS);
+        pause_ms.into_iter().chain(beat_ms).chain(self.wheel.next_ms(now_ms)).min().and_then(epoll_timeout)
     }
 
     fn handle(&mut self, token: u64, flags: EventFlags) {
@@ -265,12 +269,12 @@ impl Worker {
     fn accept(&mut self, listener: usize, count: usize) {
         for _ in 0..count {
             let Some(found) = self.listeners.get(listener) else { return };
-            let destination = found.destination;
+            let (scope, destination) = (found.scope, found.destination);
             if self.counters.open.get() >= self.settings.max_connections {
                 return self.pause_listeners();
             }
             match acceptfrom_with(&found.socket, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC) {
-                Ok((client, peer)) => self.accepted(client, peer, destination),
+                Ok((client, peer)) => self.accepted(client, peer, scope, destination),
                 Err(Errno::AGAIN) => return,
                 // Errors of one connection, see accept(2).
                 Err(
@@ -329,8 +333,8 @@ impl Worker {
 
     fn obey(&mut self, command: Command) {
         match command {
-            Command::Listen { id, socket, destination } => {
-                let slot = self.listeners.insert(Listener { id, socket, destination });
+            Command::Listen { id, socket, scope, destination } => {
+                let slot = self.listeners.insert(Listener { id, socket, scope, destination });
                 if self.paused_until_ms.is_none() {
                     self.watch_listener(slot);
                 }

@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::*;
-use crate::{Protocol, ServiceSettings, ServiceStats};
+use crate::{Protocol, Scope, ServiceSettings, ServiceStats};
 
 const SERVICE: ServiceId = ServiceId(1);
 
@@ -25,7 +25,7 @@ impl Bed {
             address.set_ip(Ipv4Addr::new(127, 0, 5, 5).into());
         }
         services.set_service(SERVICE, service);
-        services.set_address(SERVICE, Protocol::Udp, address);
+        services.set_address(SERVICE, Scope::default(), Protocol::Udp, address);
         for endpoint in endpoints {
             services.set_endpoint(SERVICE, *endpoint, 1);
         }

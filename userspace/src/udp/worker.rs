@@ -24,7 +24,7 @@ use super::{
 use crate::{
     balance::{Picked, mix},
     inbox::Inbox,
-    services::{Protocol, Service, Services, plain},
+    services::{Protocol, Scope, Service, Services, plain},
     threads::{End, LISTENER, MAX_GENERATION, WAKE, epoll_timeout, epoll_with, milliseconds},
     wheel::Wheel,
 };
@@ -229,7 +229,7 @@ impl Worker {
         if let Some(slot) = self.by_key.get(&key).copied() {
             return self.checked(slot, datagrams);
         }
-        let Some(service) = self.services.find(Protocol::Udp, SocketAddr::new(key.2, port)) else {
+        let Some(service) = self.services.find(Scope::default(), Protocol::Udp, SocketAddr::new(key.2, port)) else {
             self.counters.unknown_destination.add(datagrams);
             return None;
         };

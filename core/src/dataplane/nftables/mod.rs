@@ -40,3 +40,4 @@ pub use config::NftablesConfig;
 pub use element::{Counted, Element, ElementKey, Lookup, MasqueradeSources, Pick, Refusal, Selection, Shape, Target};
 pub use ledger::{Existing, Ledger, Plan};
 pub use rendezvous::HASHED_SLOTS;
+pub(super) use service::plan as port_plan;

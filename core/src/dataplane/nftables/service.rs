@@ -18,22 +18,22 @@ type IsLocal = bool;
 
 /// The elements and the endpoints of one service port, before its groups have numbers.
 #[derive(Debug, Default)]
-pub(super) struct PortPlan {
+pub(in super::super) struct PortPlan {
     /// Endpoints for policy Cluster, if a frontend uses them, sorted. Each endpoint occurs once.
-    pub(super) cluster: Vec<((IpAddr, u16), Weight)>,
+    pub(in super::super) cluster: Vec<((IpAddr, u16), Weight)>,
     /// The same for policy Local.
-    pub(super) local: Vec<((IpAddr, u16), Weight)>,
+    pub(in super::super) local: Vec<((IpAddr, u16), Weight)>,
     /// Frontends whose connections are sent to a group.
-    pub(super) services: Vec<(Frontend, IsLocal)>,
+    pub(in super::super) services: Vec<(Frontend, IsLocal)>,
     /// Frontends for which connections of local pods and of the node itself are sent to the
     /// endpoints for policy Cluster.
-    pub(super) inside: Vec<Frontend>,
+    pub(in super::super) inside: Vec<Frontend>,
     /// The elements that contain no group.
-    pub(super) elements: Vec<Element>,
+    pub(in super::super) elements: Vec<Element>,
 }
 
 /// Computes the plan of a service port.
-pub(super) fn plan(config: &NftablesConfig, view: &ServicePortView) -> PortPlan {
+pub(in super::super) fn plan(config: &NftablesConfig, view: &ServicePortView) -> PortPlan {
     let mut plan = PortPlan::default();
     let at = |address: &IpAddr| Frontend::Address(*address, view.protocol, view.port);
     if let Some(address) = &view.cluster_ip {

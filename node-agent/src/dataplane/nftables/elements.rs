@@ -29,6 +29,8 @@ pub(super) mod names {
     pub(in super::super) const AFFINITY_ENDPOINTS: &str = "affinity-endpoints";
     pub(in super::super) const CLUSTER_IPS: &str = "cluster-ips";
     pub(in super::super) const ENDPOINTS: &str = "endpoints";
+    /// The protocols whose connections the proxy of mode userspace accepts.
+    pub(in super::super) const GATE: &str = "gate";
     pub(in super::super) const GUARDED: &str = "guarded";
     pub(in super::super) const HAIRPINS: &str = "hairpins";
     pub(in super::super) const MEMBERS: &str = "members";
@@ -137,6 +139,19 @@ pub(super) fn fixed_sets(table: &TableName, family: Family) -> Vec<Set> {
 /// Returns whether the keys of a map begin with an address.
 pub(super) fn has_address(lookup: Lookup) -> bool {
     matches!(lookup, Lookup::Service | Lookup::Inside)
+}
+
+/// The time after which the gate opens if the proxy does not renew the element.
+const GATE_TIMEOUT_MS: u64 = 800;
+
+/// The gate of mode userspace. The proxy adds and renews its elements.
+pub(super) fn gate_set(table: &TableName) -> Set {
+    Set::new(table, names::GATE, &[DataType::Protocol]).with_timeout_ms(GATE_TIMEOUT_MS)
+}
+
+/// The element of the gate that sends TCP connections to the proxy.
+pub(super) fn gate_of_tcp() -> nftables_netlink::Element {
+    nftables_netlink::Element::new(Value::byte(protocol_number(Protocol::Tcp)))
 }
 
 /// A set of addresses of the node.

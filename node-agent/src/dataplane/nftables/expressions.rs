@@ -1,7 +1,7 @@
 //! The expressions of rules: conditions, loads and actions. If a condition is not met, the kernel
 //! does not execute the rest of the rule, and continues with the next rule.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use headgate_core::{Family, masquerade::LocalDetector, nftables::HASHED_SLOTS};
 use ipnet::IpNet;
@@ -266,6 +266,23 @@ impl Expressions {
             Expression::equal(to, Value::byte(u8::try_from(protocol).unwrap_or_default())),
             Expression::Payload { base, offset: 0, length: 1, to },
             Expression::equal(to, Value::byte(echo_request)),
+        ]
+    }
+
+    /// Continues if the protocol of the packet is in a set.
+    pub(super) fn is_protocol_in(self, set: &str) -> [Expression; 2] {
+        let to = Register::R1;
+        [Expression::Meta { key: MetaKey::L4Protocol, to }, self.is_in(set, to)]
+    }
+
+    /// Translates the destination to the address and the port of a listener.
+    pub(super) fn translate_to_listener(self, listener: SocketAddr) -> [Expression; 3] {
+        let address = Register::R1;
+        let port = address.after(self.address_bytes());
+        [
+            Expression::Immediate { to: address, value: listener.ip().into() },
+            Expression::Immediate { to: port, value: Value::port(listener.port()) },
+            self.translate(address),
         ]
     }
 

@@ -6,7 +6,7 @@ pub(super) mod picks;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
 };
 
 use headgate_core::{
@@ -24,7 +24,8 @@ use nftables_netlink::{
 use super::{
     elements::{
         GROUP_WORD, MASQUERADE_SOURCES, REFUSALS, TIMEOUT_WORD, admitted, admitted_set, counter_set, fixed_sets,
-        has_address, lookup_map, masquerade_set, names, node_address_set, of_node_ports, refusal_set, sets_of_counters,
+        gate_set, has_address, lookup_map, masquerade_set, names, node_address_set, of_node_ports, refusal_set,
+        sets_of_counters,
     },
     expressions::{Expressions, Side, jump},
 };
@@ -70,6 +71,9 @@ pub(super) struct LayoutConfig {
     pub(super) conntrack_tcp_be_liberal: bool,
     /// True if the kernel counts the connections and the traffic of each frontend.
     pub(super) counts_services: bool,
+    /// The listener of a proxy for each map of frontends. The listeners have one IP address. Empty
+    /// if no proxy runs. While the set `gate` contains TCP, rules send connections to the proxy.
+    pub(super) listeners: BTreeMap<Lookup, SocketAddr>,
 }
 
 impl LayoutConfig {
@@ -178,6 +182,9 @@ impl Layout {
         }
         for length in &shape.prefix_lengths {
             layout.add_set(admitted_set(&builder.table, config.family, *length));
+        }
+        if !config.listeners.is_empty() {
+            layout.add_set(gate_set(&builder.table));
         }
         builder.add_node_addresses(&mut layout);
         builder.add_base_chains(&mut layout);
@@ -534,7 +541,8 @@ impl Builder<'_> {
         drop.push(Expression::Verdict(Verdict::Drop));
         // Before Linux 6.17, a lookup may find no element while a transaction replaces the element.
         // The second rule repeats the lookup and finds the new element.
-        let mut rules = vec![by_count.clone(), by_count, drop.into()];
+        let direct = [by_count.clone(), by_count, drop.into()];
+        let mut rules: Vec<RuleContent> = self.redirect(lookup).into_iter().chain(direct).collect();
         if self.config.counts_services {
             let set = counter_set(Counted::Connections);
             let set = if has_address(lookup) { set.to_owned() } else { of_node_ports(set) };
@@ -558,6 +566,16 @@ impl Builder<'_> {
         layout.add_chain(COUNTERS, rules);
     }
 
+    /// Sends connections to the proxy of mode userspace while the set `gate` contains the protocol.
+    /// If the lookup in this set misses, the next rules send the connection to an endpoint.
+    fn redirect(&self, lookup: Lookup) -> Option<RuleContent> {
+        let (to, listener) = (self.expressions, self.config.listeners.get(&lookup)?);
+        let mut rule = self.has_target(lookup);
+        rule.extend(to.is_protocol_in(names::GATE));
+        rule.extend(to.translate_to_listener(*listener));
+        Some(RuleContent::with_comment(rule, "the proxy, while it accepts connections"))
+    }
+
     fn add_masquerading(&self, layout: &mut Layout) {
         let to = self.expressions;
         let hairpin = vec![
@@ -566,7 +584,12 @@ impl Builder<'_> {
             to.is_in(names::HAIRPINS, FIRST),
             to.masquerade(),
         ];
-        let mut rules = vec![hairpin];
+        // The proxy sees the addresses of its clients. Its own connections are not translated.
+        let to_proxy = self.config.listeners.values().next().map(|listener| {
+            let proxy = to.in_range(Side::Destination, &listener.ip().into(), Comparison::Equal);
+            [proxy, vec![Expression::Verdict(Verdict::Return)]].concat()
+        });
+        let mut rules: Vec<Vec<Expression>> = to_proxy.into_iter().chain([hairpin]).collect();
         let decide = |key: Vec<Expression>, set: &str, sources: MasqueradeSources| {
             let verdict = match sources {
                 MasqueradeSources::Nobody => Verdict::Return,

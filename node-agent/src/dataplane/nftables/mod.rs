@@ -9,6 +9,7 @@ mod compare;
 mod connection;
 mod elements;
 mod expressions;
+mod gate;
 mod layout;
 mod leftover;
 mod quarantine;
@@ -19,17 +20,18 @@ mod tests;
 mod watch;
 
 pub use connection::Connection;
+pub(super) use gate::Gate;
 pub(crate) use leftover::{kube_proxys_tables, tables};
 pub use nftables_netlink::Feature;
 pub use service_counters::{Counts, ServiceCounters, read_counters};
 
-use std::time::Instant;
+use std::{collections::BTreeMap, net::SocketAddr, time::Instant};
 
 use headgate_core::{
     Dirty, Family, LoadBalancing, NodeFacts, State,
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
-    nftables::{Existing, Ledger, NftablesConfig, Plan},
+    nftables::{Existing, Ledger, Lookup, NftablesConfig, Plan},
 };
 use nftables_netlink::{Kernel as _, Nftables, NftablesError, Transaction, probe};
 
@@ -140,61 +142,70 @@ impl DualStack<NftablesFamily> {
     /// [`ErrorKind::Unavailable`] if the kernel lacks nftables or an expression; the message names
     /// it.
     pub fn new(config: &Config) -> Result<Self, DataplaneError> {
-        let mut connection = Nftables::open().map_err(|error| failure("mode nftables cannot run", &error))?;
-        let mut lacking = |features: &[Feature]| {
-            for family in &config.families {
-                let table = table_name(*family);
-                let support = probe(&mut connection, table.family, features)
-                    .map_err(|error| failure("finding out what this kernel's nftables supports", &error))?;
-                if let Some((feature, fault)) = support.into_iter().find_map(|one| Some((one.feature, one.fault?))) {
-                    return Ok(Some((*family, feature, fault)));
-                }
-            }
-            Ok(None)
-        };
-        let counting: &[Feature] = if config.counts_services { &[Feature::SetExpressions] } else { &[] };
-        if let Some((family, feature, fault)) = lacking(&[&NEEDED[..], counting].concat())? {
-            let message = format!("this kernel's nftables lacks {feature:?} in {family}: {fault}");
-            return Err(DataplaneError::new(ErrorKind::Unavailable, message));
-        }
-        let mut has = |feature: Feature| {
-            let is_used = !config.unused_features.contains(&feature);
-            Ok::<_, DataplaneError>(is_used && lacking(&[feature])?.is_none())
-        };
-        let (can_hash, has_fib) = (has(Feature::Hash)?, has(Feature::Fib)?);
-        let owns_tables = config.owns_tables && has(Feature::OwnerAndPersist)?;
-        let kernel = Connection::new(connection, owns_tables);
-        let make = |family| {
-            let core = NftablesConfig {
-                masquerade: config.masquerade.clone(),
-                can_hash,
-                counts_services: config.counts_services,
-                ..NftablesConfig::new(family)
-            };
-            let layout_config = LayoutConfig {
-                family,
-                detector: core.masquerade.detector(family).cloned(),
-                node_port_addresses: NodePortAddresses::All,
-                localhost_node_ports: config.localhost_node_ports,
-                interfaces: Vec::new(),
-                ping_answered_by: None,
-                has_fib,
-                conntrack_tcp_be_liberal: config.conntrack_tcp_be_liberal,
-                counts_services: config.counts_services,
-            };
-            NftablesFamily {
-                ledger: Ledger::new(core),
-                layout_config,
-                layout: Layout::default(),
-                comparison: Comparison::default(),
-                rejected: Rejected::new(),
-                replies_to_ping: config.replies_to_ping,
-                addresses_due_at: None,
-                last_written: 0,
-            }
-        };
+        let (kernel, make) = open(config)?;
         Ok(Self::assemble("nftables", kernel, vec![tables()], config.families.clone(), make))
     }
+}
+
+/// Connects to nftables and finds out whether the kernel has the needed expressions. Returns the
+/// connection, and a function that makes the dataplane of a family. Changes nothing.
+///
+/// # Errors
+/// [`ErrorKind::Unavailable`] if the kernel lacks nftables or an expression; the message names it.
+pub(super) fn open(config: &Config) -> Result<(Connection, impl Fn(Family) -> NftablesFamily + use<>), DataplaneError> {
+    let mut connection = Nftables::open().map_err(|error| failure("mode nftables cannot run", &error))?;
+    let mut lacking = |features: &[Feature]| {
+        for family in &config.families {
+            let table = table_name(*family);
+            let support = probe(&mut connection, table.family, features)
+                .map_err(|error| failure("finding out what this kernel's nftables supports", &error))?;
+            if let Some((feature, fault)) = support.into_iter().find_map(|one| Some((one.feature, one.fault?))) {
+                return Ok(Some((*family, feature, fault)));
+            }
+        }
+        Ok(None)
+    };
+    let counting: &[Feature] = if config.counts_services { &[Feature::SetExpressions] } else { &[] };
+    if let Some((family, feature, fault)) = lacking(&[&NEEDED[..], counting].concat())? {
+        let message = format!("this kernel's nftables lacks {feature:?} in {family}: {fault}");
+        return Err(DataplaneError::new(ErrorKind::Unavailable, message));
+    }
+    let mut has = |feature: Feature| {
+        let is_used = !config.unused_features.contains(&feature);
+        Ok::<_, DataplaneError>(is_used && lacking(&[feature])?.is_none())
+    };
+    let (can_hash, has_fib) = (has(Feature::Hash)?, has(Feature::Fib)?);
+    let owns_tables = config.owns_tables && has(Feature::OwnerAndPersist)?;
+    let kernel = Connection::new(connection, owns_tables);
+    let Config { masquerade, localhost_node_ports, conntrack_tcp_be_liberal, replies_to_ping, counts_services, .. } =
+        config.clone();
+    let make = move |family| {
+        let core =
+            NftablesConfig { masquerade: masquerade.clone(), can_hash, counts_services, ..NftablesConfig::new(family) };
+        let layout_config = LayoutConfig {
+            family,
+            detector: core.masquerade.detector(family).cloned(),
+            node_port_addresses: NodePortAddresses::All,
+            localhost_node_ports,
+            interfaces: Vec::new(),
+            ping_answered_by: None,
+            has_fib,
+            conntrack_tcp_be_liberal,
+            counts_services,
+            listeners: BTreeMap::new(),
+        };
+        NftablesFamily {
+            ledger: Ledger::new(core),
+            layout_config,
+            layout: Layout::default(),
+            comparison: Comparison::default(),
+            rejected: Rejected::new(),
+            replies_to_ping,
+            addresses_due_at: None,
+            last_written: 0,
+        }
+    };
+    Ok((kernel, make))
 }
 
 impl Dataplane for NftablesFamily {
@@ -400,6 +411,11 @@ impl Maintain<Connection> for NftablesFamily {
 }
 
 impl NftablesFamily {
+    /// Makes the rules send TCP connections to the listeners of a proxy while the gate is closed.
+    pub(super) fn set_listeners(&mut self, listeners: BTreeMap<Lookup, SocketAddr>) {
+        self.layout_config.listeners = listeners;
+    }
+
     /// Returns a change of another program that a notification reported. If notifications were
     /// lost, compares everything, and returns the first difference.
     fn check_notifications(&self, kernel: &mut Connection) -> Result<Option<String>, DataplaneError> {

@@ -34,10 +34,11 @@ pub(super) fn everything(nftables: &mut Nftables, family: Family, owns_tables: b
     Ok(found)
 }
 
-/// Whether the elements of a set come from Services. Rules fill the maps of clients. Verdicts and
-/// addresses of the node belong to the layout.
+/// Whether the elements of a set come from Services. Rules fill the maps of clients, and a proxy
+/// renews the gate: these elements have timeouts. Verdicts and addresses of the node belong to the
+/// layout.
 pub(super) fn has_elements_of_services(set: &Set) -> bool {
-    !set.flags.dynamic && !has_elements_of_layout(set)
+    !set.flags.timeout && !has_elements_of_layout(set)
 }
 
 fn has_elements_of_layout(set: &Set) -> bool {

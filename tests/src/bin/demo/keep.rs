@@ -27,7 +27,7 @@ pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
     let save = match bed.backend() {
         Backend::IptablesLegacy | Backend::Ipvs => "iptables-legacy-save",
         Backend::IptablesNft | Backend::IptablesNftCompact => "iptables-nft-save",
-        Backend::Nftables => "nft list ruleset",
+        Backend::Nftables | Backend::Userspace => "nft list ruleset",
     };
     let cluster = bed.address(SERVICE, Via::ClusterIp, Family::V4, "http")?;
     let node_port = bed.address(SERVICE, Via::NodePort("node-b"), Family::V4, "http")?;

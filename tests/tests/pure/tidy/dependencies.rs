@@ -92,6 +92,7 @@ fn packages_of_the_workspace_depend_only_in_the_allowed_direction() {
                 "headgate-proto",
                 "headgate-tls",
                 "headgate-netlink",
+                "headgate-userspace",
                 "ipvs-netlink",
                 "nftables-netlink",
                 "ipset-netlink",

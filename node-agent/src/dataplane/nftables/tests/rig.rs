@@ -1,6 +1,6 @@
 //! A ledger, its rules, and a kernel.
 
-use std::net::IpAddr;
+use std::{collections::BTreeMap, net::IpAddr};
 
 use headgate_core::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol, Service,
@@ -160,6 +160,7 @@ impl<K: Kernel> Rig<K> {
             has_fib,
             counts_services: false,
             conntrack_tcp_be_liberal: false,
+            listeners: BTreeMap::new(),
         };
         let mut rig = Self {
             family,

@@ -1,0 +1,211 @@
+//! Mode userspace: the pools of endpoints among which a proxy on the node chooses.
+//!
+//! The rules of mode userspace are the rules of mode nftables. While the proxy accepts connections,
+//! rules send the TCP connections for a frontend to the proxy, which finds the [`Pool`] of the
+//! frontend. The [`Ledger`] records the pools and plans only the differences. A pool has the
+//! endpoints of one [group of mode nftables](super::nftables).
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    sync::Arc,
+};
+
+use super::nftables::{Lookup, NftablesConfig, port_plan};
+use crate::{
+    behaviours::view::{ServicePortView, service_views},
+    model::{Family, LoadBalancing, Protocol, ServiceKey},
+    node_facts::NodeFacts,
+    state::{Dirty, State, frontends::Frontend},
+};
+
+/// How the connections to a pool are treated.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PoolSettings {
+    /// `namespace/name[:port]`.
+    pub name: Arc<str>,
+    /// The algorithm that chooses an endpoint.
+    pub load_balancing: LoadBalancing,
+    /// The timeout of ClientIP affinity. `None` for no affinity.
+    pub affinity_timeout_seconds: Option<u32>,
+}
+
+/// A change of the proxy's table. Each pool has a number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Operation {
+    /// Adds a pool, or changes its settings.
+    SetPool(u64, PoolSettings),
+    /// Adds an endpoint with a weight, or changes its weight.
+    SetEndpoint(u64, SocketAddr, u32),
+    /// Removes an endpoint.
+    RemoveEndpoint(u64, SocketAddr),
+    /// Sends the connections for an address to a pool, and to no other pool. [`Lookup`] is the map
+    /// in which the rules find the address. NodePorts have an unspecified IP address.
+    SetAddress(u64, Lookup, SocketAddr),
+    /// Removes an address from the pool, if the address still leads to this pool.
+    RemoveAddress(u64, Lookup, SocketAddr),
+    /// Removes a pool, which has no address.
+    RemovePool(u64),
+}
+
+/// The changes of one step.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// The changes before the rules are written.
+    pub before: Vec<Operation>,
+    /// The changes after the rules are written, because the old rules may need what is removed.
+    pub after: Vec<Operation>,
+}
+
+/// Identifies a pool among the pools of a Service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct PoolKey {
+    port: u16,
+    /// True for the endpoints for policy Local.
+    is_local: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Pool {
+    number: u64,
+    settings: PoolSettings,
+    endpoints: BTreeMap<SocketAddr, u32>,
+    addresses: BTreeSet<(Lookup, SocketAddr)>,
+}
+
+type Pools = BTreeMap<PoolKey, Pool>;
+
+/// The pools of one family that the proxy has.
+#[derive(Debug)]
+pub struct Ledger {
+    config: NftablesConfig,
+    programmed: HashMap<Arc<ServiceKey>, Pools>,
+    last_number: u64,
+}
+
+impl Ledger {
+    /// Creates a ledger without pools. The numbers of pools are even for IPv4 and odd for IPv6, so
+    /// that one table can contain both families.
+    #[must_use]
+    pub fn new(family: Family) -> Self {
+        let last_number = if family == Family::V4 { 0 } else { 1 };
+        Self { config: NftablesConfig::new(family), programmed: HashMap::new(), last_number }
+    }
+
+    /// Plans the changes of the dirty Services. The cost depends only on these Services.
+    pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
+        let mut plan = Plan::default();
+        for key in &dirty.services {
+            self.program(state, node, key, &mut plan);
+        }
+        plan
+    }
+
+    /// Plans the changes from the pools that the ledger recorded to the wanted pools.
+    pub fn full(&mut self, state: &State, node: &NodeFacts) -> Plan {
+        let mut plan = Plan::default();
+        let removed = self.programmed.keys().filter(|key| state.entry(key).is_none()).map(Arc::clone);
+        for key in removed.collect::<Vec<_>>() {
+            self.program(state, node, &key, &mut plan);
+        }
+        for (key, _) in state.entries() {
+            self.program(state, node, key, &mut plan);
+        }
+        plan
+    }
+
+    fn program(&mut self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>, plan: &mut Plan) {
+        let old = self.programmed.remove(key).unwrap_or_default();
+        let mut new = Pools::new();
+        let (mut ports, mut node_ports) = (HashSet::new(), HashSet::new());
+        for mut view in service_views(state, key, self.config.family, node) {
+            // A malformed Service may list a port twice. Only the first entry counts.
+            if view.protocol != Protocol::Tcp || !ports.insert(view.port) {
+                continue;
+            }
+            if view.node_port != 0 && !node_ports.insert(view.node_port) {
+                view.node_port = 0;
+            }
+            self.add_pools(&view, &old, &mut new);
+        }
+        for (key, pool) in &new {
+            pool.plan_changes(old.get(key), plan);
+        }
+        for pool in old.iter().filter(|(key, _)| !new.contains_key(key)).map(|(_, pool)| pool) {
+            plan.after
+                .extend(pool.addresses.iter().map(|(lookup, at)| Operation::RemoveAddress(pool.number, *lookup, *at)));
+            plan.after.push(Operation::RemovePool(pool.number));
+        }
+        if !new.is_empty() {
+            self.programmed.insert(Arc::clone(key), new);
+        }
+    }
+
+    /// Adds the pools of a port. A pool keeps its number.
+    fn add_pools(&mut self, view: &ServicePortView, old: &Pools, new: &mut Pools) {
+        let plan = port_plan(&self.config, view);
+        for (is_local, endpoints) in [(false, &plan.cluster), (true, &plan.local)] {
+            if endpoints.is_empty() {
+                continue;
+            }
+            let key = PoolKey { port: view.port, is_local };
+            let number = old.get(&key).map_or_else(|| self.next_number(), |pool| pool.number);
+            let outside = plan.services.iter().filter(|(_, local)| *local == is_local);
+            let outside = outside.map(|(frontend, _)| address(*frontend, false));
+            let inside = plan.inside.iter().filter(|_| !is_local).map(|frontend| address(*frontend, true));
+            let pool = Pool {
+                number,
+                settings: PoolSettings {
+                    name: view.display_name().into(),
+                    load_balancing: view.load_balancing.unwrap_or(LoadBalancing::Random),
+                    affinity_timeout_seconds: view.affinity_timeout_seconds,
+                },
+                endpoints: endpoints.iter().map(|((ip, port), weight)| ((*ip, *port).into(), weight.get())).collect(),
+                addresses: outside.chain(inside).collect(),
+            };
+            new.insert(key, pool);
+        }
+    }
+
+    fn next_number(&mut self) -> u64 {
+        self.last_number += 2;
+        self.last_number
+    }
+}
+
+impl Pool {
+    /// Plans the changes from `before`, the same pool before the step.
+    fn plan_changes(&self, before: Option<&Self>, plan: &mut Plan) {
+        let number = self.number;
+        if before.is_none_or(|before| before.settings != self.settings) {
+            plan.before.push(Operation::SetPool(number, self.settings.clone()));
+        }
+        let (no_endpoints, no_addresses) = (BTreeMap::new(), BTreeSet::new());
+        let old = before.map_or(&no_endpoints, |before| &before.endpoints);
+        let changed = self.endpoints.iter().filter(|(endpoint, weight)| old.get(endpoint) != Some(weight));
+        plan.before.extend(changed.map(|(endpoint, weight)| Operation::SetEndpoint(number, *endpoint, *weight)));
+        let removed = old.keys().filter(|endpoint| !self.endpoints.contains_key(endpoint));
+        plan.before.extend(removed.map(|endpoint| Operation::RemoveEndpoint(number, *endpoint)));
+        let old = before.map_or(&no_addresses, |before| &before.addresses);
+        let added = self.addresses.difference(old);
+        plan.before.extend(added.map(|(lookup, at)| Operation::SetAddress(number, *lookup, *at)));
+        let removed = old.difference(&self.addresses);
+        plan.after.extend(removed.map(|(lookup, at)| Operation::RemoveAddress(number, *lookup, *at)));
+    }
+}
+
+/// The address under which the proxy finds the pool of a frontend.
+fn address(frontend: Frontend, is_inside: bool) -> (Lookup, SocketAddr) {
+    match frontend {
+        Frontend::Address(address, _, port) => {
+            (if is_inside { Lookup::Inside } else { Lookup::Service }, (address, port).into())
+        }
+        Frontend::NodePort(family, _, port) => {
+            let any = match family {
+                Family::V4 => IpAddr::from(Ipv4Addr::UNSPECIFIED),
+                Family::V6 => Ipv6Addr::UNSPECIFIED.into(),
+            };
+            (if is_inside { Lookup::InsideNodePort } else { Lookup::NodePort }, (any, port).into())
+        }
+    }
+}

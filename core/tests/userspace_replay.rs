@@ -1,0 +1,118 @@
+//! Changes of the pools of mode userspace that are replayed in another order, split into other
+//! steps, or squashed lead each address to equal endpoints. The table accepts every plan.
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    net::SocketAddr,
+};
+
+use headgate_core::{
+    Dirty, Family, NodeFacts, State,
+    nftables::Lookup,
+    userspace::{Ledger, Operation, Plan, PoolSettings},
+};
+use proptest::prelude::*;
+
+mod changes;
+use changes::{Event, any_event, node, squash};
+
+/// The table of a proxy that accepts only operations about pools that it has.
+#[derive(Debug, Default)]
+struct Table {
+    pools: HashMap<u64, (PoolSettings, BTreeMap<SocketAddr, u32>)>,
+    addresses: BTreeMap<(Lookup, SocketAddr), u64>,
+}
+
+impl Table {
+    fn execute(&mut self, operation: Operation) {
+        match operation {
+            Operation::SetPool(pool, settings) => {
+                let (_, endpoints) = self.pools.remove(&pool).unwrap_or((settings.clone(), BTreeMap::new()));
+                self.pools.insert(pool, (settings, endpoints));
+            }
+            Operation::SetEndpoint(pool, endpoint, weight) => {
+                self.pools.get_mut(&pool).unwrap().1.insert(endpoint, weight);
+            }
+            Operation::RemoveEndpoint(pool, endpoint) => {
+                self.pools.get_mut(&pool).unwrap().1.remove(&endpoint).unwrap();
+            }
+            Operation::SetAddress(pool, lookup, address) => {
+                assert!(self.pools.contains_key(&pool));
+                self.addresses.insert((lookup, address), pool);
+            }
+            Operation::RemoveAddress(pool, lookup, address) => {
+                if self.addresses.get(&(lookup, address)) == Some(&pool) {
+                    self.addresses.remove(&(lookup, address));
+                }
+            }
+            Operation::RemovePool(pool) => {
+                assert!(!self.addresses.values().any(|other| *other == pool), "the pool {pool} has an address");
+                self.pools.remove(&pool).unwrap();
+            }
+        }
+    }
+
+    fn commit(&mut self, plan: Plan) {
+        plan.before.into_iter().chain(plan.after).for_each(|operation| self.execute(operation));
+    }
+
+    /// What each address leads to.
+    fn flat(&self) -> BTreeMap<(Lookup, SocketAddr), String> {
+        self.addresses.iter().map(|(address, pool)| (*address, format!("{:?}", self.pools[pool]))).collect()
+    }
+}
+
+struct Rig {
+    table: Table,
+    ledger: Ledger,
+    state: State,
+    node: NodeFacts,
+}
+
+impl Rig {
+    fn new(family: Family) -> Self {
+        Self { table: Table::default(), ledger: Ledger::new(family), state: State::default(), node: node() }
+    }
+
+    fn full(&mut self) {
+        let plan = self.ledger.full(&self.state, &self.node);
+        self.table.commit(plan);
+    }
+
+    fn step(&mut self, events: &[Event]) {
+        let mut dirty = Dirty::default();
+        events.iter().for_each(|event| event.apply(&mut self.state, &mut self.node, &mut dirty));
+        let plan = self.ledger.changed(&self.state, &self.node, &dirty);
+        self.table.commit(plan);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    #[test]
+    fn replayed_split_and_squashed_changes_lead_to_the_same_endpoints(
+        changes in prop::collection::vec(any_event(8), 1..60),
+        chunk in 1usize..10,
+        family in prop_oneof![Just(Family::V4), Just(Family::V6)],
+    ) {
+        let mut wanted = Rig::new(family);
+        changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default()));
+        wanted.full();
+
+        let squashed = squash(&changes);
+        let mut reversed = squashed.clone();
+        reversed.reverse();
+        for sequence in [&changes, &squashed, &reversed] {
+            let mut rig = Rig::new(family);
+            rig.full();
+            for part in sequence.chunks(chunk) {
+                rig.step(part);
+            }
+            prop_assert_eq!(rig.table.flat(), wanted.table.flat());
+            prop_assert_eq!(rig.table.pools.len(), wanted.table.pools.len());
+            prop_assert_eq!(rig.ledger.full(&rig.state, &rig.node), Plan::default());
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! The proxy of this node: the engine of the crate `headgate-userspace`, its listeners, and the
+//! thread that keeps the gate closed.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    fmt, io,
+    net::{IpAddr, SocketAddr, TcpListener},
+    os::fd::OwnedFd,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        mpsc::{self, RecvTimeoutError},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use headgate_core::{
+    Family, LoadBalancing,
+    nftables::Lookup,
+    userspace::{Operation, PoolSettings},
+};
+use headgate_userspace::{
+    Algorithm, Destination, Protocol, Scope, ServiceId, ServiceSettings, Services, TcpProxy, TcpSettings,
+};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use socket2::{Domain, Socket, Type};
+use tracing::warn;
+
+use super::{
+    super::{DataplaneError, Drain, ErrorKind, nftables::Gate},
+    route::listener_address,
+};
+
+/// The port of the first listener. If another program has a port, the listener gets a free one.
+const FIRST_PORT: u16 = 10245;
+/// Connections that wait until the proxy accepts them.
+const BACKLOG: i32 = 4096;
+/// How often the gate is renewed. The element of the gate expires after 800 ms.
+const RENEWAL: Duration = Duration::from_millis(200);
+/// The gate is renewed only if a thread of the proxy has begun a turn of its loop within this time.
+const HANG: Duration = Duration::from_millis(400);
+/// Descriptors for everything except connections.
+const OTHER_DESCRIPTORS: u64 = 2_000;
+/// The most threads of the proxy.
+const MAX_THREADS: usize = 4;
+
+/// The listeners of each family.
+type Listeners = HashMap<Family, BTreeMap<Lookup, SocketAddr>>;
+
+/// The proxy of this node.
+pub(super) struct Proxy {
+    services: Arc<Services>,
+    tcp: Arc<TcpProxy>,
+    gate: Arc<Mutex<GateState>>,
+    /// Wakes the thread. Dropping the sender ends the thread.
+    wake: Option<mpsc::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the gate's thread does, and the last problem.
+#[derive(Debug, Default)]
+struct GateState {
+    families: Vec<Family>,
+    is_draining: bool,
+    problem: Option<String>,
+}
+
+impl fmt::Debug for Proxy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Proxy").field("gate", &self.gate).finish_non_exhaustive()
+    }
+}
+
+impl Proxy {
+    /// Opens the listeners and starts the threads. Returns the listeners' addresses.
+    pub(super) fn start(families: &[Family]) -> Result<(Self, Listeners), DataplaneError> {
+        let refused = |error: io::Error| {
+            let message = format!("the kernel refuses the proxy of mode userspace a socket or a thread: {error}");
+            DataplaneError::new(ErrorKind::Unavailable, message)
+        };
+        let (services, gate) = (Arc::<Services>::default(), Arc::<Mutex<GateState>>::default());
+        let threads = thread::available_parallelism().map_or(1, |cores| cores.get().min(MAX_THREADS));
+        let max_connections = raise_open_files().saturating_sub(OTHER_DESCRIPTORS) / 2;
+        let settings = TcpSettings { threads, max_connections, ..TcpSettings::default() };
+        let tcp = Arc::new(TcpProxy::start(&settings, &services).map_err(refused)?);
+        let mut listeners = Listeners::new();
+        for family in families {
+            // A node without IPv6 has no such sockets, and its IPv6 dataplane does not exist.
+            let of_family = match listen_all(&tcp, *family) {
+                Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => continue,
+                opened => opened.map_err(refused)?,
+            };
+            listeners.insert(*family, of_family);
+        }
+        let (wake, woken) = mpsc::channel();
+        let keeper = Keeper { tcp: Arc::clone(&tcp), gate: Arc::clone(&gate) };
+        let thread = thread::Builder::new().name("gate".into()).spawn(move || keeper.run(&woken)).map_err(refused)?;
+        Ok((Self { services, tcp, gate, wake: Some(wake), thread: Some(thread) }, listeners))
+    }
+
+    /// Keeps the gate of a family closed from now on. The rules and the table are complete.
+    pub(super) fn serve(&self, family: Family) {
+        let mut gate = lock(&self.gate);
+        if !gate.families.contains(&family) {
+            gate.families.push(family);
+            drop(gate);
+            self.wake();
+        }
+    }
+
+    /// Makes the gate's thread act at once.
+    fn wake(&self) {
+        // A thread that has ended no longer renews the gate.
+        let _ = self.wake.as_ref().map(|wake| wake.send(()));
+    }
+
+    pub(super) fn set_node_addresses(&self, addresses: &[IpAddr]) {
+        self.services.set_node_addresses(addresses.iter().copied());
+    }
+
+    /// Executes changes of the table.
+    pub(super) fn execute(&self, operations: Vec<Operation>) {
+        let services = &self.services;
+        for operation in operations {
+            match operation {
+                Operation::SetPool(pool, settings) => services.set_service(ServiceId(pool), settings_of(&settings)),
+                Operation::SetEndpoint(pool, endpoint, weight) => {
+                    services.set_endpoint(ServiceId(pool), endpoint, weight);
+                }
+                Operation::RemoveEndpoint(pool, endpoint) => {
+                    services.remove_endpoint(ServiceId(pool), endpoint);
+                }
+                Operation::SetAddress(pool, lookup, address) => {
+                    services.set_address(ServiceId(pool), scope(lookup), Protocol::Tcp, address);
+                }
+                Operation::RemoveAddress(pool, lookup, address) => {
+                    services.remove_address(ServiceId(pool), scope(lookup), Protocol::Tcp, address);
+                }
+                Operation::RemovePool(pool) => {
+                    services.remove_service(ServiceId(pool));
+                }
+            }
+        }
+    }
+
+    /// Why the gate is open although the proxy should get connections, as a sentence.
+    pub(super) fn problem(&self) -> Option<String> {
+        lock(&self.gate).problem.clone()
+    }
+}
+
+impl Drain for Proxy {
+    /// Opens the gate, so that new connections go straight to endpoints, and accepts the
+    /// connections that wait. Connections that remain open are reset when the proxy is dropped.
+    fn drain(&self, limit: Duration) -> u64 {
+        let until = Instant::now() + limit;
+        lock(&self.gate).is_draining = true;
+        self.wake();
+        // The gate's thread opens the gate. Connections that passed the gate before complete their
+        // handshake meanwhile.
+        thread::sleep(RENEWAL * 2);
+        self.tcp.drain(until.saturating_duration_since(Instant::now()))
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        drop(self.wake.take());
+        if let Some(thread) = self.thread.take() {
+            // A thread that panicked no longer renews the gate.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Keeps the gate closed while the proxy accepts connections.
+struct Keeper {
+    tcp: Arc<TcpProxy>,
+    gate: Arc<Mutex<GateState>>,
+}
+
+impl Keeper {
+    fn run(self, woken: &mpsc::Receiver<()>) {
+        let mut kernel = None;
+        while woken.recv_timeout(RENEWAL) != Err(RecvTimeoutError::Disconnected) {
+            let (families, is_draining) = {
+                let gate = lock(&self.gate);
+                (gate.families.clone(), gate.is_draining)
+            };
+            let renewed = self.renew(&mut kernel, &families, is_draining);
+            let problem = renewed.err().map(|error| {
+                kernel = None;
+                format!("connections go straight to endpoints, because the gate of the proxy cannot be closed: {error}")
+            });
+            let mut gate = lock(&self.gate);
+            if let Some(sentence) = problem.as_ref().filter(|_| gate.problem.is_none()) {
+                warn!("{sentence}");
+            }
+            gate.problem = problem;
+        }
+    }
+
+    fn renew(&self, kernel: &mut Option<Gate>, families: &[Family], is_draining: bool) -> Result<(), String> {
+        if families.is_empty() {
+            return Ok(());
+        }
+        let kernel = match kernel {
+            Some(kernel) => kernel,
+            closed => closed.insert(Gate::connect().map_err(|error| error.to_string())?),
+        };
+        let hang = self.tcp.since_last_turn();
+        for family in families {
+            let result = match is_draining {
+                true => kernel.open(*family),
+                false if hang > HANG => return Err(format!("no thread of the proxy has accepted for {hang:?}")),
+                false => kernel.close(*family),
+            };
+            result.map_err(|error| format!("{family}: {error}"))?;
+        }
+        Ok(())
+    }
+}
+
+fn lock(gate: &Mutex<GateState>) -> MutexGuard<'_, GateState> {
+    gate.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The scope of the listener that gets the connections of a map.
+fn scope(lookup: Lookup) -> Scope {
+    Scope(match lookup {
+        Lookup::Service => 0,
+        Lookup::Inside => 1,
+        Lookup::NodePort => 2,
+        Lookup::InsideNodePort => 3,
+    })
+}
+
+fn settings_of(settings: &PoolSettings) -> ServiceSettings {
+    ServiceSettings {
+        name: Arc::clone(&settings.name),
+        algorithm: match settings.load_balancing {
+            LoadBalancing::Random => Algorithm::Random,
+            LoadBalancing::RoundRobin => Algorithm::RoundRobin,
+            LoadBalancing::LeastConnections => Algorithm::LeastConnections,
+            LoadBalancing::ConsistentHash => Algorithm::ConsistentHash,
+        },
+        affinity_seconds: settings.affinity_timeout_seconds,
+        ..ServiceSettings::default()
+    }
+}
+
+fn listen_all(tcp: &TcpProxy, family: Family) -> io::Result<BTreeMap<Lookup, SocketAddr>> {
+    let open = |lookup| {
+        let port = FIRST_PORT + u16::from(scope(lookup).0);
+        let listener = match listener((listener_address(family), port).into()) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => listener((listener_address(family), 0).into()),
+            opened => opened,
+        }?;
+        let address = listener.local_addr()?;
+        tcp.listen(OwnedFd::from(listener), scope(lookup), Destination::Original)?;
+        Ok((lookup, address))
+    };
+    Lookup::ALL.into_iter().map(open).collect()
+}
+
+/// A listener on an address that need not be an address of the node yet.
+fn listener(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
+    socket.set_reuse_address(true)?;
+    if address.is_ipv4() {
+        socket.set_freebind_v4(true)?;
+    } else {
+        socket.set_freebind_v6(true)?;
+    }
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    Ok(socket.into())
+}
+
+/// Raises the limit of open files as far as the process may. Returns the limit.
+fn raise_open_files() -> u64 {
+    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 1024 };
+    match setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
+        Ok(()) => hard,
+        Err(_) => soft,
+    }
+}

@@ -1,0 +1,123 @@
+//! Cases of mode userspace: the agent hangs, is killed, or stops, while it carries connections.
+
+use std::net::SocketAddr;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::Signal;
+
+use super::changes::eventually;
+use super::live::{targets, while_asking};
+use crate::testbed::client::{self, HeldConnection};
+use crate::testbed::manifests::Via;
+use crate::testbed::plan;
+use crate::testbed::{Answer, Family, Outcome, Request, Testbed, Transport};
+
+/// The node whose agent fails, and a pod of this node.
+const NODE: &str = "node-a";
+const CLIENT: &str = "a3";
+/// After a failure, new connections go straight to endpoints within this time: the gate's 800 ms,
+/// and time for a busy machine.
+const OPENS_WITHIN: Duration = Duration::from_millis(1_000);
+/// The time during which connections are opened after a failure.
+const OBSERVED: Duration = Duration::from_millis(1_600);
+const PAUSE: Duration = Duration::from_millis(50);
+
+fn steady(bed: &Testbed) -> Result<Vec<SocketAddr>> {
+    Family::BOTH.into_iter().map(|family| bed.address("steady", Via::ClusterIp, family, "tcp")).collect()
+}
+
+/// Whether the connection did not go through the proxy: the server saw the client's address.
+fn is_direct(answer: &Answer) -> bool {
+    plan::address(CLIENT).is_some_and(|client| client.both().contains(&answer.source.ip()))
+}
+
+/// Waits until the proxy of the node carries new connections of both families.
+fn until_carried(bed: &Testbed) -> Result<()> {
+    for to in steady(bed)? {
+        eventually(|| match bed.machines().ask(CLIENT, &Request::new(Transport::Tcp, to))? {
+            Outcome::Answered(answer) if !is_direct(&answer) => Ok(()),
+            other => bail!("{to}: {other}"),
+        })
+        .context("waiting until the proxy carries connections")?;
+    }
+    Ok(())
+}
+
+/// Opens connections of both families from now on for [`OBSERVED`], each in a thread of its own.
+/// Checks that all connections that begin after [`OPENS_WITHIN`] are answered directly. Calls
+/// `recover` at the end, so that earlier connections may complete. Prints how long connections were
+/// not answered directly.
+fn observe(bed: &Testbed, what: &str, recover: impl FnOnce() -> Result<()>) -> Result<()> {
+    let (machine, targets, began) = (bed.machines().machine(CLIENT)?, steady(bed)?, Instant::now());
+    let outcomes = thread::scope(|scope| -> Result<Vec<(Duration, SocketAddr, Outcome)>> {
+        let mut asked = Vec::new();
+        while began.elapsed() < OBSERVED {
+            for to in targets.iter().copied() {
+                let since = began.elapsed();
+                asked.push(scope.spawn(move || (since, to, client::ask(machine, &Request::new(Transport::Tcp, to)))));
+            }
+            thread::sleep(PAUSE);
+        }
+        recover()?;
+        let join = |asked: thread::ScopedJoinHandle<'_, (Duration, SocketAddr, Result<Outcome>)>| {
+            let (since, to, outcome) = asked.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            Ok((since, to, outcome?))
+        };
+        asked.into_iter().map(join).collect()
+    })?;
+    let is_direct = |outcome: &Outcome| matches!(outcome, Outcome::Answered(answer) if is_direct(answer));
+    let (direct, others): (Vec<_>, Vec<_>) = outcomes.into_iter().partition(|(.., outcome)| is_direct(outcome));
+    let last = others.iter().map(|(since, ..)| *since).max().unwrap_or_default();
+    let failed = others.iter().filter(|(.., outcome)| !matches!(outcome, Outcome::Answered(_))).count();
+    eprintln!(
+        "{what}: {} of {} connections went straight to endpoints, the last other one began after {last:?}, {failed} had no answer",
+        direct.len(),
+        direct.len() + others.len()
+    );
+    let late = others.iter().find(|(since, ..)| *since >= OPENS_WITHIN);
+    ensure!(late.is_none(), "{what}: a connection was not answered directly: {late:?}");
+    ensure!(!direct.is_empty(), "{what}: no connection was answered directly");
+    Ok(())
+}
+
+/// The agent hangs, continues, is killed, and starts again. New connections go straight to
+/// endpoints about 800 ms after the agent hangs or is killed.
+pub fn new_connections_need_no_agent(bed: &Testbed) -> Result<()> {
+    until_carried(bed)?;
+    let agent = bed.take_agent(NODE)?;
+    agent.signal(Signal::SIGSTOP)?;
+    let hanging = observe(bed, "the agent hangs", || agent.signal(Signal::SIGCONT));
+    agent.signal(Signal::SIGCONT)?;
+    hanging?;
+    until_carried(bed)?;
+    agent.kill()?;
+    observe(bed, "the agent was killed", || Ok(()))?;
+    bed.start_agent(NODE)?;
+    until_carried(bed)
+}
+
+/// The agent stops and another one starts, as in an upgrade, while clients open connections. No
+/// connection is lost: the old agent carries its connections to their end.
+pub fn an_upgrade_loses_no_connection(bed: &Testbed) -> Result<()> {
+    until_carried(bed)?;
+    let machine = bed.machines().machine(CLIENT)?;
+    let mut held: Vec<HeldConnection> = steady(bed)?
+        .into_iter()
+        .flat_map(|to| (0..20).map(move |_| HeldConnection::open(machine, to)))
+        .collect::<Result<_>>()?;
+    ensure!(held.iter().all(|connection| !is_direct(&connection.answer)), "the proxy does not carry connections");
+    while_asking(bed, &targets(bed, "steady")?, || {
+        let agent = bed.take_agent(NODE)?;
+        agent.signal(Signal::SIGTERM)?;
+        thread::sleep(OPENS_WITHIN);
+        held.iter_mut().try_for_each(HeldConnection::check).context("while the old agent drains")?;
+        drop(std::mem::take(&mut held));
+        let status = agent.terminate()?;
+        ensure!(status.success(), "the old agent ended with {status}");
+        bed.start_agent(NODE)?;
+        until_carried(bed)
+    })
+    .map(drop)
+}
