@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use headgate_tests::testbed::{
@@ -42,8 +43,9 @@ fn overlay(name: &str) -> String {
 }
 
 /// The objects of the overlay for production, which has every object.
-fn objects() -> Objects {
-    by_name(&overlay("production"))
+fn objects() -> &'static Objects {
+    static OBJECTS: LazyLock<Objects> = LazyLock::new(|| by_name(&overlay("production")));
+    &OBJECTS
 }
 
 /// The command that renders the chart with the settings of an overlay.
@@ -140,7 +142,7 @@ fn manifests_are_valid_by_the_schemas_of_kubernetes() {
 }
 
 fn object(kind: &str, name: &str) -> Value {
-    objects().remove(&(kind.to_owned(), name.to_owned())).unwrap_or_else(|| panic!("no {kind} {name}"))
+    objects().get(&(kind.to_owned(), name.to_owned())).unwrap_or_else(|| panic!("no {kind} {name}")).clone()
 }
 
 fn control_plane_pod() -> Value {
@@ -210,11 +212,8 @@ fn the_only_rights_are_list_and_watch_of_four_kinds() {
 
 #[test]
 fn only_the_control_plane_has_rights() {
-    let bindings: Vec<Value> = objects()
-        .into_iter()
-        .filter(|((kind, _), _)| kind.ends_with("RoleBinding"))
-        .map(|(_, object)| object)
-        .collect();
+    let bindings: Vec<&Value> =
+        objects().iter().filter(|((kind, _), _)| kind.ends_with("RoleBinding")).map(|(_, object)| object).collect();
     let [binding] = &bindings[..] else { panic!("{} bindings", bindings.len()) };
     assert_eq!(binding["roleRef"]["name"], "headgate-control-plane");
     let subject = json!({ "kind": "ServiceAccount", "name": "headgate-control-plane", "namespace": "headgate-system" });
