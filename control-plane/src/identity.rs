@@ -17,6 +17,9 @@ const NODE_URI_PREFIX: &str = "headgate://node/";
 /// Prefix of the URI in a reader's certificate.
 const READER_URI_PREFIX: &str = "headgate://reader/";
 
+/// Prefix of the URI in the certificate of a control plane replica.
+const REPLICA_URI_PREFIX: &str = "headgate://replica/";
+
 /// Prefix of the common name of a node. The common name counts only together with
 /// [`NODE_ORGANIZATION`]. The client certificate of a kubelet has this common name and this
 /// organization.
@@ -31,7 +34,8 @@ const READER_ORGANIZATION: &str = "headgate:readers";
 
 /// Explains how to issue a certificate that names its holder.
 const REMEDY: &str = "issue it with one URI in its subject alternative names: headgate://node/NAME for a node's agent (or the common name \
-                      system:node:NAME and the organization system:nodes), or headgate://reader/NAME for a reader (or the organization headgate:readers)";
+                      system:node:NAME and the organization system:nodes), headgate://reader/NAME for a reader (or the organization headgate:readers), or \
+                      headgate://replica/NAME for a control plane replica";
 
 /// The identity that a peer has proved.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,6 +48,9 @@ pub enum Identity {
     /// The reader with this name, which is a person or a program. A certificate of a trusted
     /// authority proves this identity.
     Reader(Arc<str>),
+    /// The control plane replica with this name. A certificate of a trusted authority proves this
+    /// identity.
+    Replica(Arc<str>),
     /// A certificate of a trusted authority that does not clearly name its holder. Contains the
     /// reason and the remedy.
     Unusable(Arc<str>),
@@ -135,6 +142,10 @@ impl Peer {
                 "the client certificate is the reader {name}'s, and only nodes may call Discovery.Sync: give the agent a certificate with the URI \
                  headgate://node/{node_name}"
             )),
+            Identity::Replica(name) => denied(format!(
+                "the client certificate is the replica {name}'s, and only nodes may call Discovery.Sync: give the agent a certificate with the URI \
+                 headgate://node/{node_name}"
+            )),
             Identity::Unusable(problem) => denied(problem.to_string()),
         }
     }
@@ -153,6 +164,26 @@ impl Peer {
             Identity::Node(node) => Err(Denied::NotAllowed(format!(
                 "the client certificate is node {node}'s, and nodes may not use Inspect or reflection: use a certificate with the URI headgate://reader/NAME (or the \
                  organization {READER_ORGANIZATION}), or start the control plane with --nodes-may-inspect"
+            ))),
+            Identity::Replica(name) => Err(Denied::NotAllowed(format!(
+                "the client certificate is the replica {name}'s, and replicas may not use Inspect or reflection: use a certificate with the URI \
+                 headgate://reader/NAME"
+            ))),
+            Identity::Unusable(problem) => Err(Denied::NotAllowed(problem.to_string())),
+        }
+    }
+
+    /// Checks whether the peer may use `Peers`, as only other replicas may.
+    ///
+    /// # Errors
+    ///
+    /// [`Denied`], with the remedy.
+    pub fn may_ask_as_replica(&self, now: SystemTime) -> Result<(), Denied> {
+        self.check_expiry(now)?;
+        match &self.identity {
+            Identity::Unchecked | Identity::Replica(_) => Ok(()),
+            Identity::Node(name) | Identity::Reader(name) => Err(Denied::NotAllowed(format!(
+                "the client certificate is {name}'s, and only replicas may use Peers: give the replica a certificate with the URI headgate://replica/NAME"
             ))),
             Identity::Unusable(problem) => Err(Denied::NotAllowed(problem.to_string())),
         }
@@ -228,9 +259,9 @@ fn identify<'a>(
                 "contradicts itself: its URI names node {by_uri}, but its common name is {NODE_COMMON_NAME_PREFIX}{by_name}"
             ));
         }
-        (Some(Identity::Reader(_)), Some(by_name)) => {
+        (Some(Identity::Reader(_) | Identity::Replica(_)), Some(by_name)) => {
             return Err(format!(
-                "contradicts itself: its URI names a reader, but its common name is {NODE_COMMON_NAME_PREFIX}{by_name}"
+                "contradicts itself: its URI names a reader or a replica, but its common name is {NODE_COMMON_NAME_PREFIX}{by_name}"
             ));
         }
         (Some(by_uri), _) => Some(by_uri),
@@ -247,6 +278,9 @@ fn identify<'a>(
         (None, None) => None,
     };
     match named {
+        Some(Identity::Replica(name)) if is_reader => {
+            Err(format!("contradicts itself: it names replica {name}, but its organization is {READER_ORGANIZATION}"))
+        }
         Some(Identity::Node(node)) if is_reader => {
             Err(format!("contradicts itself: it names node {node}, but its organization is {READER_ORGANIZATION}"))
         }
@@ -258,12 +292,19 @@ fn identify<'a>(
 
 fn identity_of_uri(uri: &str) -> Result<Identity, String> {
     // The rule for node names also applies to reader names, so that all names are safe to log.
-    let name = uri.strip_prefix(NODE_URI_PREFIX).or_else(|| uri.strip_prefix(READER_URI_PREFIX));
-    let Some(name) = name else {
-        return Err(format!("has the URI {uri:?}, which is neither {NODE_URI_PREFIX}NAME nor {READER_URI_PREFIX}NAME"));
+    let roles: [(&str, fn(Arc<str>) -> Identity); 3] = [
+        (NODE_URI_PREFIX, Identity::Node),
+        (READER_URI_PREFIX, Identity::Reader),
+        (REPLICA_URI_PREFIX, Identity::Replica),
+    ];
+    let mut found = roles.iter().filter_map(|(prefix, role)| Some((uri.strip_prefix(prefix)?, role)));
+    let Some((name, role)) = found.next() else {
+        return Err(format!(
+            "has the URI {uri:?}, which is neither {NODE_URI_PREFIX}NAME nor {READER_URI_PREFIX}NAME nor {REPLICA_URI_PREFIX}NAME"
+        ));
     };
     check_subdomain(name).map_err(|problem| format!("has the URI {uri:?}: {problem}"))?;
-    Ok(if uri.starts_with(NODE_URI_PREFIX) { Identity::Node(name.into()) } else { Identity::Reader(name.into()) })
+    Ok(role(name.into()))
 }
 
 #[cfg(test)]
@@ -298,6 +339,7 @@ mod tests {
         assert_eq!(identity("system:node:n1", &["headgate://node/n1"]), Identity::Node("n1".into()));
         assert_eq!(identity("agent", &["spiffe://x/y", "headgate://node/n1"]), Identity::Node("n1".into()));
         assert_eq!(identity("me", &["headgate://reader/me"]), Identity::Reader("me".into()));
+        assert_eq!(identity("cp", &["headgate://replica/cp-0"]), Identity::Replica("cp-0".into()));
         let by_group = certificate("me", Some("headgate:readers"), &[]);
         assert_eq!(by_group, Identity::Reader("headgate:readers".into()));
         assert_eq!(
@@ -329,7 +371,7 @@ mod tests {
                 "system:node:n2",
                 None,
                 &["headgate://reader/me"],
-                "its URI names a reader, but its common name is system:node:n2",
+                "its URI names a reader or a replica, but its common name is system:node:n2",
             ),
             ("system:node:N2", None, &[], "\"N2\" is not a valid name"),
             ("system:node:n2", None, &[], "system:node:n2 without the organization system:nodes"),
@@ -354,12 +396,19 @@ mod tests {
         assert_eq!(node.may_follow("n1", now), Ok(()));
         assert_eq!(reader.may_inspect(false, now), Ok(()));
         assert_eq!(node.may_inspect(true, now), Ok(()));
+        let replica = peer(Identity::Replica("r1".into()));
+        assert_eq!(replica.may_ask_as_replica(now), Ok(()));
         for (denied, remedy) in [
             (node.may_follow("n2", now), "--node-name n1"),
             (node.may_inspect(false, now), "--nodes-may-inspect"),
             (reader.may_follow("n1", now), "headgate://node/n1"),
             (nobody.may_follow("n1", now), "names nobody"),
             (nobody.may_inspect(true, now), "names nobody"),
+            (replica.may_follow("n1", now), "headgate://node/n1"),
+            (replica.may_inspect(true, now), "headgate://reader/NAME"),
+            (node.may_ask_as_replica(now), "headgate://replica/NAME"),
+            (reader.may_ask_as_replica(now), "headgate://replica/NAME"),
+            (nobody.may_ask_as_replica(now), "names nobody"),
         ] {
             let status = tonic::Status::from(denied.unwrap_err());
             assert_eq!(status.code(), tonic::Code::PermissionDenied);

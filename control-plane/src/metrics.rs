@@ -9,6 +9,7 @@ use std::{
 };
 
 use headgate_core::node_state::SourceState;
+use headgate_proto::v1;
 use headgate_tls::{Loaded, Validity};
 use prometheus_client::{
     encoding::{EncodeLabelSet, text::encode},
@@ -54,6 +55,15 @@ type Total = Counter<u64, AtomicU64>;
 type Level = Gauge<i64, AtomicI64>;
 type Seconds = Gauge<f64, AtomicU64>;
 
+/// A counted pod that waits for the drain barrier.
+pub(crate) struct Waiting(Level);
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
 /// All metrics of a replica. The number of label values is bounded: names of nodes and services are
 /// never label values.
 #[derive(Debug)]
@@ -97,6 +107,8 @@ pub struct Metrics {
     tls_reloads: Family<Outcome, Total>,
     tls_not_after: Family<TlsFile, Level>,
     requests_denied: Family<Reason, Total>,
+    barriers: Family<Outcome, Total>,
+    barriers_waiting: Level,
     balance_replicas: Level,
     balance_limit: Level,
     pub(crate) balance_asked: Total,
@@ -168,6 +180,8 @@ impl Default for Metrics {
                 "Expiry time in seconds since 1970, by file: this replica's certificate (cert), and the first authority in the client CA file to expire (client_ca)",
             ),
             requests_denied: add.add("requests_denied", "Requests that were refused, by reason"),
+            barriers: add.add("barrier_answers", "Answers to pods that stop and ask when no node sends new connections to them, by result"),
+            barriers_waiting: add.add("barrier_waiting", "Pods that wait for the drain barrier at this replica"),
             balance_replicas: add.add("balance_replicas", "Ready endpoints of --balance-service, which are the replicas"),
             balance_limit: add.add(
                 "balance_limit_agents",
@@ -330,6 +344,23 @@ impl Metrics {
 
     pub(crate) fn count_request_denied(&self, reason: &'static str) {
         self.requests_denied.get_or_create(&Reason { reason }).inc();
+    }
+
+    pub(crate) fn count_barrier(&self, result: v1::barrier_answer::Result) {
+        use v1::barrier_answer::Result;
+        let result = match result {
+            Result::Refused => "refused",
+            Result::Drained => "drained",
+            Result::Incomplete => "incomplete",
+            Result::Last => "last",
+        };
+        self.barriers.get_or_create(&Outcome { result }).inc();
+    }
+
+    /// Counts a pod that waits until the returned value is dropped.
+    pub(crate) fn barrier_waits(&self) -> Waiting {
+        self.barriers_waiting.inc();
+        Waiting(self.barriers_waiting.clone())
     }
 
     pub(crate) fn count_connection_refused(&self, reason: &'static str) {

@@ -11,7 +11,7 @@ use headgate_core::{ServiceKey, dns_name::check_subdomain, plaintext};
 use headgate_tls::FileError;
 
 use crate::{
-    serve::{Security, Settings, tls::ServerTls},
+    serve::{PeerSettings, PeerTls, Security, Settings, tls::ServerTls},
     source::{SourceSettings, SourceSpec},
 };
 
@@ -104,6 +104,20 @@ pub struct Options {
     #[arg(long, value_name = "NAMESPACE/NAME", value_parser = service_key)]
     pub balance_service: Option<ServiceKey>,
 
+    /// The control plane's replicas, for pods that ask when they may stop (docs/drain.md): HOST:PORT
+    /// of a headless Service with publishNotReadyAddresses, or of each replica. Repeat the option,
+    /// or separate values by commas. The list may include this replica. Write "none" if there is
+    /// only one replica. Without this option such questions are refused. Over TLS, replicas use
+    /// --tls-cert and --tls-key as clients, and --tls-client-ca checks their certificates, which need
+    /// the URI headgate://replica/NAME and the names in this option
+    #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', value_parser = peer)]
+    pub peers: Vec<Peer>,
+
+    /// A Node that has had no stream since all replicas started does not delay pods that stop, once
+    /// the replicas have run for this time in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(0..=86_400))]
+    pub uncovered_after_seconds: u32,
+
     /// What to log: a level (error, warn, info, debug, trace), or directives such as
     /// info,headgate_control_plane=debug
     #[arg(long, value_name = "FILTER", env = "HEADGATE_LOG", default_value = "info")]
@@ -112,6 +126,25 @@ pub struct Options {
     /// How to write the log: as text, or as one JSON object for each line
     #[arg(long, value_name = "FORMAT", value_enum, default_value_t, env = "HEADGATE_LOG_FORMAT")]
     pub log_format: LogFormat,
+}
+
+/// A value of `--peers`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Peer {
+    /// There is only one replica.
+    None,
+    /// Host and port of replicas.
+    At(String, u16),
+}
+
+fn peer(text: &str) -> Result<Peer, &'static str> {
+    if text == "none" {
+        return Ok(Peer::None);
+    }
+    let parsed = text.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse::<u16>().ok()?)));
+    let (host, port) = parsed.ok_or("write HOST:PORT, or none")?;
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    if host.is_empty() { Err("write HOST:PORT, or none") } else { Ok(Peer::At(host.to_owned(), port)) }
 }
 
 /// The format of the log.
@@ -188,6 +221,17 @@ impl Options {
         SourceSettings { kubeconfig: self.kubeconfig.clone(), watch_silence }
     }
 
+    /// The other replicas; `None` if `--peers` is not given.
+    fn peers(&self) -> Option<PeerSettings> {
+        let names = self.peers.iter().filter_map(|peer| match peer {
+            Peer::None => None,
+            Peer::At(host, port) => Some((host.clone(), *port)),
+        });
+        let files = self.tls_cert.clone().zip(self.tls_key.clone()).zip(self.tls_client_ca.clone());
+        let tls = files.map(|((cert, key), ca)| PeerTls { cert, key, ca });
+        (!self.peers.is_empty()).then(|| PeerSettings { names: names.collect(), tls })
+    }
+
     /// The settings of the server.
     #[must_use]
     pub fn settings(&self) -> Settings {
@@ -199,6 +243,8 @@ impl Options {
             drain_grace: Duration::from_millis(self.drain_grace_ms.into()),
             nodes_may_inspect: self.nodes_may_inspect,
             balance_service: self.balance_service.clone(),
+            peers: self.peers(),
+            uncovered_after: Duration::from_secs(self.uncovered_after_seconds.into()),
             ..Settings::default()
         }
     }

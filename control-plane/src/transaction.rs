@@ -1,9 +1,11 @@
 //! The changes that a source passes to the store, and the trait [`Sink`] that receives them.
 
-use std::{collections::BTreeMap, sync::Arc, time::SystemTime};
+use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::SystemTime};
 
-use headgate_core::{Change, Node};
+use headgate_core::{Change, Node, ServiceKey};
 use tokio::sync::watch;
+
+use crate::objects::PodId;
 
 /// A change of the shared state, with the time of the event that triggered the change.
 #[derive(Debug, Clone, PartialEq)]
@@ -22,6 +24,17 @@ pub enum NodeChange {
     Apply(Node),
     /// The Node of this name was removed.
     Remove(Arc<str>),
+}
+
+/// The pod of an endpoint has changed. Agents do not receive pods.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PodChange {
+    /// The service of the endpoint.
+    pub service: ServiceKey,
+    /// The address of the endpoint.
+    pub address: IpAddr,
+    /// The pod and its node; `None` if the endpoint was removed or belongs to no pod any more.
+    pub pod: Option<(PodId, Option<Arc<str>>)>,
 }
 
 /// The kinds of objects. The source has a position for each kind.
@@ -69,6 +82,8 @@ pub struct Transaction {
     pub changes: Vec<TriggeredChange>,
     /// Changes for single agents.
     pub nodes: Vec<NodeChange>,
+    /// Changed pods of endpoints.
+    pub pods: Vec<PodChange>,
     /// The new position of each kind that has changed. With the Kubernetes API, a position is a
     /// resourceVersion.
     pub positions: Vec<(SourceKind, u64)>,

@@ -15,7 +15,10 @@ use crate::{
     backoff::Backoff,
     dataplane::{DataplaneError, Drain, NodeDataplane, nftables::ServiceCounters, proxy_mode},
     dataplane_choice,
-    http::{self, Pages, listen::BindError},
+    http::{
+        self, Pages,
+        listen::{BindError, Server},
+    },
     instance,
     interfaces::{self, Interfaces},
     metrics::Metrics,
@@ -218,6 +221,10 @@ async fn run_configured(
     let flags = Arc::new(options.flags.clone());
     let pages = Pages { metrics, progress, backlog: Arc::clone(state.backlog()), configz, flags, service_counters };
     let mut servers = http::servers(&settings, &pages);
+    if let Some(address) = options.drain_address {
+        let app = http::drain::router(session.barriers(), pages.metrics.drain.clone());
+        servers.push(Server::new("/v1/drain", "--drain-address", address, app));
+    }
     let session = session.with_knowledge(Arc::new(Knowledge::new(node_name, pages)));
     if settings.bind_address_hard_fail {
         for server in &mut servers {

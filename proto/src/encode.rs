@@ -340,7 +340,9 @@ fn service_to_wire(service: &Service) -> v1::Service {
     }
 }
 
-fn address_to_wire(address: IpAddr) -> Bytes {
+/// The bytes of an address in network order.
+#[must_use]
+pub fn address_to_wire(address: IpAddr) -> Bytes {
     match address {
         IpAddr::V4(v4) => Bytes::copy_from_slice(&v4.octets()),
         IpAddr::V6(v6) => Bytes::copy_from_slice(&v6.octets()),

@@ -10,7 +10,7 @@ pub mod frame;
 mod known;
 
 pub use decode::{Decoder, digests_from_wire, node_from_wire};
-pub use encode::{ChangesBuilder, References, digests_to_wire, node_to_wire};
+pub use encode::{ChangesBuilder, References, address_to_wire, digests_to_wire, node_to_wire};
 use headgate_core::node_state::SourceState;
 /// Rules that all programs share, for programs that do not use the core crate.
 pub use headgate_core::{dns_name::check_subdomain, errors, plaintext};

@@ -9,7 +9,7 @@
 //! arrived. A change of one slice visits only the addresses that the change affects.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     net::IpAddr,
     sync::Arc,
 };
@@ -22,7 +22,7 @@ use super::{
     size,
     slices::{Facts, Slice},
 };
-use crate::objects::ObjectKey;
+use crate::{objects::ObjectKey, transaction::PodChange};
 
 /// The slices of a service whose addresses belong to one IP family. A slice is a carrier of the
 /// addresses that it contains. Endpoints are computed when they are needed and are not stored,
@@ -109,6 +109,8 @@ pub(super) struct Endpoints {
     services: HashMap<ServiceKey, [Carriers; 2]>,
     /// The endpoints before the pending changes.
     before: BTreeMap<ServiceKey, BTreeMap<IpAddr, Before>>,
+    /// The endpoints whose pods may have changed.
+    touched_pods: BTreeSet<(ServiceKey, IpAddr)>,
     conflicts: Vec<SliceConflict>,
     visits: u64,
 }
@@ -163,6 +165,7 @@ impl Endpoints {
         };
         let trigger_unix_ms = if trigger_is_new { trigger_unix_ms } else { 0 };
         let touched = touched(old, slice.as_ref());
+        self.touched_pods.extend(touched_pods(old, slice.as_ref()));
         let old_service = old.map(|old| old.service.clone());
         let new_service = slice.as_ref().map(|new| new.service.clone());
         let has_moved = old_service != new_service;
@@ -298,6 +301,17 @@ impl Endpoints {
         std::mem::take(&mut self.conflicts)
     }
 
+    /// The pods that may have changed since the last call.
+    pub(super) fn take_pods(&mut self) -> Vec<PodChange> {
+        let touched = std::mem::take(&mut self.touched_pods);
+        let change = |(service, address): (ServiceKey, IpAddr)| {
+            let carriers = self.carriers(&service, address).iter().filter_map(|key| self.slices.get(key));
+            let pod = carriers.filter_map(|(slice, _)| slice.pod(address)).last();
+            PodChange { service, address, pod }
+        };
+        touched.into_iter().map(change).collect()
+    }
+
     /// The endpoints that have changed since the last call, by service and address.
     pub(super) fn take_changes(&mut self, interner: &mut Interner) -> BTreeMap<ServiceKey, Vec<EndpointChange>> {
         let mut changes = BTreeMap::new();
@@ -363,6 +377,21 @@ fn touched(old: Option<&Slice>, new: Option<&Slice>) -> Vec<(IpAddr, bool, bool)
         }
         touched.push(entry);
     }
+}
+
+/// The endpoints whose pods differ between two versions of a slice.
+fn touched_pods(old: Option<&Slice>, new: Option<&Slice>) -> Vec<(ServiceKey, IpAddr)> {
+    let lacks = |other: Option<&Slice>, slice: &Slice, address: IpAddr| {
+        other.is_none_or(|other| other.service != slice.service || other.pod(address) != slice.pod(address))
+    };
+    let only_in = |slice: Option<&Slice>, other: Option<&Slice>| {
+        let pods = slice.into_iter().flat_map(|slice| slice.pod_addresses().map(move |address| (slice, address)));
+        let touched = pods.filter(|(slice, address)| lacks(other, slice, *address));
+        touched.map(|(slice, address)| (slice.service.clone(), address)).collect::<Vec<_>>()
+    };
+    let mut touched = only_in(old, new);
+    touched.extend(only_in(new, old));
+    touched
 }
 
 type ConflictingSlices = Option<(Arc<ObjectKey>, Arc<ObjectKey>)>;

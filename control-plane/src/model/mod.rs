@@ -36,7 +36,7 @@ use self::{
 };
 use crate::{
     objects::{Object, ObjectKey, ObjectKind},
-    transaction::{NodeChange, Problem, TriggeredChange},
+    transaction::{NodeChange, PodChange, Problem, TriggeredChange},
 };
 
 /// One event of a source, about one object.
@@ -160,6 +160,11 @@ impl Model {
         let nodes = self.nodes.take_changes().into_iter();
         let nodes = nodes.map(|(name, node)| node.map_or(NodeChange::Remove(name), NodeChange::Apply)).collect();
         (changes, nodes)
+    }
+
+    /// The pods of endpoints that may have changed since the last call.
+    pub fn take_pods(&mut self) -> Vec<PodChange> {
+        self.endpoints.take_pods()
     }
 
     /// The objects of a kind that are in use or have problems.

@@ -5,7 +5,7 @@ use std::{net::IpAddr, sync::Arc};
 use headgate_core::{Conditions, EndpointPort, Family, Hints, Placement, ServiceKey, Weight};
 
 use super::{annotations, intern::Interner, object_set::Reading, parse, problems::Findings, size};
-use crate::objects;
+use crate::objects::{self, PodId};
 
 /// The conditions and the placement of an address in a slice.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,6 +36,8 @@ pub(super) struct Slice {
     pub(super) ports: Arc<[EndpointPort]>,
     /// Each address once, sorted.
     pub(super) endpoints: Vec<(IpAddr, Facts)>,
+    /// The pod of each element of `endpoints`; empty if no endpoint belongs to a pod.
+    pub(super) pods: Box<[PodId]>,
     /// The trigger time of this version, in milliseconds since the Unix epoch; 0 if unknown.
     pub(super) trigger_unix_ms: u64,
 }
@@ -45,6 +47,19 @@ impl Slice {
     pub(super) fn facts(&self, address: IpAddr) -> Option<&Facts> {
         let place = self.endpoints.binary_search_by(|(other, _)| other.cmp(&address)).ok()?;
         self.endpoints.get(place).map(|(_, facts)| facts)
+    }
+
+    /// The addresses of pods.
+    pub(super) fn pod_addresses(&self) -> impl Iterator<Item = IpAddr> {
+        let pods = self.endpoints.iter().zip(&self.pods).filter(|(_, pod)| !pod.is_none());
+        pods.map(|((address, _), _)| *address)
+    }
+
+    /// The pod of an address, and the node of the pod.
+    pub(super) fn pod(&self, address: IpAddr) -> Option<(PodId, Option<Arc<str>>)> {
+        let place = self.endpoints.binary_search_by(|(other, _)| other.cmp(&address)).ok()?;
+        let pod = self.pods.get(place).copied().filter(|pod| !pod.is_none())?;
+        Some((pod, self.endpoints.get(place)?.1.placement.node.clone()))
     }
 }
 
@@ -88,10 +103,12 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
     let (Some(family), Some(service), true) = (family, service, is_named) else {
         return Reading { value: None, findings };
     };
+    let (endpoints, pods) = endpoints(object, family, interner, &mut findings);
     let slice = Slice {
         service: ServiceKey::new(metadata.namespace_or_default(), service),
         ports: interner.ports(ports),
-        endpoints: endpoints(object, family, interner, &mut findings),
+        endpoints,
+        pods,
         trigger_unix_ms: metadata.annotations.last_change_trigger_time.as_deref().map_or(0, parse::unix_ms),
     };
     Reading { value: Some(slice), findings }
@@ -122,7 +139,7 @@ fn endpoints(
     family: Family,
     interner: &mut Interner,
     findings: &mut Findings,
-) -> Vec<(IpAddr, Facts)> {
+) -> (Vec<(IpAddr, Facts)>, Box<[PodId]>) {
     let weights = annotations::weights(&object.metadata.annotations, findings);
     let mut endpoints: Vec<(IpAddr, usize, Facts)> = Vec::with_capacity(object.endpoints.len());
     for (index, written) in object.endpoints.iter().enumerate() {
@@ -153,7 +170,10 @@ fn endpoints(
         |address| endpoints.binary_search_by_key(&address, |(address, ..)| *address).is_ok(),
         findings,
     );
-    endpoints.into_iter().map(|(address, _, facts)| (address, facts)).collect()
+    let pod = |index: usize| object.endpoints.get(index).map(|written| written.pod).unwrap_or_default();
+    let has_pods = object.endpoints.iter().any(|written| !written.pod.is_none());
+    let pods = endpoints.iter().filter(|_| has_pods).map(|(_, index, _)| pod(*index)).collect();
+    (endpoints.into_iter().map(|(address, _, facts)| (address, facts)).collect(), pods)
 }
 
 fn address(written: &objects::SliceEndpoint, family: Family) -> Result<IpAddr, String> {

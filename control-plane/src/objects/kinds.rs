@@ -3,7 +3,10 @@
 use compact_str::CompactString;
 use serde::Deserialize;
 
-use super::metadata::{Metadata, first, nullable, nullable_fitting};
+use super::{
+    metadata::{Metadata, first, nullable, nullable_fitting},
+    pod::PodId,
+};
 
 /// An EndpointSlice.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
@@ -43,6 +46,9 @@ pub struct SliceEndpoint {
     /// Hints.
     #[serde(default)]
     pub hints: Option<Box<SliceHints>>,
+    /// The pod in `targetRef`.
+    #[serde(default, rename = "targetRef", deserialize_with = "super::pod::pod")]
+    pub pod: PodId,
 }
 
 api_types! {

@@ -22,6 +22,7 @@ macro_rules! api_types {
 
 mod kinds;
 mod metadata;
+mod pod;
 
 use std::fmt;
 
@@ -34,6 +35,7 @@ pub use self::{
         SliceConditions, SliceEndpoint, SliceHints, SlicePort, Taint,
     },
     metadata::{Annotations, Labels, Metadata},
+    pod::PodId,
 };
 
 /// The kinds of objects that a source reads.

@@ -1,6 +1,7 @@
 //! The servers of a replica: gRPC for agents and for people, HTTP for probes and Prometheus.
 
 mod api;
+mod barrier;
 mod context;
 mod fleet;
 pub(crate) mod fuzz;
@@ -17,7 +18,7 @@ use tokio::{net::TcpListener, task::JoinHandle};
 pub use tokio_util::sync::CancellationToken;
 
 pub use self::{
-    context::Settings,
+    context::{PeerSettings, PeerTls, Settings},
     transport::tls::{self, Security},
 };
 use self::{fleet::balance, stream::Streams};

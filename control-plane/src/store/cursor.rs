@@ -308,7 +308,7 @@ impl Store {
         };
         let changes = present_all(&inner.state, entries, references);
         let positions = positions_to_wire(inner.shared_positions());
-        let span = Span { previous_version: start, version: inner.version };
+        let span = Span { previous_version: start, version: inner.version, is_urgent: self.is_in_hurry() };
         // The lock is released before the copied values are encoded, so that commits do not wait
         // for the encoding.
         drop(inner);

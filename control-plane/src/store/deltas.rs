@@ -264,7 +264,7 @@ mod tests {
     use super::*;
 
     fn delta(previous_version: u64, version: u64, bytes: usize) -> Delta {
-        let span = Span { previous_version, version };
+        let span = Span { previous_version, version, is_urgent: false };
         Delta { span, frames: [Bytes::from(vec![0; bytes])].into(), resources: 1, _charge: None }
     }
 

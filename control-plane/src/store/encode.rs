@@ -14,6 +14,8 @@ use crate::transaction::SourceKind;
 pub(super) struct Span {
     pub(super) previous_version: u64,
     pub(super) version: u64,
+    /// Agents acknowledge the step at once.
+    pub(super) is_urgent: bool,
 }
 
 /// The positions of a source on the wire.
@@ -107,7 +109,7 @@ pub(super) fn batch_frames(
     part_bytes: usize,
     max_split_bytes: usize,
 ) -> Option<Box<[Bytes]>> {
-    let Span { previous_version, version } = span;
+    let Span { previous_version, version, is_urgent } = span;
     let mut parts = Parts::default();
     for change in changes {
         parts.push(change, part_bytes);
@@ -123,6 +125,7 @@ pub(super) fn batch_frames(
             positions: positions.iter().filter(|position| !is_slices(position)).copied().collect(),
             changes: Some(builder.finish()),
             endpoint_slices_position: positions.iter().find(is_slices).map_or(0, |position| position.position),
+            acknowledge_at_once: is_urgent,
         }))
     };
     let mut frames: Vec<Bytes> = parts.full.into_iter().map(|part| batch(previous_version, &[], part)).collect();

@@ -191,6 +191,13 @@ impl Log {
         place.map_or(self.floor, |place| place.0)
     }
 
+    /// The version of the last change of a Service without its endpoints; the floor if the log does
+    /// not contain the change.
+    pub(super) fn service_version(&self, key: &ServiceKey) -> u64 {
+        let place = self.services.get(key).and_then(|places| places.service);
+        place.map_or(self.floor, |place| place.0)
+    }
+
     /// The version of the last change of a service or one of its endpoints, including removals. If
     /// the log does not contain the change, the result is the floor, because the log contains every
     /// change after the floor.

@@ -21,9 +21,11 @@ mod inspect;
 mod log;
 mod names;
 mod nodes;
+mod pods;
 mod resume;
 #[cfg(test)]
 mod tests;
+mod usage;
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -31,7 +33,7 @@ use std::{
         Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
 use headgate_core::{Change, Dirty, Endpoint, ServiceKey, State, digest::Digests, node_state::SourceState};
@@ -54,6 +56,9 @@ use log::{Log, LogKey};
 use names::Names;
 use nodes::Nodes;
 pub use nodes::{NodeObserver, OwnNode};
+use pods::Pods;
+pub(crate) use pods::{NoPod, PodEndpoints, PodName};
+pub(crate) use usage::Usage;
 
 /// If a commit has more changes than this number, the commit does not encode its batch. Streams
 /// receive a compacted step instead, which the first stream encodes.
@@ -112,6 +117,8 @@ pub struct Store {
     head: watch::Sender<u64>,
     moves: watch::Sender<u64>,
     wanted_positions: watch::Sender<BTreeMap<SourceKind, u64>>,
+    /// While this time lies ahead, new batches ask for ACKs at once (discovery.proto, section 18).
+    hurry_until: Mutex<Option<Instant>>,
     // The value of `head`. Thousands of streams read this value at each change, so reading it takes
     // no lock.
     head_version: AtomicU64,
@@ -126,6 +133,7 @@ struct Inner {
     buckets: Buckets,
     ring: Ring,
     nodes: Nodes,
+    pods: Pods,
     version: u64,
     /// The position of each kind, including bookmarks. Positions of agents are compared with these
     /// positions.
@@ -161,6 +169,7 @@ impl Store {
             buckets: Buckets::new(limits.part_bytes),
             ring: Ring::new(limits.ring_bytes),
             nodes: Nodes::default(),
+            pods: Pods::default(),
             version: 0,
             positions: BTreeMap::new(),
             changed_positions: BTreeMap::new(),
@@ -178,6 +187,7 @@ impl Store {
             head: watch::Sender::new(0),
             moves: watch::Sender::new(0),
             wanted_positions: watch::Sender::default(),
+            hurry_until: Mutex::default(),
             head_version: AtomicU64::new(0),
             metrics,
         }
@@ -351,6 +361,20 @@ impl Store {
         self.read().state.digests().clone()
     }
 
+    /// Asks for the ACKs of the batches of the next time at once (discovery.proto, section 18).
+    pub(crate) fn hurry(&self, time: Duration) {
+        *self.hurry_until.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now().checked_add(time);
+    }
+
+    pub(super) fn is_in_hurry(&self) -> bool {
+        self.hurry_until.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|until| until > Instant::now())
+    }
+
+    /// The names of all Nodes.
+    pub(crate) fn node_names(&self) -> Vec<Arc<str>> {
+        self.read().nodes.names().cloned().collect()
+    }
+
     /// Publishes the applied changes as the next version. `encode` says whether to encode the batch
     /// of this version now.
     fn publish(&self, inner: &mut Inner, received: SystemTime, encode: bool) {
@@ -374,7 +398,7 @@ impl Store {
             let entries = inner.log.since(log::after(previous_version)).map(|(_, entry)| entry);
             let references = |change: &Change| inner.names.references(previous_version, change);
             let changes = encode::present_all(&inner.state, entries, references);
-            let span = Span { previous_version, version };
+            let span = Span { previous_version, version, is_urgent: self.is_in_hurry() };
             Delta::encode(span, &positions, changes, self.limits.part_bytes, &self.split_budget)
         } else {
             None
@@ -477,7 +501,7 @@ impl Inner {
 
 impl Sink for Store {
     fn commit(&self, transaction: Transaction) {
-        let Transaction { changes, nodes, positions, bookmarks, received } = transaction;
+        let Transaction { changes, nodes, pods, positions, bookmarks, received } = transaction;
         let has_moved = !(positions.is_empty() && bookmarks.is_empty());
         let received = received.unwrap_or_else(SystemTime::now);
         let is_synced = self.is_synced();
@@ -489,6 +513,7 @@ impl Sink for Store {
             inner.positions.extend(bookmarks);
             let nodes_position = changed_nodes_at.or_else(|| inner.nodes_position());
             let effective = inner.apply(changes);
+            pods.into_iter().for_each(|change| inner.apply_pod(change));
             if effective > 0 {
                 self.publish(&mut inner, received, is_synced && effective <= EAGER_CHANGES);
             }

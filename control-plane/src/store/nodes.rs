@@ -46,6 +46,10 @@ impl Nodes {
         self.by_name.len()
     }
 
+    pub(super) fn names(&self) -> impl Iterator<Item = &Arc<str>> {
+        self.by_name.keys()
+    }
+
     pub(super) fn get(&self, name: &str) -> OwnNode {
         match self.by_name.get(name) {
             Some(known) => OwnNode { node: Some(Arc::clone(&known.node)), position: known.position },

@@ -93,7 +93,8 @@ impl Server {
                 info!(%address, "serving {}", self.what);
             }
             let stopped = shutdown.clone().cancelled_owned();
-            match axum::serve(listener, self.app.clone()).with_graceful_shutdown(stopped).await {
+            let app = self.app.clone().into_make_service_with_connect_info::<SocketAddr>();
+            match axum::serve(listener, app).with_graceful_shutdown(stopped).await {
                 Ok(()) => return,
                 Err(error) => warn!(%error, address = %self.address, "serving {} failed; starting again", self.what),
             }

@@ -3,6 +3,7 @@
 //! and `/livez` for load balancers and the kubelet.
 
 mod component;
+pub mod drain;
 pub mod health;
 pub mod listen;
 mod zpages;

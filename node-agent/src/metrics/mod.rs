@@ -18,7 +18,7 @@ use crate::{
     },
     persist::SaveMetrics,
     reconcile::SyncMetrics,
-    session::metrics::SessionMetrics,
+    session::{barriers::DrainMetrics, metrics::SessionMetrics},
     state::backlog::Counts,
 };
 
@@ -41,6 +41,8 @@ pub struct Metrics {
     pub health_check_ports: HealthCheckMetrics,
     /// Endpoint checks.
     pub endpoint_checks: EndpointCheckMetrics,
+    /// Requests of pods that stop.
+    pub drain: DrainMetrics,
     /// Other metrics of kube-proxy.
     pub kube_proxy: KubeProxyMetrics,
     /// Counters of Services.
@@ -62,6 +64,7 @@ impl Default for Metrics {
             conntrack: ConntrackMetrics::default(),
             health_check_ports: HealthCheckMetrics::default(),
             endpoint_checks: EndpointCheckMetrics::default(),
+            drain: DrainMetrics::default(),
             kube_proxy: KubeProxyMetrics::default(),
             services: ServiceMetrics::default(),
             process,
@@ -74,6 +77,7 @@ impl Default for Metrics {
         metrics.conntrack.register(registry);
         metrics.health_check_ports.register(registry);
         metrics.endpoint_checks.register(registry);
+        metrics.drain.register(registry);
         metrics.kube_proxy.register(registry);
         metrics.services.register(registry);
         metrics

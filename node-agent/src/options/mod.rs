@@ -5,6 +5,7 @@ pub mod kube_proxy;
 
 use std::{
     ffi::OsString,
+    net::SocketAddr,
     os::unix::ffi::{OsStrExt as _, OsStringExt as _},
     path::{Path, PathBuf},
     sync::Arc,
@@ -182,6 +183,12 @@ pub struct Options {
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = check_timeout)]
     pub health_check_timeout: Duration,
 
+    /// Where pods that stop ask when no node sends new connections to them any more
+    /// (docs/drain.md), such as 0.0.0.0:10261. Pods must reach this address, so it has its own port.
+    /// Empty: pods cannot ask
+    #[arg(long, value_name = "ADDR:PORT", value_parser = drain_address)]
+    pub drain_address: Option<SocketAddr>,
+
     /// kube-proxy's flags.
     #[command(flatten)]
     pub kube_proxy: KubeProxyFlags,
@@ -204,6 +211,10 @@ pub struct Options {
     /// the default.
     #[arg(skip)]
     pub flags: Flags,
+}
+
+fn drain_address(text: &str) -> Result<SocketAddr, &'static str> {
+    text.parse().map_err(|_| "write an address and a port, such as 0.0.0.0:10261 or [::]:10261")
 }
 
 /// The format of the log.

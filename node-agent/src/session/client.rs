@@ -18,6 +18,7 @@ use tracing::{info, warn};
 pub use super::context::SessionConfig;
 use super::{
     answers::{Answers, NodeKnowledge},
+    barriers::{Barriers, OfStream},
     connect::{ConnectError, Connection},
     context::Context,
     failover::{Failover, MoveLimits},
@@ -52,8 +53,14 @@ impl Session {
         progress: watch::Receiver<Progress>,
     ) -> Self {
         let machine = Machine::new(Arc::clone(&config.node_name));
-        let knowledge = None;
-        Self { context: Context { config, state, metrics, progress, knowledge, machine, distrusts_version: false } }
+        let (knowledge, barriers, distrusts_version) = (None, Arc::default(), false);
+        Self { context: Context { config, state, metrics, progress, knowledge, barriers, machine, distrusts_version } }
+    }
+
+    /// The requests of pods that stop, which the session passes on.
+    #[must_use]
+    pub(crate) fn barriers(&self) -> Arc<Barriers> {
+        Arc::clone(&self.context.barriers)
     }
 
     /// Makes the session answer the replicas' queries about the node.
@@ -169,6 +176,7 @@ impl Session {
             outgoing,
             reporter: Reporter::new(number, status),
             answers: Answers::new(self.context.knowledge.clone()),
+            barriers: OfStream(Arc::clone(&self.context.barriers)),
             failover,
             silent_after: WELCOME_TIMEOUT,
             drain: None,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 
-use super::{answers::NodeKnowledge, machine::Machine, metrics::SessionMetrics, tls::AgentTls};
+use super::{answers::NodeKnowledge, barriers::Barriers, machine::Machine, metrics::SessionMetrics, tls::AgentTls};
 use crate::{backoff::Backoff, control_planes::ControlPlane, progress::Progress, state::AgentState};
 
 /// Settings of a session.
@@ -29,6 +29,8 @@ pub(super) struct Context {
     pub(super) progress: watch::Receiver<Progress>,
     /// Answers queries about the node; `None` if this agent answers no queries.
     pub(super) knowledge: Option<Arc<dyn NodeKnowledge>>,
+    /// Requests of pods that stop.
+    pub(super) barriers: Arc<Barriers>,
     pub(super) machine: Machine,
     /// True if the last stream contained a reference to something that the agent does not hold. The
     /// held state therefore differs from the replica's state at the same version, and the next

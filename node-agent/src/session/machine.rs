@@ -118,6 +118,8 @@ pub enum Effect {
     },
     /// Answer a query of the replica.
     Query(v1::Query),
+    /// Pass the replica's answer on to the pod that asked.
+    Barrier(v1::BarrierAnswer),
     /// Connect again within this time, preferably to another replica.
     Drain {
         /// The maximum time until the agent connects again.
@@ -143,6 +145,8 @@ pub struct Welcomed {
     pub heartbeat_interval: Duration,
     /// The state of the source; `None` if the replica does not report this state.
     pub source: Option<SourceState>,
+    /// True if the replica answers requests of pods that stop.
+    pub answers_barriers: bool,
 }
 
 /// The progress of a stream.
@@ -282,6 +286,7 @@ impl Machine {
             Body::OwnNode(own_node) => Ok(self.on_node(own_node)),
             Body::Heartbeat(heartbeat) => Ok(self.on_heartbeat(heartbeat)),
             Body::Query(query) => Ok(vec![Effect::Query(query)]),
+            Body::Barrier(answer) => Ok(vec![Effect::Barrier(answer)]),
             Body::Drain(drain) => Ok(vec![Effect::Drain {
                 within: Duration::from_millis(drain.reconnect_within_ms.into()),
                 reason: drain.reason,
@@ -317,8 +322,14 @@ impl Machine {
             interval_ms => Duration::from_millis(interval_ms.into()),
         };
         let source = welcome.source_state().known();
-        let mut effects =
-            vec![Effect::Welcomed(Welcomed { replica: welcome.replica, epoch, mode, heartbeat_interval, source })];
+        let mut effects = vec![Effect::Welcomed(Welcomed {
+            replica: welcome.replica,
+            epoch,
+            mode,
+            heartbeat_interval,
+            source,
+            answers_barriers: welcome.answers_barriers,
+        })];
         let version = self.position.map_or(0, |(_, version)| version);
         let rejections = self.rejected.begin(mode);
         effects.extend(reject(v1::Nack { version, rejections, withdrawn: Vec::new() }));

@@ -6,6 +6,7 @@
 //! certificates and keys.
 
 pub(crate) mod answers;
+pub mod barriers;
 pub mod client;
 pub mod connect;
 mod context;

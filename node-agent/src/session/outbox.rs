@@ -27,6 +27,10 @@ const NACK_BYTES: usize = MAX_AGENT_MESSAGE_BYTES / 2;
 /// sends at that moment.
 const ACK_INTERVAL_MS: RangeInclusive<u64> = 150..=350;
 
+/// Shortest time between two ACKs if somebody may wait for the second ACK (`discovery.proto`, rule
+/// 18).
+const URGENT_INTERVAL: Duration = Duration::from_millis(20);
+
 /// Maximum number of earlier versions in one ACK (`Ack.earlier`). Versions that are too old for the
 /// list count as programmed at the time of the oldest listed version.
 const MAX_EARLIER: usize = 64;
@@ -40,6 +44,10 @@ pub(super) struct Outbox {
     ack: Option<WaitingAck>,
     /// When the next ACK may be sent. Until this time, newer ACKs are merged into the waiting ACK.
     next_ack: Option<Instant>,
+    /// When the last ACK was sent.
+    last_ack: Option<Instant>,
+    /// The first and the last version for whose ACK somebody may wait.
+    urgent: Option<(u64, u64)>,
     status: Option<v1::AgentStatus>,
 }
 
@@ -58,8 +66,17 @@ impl Outbox {
         if !self.nacks.is_empty() || self.failed.is_some() || self.status.is_some() {
             return Some(now);
         }
-        self.ack.as_ref()?;
-        Some(self.next_ack.unwrap_or(now))
+        let waiting = self.ack.as_ref()?;
+        let usual = self.next_ack.unwrap_or(now);
+        let is_urgent = self.urgent.is_some_and(|(first, _)| first <= waiting.ack.version);
+        let urgent = self.last_ack.map_or(now, |last| last + URGENT_INTERVAL);
+        Some(if is_urgent { usual.min(urgent) } else { usual })
+    }
+
+    /// Makes the next ACK that covers `version` leave without the usual pause.
+    pub(super) fn hurry(&mut self, version: u64) {
+        let first = self.urgent.map_or(version, |(first, _)| first);
+        self.urgent = Some((first, version));
     }
 
     /// Queues an ACK for a version that has just been programmed.
@@ -145,6 +162,11 @@ impl Outbox {
         } else {
             self.ready_at(now).filter(|at| *at <= now)?;
             let WaitingAck { mut ack, programmed } = self.ack.take()?;
+            self.last_ack = Some(now);
+            self.urgent = self.urgent.filter(|(_, last)| *last > ack.version);
+            if let Some((first, _)) = &mut self.urgent {
+                *first = (*first).max(ack.version + 1);
+            }
             self.next_ack = Some(now + Duration::from_millis(fastrand::u64(ACK_INTERVAL_MS)));
             let ago = |at: Instant| u64::try_from((now - at).as_micros()).unwrap_or(u64::MAX);
             let mut earlier: Vec<_> = programmed

@@ -16,6 +16,7 @@ use tracing::{debug, info};
 
 use super::{
     answers::Answers,
+    barriers::{Barriers, OfStream},
     context::{Context, SessionConfig},
     failover::{Failover, HeldState, Trouble, choose},
     machine::{Effect, Machine, Welcomed},
@@ -45,6 +46,8 @@ pub(super) struct Stream {
     pub(super) reporter: Reporter,
     /// Answers the replica's queries.
     pub(super) answers: Answers,
+    /// Requests of pods that stop.
+    pub(super) barriers: OfStream,
     /// Decides when to look for a better replica.
     pub(super) failover: Failover,
     pub(super) silent_after: Duration,
@@ -98,6 +101,11 @@ impl Stream {
                         permit.send(message);
                     }
                 }
+                Ok(permit) = barrier_permit(&self.barriers.0, &outgoing) => {
+                    if let Some(message) = self.barriers.0.pop() {
+                        permit.send(message);
+                    }
+                }
                 Ok(permit) = answer_permit(&mut self.answers, &outgoing) => {
                     if let Some(message) = self.answers.pop() {
                         permit.send(message);
@@ -109,6 +117,9 @@ impl Stream {
                 }
                 message = self.incoming.message() => {
                     let Some(message) = message? else { return Ok(StreamEnd::Closed) };
+                    if let Some(ServerBody::Batch(v1::Batch { version, acknowledge_at_once: true, .. })) = message.body {
+                        self.reporter.outbox.hurry(version);
+                    }
                     let brings_state = message.body.as_ref().is_some_and(brings_state);
                     for effect in context.machine.on_message(message)? {
                         self.on_effect(context, effect, replica, welcomed_at).await?;
@@ -171,6 +182,7 @@ impl Stream {
                 self.reporter.reject(nack);
             }
             Effect::Query(query) => self.answers.ask(query),
+            Effect::Barrier(answer) => self.barriers.0.answered(answer),
             Effect::Heartbeat { source_age, head_version, source, snapshots_sent } => {
                 context.metrics.set_source_age(source_age);
                 context.metrics.head_version.set(head_version);
@@ -188,7 +200,8 @@ impl Stream {
     }
 
     fn on_welcome(&mut self, context: &Context, welcomed: Welcomed, replica: &Target) {
-        let Welcomed { replica: name, epoch, mode, heartbeat_interval, source } = welcomed;
+        let Welcomed { replica: name, epoch, mode, heartbeat_interval, source, answers_barriers } = welcomed;
+        self.barriers.0.begin_stream(answers_barriers);
         context.metrics.set_source_state(source);
         self.failover.on_source(source, Instant::now());
         info!(%replica, name, ?mode, "connected");
@@ -255,6 +268,15 @@ fn brings_state(body: &ServerBody) -> bool {
         body,
         ServerBody::Welcome(_) | ServerBody::Batch(_) | ServerBody::SnapshotChunk(_) | ServerBody::SnapshotEnd(_)
     )
+}
+
+/// Waits until a request of a pod is ready, and then until the transport accepts a message.
+async fn barrier_permit<'a>(
+    barriers: &Barriers,
+    outgoing: &'a mpsc::Sender<v1::AgentMessage>,
+) -> Result<mpsc::Permit<'a, v1::AgentMessage>, mpsc::error::SendError<()>> {
+    barriers.ready().await;
+    outgoing.reserve().await
 }
 
 /// Waits until an answer is ready, and then until the transport accepts a message.

@@ -5,11 +5,15 @@
 mod discovery;
 mod inspect;
 mod pages;
+mod peers;
 mod standing;
 
 use std::{sync::Arc, time::SystemTime};
 
-use headgate_proto::{FILE_DESCRIPTOR_SET, v1::inspect_server::InspectServer};
+use headgate_proto::{
+    FILE_DESCRIPTOR_SET,
+    v1::{inspect_server::InspectServer, peers_server::PeersServer},
+};
 use tonic::{
     Request, Status,
     service::{Routes, interceptor::InterceptedService},
@@ -22,7 +26,7 @@ use super::{
     context::{Context, Lifecycle, Warning},
     stream::Streams,
 };
-use crate::identity::Peer;
+use crate::identity::{Denied, Peer};
 
 /// Longest message of a request to the general server. The messages contain little more than names.
 /// The limit is small because the server allocates memory for the whole message as soon as it has
@@ -68,10 +72,13 @@ pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_refle
     };
     let inspect = InspectServer::new(Inspector(Arc::clone(&streams.fleet)));
     let inspect = inspect.max_decoding_message_size(MAX_REQUEST_BYTES);
+    let answerer = peers::Answerer { fleet: Arc::clone(&streams.fleet), barrier: Arc::clone(&streams.barrier) };
+    let peers = PeersServer::new(answerer).max_decoding_message_size(MAX_REQUEST_BYTES);
     let reflection_v1 = reflection().build_v1()?.max_decoding_message_size(MAX_REQUEST_BYTES);
     let reflection_v1alpha = reflection().build_v1alpha()?.max_decoding_message_size(MAX_REQUEST_BYTES);
     Ok(Routes::new(Discovery(Arc::clone(&streams.fleet)))
         .add_service(InterceptedService::new(inspect, readers_only(context)))
+        .add_service(InterceptedService::new(peers, replicas_only(context)))
         .add_service(health.max_decoding_message_size(MAX_REQUEST_BYTES))
         .add_service(InterceptedService::new(reflection_v1, readers_only(context)))
         .add_service(InterceptedService::new(reflection_v1alpha, readers_only(context))))
@@ -80,12 +87,24 @@ pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_refle
 /// Returns a filter that rejects requests of clients that may not use Inspect and reflection. The
 /// health service has no filter: every client with a trusted certificate may use it.
 fn readers_only(context: &Arc<Context>) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone + use<> {
+    let nodes_may_inspect = context.settings.nodes_may_inspect;
+    only(context, move |peer| peer.may_inspect(nodes_may_inspect, SystemTime::now()))
+}
+
+/// Returns a filter that rejects requests of clients that are not replicas.
+fn replicas_only(context: &Arc<Context>) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone + use<> {
+    only(context, |peer| peer.may_ask_as_replica(SystemTime::now()))
+}
+
+fn only<F: Fn(&Peer) -> Result<(), Denied> + Clone>(
+    context: &Arc<Context>,
+    may: F,
+) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone + use<F> {
     let context = Arc::clone(context);
     move |request| {
         let peer = request.extensions().get::<Peer>();
         let peer = peer.ok_or_else(|| Status::internal("the connection has no peer"))?;
-        let allowed = peer.may_inspect(context.settings.nodes_may_inspect, SystemTime::now());
-        allowed.map_err(|denied| {
+        may(peer).map_err(|denied| {
             context.metrics.count_request_denied(denied.reason());
             if context.warnings.admit(Warning::RequestRefused, tokio::time::Instant::now()) {
                 tracing::warn!(address = %peer.address, reason = denied.reason(), %denied, "request refused");

@@ -1,6 +1,6 @@
 //! Settings of the servers, from the command line.
 
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
 use headgate_core::ServiceKey;
 
@@ -27,6 +27,32 @@ pub struct Settings {
     /// The Service whose ready endpoints are the replicas. Agents are balanced between these
     /// replicas. `None` turns balancing off.
     pub balance_service: Option<ServiceKey>,
+    /// The other replicas, for the drain barrier. `None` turns the barrier off.
+    pub peers: Option<PeerSettings>,
+    /// How long all replicas must have run before a Node without a stream counts as not covered by
+    /// the drain barrier.
+    pub uncovered_after: Duration,
+}
+
+/// The other replicas, and how to connect to them.
+#[derive(Debug, Clone, Default)]
+pub struct PeerSettings {
+    /// `HOST:PORT` of each replica, or of a headless Service whose addresses are the replicas. The
+    /// list may include this replica. Empty if this replica is the only one.
+    pub names: Vec<(String, u16)>,
+    /// The files of certificate, key and authorities; `None` without TLS.
+    pub tls: Option<PeerTls>,
+}
+
+/// The files for TLS between replicas.
+#[derive(Debug, Clone)]
+pub struct PeerTls {
+    /// The certificate, with the URI `headgate://replica/NAME`.
+    pub cert: PathBuf,
+    /// The key of the certificate.
+    pub key: PathBuf,
+    /// The authorities that sign the certificates of replicas.
+    pub ca: PathBuf,
 }
 
 impl Default for Settings {
@@ -41,6 +67,8 @@ impl Default for Settings {
             drain_grace: Duration::from_secs(2),
             nodes_may_inspect: false,
             balance_service: None,
+            peers: None,
+            uncovered_after: Duration::from_secs(600),
         }
     }
 }

@@ -13,7 +13,7 @@ use headgate_core::node_state::{NodeState, SourceState};
 use headgate_proto::v1;
 
 use super::{
-    End, Queries, Record,
+    Answers, End, Queries, Record,
     progress::{Counted, Progress},
     record::{clip, programmed},
 };
@@ -31,6 +31,8 @@ pub(crate) struct Agent {
     /// True if the agent answers queries about its node.
     pub(super) answers_queries: bool,
     pub(crate) queries: Queries,
+    /// Requests of the agent about pods of its node.
+    pub(crate) barriers: Answers,
     pub(crate) connected: SystemTime,
     pub(crate) resume: ResumeMode,
     pub(crate) resumed_resources: AtomicU64,
@@ -59,6 +61,7 @@ impl Agent {
             agent_version: clip(&hello.agent_version).to_owned(),
             answers_queries: hello.answers_queries,
             queries: Queries::default(),
+            barriers: Answers::default(),
             connected: SystemTime::now(),
             resume,
             resumed_resources: AtomicU64::new(0),
@@ -144,6 +147,7 @@ impl Agent {
 
     pub(super) fn leave(&self) {
         self.queries.close();
+        self.barriers.close();
         if let Some((progress, counted)) = self.counted().take() {
             progress.leave(&self.node, counted);
         }

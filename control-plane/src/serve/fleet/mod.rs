@@ -1,6 +1,7 @@
 //! The agents that follow this replica, and what they have programmed.
 
 mod agent;
+mod answers;
 mod ask;
 pub(crate) mod balance;
 mod end;
@@ -11,16 +12,18 @@ mod record;
 mod wait;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
+use headgate_core::ServiceKey;
 use tokio::sync::Semaphore;
 use tonic::Status;
 
 pub(crate) use self::{
     agent::Agent,
+    answers::Answers,
     end::End,
     lateness::Lateness,
     progress::Progress,
@@ -57,6 +60,19 @@ struct Registry {
     /// For each node, the time at which the node has its full allowance of [`STREAMS_AT_ONCE`]
     /// again.
     full_at: HashMap<Arc<str>, Instant>,
+    /// Nodes without a stream that had a stream before, and whether some were left out.
+    departed: (BTreeSet<Arc<str>>, bool),
+}
+
+/// The agents of a replica, as the drain barrier sees them.
+#[derive(Debug, Default)]
+pub(crate) struct Confirmations {
+    pub(crate) confirmed: Vec<String>,
+    pub(crate) unconfirmed: Vec<String>,
+    /// Nodes that had a stream and have no stream now.
+    pub(crate) departed: Vec<String>,
+    /// False if `departed` is not complete.
+    pub(crate) knows_departed: bool,
 }
 
 impl Fleet {
@@ -101,7 +117,11 @@ impl Fleet {
     /// rules. After an agent has connected, it reports at once which version its kernel has
     /// (discovery.proto, section 7).
     pub(crate) fn enter(&self, agent: &Arc<Agent>) {
-        let old = self.registry().present.insert(Arc::clone(&agent.node), Arc::clone(agent));
+        let old = {
+            let mut registry = self.registry();
+            registry.departed.0.remove(&agent.node);
+            registry.present.insert(Arc::clone(&agent.node), Arc::clone(agent))
+        };
         if let Some(old) = &old {
             old.leave();
         }
@@ -119,7 +139,35 @@ impl Fleet {
         let mut registry = self.registry();
         if registry.present.get(&agent.node).is_some_and(|present| Arc::ptr_eq(present, agent)) {
             registry.present.remove(&agent.node);
+            let (departed, is_incomplete) = &mut registry.departed;
+            if departed.len() < MAX_REMEMBERED {
+                departed.insert(Arc::clone(&agent.node));
+            } else {
+                *is_incomplete = true;
+            }
         }
+    }
+
+    /// Returns which agents confirm that their kernels have `version` and that they reject none of
+    /// the services. If the version is `None`, no agent confirms.
+    pub(crate) fn confirmations(&self, version: Option<u64>, services: &BTreeSet<ServiceKey>) -> Confirmations {
+        let (agents, departed, is_incomplete) = {
+            let registry = self.registry();
+            let agents: Vec<_> = registry.present.values().cloned().collect();
+            (agents, registry.departed.0.iter().map(ToString::to_string).collect(), registry.departed.1)
+        };
+        let mut found = Confirmations { departed, knows_departed: !is_incomplete, ..Confirmations::default() };
+        for agent in agents {
+            let is_confirmed = version.is_some_and(|version| agent.record().confirms(version, services));
+            let list = if is_confirmed { &mut found.confirmed } else { &mut found.unconfirmed };
+            list.push(agent.node.to_string());
+        }
+        found
+    }
+
+    /// Returns true if the agent of a node confirms `version` and rejects none of the services.
+    pub(crate) fn confirms(&self, node: &str, version: u64, services: &BTreeSet<ServiceKey>) -> bool {
+        self.get(node).is_some_and(|agent| agent.record().confirms(version, services))
     }
 
     /// Returns true if a node has a stream.
@@ -147,6 +195,10 @@ impl NodeObserver for Fleet {
         if let Some(agent) = self.registry().present.get(name) {
             agent.signal().change_node();
         }
+        if self.context.store.node(name).node.is_none() {
+            self.registry().departed.0.remove(name);
+        }
+        self.progress.node_changed();
     }
 }
 

@@ -64,6 +64,16 @@ pub(crate) struct Progress {
     metrics: Arc<Metrics>,
     counts: Mutex<Counts>,
     changed: watch::Sender<()>,
+    outline: watch::Sender<Outline>,
+}
+
+/// What the drain barrier has to know about the fleet. It changes much less often than the counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Outline {
+    /// The version that the kernels of all agents have; 0 if a kernel has no state.
+    pub(crate) floor: u64,
+    /// Grows when an agent connects, leaves, or changes its rejections, and when a Node changes.
+    pub(crate) members: u64,
 }
 
 /// The reports of an agent: whether it fails, whether it has acknowledged a state, and the version
@@ -149,20 +159,39 @@ impl Counts {
         self.members.first_key_value().map(|(version, _)| *version)
     }
 
-    fn note_rejections(&mut self, node: &Arc<str>, record: &Record) {
-        if !record.rejections.is_empty() {
-            if !self.rejecting.get(node).is_some_and(|known| Arc::ptr_eq(known, &record.rejections)) {
-                self.rejecting.insert(Arc::clone(node), Arc::clone(&record.rejections));
-            }
-        } else if !self.rejecting.is_empty() {
-            self.rejecting.remove(node);
+    /// Returns true if the rejections have changed.
+    fn note_rejections(&mut self, node: &Arc<str>, record: &Record) -> bool {
+        if record.rejections.is_empty() {
+            return !self.rejecting.is_empty() && self.rejecting.remove(node).is_some();
         }
+        let is_known = self.rejecting.get(node).is_some_and(|known| Arc::ptr_eq(known, &record.rejections));
+        if !is_known {
+            self.rejecting.insert(Arc::clone(node), Arc::clone(&record.rejections));
+        }
+        !is_known
+    }
+
+    /// Returns the version that the kernels of all agents have. Without agents, returns the highest
+    /// number.
+    fn floor(&self) -> u64 {
+        let lowest = |failing: bool, has_state: bool| {
+            let reports = (failing, has_state, 0)..=(failing, has_state, u64::MAX);
+            self.all.range(reports).next().map(|((_, has_state, version), _)| if *has_state { *version } else { 0 })
+        };
+        let kinds = [(false, false), (false, true), (true, false), (true, true)];
+        kinds.into_iter().filter_map(|(failing, has_state)| lowest(failing, has_state)).min().unwrap_or(u64::MAX)
     }
 }
 
 impl Progress {
     pub(crate) fn new(store: Arc<Store>, metrics: Arc<Metrics>) -> Self {
-        Self { store, metrics, counts: Mutex::default(), changed: watch::Sender::new(()) }
+        Self {
+            store,
+            metrics,
+            counts: Mutex::default(),
+            changed: watch::Sender::new(()),
+            outline: watch::Sender::new(Outline { floor: u64::MAX, members: 0 }),
+        }
     }
 
     fn counts(&self) -> MutexGuard<'_, Counts> {
@@ -174,6 +203,31 @@ impl Progress {
         self.changed.subscribe()
     }
 
+    /// Returns a receiver that is notified when the outline changes.
+    pub(crate) fn outlines(&self) -> watch::Receiver<Outline> {
+        self.outline.subscribe()
+    }
+
+    /// Returns the present outline.
+    pub(crate) fn outline(&self) -> Outline {
+        *self.outline.borrow()
+    }
+
+    /// Notifies the receivers of the outline that a Node has changed.
+    pub(super) fn node_changed(&self) {
+        self.outline.send_modify(|outline| outline.members += 1);
+    }
+
+    fn update_outline(&self, counts: &Counts, members_changed: bool) {
+        let floor = counts.floor();
+        self.outline.send_if_modified(|outline| {
+            let has_changed = outline.floor != floor || members_changed;
+            outline.floor = floor;
+            outline.members += u64::from(members_changed);
+            has_changed
+        });
+    }
+
     /// Counts an agent that has connected.
     pub(crate) fn enter(&self, node: &Arc<str>, record: &Record) -> Counted {
         let head = self.store.version();
@@ -183,6 +237,7 @@ impl Progress {
         let mut counts = self.counts();
         counts.count(counted);
         counts.note_rejections(node, record);
+        self.update_outline(&counts, true);
         drop(counts);
         self.changed.send_replace(());
         counted
@@ -201,7 +256,7 @@ impl Progress {
         counted.take(record);
         counted.join();
         let mut counts = self.counts();
-        counts.note_rejections(node, record);
+        let has_rejections = counts.note_rejections(node, record);
         if *counted != old {
             if old.joins_at.is_none() {
                 counts.note_programmed(old.version, programmed);
@@ -212,6 +267,7 @@ impl Progress {
             counts.discount(old);
             self.measure(&mut counts);
         }
+        self.update_outline(&counts, has_rejections);
         drop(counts);
         self.changed.send_replace(());
     }
@@ -221,6 +277,7 @@ impl Progress {
         let mut counts = self.counts();
         counts.discount(counted);
         counts.rejecting.remove(node);
+        self.update_outline(&counts, true);
         if let Some(oldest) = counts.oldest_member() {
             counts.measured_to(oldest);
         }

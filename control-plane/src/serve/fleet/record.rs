@@ -1,12 +1,12 @@
 //! The last reports of an agent, cut to a bounded size.
 
 use std::{
-    collections::HashSet,
+    collections::{BTreeSet, HashSet},
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use headgate_core::node_state::Reported;
+use headgate_core::{ServiceKey, node_state::Reported};
 use headgate_proto::v1;
 
 /// The maximum number of stored items of each list that an agent sent, such as rejections.
@@ -65,6 +65,15 @@ impl Record {
         !self.last_error.is_empty() || !self.rejections.is_empty()
     }
 
+    /// Returns true if the kernel has `version`, and the agent rejects none of the services and none
+    /// of their endpoints. Returns false if the list of rejections is full, because the replica may
+    /// have forgotten rejections.
+    pub(crate) fn confirms(&self, version: u64, services: &BTreeSet<ServiceKey>) -> bool {
+        let concerns = |rejection: &v1::Rejection| services.iter().any(|key| names(&rejection.resource, key));
+        let is_clear = self.rejections.len() < MAX_LISTED && !self.rejections.iter().any(concerns);
+        self.has_state() && self.kernel_version() >= version && is_clear
+    }
+
     pub(crate) fn status(&mut self, status: &v1::AgentStatus) {
         self.backend = clip(&status.backend).to_owned();
         self.degraded = status.degraded.iter().take(MAX_LISTED).map(|text| clip(text).to_owned()).collect();
@@ -109,6 +118,15 @@ impl Record {
         }
         let excess = rejections.len().saturating_sub(MAX_LISTED);
         rejections.drain(..excess);
+    }
+}
+
+/// Returns true if a rejected resource is a Service, one of its endpoints, or all its endpoints.
+fn names(resource: &str, key: &ServiceKey) -> bool {
+    match resource.split_once(' ') {
+        Some(("Service", rejected)) => *rejected == key.to_string(),
+        Some(("Endpoint", rejected)) => rejected.split(' ').next() == Some(&key.to_string()),
+        _ => resource.strip_prefix("endpoints of service ") == Some(key.name.as_str()),
     }
 }
 

@@ -1,9 +1,12 @@
 //! Handles the messages that an agent sends after its `Hello`.
 
+use std::sync::Arc;
+
 use headgate_proto::v1::{self, agent_message::Body};
 use tokio::time::Instant;
 use tonic::Status;
 
+use super::Streams;
 use crate::{
     metrics::Metrics,
     serve::{
@@ -34,8 +37,8 @@ pub(crate) fn closed_by_agent() -> End {
 /// # Errors
 ///
 /// The end of the stream, after a second `Hello`.
-pub(crate) fn take(message: v1::AgentMessage, agent: &Agent, context: &Context) -> Result<(), End> {
-    let Context { metrics, warnings, .. } = context;
+pub(super) fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Streams) -> Result<(), End> {
+    let Context { metrics, warnings, .. } = &*streams.context;
     let Some(body) = message.body else {
         // The message is empty, or has a type that only newer agents send (discovery.proto, section
         // 12).
@@ -81,6 +84,10 @@ pub(crate) fn take(message: v1::AgentMessage, agent: &Agent, context: &Context) 
             if !agent.queries.answer(answer) {
                 metrics.count_ignored("unknown_query");
             }
+        }
+        Body::Barrier(request) => {
+            metrics.count_agent_message("barrier");
+            streams.barrier.begin(agent, request);
         }
         Body::Status(status) => {
             metrics.count_agent_message("status");

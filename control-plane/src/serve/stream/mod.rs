@@ -14,6 +14,7 @@ pub(crate) use self::{
     session::{Session, closed_before_hello, no_hello_in_time, stopping},
 };
 use super::{
+    barrier::Barrier,
     context::{Context, Settings, Visited},
     fleet::Fleet,
 };
@@ -26,6 +27,7 @@ pub(crate) const SYNC_PATH: &str = "/headgate.v1.Discovery/Sync";
 pub(crate) struct Streams {
     pub(crate) context: Arc<Context>,
     pub(crate) fleet: Arc<Fleet>,
+    pub(crate) barrier: Arc<Barrier>,
     snapshots: Arc<SnapshotQueue>,
     _visited: Visited,
 }
@@ -37,6 +39,7 @@ impl Streams {
         let context = Context::new(store, metrics, settings);
         let visited = context.visits.add(Arc::<SnapshotQueue>::clone(&snapshots));
         let fleet = Fleet::new(Arc::clone(&context));
-        Arc::new(Self { context, fleet, snapshots, _visited: visited })
+        let barrier = Barrier::new(Arc::clone(&fleet));
+        Arc::new(Self { context, fleet, barrier, snapshots, _visited: visited })
     }
 }

@@ -154,6 +154,7 @@ impl Session {
             behind_wait_ms: to_ms(context.settings.behind_wait),
             head_version: Some(store.version()),
             source_state: v1::SourceState::from(sent_source).into(),
+            answers_barriers: true,
         }));
         Self {
             position,
@@ -189,7 +190,7 @@ impl Session {
     ///
     /// The end of the stream.
     pub(crate) fn take(&self, message: v1::AgentMessage) -> Result<(), End> {
-        inbound::take(message, &self.agent, &self.streams.context)
+        inbound::take(message, &self.agent, &self.streams)
     }
 
     /// Returns why the stream has to end, or `None` if the stream continues.
@@ -215,6 +216,7 @@ impl Session {
             // Nothing waits for a query: the stream sends everything else first.
             None => self
                 .next_message(now)
+                .or_else(|| self.agent.barriers.take().map(|answer| server_frame(Body::Barrier(answer))))
                 .or_else(|| self.agent.queries.take_unsent().map(|query| server_frame(Body::Query(query)))),
         };
         if let Some(bytes) = &bytes {

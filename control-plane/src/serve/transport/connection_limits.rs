@@ -49,7 +49,8 @@ impl Holder {
     fn of(identity: &Identity) -> Option<Self> {
         match identity {
             Identity::Node(name) => Some(Self::Node(Arc::clone(name))),
-            Identity::Reader(name) => Some(Self::Reader(Arc::clone(name))),
+            // Replicas are few, and each opens one connection.
+            Identity::Reader(name) | Identity::Replica(name) => Some(Self::Reader(Arc::clone(name))),
             Identity::Unusable(_) => Some(Self::Nobody),
             Identity::Unchecked => None,
         }

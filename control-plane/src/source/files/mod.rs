@@ -182,14 +182,15 @@ impl Intake {
         if let Some(problems) = self.model.take_problems() {
             super::show_problems(&*self.sink, &mut self.shown_problems, problems);
         }
-        let (changes, nodes) = self.model.take_changes();
+        let ((changes, nodes), pods) = (self.model.take_changes(), self.model.take_pods());
         let is_first = self.position_ms == 0;
-        if is_first || !(changes.is_empty() && nodes.is_empty()) {
+        if is_first || !(changes.is_empty() && nodes.is_empty() && pods.is_empty()) {
             self.position_ms = unix_ms().max(self.position_ms + 1);
             let positions = vec![(SourceKind::Files, self.position_ms)];
             self.sink.commit(Transaction {
                 changes,
                 nodes,
+                pods,
                 positions,
                 received: Some(received),
                 ..Transaction::default()

@@ -176,11 +176,12 @@ impl Applier {
         if !self.unlisted.is_empty() {
             return;
         }
-        let (changes, nodes) = self.model.take_changes();
+        let ((changes, nodes), pods) = (self.model.take_changes(), self.model.take_pods());
         let positions: Vec<_> = std::mem::take(&mut self.positions).into_iter().collect();
         let bookmarks: Vec<_> = std::mem::take(&mut self.bookmarks).into_iter().collect();
-        if !(changes.is_empty() && nodes.is_empty() && positions.is_empty() && bookmarks.is_empty()) {
-            self.sink.commit(Transaction { changes, nodes, positions, bookmarks, received });
+        let has_resources = !(changes.is_empty() && nodes.is_empty() && pods.is_empty());
+        if has_resources || !(positions.is_empty() && bookmarks.is_empty()) {
+            self.sink.commit(Transaction { changes, nodes, pods, positions, bookmarks, received });
         }
         if !std::mem::replace(&mut self.is_synced, true) {
             self.sink.synced();

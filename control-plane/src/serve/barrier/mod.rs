@@ -1,0 +1,341 @@
+//! The drain barrier: says when no node sends new connections to a pod that stops
+//! (discovery.proto, section 18).
+//!
+//! `here.rs` answers from the store and the agents of this replica. `peers.rs` asks the other
+//! replicas. This file combines the answers. Each decision follows from one round of answers, so
+//! that a node that moves between replicas is confirmed by nobody or by its present replica.
+
+mod here;
+mod peers;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    sync::Arc,
+    time::Duration,
+};
+
+use futures::{
+    StreamExt as _,
+    future::{BoxFuture, join_all},
+    stream::FuturesUnordered,
+};
+use headgate_core::{ServiceKey, dns_name::check_subdomain};
+use headgate_proto::v1::{self, barrier_answer::Result as Outcome, confirm_answer::State};
+use tokio::time::{Instant, sleep, sleep_until};
+
+pub(crate) use self::here::{Question, confirm};
+use self::{
+    here::{Used, used},
+    peers::{Known, Link, Peers},
+};
+use super::fleet::{Agent, Fleet};
+use crate::store::{NoPod, PodEndpoints, PodName};
+
+/// The longest wait for an answer.
+const MAX_TIMEOUT: Duration = Duration::from_secs(3_600);
+
+/// The shortest time between two looks at the store for one request.
+const PACE: Duration = Duration::from_millis(50);
+
+/// How long to wait before a silent replica is asked again.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// The maximum number of names in each list of an answer.
+const MAX_NAMED: usize = 1_000;
+
+/// The maximum number of unconfirmed nodes whose arrival at a replica is awaited.
+const MAX_AWAITED: usize = 256;
+
+/// Answers the requests of agents.
+pub(crate) struct Barrier {
+    fleet: Arc<Fleet>,
+    /// `None` if the options do not name the other replicas.
+    peers: Option<Peers>,
+    /// How long all replicas must have run before a Node without a stream counts as not covered.
+    uncovered_after: Duration,
+    pub(crate) started: Instant,
+}
+
+impl Barrier {
+    /// Creates the barrier of a replica.
+    pub(crate) fn new(fleet: Arc<Fleet>) -> Arc<Self> {
+        let settings = &fleet.context.settings;
+        let peers = settings.peers.clone().map(|peers| Peers::new(peers, fleet.context.store.epoch()));
+        let uncovered_after = settings.uncovered_after;
+        Arc::new(Self { peers, uncovered_after, started: Instant::now(), fleet })
+    }
+
+    /// Starts to answer a request of an agent. The answer is sent on the agent's stream.
+    pub(crate) fn begin(self: &Arc<Self>, agent: &Arc<Agent>, request: v1::BarrierRequest) {
+        agent.barriers.cancel(request.id);
+        if request.is_cancelled {
+            return;
+        }
+        // Without a runtime there is no stream either.
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let (barrier, asker, id) = (Arc::clone(self), Arc::clone(agent), request.id);
+        let work = async move {
+            let waiting = barrier.fleet.context.metrics.barrier_waits();
+            let answer = barrier.answer(&asker.node, request).await;
+            drop(waiting);
+            barrier.fleet.context.metrics.count_barrier(answer.result());
+            asker.barriers.finish(answer);
+            asker.signal().wake();
+        };
+        if !agent.barriers.begin(id, || runtime.spawn(work).abort_handle()) {
+            agent.signal().wake();
+        }
+    }
+
+    async fn answer(&self, node: &str, request: v1::BarrierRequest) -> v1::BarrierAnswer {
+        let id = request.id;
+        let outcome = match self.peers.as_ref() {
+            None => Err("the drain barrier is off: start every control plane replica with --peers".to_owned()),
+            Some(peers) => match pod_name(&request) {
+                Ok(pod) => self.wait(peers, node, &pod, &request).await,
+                Err(problem) => Err(problem),
+            },
+        };
+        let answer = outcome.unwrap_or_else(|reason| v1::BarrierAnswer { reason, ..v1::BarrierAnswer::default() });
+        v1::BarrierAnswer { id, ..answer }
+    }
+
+    async fn wait(
+        &self,
+        peers: &Peers,
+        node: &str,
+        pod: &PodName,
+        request: &v1::BarrierRequest,
+    ) -> Result<v1::BarrierAnswer, String> {
+        let start = Instant::now();
+        let deadline = start + Duration::from_millis(request.timeout_ms).min(MAX_TIMEOUT);
+        loop {
+            let endpoints = match self.until_unused(node, pod, deadline).await? {
+                Ok(endpoints) => endpoints,
+                Err(answer) => return Ok(answer),
+            };
+            let silent_at = Instant::now() + Duration::from_millis(request.silent_ms).min(MAX_TIMEOUT);
+            let confirmed = self.until_confirmed(peers, &endpoints, silent_at.min(deadline)).await;
+            // The pod may have become the last endpoint meanwhile.
+            let is_unused = matches!(used(&self.fleet, refs(&endpoints)), Used::UnusedSince(_));
+            if is_unused || confirmed.result() != Outcome::Drained {
+                return Ok(confirmed);
+            }
+        }
+    }
+
+    /// Waits until the store shows that no endpoint of the pod is in use. The inner error is the
+    /// answer if this does not happen.
+    async fn until_unused(
+        &self,
+        node: &str,
+        pod: &PodName,
+        deadline: Instant,
+    ) -> Result<Result<PodEndpoints, v1::BarrierAnswer>, String> {
+        let store = &self.fleet.context.store;
+        let (mut head, mut moves) = (store.head(), store.moves());
+        loop {
+            head.borrow_and_update();
+            moves.borrow_and_update();
+            let now = Instant::now();
+            let endpoints = store.pod(pod).map_err(|problem| no_pod(pod, problem))?;
+            if endpoints.node.as_deref() != Some(node) {
+                let there = endpoints.node.as_deref().unwrap_or("no node");
+                return Err(format!("the pod runs on {there} and not on node {node}: ask the agent of its own node"));
+            }
+            let reason = match used(&self.fleet, refs(&endpoints)) {
+                Used::UnusedSince(_) => return Ok(Ok(endpoints)),
+                Used::Last(reason) => {
+                    let reason = format!("{reason}, so it keeps receiving connections");
+                    return Ok(Err(v1::BarrierAnswer { result: Outcome::Last.into(), reason, ..Default::default() }));
+                }
+                Used::InUse(reason) => reason,
+            };
+            if now >= deadline {
+                let reason = format!("the source does not show that the pod stops: {reason}");
+                let nodes = store.node_names().iter().map(ToString::to_string).collect();
+                return Ok(Err(incomplete(&nodes, reason, &BTreeSet::new())));
+            }
+            tokio::select! {
+                Ok(()) = head.changed() => {}
+                Ok(()) = moves.changed() => {}
+                () = sleep_until(deadline) => {}
+            }
+            sleep_until((now + PACE).min(deadline)).await;
+        }
+    }
+
+    /// Asks all replicas until they confirm every node, or until `limit`.
+    async fn until_confirmed(&self, peers: &Peers, pod: &PodEndpoints, limit: Instant) -> v1::BarrierAnswer {
+        let store = &self.fleet.context.store;
+        let positions = store.changed_positions().into_iter().filter(|(kind, _)| kind.is_comparable()).collect();
+        let endpoints = pod.endpoints.iter().map(|(key, address)| ((**key).clone(), *address)).collect();
+        let mut question = Question { endpoints, positions, awaited: Vec::new() };
+        loop {
+            let Known { links, is_complete } = peers.known().await;
+            question.awaited.clear();
+            let asked = self.ask_all(&links, &question, limit);
+            let round = Round::of(join_all(asked).await, is_complete);
+            if let Some(reason) = round.last {
+                return v1::BarrierAnswer { result: Outcome::Last.into(), reason, ..Default::default() };
+            }
+            let nodes: BTreeSet<String> = store.node_names().iter().map(ToString::to_string).collect();
+            let (missing, uncovered) = round.missing(&nodes, self.uncovered_after);
+            if missing.is_empty() {
+                let answer = v1::BarrierAnswer { result: Outcome::Drained.into(), ..Default::default() };
+                return with_uncovered(answer, &uncovered);
+            }
+            if Instant::now() >= limit {
+                return incomplete(&missing, round.reason(), &uncovered);
+            }
+            question.awaited = missing.into_iter().take(MAX_AWAITED).collect();
+            let first = async {
+                let mut asked: FuturesUnordered<_> =
+                    links.iter().map(|link| self.ask_again(link, &question, limit)).collect();
+                asked.push(Box::pin(async { drop(confirm(&self.fleet, &question, limit, self.started).await) }));
+                asked.next().await;
+            };
+            first.await;
+        }
+    }
+
+    fn ask_all<'a>(
+        &'a self,
+        links: &'a [Arc<Link>],
+        question: &'a Question,
+        until: Instant,
+    ) -> Vec<BoxFuture<'a, Option<v1::ConfirmAnswer>>> {
+        let here = async move { Some(confirm(&self.fleet, question, until, self.started).await) };
+        let mut asked: Vec<BoxFuture<'a, _>> = vec![Box::pin(here)];
+        asked.extend(links.iter().map(|link| -> BoxFuture<'a, _> { Box::pin(link.confirm(question, until)) }));
+        asked
+    }
+
+    /// Asks a replica until it answers, or until `limit`.
+    fn ask_again<'a>(&'a self, link: &'a Link, question: &'a Question, limit: Instant) -> BoxFuture<'a, ()> {
+        Box::pin(async move {
+            while link.confirm(question, limit).await.is_none() && Instant::now() < limit {
+                sleep(RETRY).await;
+            }
+        })
+    }
+}
+
+/// The answers of one round.
+#[derive(Debug, Default)]
+struct Round {
+    confirmed: BTreeSet<String>,
+    unconfirmed: BTreeSet<String>,
+    departed: BTreeSet<String>,
+    /// The lowest uptime; 0 if a replica does not answer or has forgotten departed nodes.
+    uptime: Duration,
+    last: Option<String>,
+    problems: BTreeMap<String, String>,
+}
+
+impl Round {
+    fn of(answers: Vec<Option<v1::ConfirmAnswer>>, is_complete: bool) -> Self {
+        let mut round = Self { uptime: Duration::MAX, ..Self::default() };
+        if !is_complete {
+            round.uptime = Duration::ZERO;
+            round.problems.insert("--peers".into(), "a name does not resolve".into());
+        }
+        for answer in answers {
+            let Some(answer) = answer else {
+                round.uptime = Duration::ZERO;
+                round.problems.insert("a replica".into(), "it does not answer".into());
+                continue;
+            };
+            if answer.state() == State::Last {
+                round.last = Some(format!("{}, so it keeps receiving connections", answer.reason));
+            } else if !answer.reason.is_empty() {
+                round.problems.insert(format!("replica {}", answer.replica), answer.reason);
+            }
+            round.uptime = round.uptime.min(Duration::from_millis(answer.uptime_ms));
+            round.confirmed.extend(answer.confirmed);
+            round.unconfirmed.extend(answer.unconfirmed);
+            round.departed.extend(answer.departed);
+        }
+        round
+    }
+
+    /// Returns the unconfirmed nodes, and the nodes that are not covered. A replica that does not
+    /// confirm a node counts more than a replica that does, because the latter may not have noticed
+    /// yet that the node's stream has ended.
+    fn missing(&self, nodes: &BTreeSet<String>, uncovered_after: Duration) -> (BTreeSet<String>, BTreeSet<String>) {
+        let mut missing = self.unconfirmed.clone();
+        let mut uncovered = BTreeSet::new();
+        for node in nodes.iter().filter(|node| !self.confirmed.contains(*node) && !self.unconfirmed.contains(*node)) {
+            let is_known = self.departed.contains(node) || self.uptime < uncovered_after;
+            if is_known { &mut missing } else { &mut uncovered }.insert(node.clone());
+        }
+        (missing, uncovered)
+    }
+
+    fn reason(&self) -> String {
+        let problems = self.problems.iter().map(|(who, what)| format!("; {who}: {what}"));
+        let problems: String = problems.collect();
+        format!(
+            "these nodes have not confirmed that they stopped to use the pod; `headgatectl agents` shows why{problems}"
+        )
+    }
+}
+
+fn refs(pod: &PodEndpoints) -> impl Iterator<Item = (&ServiceKey, IpAddr)> {
+    pod.endpoints.iter().map(|(key, address)| (&**key, *address))
+}
+
+fn incomplete(missing: &BTreeSet<String>, reason: String, uncovered: &BTreeSet<String>) -> v1::BarrierAnswer {
+    let answer = v1::BarrierAnswer {
+        result: Outcome::Incomplete.into(),
+        reason,
+        unconfirmed: missing.iter().take(MAX_NAMED).cloned().collect(),
+        unconfirmed_count: missing.len() as u64,
+        ..v1::BarrierAnswer::default()
+    };
+    with_uncovered(answer, uncovered)
+}
+
+fn with_uncovered(answer: v1::BarrierAnswer, uncovered: &BTreeSet<String>) -> v1::BarrierAnswer {
+    v1::BarrierAnswer {
+        not_covered: uncovered.iter().take(MAX_NAMED).cloned().collect(),
+        not_covered_count: uncovered.len() as u64,
+        ..answer
+    }
+}
+
+/// Reads the pod that a request names.
+fn pod_name(request: &v1::BarrierRequest) -> Result<PodName, String> {
+    let v1::BarrierRequest { address, pod_namespace, pod_name, .. } = request;
+    if !pod_name.is_empty() {
+        for (what, name) in [("namespace", pod_namespace), ("name", pod_name)] {
+            check_subdomain(name).map_err(|problem| format!("the {what} of the pod: {problem}"))?;
+        }
+        return Ok(PodName::Named(pod_namespace.clone(), pod_name.clone()));
+    }
+    address_from_wire(address).map(PodName::Address).ok_or_else(|| "the request names no pod".to_owned())
+}
+
+/// Reads an address of 4 or 16 bytes.
+pub(crate) fn address_from_wire(bytes: &[u8]) -> Option<IpAddr> {
+    let ipv4 = <[u8; 4]>::try_from(bytes).map(IpAddr::from);
+    ipv4.or_else(|_| <[u8; 16]>::try_from(bytes).map(IpAddr::from)).ok()
+}
+
+fn no_pod(pod: &PodName, problem: NoPod) -> String {
+    match (pod, problem) {
+        (PodName::Address(address), NoPod::Unknown) => format!(
+            "no endpoint with the address {address} belongs to a pod: a pod without a Service need not wait; if the CNI masquerades, or the pod is in the \
+             host network, ask with ?pod=NAMESPACE/NAME from the node's address"
+        ),
+        (PodName::Named(namespace, name), NoPod::Unknown) => {
+            format!(
+                "no endpoint belongs to pod {namespace}/{name}: check the name; a pod without a Service need not wait"
+            )
+        }
+        (_, NoPod::Ambiguous) => {
+            "several pods have this address, as pods in the host network do: ask with ?pod=NAMESPACE/NAME".to_owned()
+        }
+    }
+}

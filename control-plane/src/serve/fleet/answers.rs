@@ -1,0 +1,96 @@
+//! The requests of one agent for the drain barrier, and the answers that wait to be sent
+//! (discovery.proto, section 18).
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use headgate_proto::v1;
+use tokio::task::AbortHandle;
+
+/// The maximum number of unanswered requests on a stream.
+const MAX_RUNNING: usize = 1_024;
+
+/// The requests and answers of one stream.
+#[derive(Debug, Default)]
+pub(crate) struct Answers {
+    /// True if an answer waits. Each visit of the stream reads this value without a lock.
+    has_unsent: AtomicBool,
+    open: Mutex<Open>,
+}
+
+#[derive(Debug, Default)]
+struct Open {
+    running: HashMap<u64, Option<AbortHandle>>,
+    unsent: VecDeque<v1::BarrierAnswer>,
+    /// True after the stream has ended.
+    is_over: bool,
+}
+
+impl Answers {
+    /// Starts the work for a request. `start` is called without a lock. Returns false if the request
+    /// is refused, because the stream has too many requests. The refusal is then among the answers.
+    pub(crate) fn begin(&self, id: u64, start: impl FnOnce() -> AbortHandle) -> bool {
+        {
+            let mut open = self.open();
+            if open.running.len() >= MAX_RUNNING {
+                let reason = format!("{MAX_RUNNING} requests of this node already wait: ask again later");
+                open.unsent.push_back(v1::BarrierAnswer { id, reason, ..v1::BarrierAnswer::default() });
+                self.has_unsent.store(true, Ordering::Release);
+                return false;
+            }
+            open.running.insert(id, None);
+        }
+        let handle = start();
+        let mut open = self.open();
+        match open.running.get_mut(&id) {
+            Some(slot) if slot.is_none() => *slot = Some(handle),
+            // The answer is there already, or the stream has ended.
+            _ => handle.abort(),
+        }
+        true
+    }
+
+    /// Adds the answer to a request. The caller wakes the stream.
+    pub(crate) fn finish(&self, answer: v1::BarrierAnswer) {
+        let mut open = self.open();
+        if open.running.remove(&answer.id).is_some() && !open.is_over {
+            open.unsent.push_back(answer);
+            self.has_unsent.store(true, Ordering::Release);
+        }
+    }
+
+    /// Ends a request without an answer.
+    pub(crate) fn cancel(&self, id: u64) {
+        if let Some(Some(handle)) = self.open().running.remove(&id) {
+            handle.abort();
+        }
+    }
+
+    /// Returns the next answer to send.
+    pub(crate) fn take(&self) -> Option<v1::BarrierAnswer> {
+        if !self.has_unsent.load(Ordering::Acquire) {
+            return None;
+        }
+        let mut open = self.open();
+        let next = open.unsent.pop_front();
+        self.has_unsent.store(!open.unsent.is_empty(), Ordering::Release);
+        next
+    }
+
+    /// Ends all requests, because the stream has ended.
+    pub(super) fn close(&self) {
+        let mut open = self.open();
+        open.is_over = true;
+        open.running.drain().filter_map(|(_, handle)| handle).for_each(|handle| handle.abort());
+        open.unsent.clear();
+    }
+
+    fn open(&self) -> MutexGuard<'_, Open> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,214 @@
+//! The pods of endpoints, for the drain barrier. Agents do not receive pods.
+//!
+//! A pod may ask after its endpoint was removed, so the last removed endpoints are remembered too.
+
+use std::{
+    collections::{BTreeSet, HashMap, VecDeque},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use headgate_core::ServiceKey;
+
+use super::Store;
+use crate::{objects::PodId, transaction::PodChange};
+
+/// The maximum number of remembered removed endpoints.
+const MAX_REMOVED: usize = 16_384;
+
+/// How a pod is named in a question.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum PodName {
+    /// By one of its addresses.
+    Address(IpAddr),
+    /// By namespace and name.
+    Named(String, String),
+}
+
+/// The endpoints of a pod.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct PodEndpoints {
+    /// Service and address of each endpoint, of both IP families. Not empty.
+    pub(crate) endpoints: BTreeSet<(Arc<ServiceKey>, IpAddr)>,
+    /// The node of the pod, if the EndpointSlices name one.
+    pub(crate) node: Option<Arc<str>>,
+}
+
+/// Why no pod has a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NoPod {
+    /// No endpoint belongs to such a pod.
+    Unknown,
+    /// Several pods have endpoints with the address, as pods in the host network do.
+    Ambiguous,
+}
+
+#[derive(Debug)]
+struct Entry {
+    service: Arc<ServiceKey>,
+    pod: PodId,
+    node: Option<Arc<str>>,
+    is_removed: bool,
+}
+
+/// The pods of all endpoints.
+#[derive(Debug, Default)]
+pub(super) struct Pods {
+    by_address: HashMap<IpAddr, Vec<Entry>>,
+    /// The addresses of pods, by the hash of the pod's name.
+    by_name: HashMap<u64, BTreeSet<IpAddr>>,
+    removed: VecDeque<(IpAddr, Arc<ServiceKey>, PodId)>,
+}
+
+impl Pods {
+    /// Applies a change. `service` is the key of the change's service.
+    pub(super) fn apply(&mut self, service: &Arc<ServiceKey>, address: IpAddr, pod: Option<(PodId, Option<Arc<str>>)>) {
+        let entries = self.by_address.entry(address).or_default();
+        for entry in entries.iter_mut().filter(|entry| entry.service == *service && !entry.is_removed) {
+            entry.is_removed = true;
+            self.removed.push_back((address, Arc::clone(service), entry.pod));
+        }
+        if let Some((pod, node)) = pod {
+            self.by_name.entry(pod.name()).or_default().insert(address);
+            entries.retain(|entry| !(entry.service == *service && entry.pod == pod));
+            entries.push(Entry { service: Arc::clone(service), pod, node, is_removed: false });
+        }
+        while self.removed.len() > MAX_REMOVED
+            && let Some((address, service, pod)) = self.removed.pop_front()
+        {
+            self.forget(address, &service, pod);
+        }
+    }
+
+    fn forget(&mut self, address: IpAddr, service: &ServiceKey, pod: PodId) {
+        let Some(entries) = self.by_address.get_mut(&address) else { return };
+        entries.retain(|entry| !(entry.is_removed && *entry.service == *service && entry.pod == pod));
+        if !entries.iter().any(|entry| entry.pod.name() == pod.name())
+            && let Some(addresses) = self.by_name.get_mut(&pod.name())
+        {
+            addresses.remove(&address);
+            if addresses.is_empty() {
+                self.by_name.remove(&pod.name());
+            }
+        }
+        if self.by_address.get(&address).is_some_and(Vec::is_empty) {
+            self.by_address.remove(&address);
+        }
+    }
+
+    fn entries_of(&self, addresses: impl IntoIterator<Item = IpAddr>) -> impl Iterator<Item = (IpAddr, &Entry)> {
+        addresses
+            .into_iter()
+            .flat_map(|address| self.by_address.get(&address).into_iter().flatten().map(move |entry| (address, entry)))
+    }
+
+    fn get(&self, name: &PodName) -> Result<PodEndpoints, NoPod> {
+        let (candidates, hash): (Vec<IpAddr>, _) = match name {
+            PodName::Address(address) => (vec![*address], None),
+            PodName::Named(_, pod) => {
+                let hash = PodId::name_hash(pod);
+                (self.by_name.get(&hash).into_iter().flatten().copied().collect(), Some(hash))
+            }
+        };
+        let is_named = |entry: &Entry| match name {
+            PodName::Address(_) => true,
+            PodName::Named(namespace, _) => Some(entry.pod.name()) == hash && entry.service.namespace == *namespace,
+        };
+        let named =
+            || self.entries_of(candidates.iter().copied()).map(|(_, entry)| entry).filter(|entry| is_named(entry));
+        // A removed endpoint counts only if no other pod has its address or its name now.
+        let live: Vec<&Entry> = named().filter(|entry| !entry.is_removed).collect();
+        let pod = match live.first() {
+            Some(first) if live.iter().all(|entry| entry.pod == first.pod) => first.pod,
+            Some(_) => return Err(NoPod::Ambiguous),
+            None => named().last().ok_or(NoPod::Unknown)?.pod,
+        };
+        let mut found = PodEndpoints::default();
+        let addresses = self.by_name.get(&pod.name()).into_iter().flatten().copied();
+        for (address, entry) in self.entries_of(addresses).filter(|(_, entry)| entry.pod == pod) {
+            found.endpoints.insert((Arc::clone(&entry.service), address));
+            found.node = found.node.or_else(|| entry.node.clone());
+        }
+        Ok(found)
+    }
+}
+
+impl super::Inner {
+    pub(super) fn apply_pod(&mut self, change: PodChange) {
+        let PodChange { service, address, pod } = change;
+        let service = self.state.key(&service).map_or_else(|| Arc::new(service), Arc::clone);
+        self.pods.apply(&service, address, pod);
+    }
+}
+
+impl Store {
+    /// The endpoints of a pod, including endpoints that were removed lately.
+    ///
+    /// # Errors
+    ///
+    /// [`NoPod`]. A retry helps only if the endpoints of the pod change.
+    pub(crate) fn pod(&self, name: &PodName) -> Result<PodEndpoints, NoPod> {
+        self.read().pods.get(name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn service(name: &str) -> Arc<ServiceKey> {
+        Arc::new(ServiceKey::new("prod", name))
+    }
+
+    fn address(host: u16) -> IpAddr {
+        let [high, low] = host.to_be_bytes();
+        [10, 0, high, low].into()
+    }
+
+    fn put(pods: &mut Pods, name: &str, host: u16, pod: &str) {
+        pods.apply(&service(name), address(host), Some((PodId::new(pod, pod), Some("n1".into()))));
+    }
+
+    #[test]
+    fn a_pod_is_found_by_each_address_and_by_name_with_all_its_endpoints() {
+        let mut pods = Pods::default();
+        put(&mut pods, "web", 1, "a");
+        put(&mut pods, "web", 2, "a");
+        put(&mut pods, "api", 1, "a");
+        put(&mut pods, "web", 3, "b");
+        let found = pods.get(&PodName::Address(address(2))).unwrap();
+        let all = [("api", 1), ("web", 1), ("web", 2)].map(|(name, host)| (service(name), address(host)));
+        assert_eq!(found, PodEndpoints { endpoints: all.into(), node: Some("n1".into()) });
+        assert_eq!(pods.get(&PodName::Named("prod".into(), "a".into())), Ok(found.clone()));
+        assert_eq!(pods.get(&PodName::Named("test".into(), "a".into())), Err(NoPod::Unknown));
+        assert_eq!(pods.get(&PodName::Address(address(9))), Err(NoPod::Unknown));
+        pods.apply(&service("web"), address(2), None);
+        assert_eq!(pods.get(&PodName::Address(address(2))), Ok(found), "a removed endpoint is remembered");
+    }
+
+    #[test]
+    fn a_new_pod_takes_the_address_of_a_removed_pod_and_pods_in_the_host_network_share_one() {
+        let mut pods = Pods::default();
+        put(&mut pods, "web", 1, "old");
+        put(&mut pods, "web", 1, "new");
+        let found = pods.get(&PodName::Address(address(1)));
+        assert_eq!(found, pods.get(&PodName::Named("prod".into(), "new".into())));
+        put(&mut pods, "dns", 1, "host-pod");
+        assert_eq!(pods.get(&PodName::Address(address(1))), Err(NoPod::Ambiguous));
+        let named = pods.get(&PodName::Named("prod".into(), "host-pod".into())).unwrap();
+        assert_eq!(named.endpoints, [(service("dns"), address(1))].into());
+    }
+
+    #[test]
+    fn only_the_last_removed_endpoints_are_remembered() {
+        let mut pods = Pods::default();
+        for host in 0..20_000 {
+            put(&mut pods, "web", host, &format!("pod-{host}"));
+            pods.apply(&service("web"), address(host), None);
+        }
+        assert_eq!((pods.by_address.len(), pods.by_name.len()), (MAX_REMOVED, MAX_REMOVED));
+        assert_eq!(pods.get(&PodName::Address(address(0))), Err(NoPod::Unknown));
+        assert!(pods.get(&PodName::Address(address(19_999))).is_ok());
+    }
+}

@@ -1,0 +1,258 @@
+//! The page `/v1/drain`: a pod that stops asks when no node sends new connections to it any more.
+//! docs/drain.md describes the use of this page.
+//!
+//! The source address of the request identifies the pod, so a pod can ask only about itself. Pods in
+//! the host network have the address of the node. They, and administrators on the node, name the pod
+//! with `?pod=NAMESPACE/NAME`.
+
+use std::{
+    collections::HashMap,
+    net::{IpAddr, SocketAddr},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use axum::{
+    Router,
+    extract::{ConnectInfo, RawQuery, State},
+    http::{StatusCode, header::CONTENT_TYPE},
+    response::{IntoResponse, Response},
+    routing::get,
+};
+use headgate_proto::v1::{self, barrier_answer::Result as Outcome};
+use tokio::{
+    task::spawn_blocking,
+    time::{Instant, sleep},
+};
+
+use crate::{
+    interfaces,
+    session::barriers::{Barriers, DrainMetrics, Pod},
+    settings::value::parse_duration,
+};
+
+/// Maximum number of waiting requests from one address.
+const MAX_OF_ADDRESS: usize = 4;
+/// The longest accepted duration.
+const MAX_DURATION: Duration = Duration::from_secs(3_600);
+
+/// The data of the page.
+#[derive(Debug, Clone)]
+struct Page {
+    barriers: Arc<Barriers>,
+    metrics: DrainMetrics,
+    by_address: Arc<Mutex<HashMap<IpAddr, usize>>>,
+}
+
+/// Returns the page.
+pub(crate) fn router(barriers: Arc<Barriers>, metrics: DrainMetrics) -> Router {
+    let page = Page { barriers, metrics, by_address: Arc::default() };
+    Router::new().route("/v1/drain", get(drain).post(drain)).with_state(page)
+}
+
+/// The parameters of a request.
+#[derive(Debug, PartialEq, Eq)]
+struct Wish {
+    timeout: Duration,
+    settle: Duration,
+    silent: Duration,
+    pod: Option<(String, String)>,
+}
+
+impl Wish {
+    fn parse(query: &str) -> Result<Self, String> {
+        let (timeout, settle, silent) = (Duration::from_secs(25), Duration::from_millis(200), Duration::from_secs(20));
+        let mut wish = Self { timeout, settle, silent, pod: None };
+        for parameter in query.split('&').filter(|parameter| !parameter.is_empty()) {
+            let (name, value) = parameter.split_once('=').unwrap_or((parameter, ""));
+            match name {
+                "timeout" => wish.timeout = duration(name, value)?,
+                "settle" => wish.settle = duration(name, value)?,
+                "silent" => wish.silent = duration(name, value)?,
+                "pod" => {
+                    let value = value.replace("%2F", "/").replace("%2f", "/");
+                    let pod =
+                        value.split_once('/').filter(|(namespace, name)| !namespace.is_empty() && !name.is_empty());
+                    let (namespace, name) = pod.ok_or("pod: write pod=NAMESPACE/NAME")?;
+                    wish.pod = Some((namespace.to_owned(), name.to_owned()));
+                }
+                _ => return Err(format!("unknown parameter {name:?}: use timeout, settle, silent or pod")),
+            }
+        }
+        Ok(wish)
+    }
+}
+
+/// Reads a duration such as 25s or 200ms. A number without a unit means seconds.
+fn duration(name: &str, value: &str) -> Result<Duration, String> {
+    let seconds = value.parse::<u32>().ok().map(|seconds| Duration::from_secs(seconds.into()));
+    let duration = seconds.or_else(|| parse_duration(value)).filter(|duration| *duration <= MAX_DURATION);
+    duration.ok_or_else(|| format!("{name}: write a duration up to 1h, such as 25s or 200ms"))
+}
+
+/// A waiting request. Dropping it makes room for another request of the address.
+struct Held {
+    page: Page,
+    address: IpAddr,
+}
+
+impl Page {
+    fn hold(&self, address: IpAddr) -> Option<Held> {
+        let mut counts = self.counts();
+        let count = counts.entry(address).or_default();
+        (*count < MAX_OF_ADDRESS).then(|| {
+            *count += 1;
+            Held { page: self.clone(), address }
+        })
+    }
+
+    fn counts(&self) -> MutexGuard<'_, HashMap<IpAddr, usize>> {
+        self.by_address.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let mut counts = self.page.counts();
+        if let Some(count) = counts.get_mut(&self.address) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&self.address);
+            }
+        }
+    }
+}
+
+async fn drain(
+    State(page): State<Page>,
+    ConnectInfo(from): ConnectInfo<SocketAddr>,
+    RawQuery(query): RawQuery,
+) -> Response {
+    let (result, status, text) = match answer(&page, from.ip().to_canonical(), &query.unwrap_or_default()).await {
+        Ok(answer) => shown(&answer),
+        Err((status, problem)) => ("refused", status, format!("error\n{problem}\n")),
+    };
+    page.metrics.count(result);
+    (status, [(CONTENT_TYPE, "text/plain; charset=utf-8")], text).into_response()
+}
+
+async fn answer(page: &Page, from: IpAddr, query: &str) -> Result<v1::BarrierAnswer, (StatusCode, String)> {
+    let wish = Wish::parse(query).map_err(|problem| (StatusCode::BAD_REQUEST, problem))?;
+    let is_node = is_of_node(from).await.map_err(|problem| (StatusCode::INTERNAL_SERVER_ERROR, problem))?;
+    let pod = match wish.pod {
+        Some((namespace, name)) if is_node => Pod::Named(namespace, name),
+        Some(_) => {
+            let text = format!(
+                "pod= is accepted only from addresses of this node, and {from} is none: leave it out, and the address identifies the pod"
+            );
+            return Err((StatusCode::FORBIDDEN, text));
+        }
+        None if is_node => {
+            let text = format!(
+                "{from} is an address of this node and identifies no pod: use an exec hook inside the pod and no httpGet hook; for a pod in the host network, \
+                 or behind a CNI that masquerades, add ?pod=NAMESPACE/NAME"
+            );
+            return Err((StatusCode::BAD_REQUEST, text));
+        }
+        None => Pod::At(from),
+    };
+    // Pods in the host network share an address, so they share only the limit of the node.
+    let held = if is_node { None } else { Some(page.hold(from)) };
+    if matches!(held, Some(None)) {
+        let text = format!("{MAX_OF_ADDRESS} requests from {from} already wait: one request for each pod is enough");
+        return Err((StatusCode::TOO_MANY_REQUESTS, text));
+    }
+    let answer = page.barriers.ask(pod, Instant::now() + wish.timeout, wish.silent).await;
+    if answer.result() == Outcome::Drained {
+        // Packets that left before the last node was programmed are still on their way.
+        sleep(wish.settle).await;
+    }
+    Ok(answer)
+}
+
+/// True for loopback addresses and for the addresses of the node's interfaces.
+async fn is_of_node(address: IpAddr) -> Result<bool, String> {
+    if address.is_loopback() {
+        return Ok(true);
+    }
+    let addresses = spawn_blocking(interfaces::list).await.map_err(|error| error.to_string())?;
+    let addresses = addresses.map_err(|error| format!("cannot list the addresses of this node: {error}; ask again"))?;
+    Ok(addresses.contains(&address))
+}
+
+/// The label of the result, the status, and the text: the result on the first line, then the reason
+/// and the names of nodes.
+fn shown(answer: &v1::BarrierAnswer) -> (&'static str, StatusCode, String) {
+    let (result, status) = match answer.result() {
+        Outcome::Drained => ("drained", StatusCode::OK),
+        Outcome::Last => ("last", StatusCode::OK),
+        Outcome::Incomplete => ("incomplete", StatusCode::GATEWAY_TIMEOUT),
+        Outcome::Refused => ("refused", StatusCode::CONFLICT),
+    };
+    let mut text = format!("{result}\n");
+    if !answer.reason.is_empty() {
+        text.push_str(&format!("{}\n", answer.reason));
+    }
+    let lists = [
+        ("unconfirmed", &answer.unconfirmed, answer.unconfirmed_count),
+        ("not covered", &answer.not_covered, answer.not_covered_count),
+    ];
+    for (what, names, count) in lists {
+        if count > 0 {
+            let more = count.saturating_sub(names.len() as u64);
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            text.push_str(&format!("{what}: {}{more}\n", names.join(" ")));
+        }
+    }
+    (result, status, text)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn parameters_have_defaults_and_bad_ones_are_named() {
+        let wish = Wish::parse("").unwrap();
+        assert_eq!((wish.timeout.as_secs(), wish.settle.as_millis(), wish.silent.as_secs()), (25, 200, 20));
+        let wish = Wish::parse("timeout=90&settle=1500ms&silent=0s&pod=prod%2Fweb-1").unwrap();
+        assert_eq!((wish.timeout.as_secs(), wish.settle.as_millis(), wish.silent.as_secs()), (90, 1500, 0));
+        assert_eq!(wish.pod, Some(("prod".into(), "web-1".into())));
+        for (query, problem) in [("timeout=2h", "timeout"), ("pod=web", "NAMESPACE/NAME"), ("wait=1s", "\"wait\"")] {
+            assert!(Wish::parse(query).unwrap_err().contains(problem), "{query}");
+        }
+    }
+
+    #[test]
+    fn the_result_is_the_first_line_and_nodes_are_named() {
+        let answer = v1::BarrierAnswer {
+            result: Outcome::Incomplete.into(),
+            reason: "because".into(),
+            unconfirmed: vec!["a".into(), "b".into()],
+            unconfirmed_count: 5,
+            not_covered: vec!["c".into()],
+            not_covered_count: 1,
+            ..v1::BarrierAnswer::default()
+        };
+        let (_, status, text) = shown(&answer);
+        assert_eq!(status, StatusCode::GATEWAY_TIMEOUT);
+        assert_eq!(text, "incomplete\nbecause\nunconfirmed: a b and 3 more\nnot covered: c\n");
+    }
+
+    #[tokio::test]
+    async fn the_source_address_decides_about_whom_a_client_may_ask() {
+        let page = Page { barriers: Arc::default(), metrics: DrainMetrics::default(), by_address: Arc::default() };
+        let (node, pod): (IpAddr, IpAddr) = ([127, 0, 0, 1].into(), [192, 0, 2, 77].into());
+        let refused = |result: Result<v1::BarrierAnswer, (StatusCode, String)>| result.unwrap_err();
+        let (_, text) = refused(answer(&page, node, "").await);
+        assert!(text.contains("?pod=NAMESPACE/NAME"), "{text}");
+        let (status, _) = refused(answer(&page, pod, "pod=prod/web-1").await);
+        assert_eq!(status, StatusCode::FORBIDDEN);
+        let held: Vec<_> = (0..MAX_OF_ADDRESS).map(|_| page.hold(pod).unwrap()).collect();
+        let (status, _) = refused(answer(&page, pod, "timeout=0").await);
+        assert_eq!(status, StatusCode::TOO_MANY_REQUESTS);
+        drop(held);
+        assert!(page.counts().is_empty());
+    }
+}

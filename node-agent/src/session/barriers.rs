@@ -1,0 +1,275 @@
+//! Requests of pods that stop: when does no node send new connections to the pod any more
+//! (`discovery.proto`, rule 18). The requests survive streams: the agent repeats unanswered requests
+//! on its next stream.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    net::IpAddr,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use headgate_proto::{
+    address_to_wire,
+    v1::{self, agent_message::Body, barrier_answer::Result as Outcome},
+};
+use prometheus_client::metrics::{counter::Counter, family::Family};
+use tokio::{
+    sync::{Notify, oneshot},
+    time::{Instant, timeout_at},
+};
+
+use crate::metric_registry::{AGENT, Labels, MetricRegistry};
+
+/// Maximum number of unanswered requests (`discovery.proto`, rule 18).
+const MAX_WAITING: usize = 1_024;
+/// How long the replica's answer may take after the end of the wait.
+const ANSWER_GRACE: Duration = Duration::from_secs(1);
+
+/// Metrics of the requests.
+#[derive(Debug, Clone, Default)]
+pub struct DrainMetrics {
+    requests: Family<Labels<1>, Counter>,
+}
+
+impl DrainMetrics {
+    /// Counts a request. `result` is from a small fixed set.
+    pub(crate) fn count(&self, result: &'static str) {
+        self.requests.get_or_create(&[("result", result)]).inc();
+    }
+
+    /// Registers the metrics.
+    pub(crate) fn register(&self, registry: &mut MetricRegistry) {
+        let help = "Requests of pods that stop and wait until no node sends new connections to them";
+        let results = "result (drained, incomplete, last, refused)";
+        registry.adder(AGENT).counter("drain_requests", results, help, self.requests.clone());
+    }
+}
+
+/// The pod that a request concerns.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Pod {
+    /// The pod with this address.
+    At(IpAddr),
+    /// A pod by namespace and name.
+    Named(String, String),
+}
+
+/// The requests of all streams.
+#[derive(Debug, Default)]
+pub(crate) struct Barriers {
+    state: Mutex<State>,
+    /// Wakes the stream when a message can be sent.
+    has_unsent: Notify,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    last_id: u64,
+    waiting: BTreeMap<u64, Waiting>,
+    unsent: VecDeque<v1::BarrierRequest>,
+    /// Whether the replica of the open stream answers requests; `None` without a stream.
+    is_supported: Option<bool>,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    pod: Pod,
+    deadline: Instant,
+    silent: Duration,
+    answer: oneshot::Sender<v1::BarrierAnswer>,
+}
+
+impl Waiting {
+    fn request(&self, id: u64) -> v1::BarrierRequest {
+        let milliseconds = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
+        let request = v1::BarrierRequest {
+            id,
+            timeout_ms: milliseconds(self.deadline.saturating_duration_since(Instant::now())),
+            silent_ms: milliseconds(self.silent),
+            ..v1::BarrierRequest::default()
+        };
+        match &self.pod {
+            Pod::At(address) => v1::BarrierRequest { address: address_to_wire(*address), ..request },
+            Pod::Named(namespace, name) => {
+                v1::BarrierRequest { pod_namespace: namespace.clone(), pod_name: name.clone(), ..request }
+            }
+        }
+    }
+}
+
+/// Gives a request up when it is dropped.
+struct Asked<'a> {
+    barriers: &'a Barriers,
+    id: u64,
+}
+
+impl Drop for Asked<'_> {
+    fn drop(&mut self) {
+        let mut state = self.barriers.state();
+        if state.waiting.remove(&self.id).is_some() && state.is_supported == Some(true) {
+            let cancel = v1::BarrierRequest { id: self.id, is_cancelled: true, ..v1::BarrierRequest::default() };
+            state.unsent.push_back(cancel);
+            self.barriers.has_unsent.notify_one();
+        }
+    }
+}
+
+impl Barriers {
+    /// Asks the control plane about a pod, and waits for the answer, at most until `deadline` and a
+    /// second more. `silent` is how long nodes are waited for that confirm nothing.
+    pub(crate) async fn ask(&self, pod: Pod, deadline: Instant, silent: Duration) -> v1::BarrierAnswer {
+        let (answer, receiver) = oneshot::channel();
+        let asked = {
+            let mut state = self.state();
+            if state.waiting.len() >= MAX_WAITING {
+                return refused(format!("{MAX_WAITING} pods of this node already wait; ask again later"));
+            }
+            state.last_id += 1;
+            let (id, waiting) = (state.last_id, Waiting { pod, deadline, silent, answer });
+            match state.is_supported {
+                Some(true) => {
+                    state.unsent.push_back(waiting.request(id));
+                    self.has_unsent.notify_one();
+                }
+                Some(false) => return unsupported(),
+                None => {}
+            }
+            state.waiting.insert(id, waiting);
+            Asked { barriers: self, id }
+        };
+        let answered = timeout_at(deadline + ANSWER_GRACE, receiver).await;
+        drop(asked);
+        answered.ok().and_then(Result::ok).unwrap_or_else(|| v1::BarrierAnswer {
+            result: Outcome::Incomplete.into(),
+            reason: "no control plane has answered; `/status` of the agent shows whether the agent has a stream"
+                .to_owned(),
+            ..v1::BarrierAnswer::default()
+        })
+    }
+
+    /// Repeats all unanswered requests on a new stream, or answers them if the replica cannot.
+    pub(super) fn begin_stream(&self, is_supported: bool) {
+        let mut state = self.state();
+        state.is_supported = Some(is_supported);
+        if is_supported {
+            state.unsent = state.waiting.iter().map(|(id, waiting)| waiting.request(*id)).collect();
+            self.has_unsent.notify_one();
+        } else {
+            for (_, waiting) in std::mem::take(&mut state.waiting) {
+                // The client may have gone.
+                let _ = waiting.answer.send(unsupported());
+            }
+        }
+    }
+
+    /// Keeps the requests for the next stream.
+    pub(super) fn end_stream(&self) {
+        let mut state = self.state();
+        state.is_supported = None;
+        state.unsent.clear();
+    }
+
+    /// Waits until [`Self::pop`] returns a message. The wait can be abandoned and repeated.
+    pub(super) async fn ready(&self) {
+        while self.state().unsent.is_empty() {
+            self.has_unsent.notified().await;
+        }
+    }
+
+    /// Returns the next message to the replica, if any.
+    pub(super) fn pop(&self) -> Option<v1::AgentMessage> {
+        let request = self.state().unsent.pop_front()?;
+        Some(v1::AgentMessage { body: Some(Body::Barrier(request)) })
+    }
+
+    /// Passes an answer of the replica to the client.
+    pub(super) fn answered(&self, answer: v1::BarrierAnswer) {
+        if let Some(waiting) = self.state().waiting.remove(&answer.id) {
+            // The client may have gone.
+            let _ = waiting.answer.send(answer);
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Ends the use of the requests by a stream when it is dropped.
+#[derive(Debug)]
+pub(super) struct OfStream(pub(super) Arc<Barriers>);
+
+impl Drop for OfStream {
+    fn drop(&mut self) {
+        self.0.end_stream();
+    }
+}
+
+fn refused(reason: String) -> v1::BarrierAnswer {
+    v1::BarrierAnswer { reason, ..v1::BarrierAnswer::default() }
+}
+
+fn unsupported() -> v1::BarrierAnswer {
+    refused("the control plane is too old to answer; upgrade every replica".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn later() -> Instant {
+        Instant::now() + Duration::from_secs(30)
+    }
+
+    fn request(barriers: &Barriers) -> v1::BarrierRequest {
+        match barriers.pop().and_then(|message| message.body) {
+            Some(Body::Barrier(request)) => request,
+            other => panic!("not a request: {other:?}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_request_is_repeated_on_each_stream_until_it_is_answered() {
+        let barriers = Arc::new(Barriers::default());
+        let asker = Arc::clone(&barriers);
+        let pod = Pod::At([10, 0, 0, 1].into());
+        let asked = tokio::spawn(async move { asker.ask(pod, later(), Duration::from_secs(20)).await });
+        while barriers.state().waiting.is_empty() {
+            tokio::task::yield_now().await;
+        }
+        for _ in 0..2 {
+            barriers.begin_stream(true);
+            barriers.ready().await;
+            let sent = request(&barriers);
+            assert_eq!((sent.id, &sent.address[..], sent.silent_ms), (1, &[10, 0, 0, 1][..], 20_000));
+            assert!(sent.timeout_ms <= 30_000);
+            barriers.end_stream();
+        }
+        let answer = v1::BarrierAnswer { id: 1, result: Outcome::Drained.into(), ..v1::BarrierAnswer::default() };
+        barriers.answered(answer.clone());
+        assert_eq!(asked.await.unwrap(), answer);
+    }
+
+    #[tokio::test]
+    async fn a_client_that_goes_cancels_its_request_and_an_old_replica_refuses() {
+        let barriers = Barriers::default();
+        barriers.begin_stream(true);
+        let pod = Pod::Named("prod".into(), "web-1".into());
+        let gone = barriers.ask(pod.clone(), later(), Duration::ZERO);
+        assert!(tokio::time::timeout(Duration::from_millis(10), gone).await.is_err());
+        assert_eq!(request(&barriers).pod_name, "web-1");
+        assert!(request(&barriers).is_cancelled);
+        barriers.begin_stream(false);
+        let refused = barriers.ask(pod, later(), Duration::ZERO).await;
+        assert!(refused.reason.contains("upgrade"), "{refused:?}");
+    }
+
+    #[tokio::test]
+    async fn without_a_stream_the_answer_is_incomplete_at_the_deadline() {
+        let barriers = Barriers::default();
+        let answer = barriers.ask(Pod::At([10, 0, 0, 1].into()), Instant::now(), Duration::ZERO).await;
+        assert_eq!(answer.result(), Outcome::Incomplete);
+    }
+}
