@@ -92,6 +92,12 @@ pub enum Command {
     /// as such a node. The command also waits for nodes that connect during the wait. It does not
     /// wait for nodes that disconnect, and names them.
     Wait(WaitArgs),
+    /// Wait until no node sends new connections to a pod that stops
+    ///
+    /// Exit codes: 0 if the answer is drained, or last for the last endpoint of a Service; 1 if a
+    /// replica does not answer or refuses, 2 for a wrong command line, 3 if nodes have not confirmed
+    /// in time. Standard output names these nodes.
+    Drain(DrainArgs),
     /// Print changes from now on, until Ctrl-C
     Watch(Selection),
     /// Create a certificate authority and certificates for a trial, and print how to use them.
@@ -133,6 +139,19 @@ impl AgentsArgs {
     pub fn node(&self) -> Option<&str> {
         self.node.as_deref().or(self.node_flag.as_deref())
     }
+}
+
+/// The pod that stops.
+#[derive(Debug, clap::Args)]
+pub struct DrainArgs {
+    /// NAMESPACE/POD, or POD in the namespace default
+    pub pod: String,
+    /// The longest wait
+    #[arg(long, value_name = "DURATION", default_value = "25s", value_parser = units::parse_duration)]
+    pub timeout: std::time::Duration,
+    /// How long to wait for nodes that confirm nothing
+    #[arg(long, value_name = "DURATION", default_value = "20s", value_parser = units::parse_duration)]
+    pub silent: std::time::Duration,
 }
 
 /// What to show about one node.

@@ -129,15 +129,18 @@ pub fn make(args: &CertsArgs) -> Result<Made, CertsError> {
     });
     let valid = (now - CLOCK_TOLERANCE, not_after);
     if !names.is_empty() {
-        let usage = ExtendedKeyUsagePurpose::ServerAuth;
-        leaf(&mut folder, &authority, "control-plane/tls", "headgate-control-plane", names, usage, valid)?;
+        // Replicas are clients of each other: see --peers of the control plane.
+        let replica = SanType::URI("headgate://replica/headgate-control-plane".try_into()?);
+        let names = names.into_iter().chain([replica]).collect();
+        let usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        leaf(&mut folder, &authority, "control-plane/tls", "headgate-control-plane", names, usages, valid)?;
         folder.add("control-plane/ca.crt", Kind::Authority, ca)?;
     }
     for (role, below, names) in [("node", "nodes", &args.node), ("reader", "readers", &args.reader)] {
         for name in names {
             let uri = SanType::URI(format!("headgate://{role}/{name}").try_into()?);
-            let usage = ExtendedKeyUsagePurpose::ClientAuth;
-            leaf(&mut folder, &authority, &format!("{below}/{name}"), name, vec![uri], usage, valid)?;
+            let usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+            leaf(&mut folder, &authority, &format!("{below}/{name}"), name, vec![uri], usages, valid)?;
         }
     }
     if !args.node.is_empty() {
@@ -257,7 +260,7 @@ fn leaf(
     file: &str,
     common_name: &str,
     names: Vec<SanType>,
-    usage: ExtendedKeyUsagePurpose,
+    usages: Vec<ExtendedKeyUsagePurpose>,
     (not_before, not_after): (SystemTime, SystemTime),
 ) -> Result<(), CertsError> {
     let mut params = CertificateParams::default();
@@ -265,7 +268,7 @@ fn leaf(
     params.subject_alt_names = names;
     params.is_ca = IsCa::ExplicitNoCa;
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-    params.extended_key_usages = vec![usage];
+    params.extended_key_usages = usages;
     params.use_authority_key_identifier_extension = true;
     (params.not_before, params.not_after) = (not_before.into(), not_after.into());
     let key = KeyPair::generate()?;

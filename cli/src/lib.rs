@@ -8,6 +8,7 @@ mod answer;
 pub mod args;
 pub mod certs;
 pub mod client;
+mod drain;
 mod node;
 pub mod render;
 mod run;

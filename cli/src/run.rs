@@ -16,7 +16,7 @@ use crate::certs::{
 };
 use crate::client;
 use crate::render::{self, Style};
-use crate::{agents, node, wait};
+use crate::{agents, drain, node, wait};
 
 /// Runs one command and writes its answer to `out`. If the reader closes the pipe early (`| head`),
 /// the command ends without an error.
@@ -67,6 +67,7 @@ impl<'a> Session<'a> {
             Command::Agents(_)
             | Command::Node(_)
             | Command::Counters(_)
+            | Command::Drain(_)
             | Command::Status
             | Command::Certs(_)
             | Command::Ca(_) => Selected { namespace: String::new(), name: String::new() },
@@ -79,6 +80,7 @@ impl<'a> Session<'a> {
                 return node::counters(args, wanted, selected, style, out).await;
             }
             Command::Wait(wait) => return wait::run(args, wait, selected, out).await,
+            Command::Drain(pod) => return drain::run(args, pod, out).await,
             _ => {}
         }
         let server = args.server.first().map_or("", String::as_str);
@@ -94,6 +96,7 @@ impl<'a> Session<'a> {
             | Command::Node(_)
             | Command::Counters(_)
             | Command::Wait(_)
+            | Command::Drain(_)
             | Command::Certs(_)
             | Command::Ca(_) => Ok(()),
         }

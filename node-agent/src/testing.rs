@@ -93,6 +93,7 @@ impl Replica {
             behind_wait_ms: 0,
             head_version: Some(self.version()),
             source_state: v1::SourceState::Following.into(),
+            answers_barriers: true,
         }))
     }
 
@@ -149,6 +150,7 @@ pub(crate) fn batch(previous_version: u64, version: u64, changes: &[Change]) -> 
         positions,
         changes: Some(wire(changes)),
         endpoint_slices_position: 0,
+        acknowledge_at_once: false,
     }))
 }
 

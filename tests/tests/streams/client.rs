@@ -88,6 +88,9 @@ pub(crate) struct Client {
     pub(crate) heartbeats: Vec<v1::Heartbeat>,
     pub(crate) drains: Vec<v1::Drain>,
     pub(crate) queries: Vec<v1::Query>,
+    pub(crate) barriers: Vec<v1::BarrierAnswer>,
+    /// The versions of batches whose ACK is wanted at once.
+    pub(crate) urgent: Vec<u64>,
 }
 
 impl Client {
@@ -133,6 +136,8 @@ impl Client {
             heartbeats: Vec::new(),
             drains: Vec::new(),
             queries: Vec::new(),
+            barriers: Vec::new(),
+            urgent: Vec::new(),
         })
     }
 
@@ -156,6 +161,7 @@ impl Client {
                 self.bytes += bytes;
                 let previous = batch.follows().unwrap();
                 assert_eq!(previous, self.held.version);
+                self.urgent.extend(batch.acknowledge_at_once.then_some(batch.version));
                 let positions: Vec<_> = batch.moved_positions().collect();
                 self.stage(batch.changes.unwrap());
                 if batch.version != previous {
@@ -176,6 +182,7 @@ impl Client {
             Body::Heartbeat(heartbeat) => self.heartbeats.push(heartbeat),
             Body::Drain(drain) => self.drains.push(drain),
             Body::Query(query) => self.queries.push(query),
+            Body::Barrier(answer) => self.barriers.push(answer),
         }
         Ok(Some(()))
     }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod apiserver;
+mod barrier;
 mod client;
 mod files_source;
 mod fleet;

@@ -1,6 +1,10 @@
 //! A replica in the test's process, with a store that the test commits to.
 
-use std::{net::Ipv4Addr, sync::Arc, time::Duration};
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
 
 use headgate_control_plane::{
     metrics::Metrics,
@@ -35,12 +39,19 @@ impl Replica {
 
     /// Starts a replica like [`Self::start_with`], with these limits of the store.
     pub(crate) async fn start_limited(settings: Settings, security: Security, limits: Limits) -> Self {
+        Self::start_at((Ipv4Addr::LOCALHOST, 0).into(), settings, security, limits).await
+    }
+
+    /// Starts a replica like [`Self::start_limited`], at this address.
+    pub(crate) async fn start_at(address: SocketAddr, settings: Settings, security: Security, limits: Limits) -> Self {
         let metrics = Arc::new(Metrics::default());
         let store = Arc::new(Store::new(limits, Arc::clone(&metrics)));
-        let address = (Ipv4Addr::LOCALHOST, 0).into();
         let (serving, counting) = (Arc::clone(&store), Arc::clone(&metrics));
         let token = CancellationToken::new();
-        let running = serve::start(address, Some(address), security, settings, serving, counting, token).await.unwrap();
+        let running =
+            serve::start(address, Some((Ipv4Addr::LOCALHOST, 0).into()), security, settings, serving, counting, token)
+                .await
+                .unwrap();
         Self { store, metrics, running }
     }
 

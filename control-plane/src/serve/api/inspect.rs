@@ -21,6 +21,7 @@ use crate::{
     identity::{Expiry, Peer},
     metrics::kind_name,
     serve::{
+        barrier::Barrier,
         context::{Lifecycle, milliseconds},
         fleet::{Agent, Fleet, Progress, Waiter},
     },
@@ -32,7 +33,10 @@ use crate::{
 const WATCH_PAGE: usize = 256;
 
 /// The service `headgate.v1.Inspect`.
-pub(crate) struct Inspector(pub(crate) Arc<Fleet>);
+pub(crate) struct Inspector {
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) barrier: Arc<Barrier>,
+}
 
 type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
@@ -74,9 +78,10 @@ impl Inspect for Inspector {
     type WatchStream = Items<v1::WatchEvent>;
     type WaitStream = Items<v1::WaitProgress>;
     type QueryNodeStream = Items<v1::NodeAnswer>;
+    type DrainPodStream = Items<v1::BarrierAnswer>;
 
     async fn get_status(&self, _: Request<v1::GetStatusRequest>) -> Result<Response<v1::GetStatusResponse>, Status> {
-        let fleet = &self.0;
+        let fleet = &self.fleet;
         let context = &fleet.context;
         let counts = context.store.counts();
         let problems = context.store.present_problems();
@@ -109,7 +114,7 @@ impl Inspect for Inspector {
         request: Request<v1::ListServicesRequest>,
     ) -> Result<Response<Self::ListServicesStream>, Status> {
         let v1::ListServicesRequest { namespace, name } = request.into_inner();
-        let store = Arc::clone(&self.0.context.store);
+        let store = Arc::clone(&self.fleet.context.store);
         let keys = store.keys(|key| matches(key, &namespace, &name));
         let services = stream::iter(keys).filter_map(move |key| {
             let service = service_info(&store, &key);
@@ -123,7 +128,7 @@ impl Inspect for Inspector {
         request: Request<v1::ListEndpointsRequest>,
     ) -> Result<Response<Self::ListEndpointsStream>, Status> {
         let v1::ListEndpointsRequest { namespace, name } = request.into_inner();
-        let store = Arc::clone(&self.0.context.store);
+        let store = Arc::clone(&self.fleet.context.store);
         let keys = store.keys(|key| matches(key, &namespace, &name));
         if keys.is_empty() && !name.is_empty() {
             return Err(Status::not_found(format!(
@@ -142,18 +147,18 @@ impl Inspect for Inspector {
         request: Request<v1::ListAgentsRequest>,
     ) -> Result<Response<Self::ListAgentsStream>, Status> {
         let v1::ListAgentsRequest { node } = request.into_inner();
-        let store = Arc::clone(&self.0.context.store);
-        let agents = self.0.all().into_iter().filter(move |agent| node.is_empty() || *agent.node == *node);
+        let store = Arc::clone(&self.fleet.context.store);
+        let agents = self.fleet.all().into_iter().filter(move |agent| node.is_empty() || *agent.node == *node);
         Ok(Response::new(Box::pin(stream::iter(agents).map(move |agent| Ok(agent_info(&store, &agent))))))
     }
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
         let v1::WatchRequest { namespace, name } = request.into_inner();
-        let store = Arc::clone(&self.0.context.store);
+        let store = Arc::clone(&self.fleet.context.store);
         let watcher = Watcher {
             head: store.head(),
-            lifecycle: self.0.context.lifecycle.subscribe(),
+            lifecycle: self.fleet.context.lifecycle.subscribe(),
             cursor: store.watch_cursor(),
             page: VecDeque::new(),
             expiry,
@@ -167,7 +172,7 @@ impl Inspect for Inspector {
 
     async fn wait(&self, request: Request<v1::WaitRequest>) -> Result<Response<Self::WaitStream>, Status> {
         let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
-        let waiter = Waiter::new(Arc::clone(&self.0), request.into_inner(), expiry)?;
+        let waiter = Waiter::new(Arc::clone(&self.fleet), request.into_inner(), expiry)?;
         let messages = stream::unfold(waiter, |mut waiter| async move { Some((waiter.next().await?, waiter)) });
         Ok(Response::new(Box::pin(messages)))
     }
@@ -181,9 +186,27 @@ impl Inspect for Inspector {
             let text = "QueryNodeRequest.query: must have a kind that this replica knows; upgrade the control plane if the kind is new";
             return Err(Status::invalid_argument(text));
         };
-        let asked = self.0.ask(&node, query)?;
+        let asked = self.fleet.ask(&node, query)?;
         let parts = stream::unfold(asked, |mut asked| async move { Some((asked.next().await?, asked)) });
         Ok(Response::new(Box::pin(parts)))
+    }
+
+    async fn drain_pod(&self, request: Request<v1::DrainPodRequest>) -> Result<Response<Self::DrainPodStream>, Status> {
+        let v1::DrainPodRequest { namespace, name, timeout_ms, silent_ms } = request.into_inner();
+        if namespace.is_empty() || name.is_empty() {
+            return Err(Status::invalid_argument("namespace and name: both are required"));
+        }
+        let or = |value: u64, default: u64| if value == 0 { default } else { value };
+        let request = v1::BarrierRequest {
+            pod_namespace: namespace,
+            pod_name: name,
+            timeout_ms: or(timeout_ms, 25_000),
+            silent_ms: or(silent_ms, 20_000),
+            ..v1::BarrierRequest::default()
+        };
+        let barrier = Arc::clone(&self.barrier);
+        let answer = async move { Ok(barrier.answer(None, request).await) };
+        Ok(Response::new(Box::pin(stream::once(answer))))
     }
 }
 

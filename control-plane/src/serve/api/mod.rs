@@ -70,7 +70,8 @@ pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_refle
             .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
-    let inspect = InspectServer::new(Inspector(Arc::clone(&streams.fleet)));
+    let inspect =
+        InspectServer::new(Inspector { fleet: Arc::clone(&streams.fleet), barrier: Arc::clone(&streams.barrier) });
     let inspect = inspect.max_decoding_message_size(MAX_REQUEST_BYTES);
     let answerer = peers::Answerer { fleet: Arc::clone(&streams.fleet), barrier: Arc::clone(&streams.barrier) };
     let peers = PeersServer::new(answerer).max_decoding_message_size(MAX_REQUEST_BYTES);

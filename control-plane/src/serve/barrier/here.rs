@@ -27,7 +27,7 @@ const PACE: Duration = Duration::from_millis(50);
 const MAX_NAMED: usize = 16_384;
 
 /// For this time after a question, agents acknowledge new batches at once.
-const HURRY: Duration = Duration::from_secs(60);
+pub(super) const HURRY: Duration = Duration::from_secs(60);
 
 /// A question about the endpoints of a pod.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

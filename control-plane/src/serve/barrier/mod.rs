@@ -11,7 +11,7 @@ mod peers;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -26,7 +26,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 pub(crate) use self::here::{Question, confirm};
 use self::{
-    here::{Used, used},
+    here::{HURRY, Used, used},
     peers::{Known, Link, Peers},
 };
 use super::fleet::{Agent, Fleet};
@@ -34,6 +34,10 @@ use crate::store::{NoPod, PodEndpoints, PodName};
 
 /// The longest wait for an answer.
 const MAX_TIMEOUT: Duration = Duration::from_secs(3_600);
+
+/// The other replicas are told of waiting pods at most once in this time, which is shorter than
+/// [`HURRY`].
+const HINT_INTERVAL: Duration = Duration::from_secs(30);
 
 /// The shortest time between two looks at the store for one request.
 const PACE: Duration = Duration::from_millis(50);
@@ -55,6 +59,8 @@ pub(crate) struct Barrier {
     /// How long all replicas must have run before a Node without a stream counts as not covered.
     uncovered_after: Duration,
     pub(crate) started: Instant,
+    /// When the other replicas were told last that a pod waits.
+    hinted: Mutex<Option<Instant>>,
 }
 
 impl Barrier {
@@ -63,7 +69,7 @@ impl Barrier {
         let settings = &fleet.context.settings;
         let peers = settings.peers.clone().map(|peers| Peers::new(peers, fleet.context.store.epoch()));
         let uncovered_after = settings.uncovered_after;
-        Arc::new(Self { peers, uncovered_after, started: Instant::now(), fleet })
+        Arc::new(Self { peers, uncovered_after, started: Instant::now(), hinted: Mutex::default(), fleet })
     }
 
     /// Starts to answer a request of an agent. The answer is sent on the agent's stream.
@@ -76,10 +82,7 @@ impl Barrier {
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         let (barrier, asker, id) = (Arc::clone(self), Arc::clone(agent), request.id);
         let work = async move {
-            let waiting = barrier.fleet.context.metrics.barrier_waits();
-            let answer = barrier.answer(&asker.node, request).await;
-            drop(waiting);
-            barrier.fleet.context.metrics.count_barrier(answer.result());
+            let answer = barrier.answer(Some(&asker.node), request).await;
             asker.barriers.finish(answer);
             asker.signal().wake();
         };
@@ -88,8 +91,10 @@ impl Barrier {
         }
     }
 
-    async fn answer(&self, node: &str, request: v1::BarrierRequest) -> v1::BarrierAnswer {
-        let id = request.id;
+    /// Answers a request. With `node`, the pod must run on this node.
+    pub(crate) async fn answer(&self, node: Option<&str>, request: v1::BarrierRequest) -> v1::BarrierAnswer {
+        let metrics = &self.fleet.context.metrics;
+        let waiting = metrics.barrier_waits();
         let outcome = match self.peers.as_ref() {
             None => Err("the drain barrier is off: start every control plane replica with --peers".to_owned()),
             Some(peers) => match pod_name(&request) {
@@ -97,19 +102,21 @@ impl Barrier {
                 Err(problem) => Err(problem),
             },
         };
+        drop(waiting);
         let answer = outcome.unwrap_or_else(|reason| v1::BarrierAnswer { reason, ..v1::BarrierAnswer::default() });
-        v1::BarrierAnswer { id, ..answer }
+        metrics.count_barrier(answer.result());
+        v1::BarrierAnswer { id: request.id, ..answer }
     }
 
     async fn wait(
         &self,
         peers: &Peers,
-        node: &str,
+        node: Option<&str>,
         pod: &PodName,
         request: &v1::BarrierRequest,
     ) -> Result<v1::BarrierAnswer, String> {
-        let start = Instant::now();
-        let deadline = start + Duration::from_millis(request.timeout_ms).min(MAX_TIMEOUT);
+        let deadline = Instant::now() + Duration::from_millis(request.timeout_ms).min(MAX_TIMEOUT);
+        self.hurry(peers, pod).await;
         loop {
             let endpoints = match self.until_unused(node, pod, deadline).await? {
                 Ok(endpoints) => endpoints,
@@ -125,11 +132,32 @@ impl Barrier {
         }
     }
 
+    /// Makes all agents acknowledge new batches at once. The other replicas are told by a question
+    /// whose answer does not matter, at most once in [`HINT_INTERVAL`].
+    async fn hurry(&self, peers: &Peers, pod: &PodName) {
+        let store = &self.fleet.context.store;
+        store.hurry(HURRY);
+        let now = Instant::now();
+        let is_due = {
+            let mut hinted = self.hinted.lock().unwrap_or_else(PoisonError::into_inner);
+            let is_due = hinted.is_none_or(|at| now.duration_since(at) >= HINT_INTERVAL);
+            *hinted = if is_due { Some(now) } else { *hinted };
+            is_due
+        };
+        let Some(pod) = store.pod(pod).ok().filter(|_| is_due) else { return };
+        let endpoints = pod.endpoints.iter().map(|(key, address)| ((**key).clone(), *address)).collect();
+        let question = Question { endpoints, ..Question::default() };
+        for link in peers.known().await.links {
+            let question = question.clone();
+            tokio::spawn(async move { link.confirm(&question, now).await });
+        }
+    }
+
     /// Waits until the store shows that no endpoint of the pod is in use. The inner error is the
     /// answer if this does not happen.
     async fn until_unused(
         &self,
-        node: &str,
+        node: Option<&str>,
         pod: &PodName,
         deadline: Instant,
     ) -> Result<Result<PodEndpoints, v1::BarrierAnswer>, String> {
@@ -140,7 +168,7 @@ impl Barrier {
             moves.borrow_and_update();
             let now = Instant::now();
             let endpoints = store.pod(pod).map_err(|problem| no_pod(pod, problem))?;
-            if endpoints.node.as_deref() != Some(node) {
+            if let Some(node) = node.filter(|node| endpoints.node.as_deref() != Some(*node)) {
                 let there = endpoints.node.as_deref().unwrap_or("no node");
                 return Err(format!("the pod runs on {there} and not on node {node}: ask the agent of its own node"));
             }

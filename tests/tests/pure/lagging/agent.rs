@@ -201,7 +201,7 @@ impl Agent {
                 assert_eq!(self.program, Program::Old, "{nack:?}");
                 self.rejections += nack.rejections.len() as u64;
             }
-            Effect::Drain { .. } | Effect::Query(_) => {}
+            Effect::Drain { .. } | Effect::Query(_) | Effect::Barrier(_) => {}
         }
     }
 

@@ -1,0 +1,120 @@
+//! `headgate-drain`: a pod's `preStop` exec hook for images without an HTTP client. It asks the
+//! node agent of the pod's node when no node sends new connections to the pod any more, and prints
+//! the answer. docs/drain.md describes its use.
+//!
+//! The program depends only on the standard library, so that a static binary is small.
+
+use std::{
+    env, fs,
+    io::{self, Read as _, Write as _},
+    net::{TcpStream, ToSocketAddrs as _},
+    process::ExitCode,
+    time::Duration,
+};
+
+const USAGE: &str = "usage: headgate-drain ADDRESS:PORT [QUERY]
+       headgate-drain --install FILE
+
+Asks http://ADDRESS:PORT/v1/drain?QUERY and prints the answer. ADDRESS:PORT is the --drain-address
+of the node agent on this pod's node. If it is missing, HEADGATE_DRAIN_ADDRESS counts. QUERY is for
+example timeout=25s&settle=200ms. --install copies this program to FILE, for init containers.
+
+Exit codes: 0 if the answer is drained or last, 1 if it is incomplete or an error, 2 for a wrong
+command line, 3 if the agent does not answer.";
+
+/// The longest time to wait for a connection. The answer may take as long as the timeout in QUERY.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The maximum size of an answer in bytes: two lists of a thousand node names.
+const MAX_ANSWER_BYTES: u64 = 1 << 20;
+
+fn main() -> ExitCode {
+    let mut arguments = env::args().skip(1).collect::<Vec<_>>();
+    if arguments.first().is_some_and(|first| matches!(first.as_str(), "-h" | "--help")) {
+        println!("{USAGE}");
+        return ExitCode::SUCCESS;
+    }
+    if let [flag, file] = arguments.as_slice()
+        && flag == "--install"
+    {
+        return match env::current_exe().and_then(|program| fs::copy(program, file)) {
+            Ok(_) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("headgate-drain: cannot copy this program to {file}: {error}");
+                ExitCode::FAILURE
+            }
+        };
+    }
+    if arguments.first().is_none_or(|first| first.contains('=')) {
+        arguments.splice(0..0, env::var("HEADGATE_DRAIN_ADDRESS").ok());
+    }
+    let (address, query) = match arguments.as_slice() {
+        [address] => (address, ""),
+        [address, query] => (address, query.as_str()),
+        _ => {
+            eprintln!("{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    if query.contains(|letter: char| letter.is_whitespace() || letter.is_control()) {
+        eprintln!("headgate-drain: QUERY must not contain spaces");
+        return ExitCode::from(2);
+    }
+    match ask(address, query) {
+        Ok(answer) => {
+            print!("{answer}");
+            let is_over = answer.starts_with("drained\n") || answer.starts_with("last\n");
+            if is_over { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        }
+        Err(error) => {
+            eprintln!(
+                "headgate-drain: {address}: {error}; check HEADGATE_DRAIN_ADDRESS, the agent's --drain-address, and network policies"
+            );
+            ExitCode::from(3)
+        }
+    }
+}
+
+/// Sends the request and returns the body of the answer.
+fn ask(address: &str, query: &str) -> io::Result<String> {
+    let mut failure = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for address in address.to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
+            Ok(stream) => return exchange(stream, query),
+            Err(error) => failure = error,
+        }
+    }
+    Err(failure)
+}
+
+fn exchange(mut stream: TcpStream, query: &str) -> io::Result<String> {
+    // HTTP/1.0: the agent closes the connection after the answer, and sends no chunks.
+    write!(stream, "GET /v1/drain?{query} HTTP/1.0\r\nHost: headgate\r\n\r\n")?;
+    let mut answer = String::new();
+    stream.take(MAX_ANSWER_BYTES).read_to_string(&mut answer)?;
+    let body = answer.split_once("\r\n\r\n").map(|(_, body)| body.to_owned());
+    body.ok_or_else(|| io::Error::new(io::ErrorKind::UnexpectedEof, "the answer is not HTTP"))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::{net::TcpListener, thread};
+
+    use super::*;
+
+    #[test]
+    fn the_body_of_the_answer_is_returned() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let server = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = [0; 256];
+            let length = stream.read(&mut request).unwrap();
+            stream.write_all(b"HTTP/1.0 200 OK\r\ncontent-type: text/plain\r\n\r\ndrained\n").unwrap();
+            String::from_utf8_lossy(&request[..length]).into_owned()
+        });
+        assert_eq!(ask(&address, "timeout=5s").unwrap(), "drained\n");
+        assert!(server.join().unwrap().starts_with("GET /v1/drain?timeout=5s HTTP/1.0\r\n"));
+    }
+}

@@ -1,0 +1,298 @@
+//! The drain barrier between two replicas, with simulated agents (discovery.proto, section 18).
+
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    sync::{
+        Arc,
+        atomic::{AtomicU8, Ordering},
+    },
+    time::Duration,
+};
+
+use headgate_control_plane::{
+    objects::PodId,
+    serve::{PeerSettings, Security, Settings},
+    store::Limits,
+    transaction::{NodeChange, PodChange, Sink as _, SourceKind, Transaction, TriggeredChange},
+};
+use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Node, Placement, Protocol};
+use headgate_proto::v1::{self, agent_message::Body, barrier_answer::Result as Outcome};
+
+use crate::client::{Client, channel};
+use crate::replica::{Replica, key, service, settings};
+
+/// The pod that stops. It is an endpoint of service 1 on node a.
+const POD: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 1);
+/// Another endpoint, on node b.
+const OTHER: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 2);
+const TERMINATING: Conditions = Conditions { ready: false, serving: true, terminating: true };
+
+/// Two replicas with the same source, and the position of the last change.
+struct Pair {
+    replicas: [Replica; 2],
+    position: u64,
+}
+
+fn endpoint(address: Ipv4Addr, node: &str, conditions: Conditions) -> Change {
+    let mut endpoint = Endpoint::new(address.into(), Arc::new([EndpointPort::new("http", Protocol::Tcp, 8080)]));
+    endpoint.placement = Placement::on(node).into();
+    endpoint.conditions = conditions;
+    Change::Endpoint(key(1), endpoint)
+}
+
+fn removed() -> Change {
+    Change::RemoveEndpoint(key(1), POD.into())
+}
+
+fn apply(node: &str) -> NodeChange {
+    let (name, zone) = (node.into(), None);
+    NodeChange::Apply(Node { name, zone, pod_cidrs: Vec::new(), addresses: Vec::new(), going_away: false })
+}
+
+impl Pair {
+    /// Starts two replicas whose source has the nodes a, b and c, and both endpoints.
+    async fn start(uncovered_after: Duration) -> Self {
+        static NUMBER: AtomicU8 = AtomicU8::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let [high, low] = u16::try_from(std::process::id() % 65_536).unwrap().to_be_bytes();
+        let address = |host: u8| SocketAddr::from((Ipv4Addr::new(127, high, low, number * 2 + host), 7443));
+        let names = [1, 2].map(|host| (address(host).ip().to_string(), 7443));
+        let start = async |host: u8| {
+            let peers = Some(PeerSettings { names: names.to_vec(), tls: None });
+            let settings = Settings { replica_name: format!("replica-{host}"), peers, uncovered_after, ..settings() };
+            let replica = Replica::start_at(address(host), settings, Security::Plaintext, Limits::default()).await;
+            replica.store.synced();
+            replica
+        };
+        let mut pair = Self { replicas: [start(1).await, start(2).await], position: 0 };
+        let ready = [endpoint(POD, "a", Conditions::READY), endpoint(OTHER, "b", Conditions::READY)];
+        pair.position = 10;
+        for replica in [0, 1] {
+            let changes = std::iter::once(service(1, 80)).chain(ready.clone());
+            pair.commit(replica, changes.collect(), ["a", "b", "c"].map(apply).to_vec());
+            let pod = |address: Ipv4Addr, name, node: &str| PodChange {
+                service: key(1),
+                address: address.into(),
+                pod: Some((PodId::new(name, name), Some(node.into()))),
+            };
+            let pods = vec![pod(POD, "pod", "a"), pod(OTHER, "other", "b")];
+            pair.replicas[replica].store.commit(Transaction { pods, ..Transaction::default() });
+        }
+        pair
+    }
+
+    fn commit(&self, replica: usize, changes: Vec<Change>, nodes: Vec<NodeChange>) {
+        let changes = changes.into_iter().map(|change| TriggeredChange { change, trigger_unix_ms: 0 }).collect();
+        let positions = vec![(SourceKind::EndpointSlices, self.position)];
+        self.replicas[replica].store.commit(Transaction { changes, nodes, positions, ..Transaction::default() });
+    }
+
+    /// Makes a change at one replica, whose source is then ahead of the other.
+    fn change(&mut self, replica: usize, change: Change) {
+        self.position += 1;
+        self.commit(replica, vec![change], Vec::new());
+    }
+
+    /// Makes the last change at the other replica too.
+    fn follow(&self, replica: usize, change: Change) {
+        self.commit(replica, vec![change], Vec::new());
+    }
+
+    /// Opens the stream of a node that has everything in its kernel.
+    async fn agent(&self, replica: usize, node: &str) -> Client {
+        let replica = &self.replicas[replica];
+        let mut client = Client::open(channel(replica.running.local_addr).await, node, None).await.unwrap();
+        client.reach(replica.store.version()).await;
+        client.ack().await;
+        client
+    }
+}
+
+/// Programs the newest version of a replica.
+async fn program(replica: &Replica, client: &mut Client) {
+    let version = replica.store.version();
+    client.until(|client| client.held.version >= version).await;
+    client.ack().await;
+}
+
+fn request(address: Ipv4Addr, timeout_ms: u64, silent_ms: u64) -> v1::BarrierRequest {
+    let address = address.octets().to_vec().into();
+    v1::BarrierRequest { id: 1, address, timeout_ms, silent_ms, ..v1::BarrierRequest::default() }
+}
+
+async fn answer(client: &mut Client) -> v1::BarrierAnswer {
+    client.until(|client| !client.barriers.is_empty()).await;
+    client.barriers.remove(0)
+}
+
+/// Asserts that no answer arrives for a while. If an answer came too early, it would come in this
+/// time.
+async fn assert_waits(client: &mut Client) {
+    let early = tokio::time::timeout(Duration::from_millis(400), client.until(|client| !client.barriers.is_empty()));
+    assert!(early.await.is_err(), "the barrier answers too early: {:?}", client.barriers);
+}
+
+const NEVER: Duration = Duration::from_secs(600);
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_barrier_waits_for_each_node_at_each_replica() {
+    let mut pair = Pair::start(NEVER).await;
+    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    assert!(a.welcome.answers_barriers);
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    assert_waits(&mut a).await;
+    // Replica 1 sees the removal, and its agent programs it.
+    pair.change(0, removed());
+    program(&pair.replicas[0], &mut a).await;
+    assert!(!a.urgent.is_empty(), "agents acknowledge at once while a pod waits");
+    assert_waits(&mut a).await;
+    // Replica 2 sees it, and only one of its agents programs it.
+    pair.follow(1, removed());
+    program(&pair.replicas[1], &mut b).await;
+    assert_waits(&mut a).await;
+    program(&pair.replicas[1], &mut c).await;
+    let answer = answer(&mut a).await;
+    assert_eq!((answer.id, answer.result()), (1, Outcome::Drained), "{answer:?}");
+    assert_eq!(pair.replicas[0].metric("headgate_control_plane_barrier_answers_total{result=\"drained\"}"), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replica_that_lacks_an_addition_does_not_call_the_endpoint_removed() {
+    let mut pair = Pair::start(NEVER).await;
+    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    // The endpoint is removed everywhere. Then it is added and removed again, and the other replica
+    // has not seen this.
+    pair.change(0, removed());
+    pair.follow(1, removed());
+    program(&pair.replicas[1], &mut b).await;
+    program(&pair.replicas[1], &mut c).await;
+    pair.change(0, endpoint(POD, "a", Conditions::READY));
+    pair.change(0, removed());
+    program(&pair.replicas[0], &mut a).await;
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    assert_waits(&mut a).await;
+    pair.position -= 1;
+    pair.follow(1, endpoint(POD, "a", Conditions::READY));
+    pair.position += 1;
+    pair.follow(1, removed());
+    program(&pair.replicas[1], &mut b).await;
+    program(&pair.replicas[1], &mut c).await;
+    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn silent_nodes_are_named_after_a_bounded_wait_unless_their_node_is_deleted() {
+    let mut pair = Pair::start(NEVER).await;
+    let (mut a, b) = (pair.agent(0, "a").await, pair.agent(1, "b").await);
+    pair.change(0, removed());
+    pair.follow(1, removed());
+    program(&pair.replicas[0], &mut a).await;
+    // Node b has a stream and programs nothing. Node c has no stream.
+    a.send(Body::Barrier(request(POD, 60_000, 700))).await;
+    let incomplete = answer(&mut a).await;
+    assert_eq!(incomplete.result(), Outcome::Incomplete);
+    assert_eq!((incomplete.unconfirmed, incomplete.unconfirmed_count), (vec!["b".to_owned(), "c".to_owned()], 2));
+    // Node b goes, and both Nodes are deleted.
+    drop(b);
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    assert_waits(&mut a).await;
+    for replica in &pair.replicas {
+        let nodes = ["b", "c"].map(|node| NodeChange::Remove(node.into())).to_vec();
+        replica.store.commit(Transaction { nodes, ..Transaction::default() });
+    }
+    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_counts_at_the_replica_to_which_it_moved() {
+    let mut pair = Pair::start(NEVER).await;
+    let (mut a, b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    pair.change(0, removed());
+    pair.follow(1, removed());
+    program(&pair.replicas[0], &mut a).await;
+    program(&pair.replicas[1], &mut c).await;
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    assert_waits(&mut a).await;
+    // Node b has acknowledged nothing, and moves.
+    drop(b);
+    assert_waits(&mut a).await;
+    let _b = pair.agent(0, "b").await;
+    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_terminating_pod_is_unused_only_while_another_endpoint_is_ready() {
+    let mut pair = Pair::start(NEVER).await;
+    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    let stops = endpoint(POD, "a", TERMINATING);
+    pair.change(0, stops.clone());
+    pair.follow(1, stops);
+    program(&pair.replicas[0], &mut a).await;
+    program(&pair.replicas[1], &mut b).await;
+    program(&pair.replicas[1], &mut c).await;
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+    let other_stops = endpoint(OTHER, "b", TERMINATING);
+    pair.change(0, other_stops);
+    a.until(|client| client.held.version >= 3).await;
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    let last = answer(&mut a).await;
+    assert_eq!(last.result(), Outcome::Last, "{last:?}");
+    assert!(last.reason.contains("10.0.0.1 is the last endpoint of Service default/service-1"), "{last:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_rejects_the_service_is_unconfirmed_until_it_withdraws_the_rejection() {
+    let mut pair = Pair::start(NEVER).await;
+    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    pair.change(0, removed());
+    pair.follow(1, removed());
+    let resource = "Service default/service-1".to_owned();
+    let rejection = v1::Rejection { resource: resource.clone(), field: "ports".into(), reason: "kernel".into() };
+    b.send(Body::Nack(v1::Nack { version: 2, rejections: vec![rejection], withdrawn: Vec::new() })).await;
+    program(&pair.replicas[0], &mut a).await;
+    program(&pair.replicas[1], &mut b).await;
+    program(&pair.replicas[1], &mut c).await;
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    assert_waits(&mut a).await;
+    b.send(Body::Nack(v1::Nack { version: 2, rejections: Vec::new(), withdrawn: vec![resource] })).await;
+    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_never_had_an_agent_is_not_covered_and_others_are_refused() {
+    let mut pair = Pair::start(Duration::ZERO).await;
+    let mut a = pair.agent(0, "a").await;
+    let b = pair.agent(1, "b").await;
+    pair.change(0, removed());
+    pair.follow(1, removed());
+    program(&pair.replicas[0], &mut a).await;
+    drop(b);
+    a.send(Body::Barrier(request(POD, 60_000, 500))).await;
+    let found = answer(&mut a).await;
+    assert_eq!(found.result(), Outcome::Incomplete, "{found:?}");
+    assert_eq!((found.unconfirmed, found.not_covered), (vec!["b".to_owned()], vec!["c".to_owned()]));
+    // A pod of another node, and an address of no pod.
+    for (address, problem) in [(OTHER, "ask the agent of its own node"), (Ipv4Addr::new(10, 9, 9, 9), "no endpoint")] {
+        a.send(Body::Barrier(request(address, 60_000, 500))).await;
+        let refused = answer(&mut a).await;
+        assert_eq!(refused.result(), Outcome::Refused);
+        assert!(refused.reason.contains(problem), "{refused:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_silent_replica_leaves_its_nodes_unconfirmed() {
+    let mut pair = Pair::start(NEVER).await;
+    let (mut a, _b, _c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    pair.change(0, removed());
+    program(&pair.replicas[0], &mut a).await;
+    let [first, second] = pair.replicas;
+    second.running.stop().await;
+    a.send(Body::Barrier(request(POD, 60_000, 1_000))).await;
+    let found = answer(&mut a).await;
+    assert_eq!(found.result(), Outcome::Incomplete);
+    assert_eq!(found.unconfirmed, ["b", "c"]);
+    assert!(found.reason.contains("it does not answer"), "{found:?}");
+    drop(first);
+}
