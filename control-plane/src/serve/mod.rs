@@ -18,6 +18,7 @@ use tokio::{net::TcpListener, task::JoinHandle};
 pub use tokio_util::sync::CancellationToken;
 
 pub use self::{
+    barrier::Round,
     context::{PeerSettings, PeerTls, Settings},
     transport::tls::{self, Security},
 };

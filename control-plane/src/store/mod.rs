@@ -58,7 +58,7 @@ use nodes::Nodes;
 pub use nodes::{NodeObserver, OwnNode};
 use pods::Pods;
 pub(crate) use pods::{NoPod, PodEndpoints, PodName};
-pub(crate) use usage::Usage;
+pub use usage::Usage;
 
 /// If a commit has more changes than this number, the commit does not encode its batch. Streams
 /// receive a compacted step instead, which the first stream encodes.

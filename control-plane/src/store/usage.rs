@@ -8,7 +8,7 @@ use super::{Inner, Store};
 
 /// Whether the nodes of a cluster use an endpoint for new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Usage {
+pub enum Usage {
     /// A port of the endpoint is ready.
     InUse,
     /// The endpoint is terminating, and stays in use because no other endpoint is ready. With a
@@ -25,7 +25,8 @@ impl Store {
     /// is unused while a *witness* exists: a ready endpoint of the same port. Service, endpoint and
     /// witness have not changed since the newest of their versions. So all versions since then have
     /// the same result.
-    pub(crate) fn usage(&self, key: &ServiceKey, address: IpAddr) -> Usage {
+    #[must_use]
+    pub fn usage(&self, key: &ServiceKey, address: IpAddr) -> Usage {
         self.read().usage(key, address)
     }
 }

@@ -153,7 +153,7 @@ async fn the_barrier_waits_for_each_node_at_each_replica() {
     program(&pair.replicas[1], &mut c).await;
     let answer = answer(&mut a).await;
     assert_eq!((answer.id, answer.result()), (1, Outcome::Drained), "{answer:?}");
-    assert_eq!(pair.replicas[0].metric("headgate_control_plane_barrier_answers_total{result=\"drained\"}"), 1);
+    assert_eq!(pair.replicas[0].metric("headgate_barrier_answers_total{result=\"drained\"}"), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -250,9 +250,10 @@ impl Barrier {
     }
 }
 
-/// The answers of one round.
+/// The answers of all replicas to one question. [`Round::missing`] decides whether the barrier
+/// opens.
 #[derive(Debug, Default)]
-struct Round {
+pub struct Round {
     confirmed: BTreeSet<String>,
     unconfirmed: BTreeSet<String>,
     departed: BTreeSet<String>,
@@ -263,7 +264,10 @@ struct Round {
 }
 
 impl Round {
-    fn of(answers: Vec<Option<v1::ConfirmAnswer>>, is_complete: bool) -> Self {
+    /// Collects the answers of all known replicas; `None` stands for a replica that does not answer.
+    /// `is_complete` is false if replicas may be missing.
+    #[must_use]
+    pub fn of(answers: Vec<Option<v1::ConfirmAnswer>>, is_complete: bool) -> Self {
         let mut round = Self { uptime: Duration::MAX, ..Self::default() };
         if !is_complete {
             round.uptime = Duration::ZERO;
@@ -291,7 +295,8 @@ impl Round {
     /// Returns the unconfirmed nodes, and the nodes that are not covered. A replica that does not
     /// confirm a node counts more than a replica that does, because the latter may not have noticed
     /// yet that the node's stream has ended.
-    fn missing(&self, nodes: &BTreeSet<String>, uncovered_after: Duration) -> (BTreeSet<String>, BTreeSet<String>) {
+    #[must_use]
+    pub fn missing(&self, nodes: &BTreeSet<String>, uncovered_after: Duration) -> (BTreeSet<String>, BTreeSet<String>) {
         let mut missing = self.unconfirmed.clone();
         let mut uncovered = BTreeSet::new();
         for node in nodes.iter().filter(|node| !self.confirmed.contains(*node) && !self.unconfirmed.contains(*node)) {

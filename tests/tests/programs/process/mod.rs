@@ -5,6 +5,7 @@
 mod config;
 mod counters;
 mod degraded;
+mod drain;
 mod health;
 mod metrics;
 mod mistakes;

@@ -9,6 +9,7 @@
 //! value that an agent holds has a place in that order, and no place may decrease.
 
 mod agent;
+mod barrier;
 mod replica;
 mod source;
 mod world;
@@ -19,6 +20,7 @@ use headgate_control_plane::transaction::SourceKind;
 use proptest::prelude::*;
 
 use agent::Program;
+use barrier::Broken;
 use source::{History, KINDS};
 use world::{Move, World};
 
@@ -221,6 +223,44 @@ fn a_source_restored_from_a_backup_is_followed() {
     }
 }
 
+/// The moves of an agent that programs each state while it moves, and of a source that removes an
+/// endpoint with its fourth event.
+fn removal() -> [Vec<Move>; 3] {
+    use Move::{Connect, Deliver, Program, ReadAll};
+    [
+        vec![Deliver(0, SLICE), Deliver(0, SLICE)],
+        vec![Deliver(1, SLICE), Deliver(1, SERVICE), Deliver(1, SLICE)],
+        vec![ReadAll, Program, Connect(1), ReadAll, Program, Connect(0), ReadAll, Program],
+    ]
+}
+
+#[test]
+fn the_drain_barrier_opens_in_no_interleaving_before_the_kernel_has_removed_the_endpoint() {
+    let counts = explore(Program::New, 4, &removal());
+    assert!(counts["runs"] > 1000, "{counts:?}");
+    assert_happened(&counts, &["drained", "waits", "log", "digests"]);
+}
+
+#[test]
+fn without_any_one_of_its_rules_the_drain_barrier_would_open_too_early() {
+    for broken in [Broken::AnyStreamConfirms, Broken::VersionsAreShared, Broken::OthersAreNotAsked] {
+        let mut has_failed = false;
+        interleave(&removal(), &mut |moves| {
+            if has_failed {
+                return;
+            }
+            let run = || {
+                fastrand::seed(7);
+                let mut world = World::new(History::first(4), 2, Program::New);
+                world.break_rule(broken);
+                moves.iter().for_each(|action| world.act(*action));
+            };
+            has_failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err();
+        });
+        assert!(has_failed, "no interleaving needs the rule {broken:?}");
+    }
+}
+
 fn any_program() -> impl Strategy<Value = Program> {
     prop::sample::select(vec![Program::Old, Program::New])
 }
@@ -239,6 +279,7 @@ fn any_move(replicas: usize) -> impl Strategy<Value = Move> {
         6 => Just(Move::Read),
         4 => Just(Move::ReadAll),
         2 => Just(Move::Save),
+        4 => Just(Move::Program),
         1 => any_program().prop_map(Move::RestartAgent),
         1 => Just(Move::PassTime),
     ]

@@ -25,6 +25,11 @@ fn address(number: u8, host: u8) -> IpAddr {
     [10, 1, number, host].into()
 }
 
+/// The endpoints of the first version that the source removes later.
+pub(crate) fn removed_endpoints() -> [(ServiceKey, IpAddr); 2] {
+    [(key(1), address(1, 2)), (key(2), address(2, 3))]
+}
+
 /// A Service whose node port encodes its version.
 fn service(number: u8, version: u64) -> Change {
     let node_port = 30_000 + u16::try_from(version).unwrap();

@@ -8,6 +8,7 @@ use tokio::time::Instant;
 
 use super::{
     agent::{Agent, Program},
+    barrier::{Barrier, Broken},
     replica::{Replica, Stream},
     source::{BASE, History, KINDS, Places},
 };
@@ -44,12 +45,16 @@ pub(crate) enum Move {
     Save,
     /// The agent ends, and the given program starts with the state on the agent's disk.
     RestartAgent(Program),
+    /// The kernel accepts the state that the agent holds, and the replica of the agent's stream
+    /// receives the ACK.
+    Program,
     /// Enough time passes that every replica with contact to the API server receives all events,
     /// and that all bounded waits end.
     PassTime,
 }
 
 pub(crate) struct World {
+    barrier: Barrier,
     source: History,
     replicas: Vec<Replica>,
     agent: Agent,
@@ -64,16 +69,23 @@ impl World {
     /// this version from the first replica.
     pub(crate) fn new(source: History, replicas: usize, program: Program) -> Self {
         let now = Instant::now();
-        let replicas = (0..replicas).map(|_| Replica::new(true)).collect();
+        let replicas: Vec<_> = (0..replicas).map(|_| Replica::new(true)).collect();
         let agent = Agent::new(program, now);
-        let mut world = Self { source, replicas, agent, stream: None, now, head: BASE, counts: BTreeMap::new() };
+        let barrier = Barrier::new(replicas.len());
+        let mut world = Self { barrier, source, replicas, agent, stream: None, now, head: BASE, counts: BTreeMap::new() };
         for replica in &mut world.replicas {
             replica.list(&world.source, BASE);
         }
         world.act(Move::Connect(0));
         world.act(Move::ReadAll);
         world.act(Move::Save);
+        world.act(Move::Program);
         world
+    }
+
+    /// Breaks a rule of the drain barrier.
+    pub(crate) fn break_rule(&mut self, broken: Broken) {
+        self.barrier.broken = Some(broken);
     }
 
     fn count(&mut self, what: &'static str) {
@@ -88,6 +100,7 @@ impl World {
             Move::Bookmark(replica, kind) => self.replicas[replica].bookmark(&self.source, kind, head),
             Move::Restart(replica) => {
                 self.replicas[replica] = Replica::new(self.replicas[replica].has_contact);
+                self.barrier.acked[replica] = None;
                 // A restart breaks the replica's streams.
                 self.stream.take_if(|stream| stream.replica == replica);
             }
@@ -100,6 +113,11 @@ impl World {
             }
             Move::ReadAll => while self.read() {},
             Move::Save => self.agent.save(),
+            Move::Program => {
+                let stream = self.stream.as_ref().map(|stream| stream.replica);
+                let at = stream.map(|index| (index, self.replicas[index].store.epoch()));
+                self.barrier.program(&self.agent.held, at);
+            }
             Move::RestartAgent(program) => {
                 self.stream = None;
                 self.agent.restart(program, self.now);
@@ -111,6 +129,10 @@ impl World {
                 }
                 CHECKS.map(Duration::from_secs).into_iter().for_each(|time| self.pass(time));
             }
+        }
+        if !self.agent.may_go_back {
+            let opened = self.barrier.check(&self.replicas);
+            *self.counts.entry("drained").or_default() += opened;
         }
     }
 
@@ -128,6 +150,7 @@ impl World {
         let resume = hello.map(|wire| Resume::from_wire(&wire).unwrap());
         let (stream, mode, welcome) = Stream::open(to, replica, resume);
         self.stream = Some(stream);
+        self.barrier.acked[to] = Some(0);
         self.count(mode.as_str());
         self.agent.receive(&self.source, welcome, self.now);
     }

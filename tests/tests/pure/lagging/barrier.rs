@@ -1,0 +1,101 @@
+//! The drain barrier of the model. The decision is real: what the stores say about the endpoints, and
+//! how a round of answers decides. The kernel of the agent's node and the ACKs are lists.
+
+use std::{collections::BTreeSet, net::IpAddr, time::Duration};
+
+use headgate_control_plane::{serve::Round, store::Usage};
+use headgate_core::{Dirty, ServiceKey, State};
+use headgate_node_agent::state::held::Held;
+use headgate_proto::v1::{self, confirm_answer::State as Answered};
+
+use super::{replica::Replica, source};
+
+/// A rule of the barrier that the model breaks, to show that the rule is needed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Broken {
+    /// Every stream counts as an ACK.
+    AnyStreamConfirms,
+    /// A replica that has not seen the removal confirms the version of the asking replica.
+    VersionsAreShared,
+    /// Only the agents of the asking replica count.
+    OthersAreNotAsked,
+}
+
+pub(crate) struct Barrier {
+    pub(crate) broken: Option<Broken>,
+    /// What the kernel of the agent's node has.
+    kernel: State,
+    /// For each replica, the version that the agent has acknowledged on its last stream to the
+    /// replica. A replica does not notice at once that a stream has broken. `None` without a stream.
+    pub(crate) acked: Vec<Option<u64>>,
+}
+
+impl Barrier {
+    pub(crate) fn new(replicas: usize) -> Self {
+        Self { broken: None, kernel: State::default(), acked: vec![None; replicas] }
+    }
+
+    /// The kernel accepts what the agent holds. The replica at `stream`, with this epoch, receives
+    /// the ACK if the state has a version of the replica.
+    pub(crate) fn program(&mut self, held: &Held, stream: Option<(usize, u64)>) {
+        self.kernel = State::default();
+        for change in source::changes_of(held.state()) {
+            self.kernel.apply(change, &mut Dirty::default());
+        }
+        if let (Some((replica, epoch)), Some((of, version))) = (stream, held.position())
+            && epoch == of
+        {
+            self.acked[replica] = Some(version);
+        }
+    }
+
+    /// Asks the barrier at each replica about each endpoint that the source removes. If the barrier
+    /// opens, asserts that the kernel does not have the endpoint. Returns how often it opened.
+    pub(crate) fn check(&self, replicas: &[Replica]) -> u64 {
+        let mut opened = 0;
+        for (key, address) in source::removed_endpoints() {
+            for (asker, replica) in replicas.iter().enumerate().filter(|(_, replica)| replica.is_listed()) {
+                let Usage::UnusedSince(version) = replica.store.usage(&key, address) else { continue };
+                let asked = replicas.iter().enumerate();
+                let is_alone = self.broken == Some(Broken::OthersAreNotAsked);
+                let asked = asked.filter(|(index, _)| !is_alone || *index == asker);
+                let answers = asked.map(|(index, peer)| Some(self.answer(replica, version, index, peer, &key, address)));
+                let nodes: BTreeSet<_> = (!is_alone).then(|| source::NODE.to_owned()).into_iter().collect();
+                let (missing, _) = Round::of(answers.collect(), true).missing(&nodes, Duration::MAX);
+                if missing.is_empty() {
+                    opened += 1;
+                    let has = self.kernel.entry(&key).is_some_and(|entry| entry.endpoints().contains_key(&address));
+                    assert!(!has, "the barrier opens for {key} {address}, and the kernel still has the endpoint");
+                }
+            }
+        }
+        opened
+    }
+
+    /// What a replica answers to another replica.
+    fn answer(
+        &self,
+        asker: &Replica,
+        version: u64,
+        index: usize,
+        peer: &Replica,
+        key: &ServiceKey,
+        address: IpAddr,
+    ) -> v1::ConfirmAnswer {
+        let is_behind = peer.store.behind(&asker.store.changed_positions()).is_some();
+        let since = match peer.store.usage(key, address) {
+            Usage::UnusedSince(since) if peer.is_listed() && !is_behind => Some(since),
+            _ => None,
+        };
+        let since = if self.broken == Some(Broken::VersionsAreShared) { since.or(Some(version)) } else { since };
+        let mut answer = v1::ConfirmAnswer { uptime_ms: 1, ..v1::ConfirmAnswer::default() };
+        answer.set_state(if since.is_some() { Answered::Unusable } else { Answered::InUse });
+        if let Some(acked) = self.acked[index] {
+            let is_confirmed = since.is_some_and(|since| acked >= since)
+                || self.broken == Some(Broken::AnyStreamConfirms) && since.is_some();
+            let list = if is_confirmed { &mut answer.confirmed } else { &mut answer.unconfirmed };
+            list.push(source::NODE.to_owned());
+        }
+        answer
+    }
+}
