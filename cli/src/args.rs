@@ -95,8 +95,8 @@ pub enum Command {
     /// Wait until no node sends new connections to a pod that stops
     ///
     /// Exit codes: 0 if the answer is drained, or last for the last endpoint of a Service; 1 if a
-    /// replica does not answer or refuses, 2 for a wrong command line, 3 if nodes have not confirmed
-    /// in time. Standard output names these nodes.
+    /// replica does not answer or refuses, 2 for a wrong command line, 3 if nodes have not
+    /// confirmed in time. Standard output names these nodes.
     Drain(DrainArgs),
     /// Print changes from now on, until Ctrl-C
     Watch(Selection),

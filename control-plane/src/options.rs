@@ -104,12 +104,12 @@ pub struct Options {
     #[arg(long, value_name = "NAMESPACE/NAME", value_parser = service_key)]
     pub balance_service: Option<ServiceKey>,
 
-    /// The control plane's replicas, for pods that ask when they may stop (docs/drain.md): HOST:PORT
-    /// of a headless Service with publishNotReadyAddresses, or of each replica. Repeat the option,
-    /// or separate values by commas. The list may include this replica. Write "none" if there is
-    /// only one replica. Without this option such questions are refused. Over TLS, replicas use
-    /// --tls-cert and --tls-key as clients, and --tls-client-ca checks their certificates, which need
-    /// the URI headgate://replica/NAME and the names in this option
+    /// The control plane's replicas, for pods that ask when they may stop (docs/drain.md):
+    /// HOST:PORT of a headless Service with publishNotReadyAddresses, or of each replica. Repeat
+    /// the option, or separate values by commas. The list may include this replica. Write "none" if
+    /// there is only one replica. Without this option such questions are refused. Over TLS,
+    /// replicas use --tls-cert and --tls-key as clients, and --tls-client-ca checks their
+    /// certificates, which need the URI headgate://replica/NAME and the names in this option
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', value_parser = peer)]
     pub peers: Vec<Peer>,
 

@@ -1,9 +1,9 @@
 //! The page `/v1/drain`: a pod that stops asks when no node sends new connections to it any more.
 //! docs/drain.md describes the use of this page.
 //!
-//! The source address of the request identifies the pod, so a pod can ask only about itself. Pods in
-//! the host network have the address of the node. They, and administrators on the node, name the pod
-//! with `?pod=NAMESPACE/NAME`.
+//! The source address of the request identifies the pod, so a pod can ask only about itself. Pods
+//! in the host network have the address of the node. They, and administrators on the node, name the
+//! pod with `?pod=NAMESPACE/NAME`.
 
 use std::{
     collections::HashMap,

@@ -184,8 +184,8 @@ pub struct Options {
     pub health_check_timeout: Duration,
 
     /// Where pods that stop ask when no node sends new connections to them any more
-    /// (docs/drain.md), such as 0.0.0.0:10261. Pods must reach this address, so it has its own port.
-    /// Empty: pods cannot ask
+    /// (docs/drain.md), such as 0.0.0.0:10261. Pods must reach this address, so it has its own
+    /// port. Empty: pods cannot ask
     #[arg(long, value_name = "ADDR:PORT", value_parser = drain_address)]
     pub drain_address: Option<SocketAddr>,
 

@@ -1,6 +1,6 @@
 //! Requests of pods that stop: when does no node send new connections to the pod any more
-//! (`discovery.proto`, rule 18). The requests survive streams: the agent repeats unanswered requests
-//! on its next stream.
+//! (`discovery.proto`, rule 18). The requests survive streams: the agent repeats unanswered
+//! requests on its next stream.
 
 use std::{
     collections::{BTreeMap, VecDeque},

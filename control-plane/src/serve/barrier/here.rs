@@ -68,8 +68,8 @@ pub(crate) async fn confirm(fleet: &Fleet, question: &Question, until: Instant, 
     let (mut outlines, mut moves) = (fleet.progress().outlines(), store.moves());
     let (mut head, mut source) = (store.head(), store.watch_source());
     loop {
-        // The values are marked as seen before the look, so that a change during the look wakes this
-        // task.
+        // The values are marked as seen before the look, so that a change during the look wakes
+        // this task.
         outlines.borrow_and_update();
         moves.borrow_and_update();
         head.borrow_and_update();

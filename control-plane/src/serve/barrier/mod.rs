@@ -264,8 +264,8 @@ pub struct Round {
 }
 
 impl Round {
-    /// Collects the answers of all known replicas; `None` stands for a replica that does not answer.
-    /// `is_complete` is false if replicas may be missing.
+    /// Collects the answers of all known replicas; `None` stands for a replica that does not
+    /// answer. `is_complete` is false if replicas may be missing.
     #[must_use]
     pub fn of(answers: Vec<Option<v1::ConfirmAnswer>>, is_complete: bool) -> Self {
         let mut round = Self { uptime: Duration::MAX, ..Self::default() };

@@ -32,8 +32,9 @@ struct Open {
 }
 
 impl Answers {
-    /// Starts the work for a request. `start` is called without a lock. Returns false if the request
-    /// is refused, because the stream has too many requests. The refusal is then among the answers.
+    /// Starts the work for a request. `start` is called without a lock. Returns false if the
+    /// request is refused, because the stream has too many requests. The refusal is then among the
+    /// answers.
     pub(crate) fn begin(&self, id: u64, start: impl FnOnce() -> AbortHandle) -> bool {
         {
             let mut open = self.open();

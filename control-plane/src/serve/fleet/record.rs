@@ -65,9 +65,9 @@ impl Record {
         !self.last_error.is_empty() || !self.rejections.is_empty()
     }
 
-    /// Returns true if the kernel has `version`, and the agent rejects none of the services and none
-    /// of their endpoints. Returns false if the list of rejections is full, because the replica may
-    /// have forgotten rejections.
+    /// Returns true if the kernel has `version`, and the agent rejects none of the services and
+    /// none of their endpoints. Returns false if the list of rejections is full, because the
+    /// replica may have forgotten rejections.
     pub(crate) fn confirms(&self, version: u64, services: &BTreeSet<ServiceKey>) -> bool {
         let concerns = |rejection: &v1::Rejection| services.iter().any(|key| names(&rejection.resource, key));
         let is_clear = self.rejections.len() < MAX_LISTED && !self.rejections.iter().any(concerns);

@@ -1,5 +1,5 @@
-//! The drain barrier of the model. The decision is real: what the stores say about the endpoints, and
-//! how a round of answers decides. The kernel of the agent's node and the ACKs are lists.
+//! The drain barrier of the model. The decision is real: what the stores say about the endpoints,
+//! and how a round of answers decides. The kernel of the agent's node and the ACKs are lists.
 
 use std::{collections::BTreeSet, net::IpAddr, time::Duration};
 
@@ -26,7 +26,8 @@ pub(crate) struct Barrier {
     /// What the kernel of the agent's node has.
     kernel: State,
     /// For each replica, the version that the agent has acknowledged on its last stream to the
-    /// replica. A replica does not notice at once that a stream has broken. `None` without a stream.
+    /// replica. A replica does not notice at once that a stream has broken. `None` without a
+    /// stream.
     pub(crate) acked: Vec<Option<u64>>,
 }
 
@@ -59,7 +60,8 @@ impl Barrier {
                 let asked = replicas.iter().enumerate();
                 let is_alone = self.broken == Some(Broken::OthersAreNotAsked);
                 let asked = asked.filter(|(index, _)| !is_alone || *index == asker);
-                let answers = asked.map(|(index, peer)| Some(self.answer(replica, version, index, peer, &key, address)));
+                let answers =
+                    asked.map(|(index, peer)| Some(self.answer(replica, version, index, peer, &key, address)));
                 let nodes: BTreeSet<_> = (!is_alone).then(|| source::NODE.to_owned()).into_iter().collect();
                 let (missing, _) = Round::of(answers.collect(), true).missing(&nodes, Duration::MAX);
                 if missing.is_empty() {

@@ -72,7 +72,8 @@ impl World {
         let replicas: Vec<_> = (0..replicas).map(|_| Replica::new(true)).collect();
         let agent = Agent::new(program, now);
         let barrier = Barrier::new(replicas.len());
-        let mut world = Self { barrier, source, replicas, agent, stream: None, now, head: BASE, counts: BTreeMap::new() };
+        let mut world =
+            Self { barrier, source, replicas, agent, stream: None, now, head: BASE, counts: BTreeMap::new() };
         for replica in &mut world.replicas {
             replica.list(&world.source, BASE);
         }

@@ -99,6 +99,7 @@ fn packages_of_the_workspace_depend_only_in_the_allowed_direction() {
             ]),
         ),
         ("headgatectl", BTreeSet::from(["headgate-proto", "headgate-tls"])),
+        ("headgate-drain", BTreeSet::new()),
         (
             "headgate-tests",
             BTreeSet::from([
