@@ -292,13 +292,12 @@ fn identify<'a>(
 
 fn identity_of_uri(uri: &str) -> Result<Identity, String> {
     // The rule for node names also applies to reader names, so that all names are safe to log.
-    let roles: [(&str, fn(Arc<str>) -> Identity); 3] = [
-        (NODE_URI_PREFIX, Identity::Node),
-        (READER_URI_PREFIX, Identity::Reader),
-        (REPLICA_URI_PREFIX, Identity::Replica),
-    ];
-    let mut found = roles.iter().filter_map(|(prefix, role)| Some((uri.strip_prefix(prefix)?, role)));
-    let Some((name, role)) = found.next() else {
+    type Role = fn(Arc<str>) -> Identity;
+    let of = |prefix, role: Role| Some((uri.strip_prefix(prefix)?, role));
+    let found = of(NODE_URI_PREFIX, Identity::Node)
+        .or_else(|| of(READER_URI_PREFIX, Identity::Reader))
+        .or_else(|| of(REPLICA_URI_PREFIX, Identity::Replica));
+    let Some((name, role)) = found else {
         return Err(format!(
             "has the URI {uri:?}, which is neither {NODE_URI_PREFIX}NAME nor {READER_URI_PREFIX}NAME nor {REPLICA_URI_PREFIX}NAME"
         ));

@@ -306,7 +306,7 @@ impl Endpoints {
         let touched = std::mem::take(&mut self.touched_pods);
         let change = |(service, address): (ServiceKey, IpAddr)| {
             let carriers = self.carriers(&service, address).iter().filter_map(|key| self.slices.get(key));
-            let pod = carriers.filter_map(|(slice, _)| slice.pod(address)).last();
+            let pod = carriers.filter_map(|(slice, _)| slice.pod(address)).next_back();
             PodChange { service, address, pod }
         };
         touched.into_iter().map(change).collect()
