@@ -8,9 +8,9 @@ use std::process::{Command, Output, Stdio};
 use futures::{Stream, StreamExt as _};
 use headgate_proto::v1::inspect_server::{Inspect, InspectServer};
 use headgate_proto::v1::{
-    AgentInfo, EndpointInfo, GetStatusRequest, GetStatusResponse, ListAgentsRequest, ListEndpointsRequest,
-    ListServicesRequest, NodeAnswer, QueryNodeRequest, ServiceInfo, ServicePortInfo, WaitProgress, WaitRequest,
-    WatchEvent, WatchRequest,
+    AgentInfo, BarrierAnswer, DrainPodRequest, EndpointInfo, GetStatusRequest, GetStatusResponse, ListAgentsRequest,
+    ListEndpointsRequest, ListServicesRequest, NodeAnswer, QueryNodeRequest, ServiceInfo, ServicePortInfo,
+    WaitProgress, WaitRequest, WatchEvent, WatchRequest,
 };
 use headgate_tests::testbed::{port::ReservedPort, process::program};
 use serde_json::Value;
@@ -125,6 +125,11 @@ impl Inspect for Fake {
     type QueryNodeStream = Items<NodeAnswer>;
     async fn query_node(&self, _: Request<QueryNodeRequest>) -> Result<Response<Items<NodeAnswer>>, Status> {
         Err(Status::unimplemented("streams/query_node.rs tests QueryNode with real replicas"))
+    }
+
+    type DrainPodStream = Items<BarrierAnswer>;
+    async fn drain_pod(&self, _: Request<DrainPodRequest>) -> Result<Response<Items<BarrierAnswer>>, Status> {
+        Err(Status::unimplemented("process/drain.rs tests DrainPod with real replicas"))
     }
 }
 
