@@ -145,7 +145,7 @@ fn grpcurl_lists_and_calls_the_services_of_the_control_plane() {
     }
 
     let services = control_plane.call(&[], &["list"]).unwrap();
-    let expected = ["grpc.health.v1.Health", "headgate.v1.Discovery", "headgate.v1.Inspect"];
+    let expected = ["grpc.health.v1.Health", "headgate.v1.Discovery", "headgate.v1.Inspect", "headgate.v1.Peers"];
     for service in expected {
         assert!(services.lines().any(|line| line == service), "{service} is not among\n{services}");
     }
