@@ -89,7 +89,8 @@ fn ask(address: &str, query: &str) -> io::Result<String> {
 
 fn exchange(mut stream: TcpStream, query: &str) -> io::Result<String> {
     // HTTP/1.0: the agent closes the connection after the answer, and sends no chunks.
-    write!(stream, "GET /v1/drain?{query} HTTP/1.0\r\nHost: headgate\r\n\r\n")?;
+    // One write, so that a server that answers at once has read the whole request.
+    stream.write_all(format!("GET /v1/drain?{query} HTTP/1.0\r\nHost: headgate\r\n\r\n").as_bytes())?;
     let mut answer = String::new();
     stream.take(MAX_ANSWER_BYTES).read_to_string(&mut answer)?;
     let body = answer.split_once("\r\n\r\n").map(|(_, body)| body.to_owned());

@@ -27,8 +27,8 @@ pub(crate) struct Barrier {
     kernel: State,
     /// For each replica, the version that the agent has acknowledged on its last stream to the
     /// replica. A replica does not notice at once that a stream has broken. `None` without a
-    /// stream.
-    pub(crate) acked: Vec<Option<u64>>,
+    /// stream, and `Some(None)` before the first ACK.
+    pub(crate) acked: Vec<Option<Option<u64>>>,
 }
 
 impl Barrier {
@@ -46,7 +46,7 @@ impl Barrier {
         if let (Some((replica, epoch)), Some((of, version))) = (stream, held.position())
             && epoch == of
         {
-            self.acked[replica] = Some(version);
+            self.acked[replica] = Some(Some(version));
         }
     }
 
@@ -93,7 +93,7 @@ impl Barrier {
         let mut answer = v1::ConfirmAnswer { uptime_ms: 1, ..v1::ConfirmAnswer::default() };
         answer.set_state(if since.is_some() { Answered::Unusable } else { Answered::InUse });
         if let Some(acked) = self.acked[index] {
-            let is_confirmed = since.is_some_and(|since| acked >= since)
+            let is_confirmed = since.is_some_and(|since| acked.is_some_and(|acked| acked >= since))
                 || self.broken == Some(Broken::AnyStreamConfirms) && since.is_some();
             let list = if is_confirmed { &mut answer.confirmed } else { &mut answer.unconfirmed };
             list.push(source::NODE.to_owned());

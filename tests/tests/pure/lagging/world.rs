@@ -151,7 +151,7 @@ impl World {
         let resume = hello.map(|wire| Resume::from_wire(&wire).unwrap());
         let (stream, mode, welcome) = Stream::open(to, replica, resume);
         self.stream = Some(stream);
-        self.barrier.acked[to] = Some(0);
+        self.barrier.acked[to] = Some(None);
         self.count(mode.as_str());
         self.agent.receive(&self.source, welcome, self.now);
     }
