@@ -345,6 +345,7 @@ fn a_drain_serves_the_backlog_and_waits_for_open_connections() {
     stream.write_all(b"x").unwrap();
     stream.read_exact(&mut [0]).unwrap();
     assert_eq!(bed.proxy.drain(Duration::from_millis(50)), 1);
+    drop(bed.proxy);
     assert_eq!(stream.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
 }
 
