@@ -75,11 +75,14 @@ fn eventually_connected(bed: &Testbed, to: SocketAddr, listener: &TcpListener) -
     let found = std::cell::RefCell::new(None);
     eventually(|| {
         let mut client = machine.run(move || Ok(TcpStream::connect_timeout(&to, GUARD)?))?;
-        client.write_all(b"x")?;
+        // A proxy connects from a port of its own, so the sent bytes identify the connection.
+        let sent = client.local_addr()?.port().to_be_bytes();
+        client.write_all(&sent)?;
         while let Ok((mut server, _)) = listener.accept() {
             server.set_nonblocking(false)?;
             server.set_read_timeout(Some(Duration::from_millis(200)))?;
-            if matches!(server.read(&mut [0]), Ok(1)) && client.local_addr()?.port() == server.peer_addr()?.port() {
+            let mut received = [0; 2];
+            if server.read_exact(&mut received).is_ok() && received == sent {
                 *found.borrow_mut() = Some((server, client));
                 return Ok(());
             }
