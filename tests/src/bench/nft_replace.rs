@@ -85,6 +85,8 @@ struct Steps {
     /// The last step that the kernel has.
     done: AtomicU32,
     is_over: AtomicBool,
+    /// Set after the last client has ended.
+    clients_ended: AtomicBool,
 }
 
 /// Replaces all endpoints of one Service this number of times, while clients connect.
@@ -127,7 +129,9 @@ pub fn measure(replacements: u32) -> Result<Seen> {
             let seconds = started.elapsed().as_secs_f64();
             steps.is_over.store(true, Ordering::SeqCst);
             let ended: Vec<_> = clients.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
-            // The connection ends the server's wait for another connection.
+            // Until now, the server has answered each connection, so no client waits for ever. This
+            // connection ends the server's wait for another one.
+            steps.clients_ended.store(true, Ordering::SeqCst);
             let _ = TcpStream::connect(SocketAddr::new(address(0), 8080));
             let mut all = Seen { connections: 0, crossed: 0, seconds, longest_ms: 0.0 };
             for client in ended {
@@ -144,7 +148,7 @@ pub fn measure(replacements: u32) -> Result<Seen> {
 /// Answers each connection with the address of the endpoint that the connection reached.
 fn serve(listener: &TcpListener, steps: &Steps) {
     for stream in listener.incoming().map_while(Result::ok) {
-        if steps.is_over.load(Ordering::SeqCst) {
+        if steps.clients_ended.load(Ordering::SeqCst) {
             return;
         }
         let Ok(own) = stream.local_addr() else { continue };
