@@ -15,8 +15,6 @@ use super::{replica::Replica, source};
 pub(crate) enum Broken {
     /// Every stream counts as an ACK.
     AnyStreamConfirms,
-    /// A replica that has not seen the removal confirms the version of the asking replica.
-    VersionsAreShared,
     /// Only the agents of the asking replica count.
     OthersAreNotAsked,
 }
@@ -56,12 +54,11 @@ impl Barrier {
         let mut opened = 0;
         for (key, address) in source::removed_endpoints() {
             for (asker, replica) in replicas.iter().enumerate().filter(|(_, replica)| replica.is_listed()) {
-                let Usage::UnusedSince(version) = replica.store.usage(&key, address) else { continue };
+                let Usage::UnusedSince(_) = replica.store.usage(&key, address) else { continue };
                 let asked = replicas.iter().enumerate();
                 let is_alone = self.broken == Some(Broken::OthersAreNotAsked);
                 let asked = asked.filter(|(index, _)| !is_alone || *index == asker);
-                let answers =
-                    asked.map(|(index, peer)| Some(self.answer(replica, version, index, peer, &key, address)));
+                let answers = asked.map(|(index, peer)| Some(self.answer(replica, index, peer, &key, address)));
                 let nodes: BTreeSet<_> = (!is_alone).then(|| source::NODE.to_owned()).into_iter().collect();
                 let (missing, _) = Round::of(answers.collect(), true).missing(&nodes, Duration::MAX);
                 if missing.is_empty() {
@@ -78,7 +75,6 @@ impl Barrier {
     fn answer(
         &self,
         asker: &Replica,
-        version: u64,
         index: usize,
         peer: &Replica,
         key: &ServiceKey,
@@ -89,7 +85,6 @@ impl Barrier {
             Usage::UnusedSince(since) if peer.is_listed() && !is_behind => Some(since),
             _ => None,
         };
-        let since = if self.broken == Some(Broken::VersionsAreShared) { since.or(Some(version)) } else { since };
         let mut answer = v1::ConfirmAnswer { uptime_ms: 1, ..v1::ConfirmAnswer::default() };
         answer.set_state(if since.is_some() { Answered::Unusable } else { Answered::InUse });
         if let Some(acked) = self.acked[index] {
