@@ -34,16 +34,14 @@ impl Barrier {
         Self { broken: None, kernel: State::default(), acked: vec![None; replicas] }
     }
 
-    /// The kernel accepts what the agent holds. The replica at `stream`, with this epoch, receives
-    /// the ACK if the state has a version of the replica.
-    pub(crate) fn program(&mut self, held: &Held, stream: Option<(usize, u64)>) {
+    /// The kernel accepts what the agent holds. The replica, which has this epoch, receives the ACK
+    /// if the state has a version of the replica.
+    pub(crate) fn program(&mut self, held: &Held, replica: usize, epoch: u64) {
         self.kernel = State::default();
         for change in source::changes_of(held.state()) {
             self.kernel.apply(change, &mut Dirty::default());
         }
-        if let (Some((replica, epoch)), Some((of, version))) = (stream, held.position())
-            && epoch == of
-        {
+        if let Some((_, version)) = held.position().filter(|(of, _)| *of == epoch) {
             self.acked[replica] = Some(Some(version));
         }
     }

@@ -114,10 +114,13 @@ impl World {
             }
             Move::ReadAll => while self.read() {},
             Move::Save => self.agent.save(),
+            // Without a stream, the rules of the last run stay. Only after a reboot, the agent
+            // programs the state from its disk; docs/drain.md names this limit of the barrier.
             Move::Program => {
-                let stream = self.stream.as_ref().map(|stream| stream.replica);
-                let at = stream.map(|index| (index, self.replicas[index].store.epoch()));
-                self.barrier.program(&self.agent.held, at);
+                if let Some(stream) = &self.stream {
+                    let epoch = self.replicas[stream.replica].store.epoch();
+                    self.barrier.program(&self.agent.held, stream.replica, epoch);
+                }
             }
             Move::RestartAgent(program) => {
                 self.stream = None;
