@@ -50,6 +50,10 @@ impl Table {
                 assert!(!self.addresses.values().any(|other| *other == pool), "the pool {pool} has an address");
                 self.pools.remove(&pool).unwrap();
             }
+            Operation::RemoveService(service) => {
+                let mut pools = self.pools.values();
+                assert!(pools.all(|(settings, _)| settings.service != service), "{service} has a pool");
+            }
         }
     }
 

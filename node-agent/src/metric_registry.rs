@@ -15,6 +15,8 @@ use prometheus_client::{
 
 /// Prefix of Headgate's own metrics.
 pub(crate) const AGENT: &str = "headgate_agent";
+/// Prefix of the metrics of the proxy of mode userspace.
+pub(crate) const USERSPACE: &str = "headgate_userspace";
 /// Prefix of the metrics that have kube-proxy's names, labels and buckets.
 pub(crate) const KUBE_PROXY: &str = "kubeproxy";
 
@@ -43,8 +45,9 @@ OpenMetrics.
 Metrics with the prefixes `kubeproxy_` and `process_` have kube-proxy's names, labels and buckets,
 so dashboards and alerts for kube-proxy keep working. kube-proxy's metrics of the Go runtime and of
 requests to the API server are missing, because the agent has no Go runtime and sends no requests to
-the API server. Headgate's own metrics have the prefix `headgate_agent_` and use base units. A
-metric with labels appears with its first value.
+the API server. Headgate's own metrics have the prefix `headgate_agent_` and use base units. The
+metrics of the proxy have the prefix `headgate_userspace_`; in modes other than userspace, their
+values are 0. A metric with labels appears with its first value.
 
 `/metrics/slis` on the same port serves `kubernetes_healthcheck{name,type}` and
 `kubernetes_healthchecks_total{name,type,status}`: the last result of `/healthz` on that port, and
@@ -102,6 +105,7 @@ impl MetricRegistry {
         let mut page = HEAD.to_owned();
         for (title, prefix) in [
             ("Headgate's own metrics", "headgate_agent_"),
+            ("The proxy of mode userspace", "headgate_userspace_"),
             ("kube-proxy's metrics", "kubeproxy_"),
             ("The process", "process_"),
             ("The build", "kubernetes_"),

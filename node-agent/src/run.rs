@@ -13,7 +13,7 @@ use tracing::{info, warn};
 
 use crate::{
     backoff::Backoff,
-    dataplane::{DataplaneError, Drain, NodeDataplane, nftables::ServiceCounters, proxy_mode},
+    dataplane::{ConnectionProxy, DataplaneError, NodeDataplane, nftables::ServiceCounters, proxy_mode},
     dataplane_choice,
     http::{
         self, Pages,
@@ -105,7 +105,7 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
 
 /// Returns a token that is cancelled after `shutdown`, when the connections of the proxy have ended
 /// or the limit has passed. Until then, the agent continues to program the rules.
-fn after_draining(proxy: Arc<dyn Drain>, limit: Duration, shutdown: CancellationToken) -> CancellationToken {
+fn after_draining(proxy: Arc<dyn ConnectionProxy>, limit: Duration, shutdown: CancellationToken) -> CancellationToken {
     let drained = CancellationToken::new();
     let done = drained.clone().drop_guard();
     tokio::spawn(async move {
@@ -186,6 +186,7 @@ async fn run_configured(
     }
     let counts_services = options.nftables_service_counters && proxy_mode(dataplane.name()) == "nftables";
     let service_counters = counts_services.then(|| Arc::new(ServiceCounters::new(Arc::clone(&state))));
+    let proxy = dataplane.proxy();
     let timing = Timing { min_sync_period, sync_period, ..Timing::default() };
     let (reconciler, progress) = Reconciler::new(dataplane, Arc::clone(&state), metrics.sync.clone(), timing);
     let mut reconciler = reconciler.with_node_settings(node_settings);
@@ -219,7 +220,10 @@ async fn run_configured(
         SaverInputs { state: Arc::clone(&state), metrics: metrics.saves.clone(), progress: progress.clone() };
     let configz = Arc::new(settings.document.clone());
     let flags = Arc::new(options.flags.clone());
-    let pages = Pages { metrics, progress, backlog: Arc::clone(state.backlog()), configz, flags, service_counters };
+    let userspace_service_counters = options.userspace_service_counters;
+    let backlog = Arc::clone(state.backlog());
+    let pages =
+        Pages { metrics, progress, backlog, configz, flags, service_counters, proxy, userspace_service_counters };
     let mut servers = http::servers(&settings, &pages);
     if let Some(address) = options.drain_address {
         let app = http::drain::router(session.barriers(), pages.metrics.drain.clone());

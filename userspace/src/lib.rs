@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+mod accounts;
 pub mod balance;
 mod inbox;
 mod proxy_header;
@@ -16,5 +17,8 @@ pub use balance::Algorithm;
 pub use proxy_header::ProxyVersion;
 pub use services::{Protocol, Scope, ServiceId, ServiceSettings, Services};
 pub use stats::ServiceStats;
-pub use tcp::{ConnectionInfo, Destination, ListenerId, TcpProxy, TcpSettings, TcpStats};
+pub use tcp::{
+    ConnectionInfo, ConnectionList, ConnectionState, Destination, HowEnded, ListFilter, ListenerId, TcpProxy,
+    TcpSettings, TcpStats,
+};
 pub use udp::{UdpProxy, UdpSessionInfo, UdpSettings, UdpStats};

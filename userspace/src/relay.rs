@@ -204,6 +204,12 @@ impl Relay {
         self.directions[from as usize].held_bytes
     }
 
+    /// Whether this side has sent its last byte (FIN).
+    #[must_use]
+    pub fn has_ended(&self, side: Side) -> bool {
+        self.directions[side as usize].source == Source::Ended
+    }
+
     /// Whether the opposite side of this source failed, so that bytes of this source were dropped.
     #[must_use]
     pub fn is_sink_failed(&self, from: Side) -> bool {

@@ -17,9 +17,10 @@ use std::{
 };
 
 use crate::{
+    accounts::{Account, Accounts},
     balance::{Algorithm, Pool},
     proxy_header::ProxyVersion,
-    stats::{ServiceStats, Stats},
+    stats::ServiceStats,
 };
 
 /// The number that the caller gives to a Service.
@@ -56,11 +57,14 @@ fn any_address(address: SocketAddr) -> SocketAddr {
 pub struct ServiceSettings {
     /// The name for lists and logs, such as `default/web:http`.
     pub name: Arc<str>,
+    /// The account of the Service, such as `default/web`. Services with the same account share
+    /// their counters and their limit of connections. A Service keeps its first account.
+    pub account: Arc<str>,
     /// How the Service chooses endpoints.
     pub algorithm: Algorithm,
     /// The timeout of ClientIP affinity. `None` means no affinity. Each connection renews it.
     pub affinity_seconds: Option<u32>,
-    /// The most open connections or UDP sessions. `None` means no limit.
+    /// The most open connections and UDP sessions of the account. `None` means no limit.
     pub max_connections: Option<u32>,
     /// The header that endpoints get at the beginning of each TCP connection.
     pub proxy_header: Option<ProxyVersion>,
@@ -71,7 +75,7 @@ pub struct ServiceSettings {
 pub(crate) struct Service {
     pub(crate) id: ServiceId,
     state: Mutex<ServiceState>,
-    pub(crate) stats: Stats,
+    pub(crate) account: Arc<Account>,
     /// Counts changes that remove an endpoint. UDP sessions compare it before they send.
     removals: AtomicU64,
 }
@@ -94,14 +98,15 @@ impl Service {
         self.removals.load(Ordering::Acquire)
     }
 
-    fn stats(&self) -> ServiceStats {
+    /// The counts of the endpoints and of the clients with affinity.
+    fn counts(&self) -> ServiceStats {
         let state = self.state();
         let (affinity_clients, affinity_evicted) = state.pool.affinity_clients();
         ServiceStats {
             resting_endpoints: state.pool.resting() as u64,
             affinity_clients: affinity_clients as u64,
             affinity_evicted,
-            ..self.stats.read()
+            ..ServiceStats::default()
         }
     }
 }
@@ -118,6 +123,7 @@ type Owners = Vec<(Scope, Arc<Service>)>;
 #[derive(Debug, Default)]
 struct Table {
     services: HashMap<ServiceId, Arc<Service>>,
+    accounts: Accounts,
     addresses: HashMap<(Protocol, SocketAddr), Owners>,
     /// The addresses of the node.
     node_addresses: HashSet<IpAddr>,
@@ -139,10 +145,15 @@ impl Table {
 impl Services {
     /// Adds a Service without addresses and endpoints, or changes the settings of a Service.
     pub fn set_service(&self, id: ServiceId, settings: ServiceSettings) {
-        let service = Arc::clone(self.write().services.entry(id).or_insert_with(|| {
-            let state = Mutex::default();
-            Arc::new(Service { id, state, stats: Stats::default(), removals: AtomicU64::new(0) })
-        }));
+        let service = {
+            let Table { services, accounts, .. } = &mut *self.write();
+            let create = || {
+                let (state, account) = (Mutex::default(), accounts.get(&settings.account));
+                Arc::new(Service { id, state, account, removals: AtomicU64::new(0) })
+            };
+            Arc::clone(services.entry(id).or_insert_with(create))
+        };
+        service.account.set_limit(settings.max_connections);
         let mut state = service.state();
         state.pool.set_algorithm(settings.algorithm);
         state.settings = settings;
@@ -153,7 +164,8 @@ impl Services {
     pub fn remove_service(&self, id: ServiceId) -> bool {
         let removed = self.write().services.remove(&id);
         if let Some(service) = &removed {
-            service.state().pool = Pool::default();
+            let pool = std::mem::take(&mut service.state().pool);
+            service.account.stats.affinity_evicted.add(pool.affinity_clients().1);
             service.removals.fetch_add(1, Ordering::Release);
         }
         removed.is_some()
@@ -199,20 +211,27 @@ impl Services {
         is_removed
     }
 
-    /// The counters of a Service.
-    #[must_use]
-    pub fn stats(&self, id: ServiceId) -> Option<ServiceStats> {
-        self.service(id).map(|service| service.stats())
+    /// Removes an account, which no Service uses any more. Its counts stay in the totals.
+    pub fn remove_account(&self, name: &str) {
+        self.write().accounts.remove(name);
     }
 
-    /// The counters of all Services, in no order. This walks over all Services, for metrics pages.
+    /// The counters of each account, and the sums over all accounts that ever existed. This walks
+    /// over all Services, for metrics pages.
     #[must_use]
-    pub fn all_stats(&self) -> Vec<(ServiceId, Arc<str>, ServiceStats)> {
-        let services: Vec<_> = self.read().services.values().map(Arc::clone).collect();
-        services
-            .iter()
-            .map(|service| (service.id, Arc::clone(&service.state().settings.name), service.stats()))
-            .collect()
+    pub fn stats(&self) -> (HashMap<Arc<str>, ServiceStats>, ServiceStats) {
+        let (services, (mut accounts, mut totals)) = {
+            let table = &mut *self.write();
+            (table.services.values().map(Arc::clone).collect::<Vec<_>>(), table.accounts.read())
+        };
+        for service in services {
+            let counts = service.counts();
+            totals.add(&counts);
+            if let Some(account) = accounts.get_mut(&service.account.name) {
+                account.add(&counts);
+            }
+        }
+        (accounts, totals)
     }
 
     /// The Service of an address that a client used.

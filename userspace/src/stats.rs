@@ -35,8 +35,15 @@ macro_rules! stats {
             pub resting_endpoints: u64,
             /// Clients with ClientIP affinity.
             pub affinity_clients: u64,
-            /// Clients whose affinity was forgotten early, because the table was full.
-            pub affinity_evicted: u64,
+        }
+
+        impl ServiceStats {
+            /// Adds the counters of another Service, and the counts of its endpoints and clients.
+            pub(crate) fn add(&mut self, other: &Self) {
+                $(self.$name += other.$name;)*
+                self.resting_endpoints += other.resting_endpoints;
+                self.affinity_clients += other.affinity_clients;
+            }
         }
 
         impl Stats {
@@ -76,4 +83,6 @@ stats! {
     bytes_to_clients,
     /// Datagrams that were dropped, because a limit was reached or the kernel refused to send them.
     dropped_datagrams,
+    /// Clients whose affinity was forgotten early, because the table was full.
+    affinity_evicted,
 }

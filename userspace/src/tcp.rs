@@ -7,6 +7,7 @@
 //! their source, so that slow clients cannot use up memory or descriptors.
 
 mod connection;
+mod list;
 mod open;
 mod pipes;
 #[cfg(test)]
@@ -24,11 +25,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+pub use list::{ConnectionInfo, ConnectionList, ConnectionState, HowEnded, ListFilter};
 use rustix::net::sockopt;
 use worker::{Command, Worker};
 
 use crate::{
-    services::{Scope, ServiceId, Services},
+    services::{Scope, Services},
     stats::Counter,
     threads::{Threads, milliseconds},
 };
@@ -50,6 +52,9 @@ pub struct TcpSettings {
     pub max_connections: u64,
     /// The most pipes of a thread, each with two descriptors.
     pub pipes_per_thread: usize,
+    /// Called at the end of each connection that had an endpoint, for an access log. The call
+    /// delays the other connections of its thread.
+    pub on_end: Option<fn(&ConnectionInfo, HowEnded)>,
 }
 
 impl Default for TcpSettings {
@@ -61,6 +66,7 @@ impl Default for TcpSettings {
             keepalive: Duration::from_secs(60),
             max_connections: 100_000,
             pipes_per_thread: 256,
+            on_end: None,
         }
     }
 }
@@ -79,29 +85,6 @@ pub enum Destination {
 /// A listener of the proxy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ListenerId(u64);
-
-/// An open connection.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ConnectionInfo {
-    /// The Service.
-    pub service: ServiceId,
-    /// The client's address.
-    pub client: SocketAddr,
-    /// The address of the Service that the client used.
-    pub destination: SocketAddr,
-    /// The endpoint.
-    pub endpoint: SocketAddr,
-    /// Whether the endpoint has accepted.
-    pub is_connected: bool,
-    /// Bytes from the client to the endpoint.
-    pub bytes_to_endpoint: u64,
-    /// Bytes from the endpoint to the client.
-    pub bytes_to_client: u64,
-    /// The time since the connection was accepted.
-    pub age_ms: u64,
-    /// The time since the last byte.
-    pub idle_ms: u64,
-}
 
 /// The counters of all threads.
 #[derive(Debug, Default)]
@@ -219,10 +202,13 @@ impl TcpProxy {
         self.counters.open.get()
     }
 
-    /// All open connections. Each thread copies its list, so this is for people and not for a loop.
+    /// Open connections, the most bytes first. Each thread walks over its connections, so this is
+    /// for people and not for a loop.
     #[must_use]
-    pub fn connections(&self) -> Vec<ConnectionInfo> {
-        self.threads.ask(Command::List).iter().flatten().collect()
+    pub fn connections(&self, filter: ListFilter) -> ConnectionList {
+        let filter = Arc::new(filter);
+        let lists = self.threads.ask(|answer| Command::List(Arc::clone(&filter), answer));
+        ConnectionList::join(lists.iter(), filter.limit)
     }
 
     /// The counters that belong to no Service.

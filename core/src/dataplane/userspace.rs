@@ -24,6 +24,8 @@ use crate::{
 pub struct PoolSettings {
     /// `namespace/name[:port]`.
     pub name: Arc<str>,
+    /// `namespace/name`. The pools of a Service share their counters.
+    pub service: Arc<str>,
     /// The algorithm that chooses an endpoint.
     pub load_balancing: LoadBalancing,
     /// The timeout of ClientIP affinity. `None` for no affinity.
@@ -46,6 +48,8 @@ pub enum Operation {
     RemoveAddress(u64, Lookup, SocketAddr),
     /// Removes a pool, which has no address.
     RemovePool(u64),
+    /// Ends the counters of a Service that was removed, by `namespace/name`.
+    RemoveService(Arc<str>),
 }
 
 /// The changes of one step.
@@ -79,6 +83,7 @@ type Pools = BTreeMap<PoolKey, Pool>;
 #[derive(Debug)]
 pub struct Ledger {
     config: NftablesConfig,
+    /// The pools of each Service. A Service without endpoints has none.
     programmed: HashMap<Arc<ServiceKey>, Pools>,
     last_number: u64,
 }
@@ -115,8 +120,11 @@ impl Ledger {
     }
 
     fn program(&mut self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>, plan: &mut Plan) {
-        let old = self.programmed.remove(key).unwrap_or_default();
+        let programmed = self.programmed.remove(key);
+        let is_known = programmed.is_some();
+        let old = programmed.unwrap_or_default();
         let mut new = Pools::new();
+        let service: Arc<str> = key.to_string().into();
         let (mut ports, mut node_ports) = (HashSet::new(), HashSet::new());
         for mut view in service_views(state, key, self.config.family, node) {
             // A malformed Service may list a port twice. Only the first entry counts.
@@ -126,7 +134,7 @@ impl Ledger {
             if view.node_port != 0 && !node_ports.insert(view.node_port) {
                 view.node_port = 0;
             }
-            self.add_pools(&view, &old, &mut new);
+            self.add_pools(&service, &view, &old, &mut new);
         }
         for (key, pool) in &new {
             pool.plan_changes(old.get(key), plan);
@@ -136,13 +144,15 @@ impl Ledger {
                 .extend(pool.addresses.iter().map(|(lookup, at)| Operation::RemoveAddress(pool.number, *lookup, *at)));
             plan.after.push(Operation::RemovePool(pool.number));
         }
-        if !new.is_empty() {
+        if state.entry(key).is_some_and(|entry| entry.service().is_some()) {
             self.programmed.insert(Arc::clone(key), new);
+        } else if is_known {
+            plan.after.push(Operation::RemoveService(service));
         }
     }
 
     /// Adds the pools of a port. A pool keeps its number.
-    fn add_pools(&mut self, view: &ServicePortView, old: &Pools, new: &mut Pools) {
+    fn add_pools(&mut self, service: &Arc<str>, view: &ServicePortView, old: &Pools, new: &mut Pools) {
         let plan = port_plan(&self.config, view);
         for (is_local, endpoints) in [(false, &plan.cluster), (true, &plan.local)] {
             if endpoints.is_empty() {
@@ -157,6 +167,7 @@ impl Ledger {
                 number,
                 settings: PoolSettings {
                     name: view.display_name().into(),
+                    service: Arc::clone(service),
                     load_balancing: view.load_balancing.unwrap_or(LoadBalancing::Random),
                     affinity_timeout_seconds: view.affinity_timeout_seconds,
                 },

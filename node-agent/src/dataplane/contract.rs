@@ -4,12 +4,14 @@
 //! families.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeSet, HashMap},
+    fmt,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use headgate_core::{Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, view::NoLocalEndpoints};
+use headgate_userspace::{ConnectionList, ServiceStats, TcpStats};
 
 use super::{DataplaneError, StateSource, metrics::DataplaneMetrics};
 use crate::node_inputs::NodeInputs;
@@ -149,16 +151,34 @@ pub trait KernelHandle: Send {
     }
 
     /// The proxy that carries connections, in mode userspace.
-    fn proxy(&self) -> Option<Arc<dyn Drain>> {
+    fn proxy(&self) -> Option<Arc<dyn ConnectionProxy>> {
         None
     }
 }
 
 /// What carries connections in this process.
-pub trait Drain: Send + Sync {
+pub trait ConnectionProxy: fmt::Debug + Send + Sync {
     /// Sends new connections elsewhere, and waits until the open connections have ended or `limit`
     /// has passed. Returns the number of open connections.
     fn drain(&self, limit: Duration) -> u64;
+
+    /// Returns what the proxy has counted. The cost grows with the number of Services.
+    fn counts(&self) -> ProxyCounts;
+
+    /// Returns open connections of all Services or of one Service, at most `limit`. The cost grows
+    /// with the number of open connections.
+    fn connections(&self, service: Option<&ServiceKey>, limit: usize) -> ConnectionList;
+}
+
+/// What a proxy has counted since its start.
+#[derive(Debug, Default)]
+pub struct ProxyCounts {
+    /// The counts of each Service, by `namespace/name`.
+    pub services: HashMap<Arc<str>, ServiceStats>,
+    /// The sums over all Services, also over Services that were removed.
+    pub totals: ServiceStats,
+    /// The counts that belong to no Service.
+    pub tcp: TcpStats,
 }
 
 /// Wakes the reconcile loop, so that it verifies the rules.

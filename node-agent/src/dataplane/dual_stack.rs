@@ -13,7 +13,9 @@ use tracing::{info, warn};
 
 use super::{
     DataplaneError, StateSource,
-    contract::{Dataplane, Degradation, Drain, FamilyStatistics, Fault, KernelHandle as _, Maintain, Report, Wake},
+    contract::{
+        ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, KernelHandle as _, Maintain, Report, Wake,
+    },
     first_services::FirstServices,
     leftovers::{Leftover, Leftovers},
     metrics::DataplaneMetrics,
@@ -42,7 +44,7 @@ pub trait NodeDataplane: Send {
     }
 
     /// The proxy that carries connections, in mode userspace.
-    fn proxy(&self) -> Option<Arc<dyn Drain>> {
+    fn proxy(&self) -> Option<Arc<dyn ConnectionProxy>> {
         None
     }
 
@@ -283,7 +285,7 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
         self.reason.as_deref()
     }
 
-    fn proxy(&self) -> Option<Arc<dyn Drain>> {
+    fn proxy(&self) -> Option<Arc<dyn ConnectionProxy>> {
         self.kernel.proxy()
     }
 

@@ -23,8 +23,8 @@ pub mod userspace;
 pub(crate) mod xtables;
 
 pub use contract::{
-    Dataplane, Degradation, Drain, FamilyStatistics, Fault, FindFaults, KernelHandle, Maintain, Report, Statistics,
-    TableStatistics, Wake,
+    ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, FindFaults, KernelHandle, Maintain, ProxyCounts,
+    Report, Statistics, TableStatistics, Wake,
 };
 pub use dual_stack::{DualStack, NodeDataplane};
 pub use error::{DataplaneError, ErrorKind};

@@ -24,7 +24,7 @@ use headgate_core::{exposition, node_state::SourceState};
 use tokio::{sync::watch, task::spawn_blocking};
 
 use crate::{
-    dataplane::{nftables::ServiceCounters, proxy_mode},
+    dataplane::{ConnectionProxy, nftables::ServiceCounters, proxy_mode},
     http::{health::HealthPages, listen::Server},
     metrics::Metrics,
     progress::Progress,
@@ -47,17 +47,24 @@ pub struct Pages {
     pub flags: Arc<Flags>,
     /// Reads the counters of Services; `None` if the kernel does not count them.
     pub service_counters: Option<Arc<ServiceCounters>>,
+    /// The proxy of mode userspace.
+    pub proxy: Option<Arc<dyn ConnectionProxy>>,
+    /// True if each Service has metrics of its own in mode userspace.
+    pub userspace_service_counters: bool,
 }
 
 impl Pages {
     /// Encodes all metrics as OpenMetrics text. The call may block for some 10 ms, because it reads
-    /// the counters of Services from the kernel.
+    /// the counters of Services from the kernel or from the proxy.
     ///
     /// # Errors
     /// Formatting failed, which does not happen with a `String`.
     pub(crate) fn encode_metrics(&self) -> Result<String, fmt::Error> {
         if let Some(counters) = &self.service_counters {
             self.metrics.services.refresh(counters);
+        }
+        if let Some(proxy) = &self.proxy {
+            self.metrics.userspace.refresh(&proxy.counts(), self.userspace_service_counters);
         }
         self.metrics.encode(&self.backlog.counts())
     }

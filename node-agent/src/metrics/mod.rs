@@ -5,10 +5,13 @@ mod build_info;
 pub mod kube_proxy;
 pub mod process;
 mod services;
+mod userspace;
 
 use std::fmt;
 
-use self::{kube_proxy::KubeProxyMetrics, process::ProcessMetrics, services::ServiceMetrics};
+use self::{
+    kube_proxy::KubeProxyMetrics, process::ProcessMetrics, services::ServiceMetrics, userspace::UserspaceMetrics,
+};
 use crate::{
     interfaces::InterfaceMetrics,
     metric_registry::MetricRegistry,
@@ -23,7 +26,7 @@ use crate::{
 };
 
 /// All metrics of the agent. Values have base units. The names of Headgate's own metrics begin with
-/// `headgate_agent_`.
+/// `headgate_agent_`, or with `headgate_userspace_` for the proxy of mode userspace.
 #[derive(Debug)]
 pub struct Metrics {
     registry: MetricRegistry,
@@ -47,6 +50,8 @@ pub struct Metrics {
     pub kube_proxy: KubeProxyMetrics,
     /// Counters of Services.
     pub(crate) services: ServiceMetrics,
+    /// The proxy of mode userspace.
+    pub(crate) userspace: UserspaceMetrics,
     process: ProcessMetrics,
 }
 
@@ -67,6 +72,7 @@ impl Default for Metrics {
             drain: DrainMetrics::default(),
             kube_proxy: KubeProxyMetrics::default(),
             services: ServiceMetrics::default(),
+            userspace: UserspaceMetrics::default(),
             process,
         };
         let registry = &mut metrics.registry;
@@ -80,6 +86,7 @@ impl Default for Metrics {
         metrics.drain.register(registry);
         metrics.kube_proxy.register(registry);
         metrics.services.register(registry);
+        metrics.userspace.register(registry);
         metrics
     }
 }

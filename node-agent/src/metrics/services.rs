@@ -14,9 +14,9 @@ use crate::{
 
 /// The maximum number of Services with metrics. The first Services by namespace and name have
 /// metrics.
-const MAX_SERVICES: usize = 5_000;
+pub(super) const MAX_SERVICES: usize = 5_000;
 
-type Labels = [(&'static str, String); 2];
+pub(super) type Labels = [(&'static str, String); 2];
 
 /// Metrics of Services.
 #[derive(Debug, Default)]

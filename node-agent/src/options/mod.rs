@@ -150,6 +150,11 @@ pub struct Options {
     #[arg(long, default_value = "25s", value_name = "DURATION", value_parser = duration)]
     pub userspace_drain_limit: Duration,
 
+    /// Mode userspace: serve metrics of each Service, besides the sums over all Services
+    #[arg(long, action = ArgAction::Set, default_value_t = false, num_args = 0..=1, require_equals = true,
+        default_missing_value = "true", value_name = "BOOL", value_parser = truth)]
+    pub userspace_service_counters: bool,
+
     /// A KubeProxyConfiguration file. It replaces kube-proxy's flags, except --hostname-override.
     /// The agent ends when the file is edited
     #[arg(long, value_name = "FILE")]

@@ -62,6 +62,8 @@ pub(super) struct Connection {
     is_ending: [bool; 2],
     pub(super) is_connected: bool,
     pub(super) has_keepalive: bool,
+    /// Whether the idle timeout has passed.
+    pub(super) is_expired: bool,
     pub(super) generation: u32,
     pub(super) connect_began: Instant,
     pub(super) active_ms: u64,
@@ -104,6 +106,7 @@ impl Connection {
             is_ending: [false; 2],
             is_connected: false,
             has_keepalive: false,
+            is_expired: false,
             generation,
             connect_began: Instant::now(),
             active_ms: now_ms,
@@ -152,10 +155,10 @@ impl Connection {
             self.active_ms = tools.now_ms;
             let [to_endpoint, to_client] = [0, 1].map(|side| self.bytes[side] - before[side]);
             if to_endpoint > 0 {
-                self.service.stats.bytes_to_endpoints.add(to_endpoint);
+                self.service.account.stats.bytes_to_endpoints.add(to_endpoint);
             }
             if to_client > 0 {
-                self.service.stats.bytes_to_clients.add(to_client);
+                self.service.account.stats.bytes_to_clients.add(to_client);
             }
         }
         result
@@ -192,21 +195,6 @@ impl Connection {
             if self.active_ms.saturating_add(timeout_ms) > now_ms {
                 state.pool.renew(self.client_address.ip(), self.picked.address, timeout_ms, self.active_ms);
             }
-        }
-    }
-
-    /// What the list of connections shows.
-    pub(super) fn info(&self, now_ms: u64) -> super::ConnectionInfo {
-        super::ConnectionInfo {
-            service: self.service.id,
-            client: self.client_address,
-            destination: self.destination,
-            endpoint: self.picked.address,
-            is_connected: self.is_connected,
-            bytes_to_endpoint: self.bytes[Side::Client as usize],
-            bytes_to_client: self.bytes[Side::Endpoint as usize],
-            age_ms: now_ms.saturating_sub(self.opened_ms),
-            idle_ms: now_ms.saturating_sub(self.active_ms),
         }
     }
 

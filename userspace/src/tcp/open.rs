@@ -15,7 +15,7 @@ use rustix::{
 };
 
 use super::{
-    Destination,
+    Destination, HowEnded,
     connection::{ATTEMPTS, Connection, Visit},
     worker::{Worker, token},
 };
@@ -76,24 +76,21 @@ impl Worker {
             self.counters.unknown_destination.add(1);
             return reset(client);
         };
-        let stats = &service.stats;
+        let stats = &service.account.stats;
         stats.accepted.add(1);
+        if !service.account.open() {
+            return reset(client);
+        }
         let now_ms = self.tools.now_ms;
         let random = self.random();
-        let (picked, is_allowed) = {
+        let picked = {
             let mut state = service.state();
-            let limit = state.settings.max_connections.map_or(u64::MAX, u64::from);
             let affinity_ms = state.settings.affinity_seconds.map(|seconds| u64::from(seconds) * 1000);
-            let is_allowed = stats.open.get() < limit;
-            let picked = is_allowed.then(|| state.pool.pick(peer.ip(), &[], affinity_ms, now_ms, random)).flatten();
-            if picked.is_some() {
-                // The lock makes the limit exact.
-                stats.open.add(1);
-            }
-            (picked, is_allowed)
+            state.pool.pick(peer.ip(), &[], affinity_ms, now_ms, random)
         };
         let Some(picked) = picked else {
-            if is_allowed { &stats.without_endpoint } else { &stats.over_limit }.add(1);
+            stats.open.subtract(1);
+            stats.without_endpoint.add(1);
             return reset(client);
         };
         self.next_generation = self.next_generation.wrapping_add(1) & MAX_GENERATION;
@@ -110,7 +107,7 @@ impl Worker {
             let address = connection.picked.address;
             if self.services.has_address(Protocol::Tcp, address) {
                 // The rules of this node would send the connection back to this proxy.
-                connection.service.stats.loops.add(1);
+                connection.service.account.stats.loops.add(1);
             } else {
                 connection.connect_began = Instant::now();
                 match start_connect(address) {
@@ -165,21 +162,21 @@ impl Worker {
         let Some(next) = state.pool.pick(client, &tried, affinity_ms, now_ms, random) else { return false };
         state.pool.release(connection.picked.key);
         connection.picked = next;
-        service.stats.retries.add(1);
+        service.account.stats.retries.add(1);
         true
     }
 
     /// No endpoint accepted the connection.
     fn give_up(&mut self, slot: usize) {
-        self.connections[slot].service.stats.failed.add(1);
-        self.close(slot, End::Reset);
+        self.connections[slot].service.account.stats.failed.add(1);
+        self.close(slot, HowEnded::Failed);
     }
 
     /// The endpoint accepted the connection: the relay begins.
     pub(super) fn connected(&mut self, slot: usize) -> Visit {
         let connection = &mut self.connections[slot];
         connection.is_connected = true;
-        let stats = &connection.service.stats;
+        let stats = &connection.service.account.stats;
         stats.connected.add(1);
         let micros = connection.connect_began.elapsed().as_micros();
         stats.connect_microseconds.add(u64::try_from(micros).unwrap_or(u64::MAX));
@@ -208,17 +205,18 @@ impl Worker {
     }
 
     /// Ends a connection.
-    pub(super) fn close(&mut self, slot: usize, end: End) {
+    pub(super) fn close(&mut self, slot: usize, how: HowEnded) {
         let mut connection = self.connections.remove(slot);
         connection.discard_pipes(&mut self.tools);
+        if let Some(on_end) = self.settings.on_end {
+            on_end(&connection.info(self.tools.now_ms), how);
+        }
         let service = &connection.service;
-        let mut state = service.state();
-        state.pool.release(connection.picked.key);
-        service.stats.open.subtract(1);
-        drop(state);
+        service.state().pool.release(connection.picked.key);
+        service.account.stats.open.subtract(1);
         self.counters.open.subtract(1);
-        if end == End::Reset {
-            service.stats.reset.add(1);
+        if how != HowEnded::Closed {
+            service.account.stats.reset.add(1);
             reset(connection.client);
             if let Some(endpoint) = connection.endpoint {
                 reset(endpoint);
@@ -251,7 +249,7 @@ impl Drop for Worker {
     fn drop(&mut self) {
         let slots: Vec<usize> = self.connections.iter().map(|(slot, _)| slot).collect();
         for slot in slots {
-            self.close(slot, End::Reset);
+            self.close(slot, HowEnded::Stopped);
         }
     }
 }

@@ -18,15 +18,15 @@ use rustix::{
 use slab::Slab;
 
 use super::{
-    ConnectionInfo, Counters, Destination, HEARTBEAT_MS, Heartbeat, ListenerId, TcpSettings,
+    ConnectionList, Counters, Destination, HEARTBEAT_MS, Heartbeat, HowEnded, ListFilter, ListenerId, TcpSettings,
     connection::{BUFFER_BYTES, Connection, Tools, Visit},
     pipes::Pipes,
 };
 use crate::{
     inbox::Inbox,
-    relay::Side,
+    relay::{End, Side},
     services::{Scope, Services},
-    threads::{End, LISTENER, WAKE, epoll_timeout, epoll_with, milliseconds},
+    threads::{self, LISTENER, WAKE, epoll_timeout, epoll_with, milliseconds},
     wheel::Wheel,
 };
 
@@ -55,12 +55,12 @@ pub(super) enum Command {
         id: Option<ListenerId>,
         done: mpsc::Sender<()>,
     },
-    List(mpsc::Sender<Vec<ConnectionInfo>>),
+    List(Arc<ListFilter>, mpsc::Sender<ConnectionList>),
     /// Resets all connections and ends the thread.
     End,
 }
 
-impl End for Command {
+impl threads::End for Command {
     const END: Self = Self::End;
 }
 
@@ -233,7 +233,9 @@ impl Worker {
         match visit {
             Visit::Waits => {}
             Visit::Continues => self.again.push(token(slot, self.connections[slot].generation, Side::Client)),
-            Visit::Ended(end) => self.close(slot, end),
+            Visit::Ended(End::Closed) => self.close(slot, HowEnded::Closed),
+            Visit::Ended(End::Reset) if self.connections[slot].is_expired => self.close(slot, HowEnded::Idle),
+            Visit::Ended(End::Reset) => self.close(slot, HowEnded::Reset),
         }
     }
 
@@ -255,7 +257,8 @@ impl Worker {
             return;
         }
         if now_ms >= connection.active_ms.saturating_add(idle_ms) {
-            connection.service.stats.idle.add(1);
+            connection.service.account.stats.idle.add(1);
+            connection.is_expired = true;
             connection.relay.expire();
             return self.visit(slot);
         }
@@ -350,9 +353,9 @@ impl Worker {
                 // The caller may have stopped waiting.
                 let _ = done.send(());
             }
-            Command::List(answer) => {
-                let list = self.connections.iter().map(|(_, connection)| connection.info(self.tools.now_ms)).collect();
-                let _ = answer.send(list);
+            Command::List(filter, answer) => {
+                let connections = self.connections.iter().map(|(_, connection)| connection);
+                let _ = answer.send(ConnectionList::of(connections, &filter, self.tools.now_ms));
             }
             Command::End => self.is_ending = true,
         }

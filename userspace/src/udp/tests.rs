@@ -47,7 +47,7 @@ impl Bed {
     }
 
     fn stats(&self) -> ServiceStats {
-        self.services.stats(SERVICE).unwrap()
+        self.services.stats().1
     }
 }
 

@@ -239,25 +239,27 @@ impl Worker {
         let random = self.random();
         let picked = {
             let mut state = service.state();
-            let limit = state.settings.max_connections.map_or(u64::MAX, u64::from);
             let affinity_ms = state.settings.affinity_seconds.map(|seconds| u64::from(seconds) * 1000);
-            if is_full || service.stats.open.get() >= limit {
-                service.stats.over_limit.add(1);
-                service.stats.dropped_datagrams.add(datagrams);
+            let stats = &service.account.stats;
+            if is_full {
+                stats.over_limit.add(1);
+            }
+            if is_full || !service.account.open() {
+                stats.dropped_datagrams.add(datagrams);
                 return None;
             }
-            service.stats.accepted.add(1);
+            stats.accepted.add(1);
             let Some(picked) = state.pool.pick(client, &[], affinity_ms, self.now_ms, random) else {
-                service.stats.without_endpoint.add(1);
-                service.stats.dropped_datagrams.add(datagrams);
+                stats.open.subtract(1);
+                stats.without_endpoint.add(1);
+                stats.dropped_datagrams.add(datagrams);
                 return None;
             };
-            service.stats.open.add(1);
             picked
         };
         let removals = service.removals();
         let opened = if self.services.has_address(Protocol::Udp, picked.address) {
-            service.stats.loops.add(1);
+            service.account.stats.loops.add(1);
             None
         } else {
             let opened = open(picked.address);
@@ -268,8 +270,8 @@ impl Worker {
         };
         let Some(socket) = opened else {
             service.state().pool.release(picked.key);
-            service.stats.open.subtract(1);
-            service.stats.dropped_datagrams.add(datagrams);
+            service.account.stats.open.subtract(1);
+            service.account.stats.dropped_datagrams.add(datagrams);
             return None;
         };
         self.next_generation = self.next_generation.wrapping_add(1) & MAX_GENERATION;
@@ -306,7 +308,7 @@ impl Worker {
             session.removals = removals;
             let is_present = session.service.state().pool.contains(session.picked.key);
             if !is_present && !self.move_session(slot) {
-                self.sessions[slot].service.stats.dropped_datagrams.add(datagrams);
+                self.sessions[slot].service.account.stats.dropped_datagrams.add(datagrams);
                 self.close(slot);
                 return None;
             }
@@ -335,7 +337,7 @@ impl Worker {
         if is_usable {
             state.pool.release(old.key);
             session.picked = next;
-            service.stats.retries.add(1);
+            service.account.stats.retries.add(1);
         } else {
             state.pool.release(next.key);
         }
@@ -357,7 +359,7 @@ impl Worker {
         }
         let session = &mut self.sessions[slot];
         session.bytes[0] += batch.bytes.len() as u64;
-        let stats = &session.service.stats;
+        let stats = &session.service.account.stats;
         stats.bytes_to_endpoints.add(batch.bytes.len() as u64);
         if lost > 0 {
             stats.dropped_datagrams.add(lost);
@@ -372,7 +374,7 @@ impl Worker {
         if self.move_session(slot) {
             return true;
         }
-        self.sessions[slot].service.stats.failed.add(1);
+        self.sessions[slot].service.account.stats.failed.add(1);
         self.close(slot);
         false
     }
@@ -396,9 +398,9 @@ impl Worker {
             while let Some(batch) = buffers.next_batch(&mut at) {
                 let (lost, _) = listener.socket.send_to(batch, session.key.1, source);
                 session.bytes[1] += batch.bytes.len() as u64;
-                session.service.stats.bytes_to_clients.add(batch.bytes.len() as u64);
+                session.service.account.stats.bytes_to_clients.add(batch.bytes.len() as u64);
                 if lost > 0 {
-                    session.service.stats.dropped_datagrams.add(lost);
+                    session.service.account.stats.dropped_datagrams.add(lost);
                 }
             }
         }
@@ -412,7 +414,7 @@ impl Worker {
         let Some(slot) = self.slot_of(token) else { return };
         let due_ms = self.sessions[slot].active_ms.saturating_add(self.idle_ms());
         if self.now_ms >= due_ms {
-            self.sessions[slot].service.stats.idle.add(1);
+            self.sessions[slot].service.account.stats.idle.add(1);
             self.close(slot);
         } else {
             self.wheel.add(token, due_ms);
@@ -432,7 +434,7 @@ impl Worker {
         self.counters.open.subtract(1);
         let mut state = session.service.state();
         state.pool.release(session.picked.key);
-        session.service.stats.open.subtract(1);
+        session.service.account.stats.open.subtract(1);
     }
 
     fn random(&mut self) -> u64 {

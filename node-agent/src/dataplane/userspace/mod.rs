@@ -19,8 +19,8 @@ use headgate_core::{
 
 use self::proxy::Proxy;
 use super::{
-    Dataplane, DataplaneError, Degradation, Drain, DualStack, Fault, FindFaults, KernelHandle, Maintain, Report,
-    StateSource, Statistics, Wake,
+    ConnectionProxy, Dataplane, DataplaneError, Degradation, DualStack, Fault, FindFaults, KernelHandle, Maintain,
+    Report, StateSource, Statistics, Wake,
     metrics::DataplaneMetrics,
     nftables::{self, Connection, Found, NftablesFamily},
 };
@@ -44,8 +44,8 @@ impl KernelHandle for UserspaceKernel {
         self.nftables.follow(wake, metrics)
     }
 
-    fn proxy(&self) -> Option<Arc<dyn Drain>> {
-        Some(Arc::clone(&self.proxy) as Arc<dyn Drain>)
+    fn proxy(&self) -> Option<Arc<dyn ConnectionProxy>> {
+        Some(Arc::clone(&self.proxy) as Arc<dyn ConnectionProxy>)
     }
 }
 

@@ -15,19 +15,20 @@ use std::{
 };
 
 use headgate_core::{
-    Family, LoadBalancing,
+    Family, LoadBalancing, ServiceKey,
     nftables::Lookup,
     userspace::{Operation, PoolSettings},
 };
 use headgate_userspace::{
-    Algorithm, Destination, Protocol, Scope, ServiceId, ServiceSettings, Services, TcpProxy, TcpSettings,
+    Algorithm, ConnectionList, Destination, ListFilter, Protocol, Scope, ServiceId, ServiceSettings, Services,
+    TcpProxy, TcpSettings,
 };
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use socket2::{Domain, Socket, Type};
 use tracing::warn;
 
 use super::{
-    super::{DataplaneError, Drain, ErrorKind, nftables::Gate},
+    super::{ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts, nftables::Gate},
     route::listener_address,
 };
 
@@ -139,6 +140,7 @@ impl Proxy {
                 Operation::RemovePool(pool) => {
                     services.remove_service(ServiceId(pool));
                 }
+                Operation::RemoveService(service) => services.remove_account(&service),
             }
         }
     }
@@ -149,7 +151,7 @@ impl Proxy {
     }
 }
 
-impl Drain for Proxy {
+impl ConnectionProxy for Proxy {
     /// Opens the gate, so that new connections go straight to endpoints, and accepts the
     /// connections that wait. Connections that remain open are reset when the proxy is dropped.
     fn drain(&self, limit: Duration) -> u64 {
@@ -160,6 +162,15 @@ impl Drain for Proxy {
         // handshake meanwhile.
         thread::sleep(RENEWAL * 2);
         self.tcp.drain(until.saturating_duration_since(Instant::now()))
+    }
+
+    fn counts(&self) -> ProxyCounts {
+        let (services, totals) = self.services.stats();
+        ProxyCounts { services, totals, tcp: self.tcp.stats() }
+    }
+
+    fn connections(&self, service: Option<&ServiceKey>, limit: usize) -> ConnectionList {
+        self.tcp.connections(ListFilter { account: service.map(|key| key.to_string().into()), limit })
     }
 }
 
@@ -238,6 +249,7 @@ fn scope(lookup: Lookup) -> Scope {
 fn settings_of(settings: &PoolSettings) -> ServiceSettings {
     ServiceSettings {
         name: Arc::clone(&settings.name),
+        account: Arc::clone(&settings.service),
         algorithm: match settings.load_balancing {
             LoadBalancing::Random => Algorithm::Random,
             LoadBalancing::RoundRobin => Algorithm::RoundRobin,

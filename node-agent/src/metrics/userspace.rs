@@ -1,0 +1,195 @@
+//! Metrics of the proxy of mode userspace. The proxy counts, and the agent reads its counters when
+//! a client requests the metrics.
+
+use std::{
+    collections::BTreeMap,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
+
+use headgate_userspace::{ServiceStats, TcpStats};
+use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge};
+
+use super::services::{Labels, MAX_SERVICES};
+use crate::{
+    dataplane::ProxyCounts,
+    metric_registry::{MetricRegistry, USERSPACE},
+};
+
+/// A counter or gauge: its name, its meaning, and its value among the counts of a Service.
+type Figure = (&'static str, &'static str, fn(&ServiceStats) -> u64);
+
+/// The counters.
+const COUNTERS: [Figure; 13] = [
+    ("connections_accepted", "Connections that the proxy accepted, also those that got no endpoint", |s| s.accepted),
+    ("connections_over_limit", "Connections that were reset because of headgate.io/max-connections", |s| s.over_limit),
+    ("connections_without_endpoint", "Connections that were reset because the Service had no endpoint", |s| {
+        s.without_endpoint
+    }),
+    ("connections_failed", "Connections that were reset because no endpoint that was tried accepted", |s| s.failed),
+    ("connections_reset", "Connections that ended with a RST, because a side failed or was idle for too long", |s| {
+        s.reset
+    }),
+    ("connections_idle", "Connections that ended because they were idle for too long", |s| s.idle),
+    ("endpoint_connects", "Connections that endpoints accepted", |s| s.connected),
+    ("endpoint_retries", "Attempts to connect to another endpoint, after an endpoint failed", |s| s.retries),
+    ("endpoint_loops", "Endpoints that were not tried, because their address is the address of a Service", |s| s.loops),
+    ("bytes_to_endpoints", "Bytes from clients to endpoints, without headers", |s| s.bytes_to_endpoints),
+    ("bytes_to_clients", "Bytes from endpoints to clients, without headers", |s| s.bytes_to_clients),
+    ("affinity_evictions", "Clients whose ClientIP affinity was forgotten early, because the table was full", |s| {
+        s.affinity_evicted
+    }),
+    ("datagrams_dropped", "Datagrams that the proxy dropped, because of a limit or of the kernel", |s| {
+        s.dropped_datagrams
+    }),
+];
+
+/// The gauges.
+const GAUGES: [Figure; 3] = [
+    ("connections_open", "Open connections", |s| s.open),
+    ("endpoints_resting", "Endpoints that get no connections for a while, after failures", |s| s.resting_endpoints),
+    ("affinity_clients", "Clients with ClientIP affinity", |s| s.affinity_clients),
+];
+
+const CONNECT_SECONDS: (&str, &str) =
+    ("endpoint_connect_seconds", "The sum of the times that endpoints took to accept connections");
+
+type Seconds = Counter<f64, AtomicU64>;
+
+/// The sums over all Services.
+#[derive(Debug, Default)]
+struct Totals {
+    counters: [Counter; COUNTERS.len()],
+    gauges: [Gauge; GAUGES.len()],
+    connect_seconds: Seconds,
+}
+
+/// The same figures for each Service.
+#[derive(Debug, Default)]
+struct Services {
+    counters: [Family<Labels, Counter>; COUNTERS.len()],
+    gauges: [Family<Labels, Gauge>; GAUGES.len()],
+    connect_seconds: Family<Labels, Seconds>,
+    omitted: Gauge,
+}
+
+/// Metrics of the proxy.
+#[derive(Debug, Default)]
+pub(crate) struct UserspaceMetrics {
+    totals: Totals,
+    services: Services,
+    unknown_destination: Counter,
+    exhausted: Counter,
+    accept_pauses: Counter,
+}
+
+impl UserspaceMetrics {
+    pub(super) fn register(&self, registry: &mut MetricRegistry) {
+        let Self { totals, services, unknown_destination, exhausted, accept_pauses } = self;
+        let mut add = registry.adder(USERSPACE);
+        let labels = "namespace, service";
+        let of_service = |help: &str| format!("{help}, for each Service, with --userspace-service-counters");
+        for ((name, help, _), (total, service)) in COUNTERS.iter().zip(totals.counters.iter().zip(&services.counters)) {
+            add.counter(name, "", help, total.clone());
+            add.counter(&format!("service_{name}"), labels, &of_service(help), service.clone());
+        }
+        for ((name, help, _), (total, service)) in GAUGES.iter().zip(totals.gauges.iter().zip(&services.gauges)) {
+            add.gauge(name, "", help, total.clone());
+            add.gauge(&format!("service_{name}"), labels, &of_service(help), service.clone());
+        }
+        let (name, help) = CONNECT_SECONDS;
+        add.counter(name, "", help, totals.connect_seconds.clone());
+        add.counter(&format!("service_{name}"), labels, &of_service(help), services.connect_seconds.clone());
+        let help = "Services without metrics of their own, because the first 5,000 Services by name have metrics";
+        add.gauge("services_without_counters", "", help, services.omitted.clone());
+        let help = "Connections that were reset because no Service has their destination, such as connections to a listener itself";
+        add.counter("connections_unknown_destination", "", help, unknown_destination.clone());
+        let help = "How often the kernel had no descriptor or no memory for a connection";
+        add.counter("descriptors_exhausted", "", help, exhausted.clone());
+        let help =
+            "How often a thread stopped accepting for 100 ms, because of exhaustion or of the limit of open files";
+        add.counter("accept_pauses", "", help, accept_pauses.clone());
+    }
+
+    /// Sets all metrics. Services have metrics of their own only if `has_services` is true.
+    pub(crate) fn refresh(&self, counts: &ProxyCounts, has_services: bool) {
+        let Self { totals, services, unknown_destination, exhausted, accept_pauses } = self;
+        let ProxyCounts { services: counted, totals: sums, tcp } = counts;
+        let set = |counter: &Counter, value| counter.inner().store(value, Relaxed);
+        COUNTERS.iter().zip(&totals.counters).for_each(|((.., value), counter)| set(counter, value(sums)));
+        for ((.., value), gauge) in GAUGES.iter().zip(&totals.gauges) {
+            gauge.set(gauge_value(value(sums)));
+        }
+        totals.connect_seconds.inner().store(connect_seconds(sums).to_bits(), Relaxed);
+        let TcpStats { open: _, unknown_destination: unknown, exhausted: lacking, accept_pauses: pauses } = *tcp;
+        set(unknown_destination, unknown);
+        set(exhausted, lacking);
+        set(accept_pauses, pauses);
+        if has_services {
+            services.set(&counted.iter().map(|(name, stats)| (&**name, stats)).collect());
+        }
+    }
+}
+
+impl Services {
+    /// Sets the metrics of the first Services by name. Removed Services disappear.
+    fn set(&self, counted: &BTreeMap<&str, &ServiceStats>) {
+        let Self { counters, gauges, connect_seconds: seconds, omitted } = self;
+        counters.iter().for_each(Family::clear);
+        gauges.iter().for_each(Family::clear);
+        seconds.clear();
+        for (name, stats) in counted.iter().take(MAX_SERVICES) {
+            let (namespace, name) = name.split_once('/').unwrap_or(("", name));
+            let labels = [("namespace", namespace.to_owned()), ("service", name.to_owned())];
+            for ((.., value), counter) in COUNTERS.iter().zip(counters) {
+                counter.get_or_create(&labels).inc_by(value(stats));
+            }
+            for ((.., value), gauge) in GAUGES.iter().zip(gauges) {
+                gauge.get_or_create(&labels).set(gauge_value(value(stats)));
+            }
+            seconds.get_or_create(&labels).inc_by(connect_seconds(stats));
+        }
+        omitted.set(gauge_value(counted.len().saturating_sub(MAX_SERVICES) as u64));
+    }
+}
+
+fn gauge_value(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
+fn connect_seconds(stats: &ServiceStats) -> f64 {
+    stats.connect_microseconds as f64 / 1e6
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn services_have_metrics_only_if_they_are_asked_for() {
+        let (metrics, mut registry) = (UserspaceMetrics::default(), MetricRegistry::default());
+        metrics.register(&mut registry);
+        let stats = ServiceStats { accepted: 7, open: 2, connect_microseconds: 1_500_000, ..ServiceStats::default() };
+        let tcp = TcpStats { exhausted: 3, ..TcpStats::default() };
+        let mut counts = ProxyCounts { services: [("ns/web".into(), stats)].into(), totals: stats, tcp };
+        metrics.refresh(&counts, false);
+        let text = registry.encode().unwrap();
+        for line in [
+            "headgate_userspace_connections_accepted_total 7",
+            "headgate_userspace_connections_open 2",
+            "headgate_userspace_endpoint_connect_seconds_total 1.5",
+            "headgate_userspace_descriptors_exhausted_total 3",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+        assert!(!text.contains("{namespace="), "{text}");
+        metrics.refresh(&counts, true);
+        metrics.refresh(&counts, true);
+        let text = registry.encode().unwrap();
+        let line = "headgate_userspace_service_connections_accepted_total{namespace=\"ns\",service=\"web\"} 7\n";
+        assert!(text.contains(line), "{text}");
+        counts.services.clear();
+        metrics.refresh(&counts, true);
+        assert!(!registry.encode().unwrap().contains("{namespace="), "metrics of removed Services disappear");
+    }
+}

@@ -1,0 +1,138 @@
+//! Lists of open connections, and what is known of a connection at its end.
+
+use std::{cmp::Reverse, net::SocketAddr, sync::Arc};
+
+use super::connection::Connection;
+use crate::relay::Side;
+
+/// Which connections a list has.
+#[derive(Debug, Clone)]
+pub struct ListFilter {
+    /// Only connections of Services with this account.
+    pub account: Option<Arc<str>>,
+    /// The most connections in the list.
+    pub limit: usize,
+}
+
+/// Open connections, the most bytes first.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ConnectionList {
+    /// The connections.
+    pub connections: Vec<ConnectionInfo>,
+    /// The number of connections that the limit left out.
+    pub left_out: u64,
+}
+
+/// The state of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ConnectionState {
+    /// No endpoint has accepted yet.
+    Connecting,
+    /// Both sides may send.
+    Open,
+    /// The client has sent its last byte (FIN).
+    ClientDone,
+    /// The endpoint has sent its last byte (FIN).
+    EndpointDone,
+    /// Both sides have sent their last byte, and some bytes have not arrived.
+    Closing,
+}
+
+/// How a connection ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HowEnded {
+    /// Both sides sent a FIN.
+    Closed,
+    /// A side failed or sent a RST.
+    Reset,
+    /// The connection was idle for too long.
+    Idle,
+    /// No endpoint that was tried accepted the connection.
+    Failed,
+    /// The proxy stopped.
+    Stopped,
+}
+
+/// A connection.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConnectionInfo {
+    /// The name of the Service.
+    pub service: Arc<str>,
+    /// The client's address.
+    pub client: SocketAddr,
+    /// The address of the Service that the client used.
+    pub destination: SocketAddr,
+    /// The endpoint, or the one that was tried last.
+    pub endpoint: SocketAddr,
+    /// The state.
+    pub state: ConnectionState,
+    /// Bytes from the client to the endpoint.
+    pub bytes_to_endpoint: u64,
+    /// Bytes from the endpoint to the client.
+    pub bytes_to_client: u64,
+    /// The time since the connection was accepted.
+    pub age_ms: u64,
+    /// The time since the last byte.
+    pub idle_ms: u64,
+}
+
+impl ConnectionInfo {
+    fn bytes(&self) -> u64 {
+        self.bytes_to_endpoint + self.bytes_to_client
+    }
+}
+
+impl Connection {
+    /// What lists and logs show.
+    pub(super) fn info(&self, now_ms: u64) -> ConnectionInfo {
+        let state = match Side::BOTH.map(|side| self.relay.has_ended(side)) {
+            _ if !self.is_connected => ConnectionState::Connecting,
+            [false, false] => ConnectionState::Open,
+            [true, false] => ConnectionState::ClientDone,
+            [false, true] => ConnectionState::EndpointDone,
+            [true, true] => ConnectionState::Closing,
+        };
+        ConnectionInfo {
+            service: Arc::clone(&self.service.state().settings.name),
+            client: self.client_address,
+            destination: self.destination,
+            endpoint: self.picked.address,
+            state,
+            bytes_to_endpoint: self.bytes[Side::Client as usize],
+            bytes_to_client: self.bytes[Side::Endpoint as usize],
+            age_ms: now_ms.saturating_sub(self.opened_ms),
+            idle_ms: now_ms.saturating_sub(self.active_ms),
+        }
+    }
+}
+
+impl ConnectionList {
+    /// The list of one thread. Apart from the result, it needs 16 bytes for each connection.
+    pub(super) fn of<'a>(connections: impl Iterator<Item = &'a Connection>, filter: &ListFilter, now_ms: u64) -> Self {
+        let is_wanted = |connection: &&Connection| {
+            filter.account.as_ref().is_none_or(|name| connection.service.account.name == *name)
+        };
+        let mut wanted: Vec<(u64, &Connection)> =
+            connections.filter(is_wanted).map(|connection| (connection.bytes.iter().sum(), connection)).collect();
+        let left_out = wanted.len().saturating_sub(filter.limit);
+        if left_out > 0 {
+            wanted.select_nth_unstable_by_key(filter.limit, |(bytes, _)| Reverse(*bytes));
+            wanted.truncate(filter.limit);
+        }
+        let connections = wanted.into_iter().map(|(_, connection)| connection.info(now_ms)).collect();
+        Self { connections, left_out: left_out as u64 }
+    }
+
+    /// Joins the lists of all threads.
+    pub(super) fn join(lists: impl Iterator<Item = Self>, limit: usize) -> Self {
+        let mut joined = lists.fold(Self::default(), |mut joined, list| {
+            joined.connections.extend(list.connections);
+            joined.left_out += list.left_out;
+            joined
+        });
+        joined.connections.sort_by_key(|connection| (Reverse(connection.bytes()), Reverse(connection.age_ms)));
+        joined.left_out += joined.connections.len().saturating_sub(limit) as u64;
+        joined.connections.truncate(limit);
+        joined
+    }
+}
