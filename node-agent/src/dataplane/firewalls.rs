@@ -7,7 +7,7 @@ use headgate_core::{Family, iptables::Table};
 use nftables_netlink::{Family as TableFamily, Hook, Kernel as _, Nftables, NftablesError, Policy};
 
 use super::{
-    kernel_modules,
+    kernel_modules::NF_TABLES,
     xtables::{Variant, programs::Programs},
 };
 
@@ -18,7 +18,7 @@ use super::{
 /// The chains cannot be read. The message names the reason.
 pub(crate) fn dropping_chain() -> Result<Option<String>, String> {
     // Programs of the nft variant make the kernel load nftables.
-    let has_nftables = kernel_modules::has_nftables();
+    let has_nftables = NF_TABLES.is_present();
     let nft = has_nftables.then_some(Variant::Nft);
     for variant in [Variant::Legacy].into_iter().chain(nft) {
         for family in Family::BOTH {

@@ -4,7 +4,7 @@ use headgate_core::Family;
 use nftables_netlink::{Kernel as _, Nftables, NftablesError, TableName, Transaction};
 
 use super::{
-    super::{DataplaneError, Leftover, kernel_modules::has_nftables},
+    super::{DataplaneError, Leftover, kernel_modules::NF_TABLES},
     failure,
     layout::table_name,
 };
@@ -21,7 +21,7 @@ pub(crate) fn kube_proxys_tables() -> Leftover {
 
 fn tables_of(owner: &'static str, table: fn(Family) -> TableName) -> Leftover {
     Leftover::new(owner, move || {
-        if !has_nftables() {
+        if !NF_TABLES.is_present() {
             return Ok(());
         }
         let result = remove(Family::BOTH.map(table));

@@ -19,8 +19,8 @@ use headgate_core::{
 pub(super) use self::rules::Kept;
 use self::{programs::Programs, sctp::Sctp};
 use super::{
-    DataplaneError, ErrorKind, Report, Statistics, TableStatistics, dual_stack::has_ipv6, kernel_modules,
-    leftovers::Leftover,
+    DataplaneError, ErrorKind, Report, Statistics, TableStatistics, dual_stack::has_ipv6,
+    kernel_modules::NFNETLINK_ACCT, leftovers::Leftover,
 };
 use crate::packet_counters;
 
@@ -97,7 +97,7 @@ pub(crate) fn rules_of(variant: Variant) -> Leftover {
 /// counter.
 pub(crate) fn packet_counters() -> Leftover {
     Leftover::new("packet counters", || {
-        if !kernel_modules::is_present("nfnetlink_acct", "nfnl_acct_update") {
+        if !NFNETLINK_ACCT.is_present() {
             return Ok(());
         }
         packet_counters::remove().map_err(|error| {

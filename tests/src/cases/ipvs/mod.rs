@@ -301,7 +301,7 @@ pub fn modes_switch(bed: &Testbed) -> Result<()> {
         let to = bed.address("steady", ClusterIp, family, "tcp")?;
         held.push((to, HeldConnection::open(bed.machines().machine("a3")?, to)?));
     }
-    restart(bed, &AgentSetup { arguments: vec!["--takeover-limit=60s".to_owned()], ..by_iptables.clone() })?;
+    restart(bed, &AgentSetup { arguments: vec!["--takeover-limit=30s".to_owned()], ..by_iptables.clone() })?;
     let servers = tool(node, "ipvsadm", &["-Sn"])?;
     for (to, held) in &mut held {
         held.check()?;

@@ -228,7 +228,9 @@ pub fn rules_for_sctp_are_left_out_if_iptables_cannot_match_sctp(bed: &Testbed) 
     // Virtual servers do not need iptables to match SCTP.
     run(bed, &of_sctp[..1])?;
 
-    super::restart(bed, &AgentSetup { backend: Some(Backend::IptablesLegacy), ..AgentSetup::default() })?;
+    // The agent would report the closed connections of IPVS until their timeouts.
+    let at_once = AgentSetup::with(&["--takeover-limit=0s"]);
+    super::restart(bed, &AgentSetup { backend: Some(Backend::IptablesLegacy), ..at_once })?;
     expect_degraded(&["modprobe xt_sctp", "ports of SCTP do not work"])?;
     // The agent reports the missing module before it has programmed everything.
     let without = bed.address("steady", ClusterIp, Family::V4, "sctp")?;
