@@ -6,13 +6,15 @@ use std::{env, fs, path::PathBuf};
 use prost::Message as _;
 
 /// The answers of Inspect, and the messages in them. `headgatectl` writes them as JSON.
-const SHOWN_AS_JSON: [&str; 15] = [
+const SHOWN_AS_JSON: [&str; 17] = [
     "AgentInfo",
+    "Connections",
     "EndpointInfo",
     "FleetInfo",
     "GetStatusResponse",
     "Laggard",
     "NodeStatus",
+    "OpenConnection",
     "Problem",
     "Rejection",
     "ServiceCounters",

@@ -157,6 +157,8 @@ mod tests {
         assert_eq!(keys(&v1::NodeStatus::default()), fields_of("NodeStatus"));
         assert_eq!(keys(&v1::Rejection::default()), fields_of("Rejection"));
         assert_eq!(keys(&v1::ServiceCounters::default()), fields_of("ServiceCounters"));
+        assert_eq!(keys(&v1::Connections::default()), fields_of("Connections"));
+        assert_eq!(keys(&v1::OpenConnection::default()), fields_of("OpenConnection"));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::units;
 pub struct Args {
     /// URL of the replica to query. For several replicas, repeat the option, separate URLs by
     /// commas, or use a name that resolves to several addresses. `agents`, `node`,
-    /// `counters` and `wait` query all replicas, other commands only the first. http:// works only
+    /// `counters`, `connections` and `wait` query all replicas, other commands only the first. http:// works only
     /// for loopback and test addresses; for other addresses use https:// with the --tls options
     #[arg(
         long,
@@ -28,9 +28,9 @@ pub struct Args {
     /// The TLS options.
     #[command(flatten)]
     pub tls: TlsArgs,
-    /// Output format: tables, wide tables with more columns, or JSON for programs. `status`, `node`
-    /// and `wait` print one JSON object, `watch` prints one object per line, other commands print
-    /// an array
+    /// Output format: tables, wide tables with more columns, or JSON for programs. `status`,
+    /// `node`, `connections` and `wait` print one JSON object, `watch` prints one object per line, other
+    /// commands print an array
     #[arg(short, long, global = true, value_enum, default_value_t = Output::Table)]
     pub output: Output,
     /// The command to run.
@@ -84,6 +84,13 @@ pub enum Command {
     /// the command shows each of its addresses and NodePorts. Without a Service, the table leaves
     /// out Services without traffic.
     Counters(CountersArgs),
+    /// Show the open connections that the agent of one node carries, the most bytes first
+    ///
+    /// The node's agent must run in mode userspace. The column ADDRESS shows the address of the
+    /// Service that the client used. SENT and RECEIVED are the bytes from the client to the
+    /// endpoint, and from the endpoint to the client. AGE is the time since the client connected,
+    /// and IDLE the time since the last byte.
+    Connections(ConnectionsArgs),
     /// Wait until every connected node has programmed the current state of a Service or an endpoint
     ///
     /// Exit codes: 0 if all nodes have programmed the state, 1 if a replica does not answer, 2 for
@@ -165,7 +172,7 @@ pub struct NodeArgs {
     pub metrics: Option<String>,
 }
 
-/// The node and the Service whose counters to show.
+/// The node, and the Service whose counters or connections to show.
 #[derive(Debug, clap::Args)]
 pub struct CountersArgs {
     /// The name of the node
@@ -183,6 +190,17 @@ impl CountersArgs {
         let selection = Selection { service: self.service.clone(), namespace: self.namespace.clone() };
         self.service.as_ref().map(|_| selection.resolve()).transpose()
     }
+}
+
+/// The node and the Service whose connections to show.
+#[derive(Debug, clap::Args)]
+pub struct ConnectionsArgs {
+    /// The node and the Service.
+    #[command(flatten)]
+    pub of: CountersArgs,
+    /// Maximum number of connections, at most 2000
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=2000))]
+    pub limit: u32,
 }
 
 /// The condition to wait for.

@@ -4,14 +4,14 @@
 use std::io::Write;
 
 use headgate_proto::v1::{
-    CountersQuery, MetricsQuery, NodeAnswer, NodeQuery, NodeStatusQuery, QueryNodeRequest, ServiceKey,
-    node_answer::Kind as Part, node_query::Kind as Query,
+    Connections, ConnectionsQuery, CountersQuery, MetricsQuery, NodeAnswer, NodeQuery, NodeStatusQuery,
+    QueryNodeRequest, ServiceKey, node_answer::Kind as Part, node_query::Kind as Query,
 };
 use tokio::task::JoinSet;
 use tonic::Code;
 
 use crate::answer::{Failure, collect, now_unix_ms, write_json};
-use crate::args::{Args, CountersArgs, NodeArgs, Output, Selected, TlsArgs};
+use crate::args::{Args, ConnectionsArgs, CountersArgs, NodeArgs, Output, Selected, TlsArgs};
 use crate::client;
 use crate::render::{self, Style};
 
@@ -27,8 +27,8 @@ pub(crate) async fn run(args: &Args, wanted: &NodeArgs, style: Style, out: &mut 
                     writeln!(out, "{}", render::plain(line))?;
                 }
             }
-            // This command does not ask for counters.
-            Part::Counters(_) => {}
+            // This command asks for nothing else.
+            Part::Counters(_) | Part::Connections(_) => {}
             Part::Status(status) if args.output == Output::Json => write_json(out, &status)?,
             Part::Status(status) => out.write_all(render::node(&status, now_unix_ms(), style).as_bytes())?,
         }
@@ -64,6 +64,32 @@ pub(crate) async fn counters(
         return Ok(writeln!(out, "Nothing is counted: {what} node {}.", wanted.node)?);
     }
     Ok(out.write_all(render::counters(&rows, style).as_bytes())?)
+}
+
+/// Runs `headgatectl connections`.
+pub(crate) async fn connections(
+    args: &Args,
+    wanted: &ConnectionsArgs,
+    selected: Option<Selected>,
+    style: Style,
+    out: &mut dyn Write,
+) -> Result<(), Failure> {
+    let ConnectionsArgs { of: CountersArgs { node, .. }, limit } = wanted;
+    let service = selected.map(|Selected { namespace, name }| ServiceKey { namespace, name });
+    let mut all = Connections::default();
+    for part in ask(args, node, Query::Connections(ConnectionsQuery { service, limit: *limit })).await? {
+        if let Part::Connections(part) = part {
+            all.connections.extend(part.connections);
+            all.left_out += part.left_out;
+        }
+    }
+    if args.output == Output::Json {
+        return write_json(out, &all);
+    }
+    if all.connections.is_empty() {
+        return Ok(writeln!(out, "Node {node} carries no such connection.")?);
+    }
+    Ok(out.write_all(render::connections(&all, style).as_bytes())?)
 }
 
 /// Asks the agent of a node, by way of all replicas at the same time. Returns the parts of the

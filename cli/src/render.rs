@@ -5,8 +5,8 @@ use std::{borrow::Cow, fmt::Write as _};
 
 use comfy_table::{Attribute, Cell, CellAlignment, Color, Table, presets};
 use headgate_proto::v1::{
-    AgentInfo, EndpointInfo, FleetInfo, GetStatusResponse, NodeStatus, Problem, Rejection, ServiceCounters,
-    ServiceInfo, ServicePortInfo, WatchEvent,
+    AgentInfo, Connections, EndpointInfo, FleetInfo, GetStatusResponse, NodeStatus, Problem, Rejection,
+    ServiceCounters, ServiceInfo, ServicePortInfo, WatchEvent,
 };
 
 use crate::units;
@@ -414,6 +414,35 @@ pub fn counters(rows: &[ServiceCounters], style: Style) -> String {
         cells
     });
     table(&headers, rows, style)
+}
+
+/// Formats open connections, with a remark below about those that are left out.
+pub fn connections(list: &Connections, style: Style) -> String {
+    let headers = ["SERVICE", "CLIENT", "ADDRESS", "ENDPOINT", "STATE", ">AGE", ">IDLE", ">SENT", ">RECEIVED"];
+    let rows = list.connections.iter().map(|connection| {
+        let tone = match connection.state.as_str() {
+            "open" => Tone::Good,
+            "connecting" => Tone::Attention,
+            _ => Tone::Faint,
+        };
+        vec![
+            cell(&connection.service),
+            cell(&connection.client),
+            cell(&connection.address),
+            cell(&connection.endpoint),
+            toned(&connection.state, tone),
+            cell(units::duration(connection.age_ms)),
+            cell(units::duration(connection.idle_ms)),
+            cell(units::bytes(connection.bytes_to_endpoint)),
+            cell(units::bytes(connection.bytes_to_client)),
+        ]
+    });
+    let mut output = table(&headers, rows, style);
+    if list.left_out > 0 {
+        let text = format!("{} more connections with fewer bytes: name a Service, or raise --limit", list.left_out);
+        note(&mut output, &text, Tone::Faint, style);
+    }
+    output
 }
 
 /// Formats the state of a node, with its problems below.

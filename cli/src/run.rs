@@ -67,6 +67,7 @@ impl<'a> Session<'a> {
             Command::Agents(_)
             | Command::Node(_)
             | Command::Counters(_)
+            | Command::Connections(_)
             | Command::Drain(_)
             | Command::Status
             | Command::Certs(_)
@@ -78,6 +79,10 @@ impl<'a> Session<'a> {
             Command::Counters(wanted) => {
                 let selected = wanted.resolve().map_err(Failure::Usage)?;
                 return node::counters(args, wanted, selected, style, out).await;
+            }
+            Command::Connections(wanted) => {
+                let selected = wanted.of.resolve().map_err(Failure::Usage)?;
+                return node::connections(args, wanted, selected, style, out).await;
             }
             Command::Wait(wait) => return wait::run(args, wait, selected, out).await,
             Command::Drain(pod) => return drain::run(args, pod, out).await,
@@ -95,6 +100,7 @@ impl<'a> Session<'a> {
             Command::Agents(_)
             | Command::Node(_)
             | Command::Counters(_)
+            | Command::Connections(_)
             | Command::Wait(_)
             | Command::Drain(_)
             | Command::Certs(_)

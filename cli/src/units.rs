@@ -28,6 +28,21 @@ pub fn microseconds(value: u64) -> String {
     }
 }
 
+/// Formats a number of bytes: `812 B`, `4.2 KiB`, `31 MiB`.
+pub fn bytes(value: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    if value < 1024 {
+        return format!("{value} B");
+    }
+    let unit = (value.ilog2() / 10 - 1) as usize;
+    // Tenths of the unit, rounded down.
+    let tenths = (value >> (unit * 10)) * 10 / 1024;
+    match tenths {
+        0..100 => format!("{}.{} {}", tenths / 10, tenths % 10, UNITS[unit]),
+        _ => format!("{} {}", tenths / 10, UNITS[unit]),
+    }
+}
+
 /// Formats the UTC time of day of a time in milliseconds since the Unix epoch: `09:13:41.250`.
 pub fn time_of_day(unix_ms: u64) -> String {
     let of_day = unix_ms % 86_400_000;
@@ -71,6 +86,13 @@ mod tests {
         assert_eq!(microseconds(850), "850µs");
         assert_eq!(microseconds(12_345), "12.3ms");
         assert_eq!(microseconds(1_500_000), "1.5s");
+    }
+
+    #[test]
+    fn bytes_show_two_digits_or_whole_units() {
+        assert_eq!([0, 1023, 1024].map(bytes), ["0 B", "1023 B", "1.0 KiB"]);
+        assert_eq!([10_239, 10_240, 1_048_575].map(bytes), ["9.9 KiB", "10 KiB", "1023 KiB"]);
+        assert_eq!([1 << 20, 5 << 40, u64::MAX].map(bytes), ["1.0 MiB", "5.0 TiB", "15 EiB"]);
     }
 
     #[test]

@@ -31,7 +31,7 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
         ),
         ProxyMode::Userspace => (
             "userspace",
-            boxed(userspace::UserspaceDataplane::new(&nftables_config(options, settings)), options, settings),
+            boxed(userspace::UserspaceDataplane::new(&userspace_config(options, settings)), options, settings),
         ),
     };
     match chosen {
@@ -158,6 +158,10 @@ fn nftables_config(options: &Options, settings: &Settings) -> nftables::Config {
         conntrack_tcp_be_liberal: Sysctls::default().is_tcp_liberal(),
         counts_services: options.nftables_service_counters,
     }
+}
+
+fn userspace_config(options: &Options, settings: &Settings) -> userspace::Config {
+    userspace::Config { nftables: nftables_config(options, settings), has_access_log: options.userspace_access_log }
 }
 
 fn ipvs_config(options: &Options, settings: &Settings) -> ipvs::Config {

@@ -10,6 +10,7 @@ use std::{
 use futures::{FutureExt as _, future::BoxFuture};
 use headgate_core::{ServiceKey, exposition, frontends::Frontend, node_state::SourceState};
 use headgate_proto::v1::{self, node_answer, node_query};
+use headgate_userspace::{ConnectionInfo, ConnectionList};
 use tokio::task::spawn_blocking;
 
 use crate::{
@@ -22,6 +23,9 @@ use crate::{
 const MAX_QUARANTINED: usize = 100;
 /// Maximum number of Services or frontends in one part.
 const COUNTERS_IN_PART: usize = 200;
+/// Maximum number of connections in an answer, and in one part.
+const MAX_CONNECTIONS: usize = 2_000;
+const CONNECTIONS_IN_PART: usize = 100;
 /// The answer to a query for counters if the kernel counts nothing.
 const NO_COUNTERS: &str = "the kernel does not count Services on this node; start the agent in mode nftables, with --nftables-service-counters";
 
@@ -93,6 +97,17 @@ impl NodeKnowledge for Knowledge {
                     Ok(counters_parts(&counted, service.map(|key| ServiceKey::new(&key.namespace, &key.name)).as_ref()))
                 })
             }
+            node_query::Kind::Connections(v1::ConnectionsQuery { service, limit }) => {
+                let Some(proxy) = self.pages.proxy.clone() else {
+                    let backend = &self.pages.progress.borrow().status.backend;
+                    return std::future::ready(Err(format!("no proxy carries connections on this node, because the agent runs {backend}: start the agent with --proxy-mode userspace"))).boxed();
+                };
+                let limit = usize::try_from(limit).map_or(MAX_CONNECTIONS, |limit| limit.min(MAX_CONNECTIONS));
+                blocking(move || {
+                    let service = service.map(|key| ServiceKey::new(&key.namespace, &key.name));
+                    Ok(connections_parts(&proxy.connections(service.as_ref(), limit)))
+                })
+            }
         }
     }
 }
@@ -124,6 +139,27 @@ fn counters_parts(
     };
     let parts = rows.chunks(COUNTERS_IN_PART).map(|rows| v1::Counters { services: rows.to_vec() });
     parts.map(node_answer::Kind::Counters).collect()
+}
+
+/// Returns open connections.
+fn connections_parts(list: &ConnectionList) -> Vec<node_answer::Kind> {
+    let row = |connection: &ConnectionInfo| v1::OpenConnection {
+        service: connection.service.to_string(),
+        client: connection.client.to_string(),
+        address: connection.destination.to_string(),
+        endpoint: connection.endpoint.to_string(),
+        state: connection.state.as_str().to_owned(),
+        age_ms: connection.age_ms,
+        idle_ms: connection.idle_ms,
+        bytes_to_endpoint: connection.bytes_to_endpoint,
+        bytes_to_client: connection.bytes_to_client,
+    };
+    let left_out = std::iter::once(list.left_out).chain(std::iter::repeat(0));
+    let parts = list.connections.chunks(CONNECTIONS_IN_PART).zip(left_out).map(|(connections, left_out)| {
+        let connections = connections.iter().map(row).collect();
+        node_answer::Kind::Connections(v1::Connections { connections, left_out })
+    });
+    parts.collect()
 }
 
 /// Splits the lines of the metrics whose names begin with `prefix` into parts.

@@ -1,4 +1,4 @@
-use headgate_proto::v1::SourceAge;
+use headgate_proto::v1::{OpenConnection, SourceAge};
 
 use super::*;
 
@@ -344,4 +344,35 @@ fn control_characters_from_agents_and_manifests_are_escaped() {
         assert!(!text.chars().any(|character| character.is_control() && character != '\n'), "{text:?}");
         assert_eq!(text.lines().count(), lines, "{text}");
     }
+}
+
+#[test]
+fn connections_are_a_table_with_a_remark_below() {
+    let connection = |client: &str, state: &str, bytes| OpenConnection {
+        service: "demo/web:http".into(),
+        client: client.into(),
+        address: "10.96.0.10:80".into(),
+        endpoint: "10.244.1.7:8080".into(),
+        state: state.into(),
+        age_ms: 192_000,
+        idle_ms: 40,
+        bytes_to_endpoint: 812,
+        bytes_to_client: bytes,
+    };
+    let connections =
+        vec![connection("10.244.1.20:51324", "open", 33_000_000), connection("192.0.2.1:1025", "client done", 4_300)];
+    let mut list = Connections { connections, left_out: 7 };
+    let expected = "\
+SERVICE        CLIENT             ADDRESS        ENDPOINT         STATE          AGE  IDLE   SENT  RECEIVED
+demo/web:http  10.244.1.20:51324  10.96.0.10:80  10.244.1.7:8080  open         3m12s  40ms  812 B    31 MiB
+demo/web:http  192.0.2.1:1025     10.96.0.10:80  10.244.1.7:8080  client done  3m12s  40ms  812 B   4.1 KiB
+7 more connections with fewer bytes: name a Service, or raise --limit
+";
+    assert_eq!(connections_text(&list), expected);
+    list.left_out = 0;
+    assert_eq!(connections_text(&list).lines().count(), 3);
+}
+
+fn connections_text(list: &Connections) -> String {
+    super::connections(list, PLAIN)
 }

@@ -155,6 +155,12 @@ pub struct Options {
         default_missing_value = "true", value_name = "BOOL", value_parser = truth)]
     pub userspace_service_counters: bool,
 
+    /// Mode userspace: write a line to the log for each TCP connection that ends, with the client,
+    /// the Service, the endpoint, the duration, the bytes, and how the connection ended
+    #[arg(long, action = ArgAction::Set, default_value_t = false, num_args = 0..=1, require_equals = true,
+        default_missing_value = "true", value_name = "BOOL", value_parser = truth)]
+    pub userspace_access_log: bool,
+
     /// A KubeProxyConfiguration file. It replaces kube-proxy's flags, except --hostname-override.
     /// The agent ends when the file is edited
     #[arg(long, value_name = "FILE")]

@@ -38,6 +38,20 @@ pub enum ConnectionState {
     Closing,
 }
 
+impl ConnectionState {
+    /// The state for lists.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Connecting => "connecting",
+            Self::Open => "open",
+            Self::ClientDone => "client done",
+            Self::EndpointDone => "endpoint done",
+            Self::Closing => "closing",
+        }
+    }
+}
+
 /// How a connection ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HowEnded {
@@ -51,6 +65,20 @@ pub enum HowEnded {
     Failed,
     /// The proxy stopped.
     Stopped,
+}
+
+impl HowEnded {
+    /// The end for logs.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Closed => "closed",
+            Self::Reset => "reset",
+            Self::Idle => "idle",
+            Self::Failed => "no endpoint accepted",
+            Self::Stopped => "the proxy stopped",
+        }
+    }
 }
 
 /// A connection.

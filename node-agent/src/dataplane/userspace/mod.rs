@@ -5,6 +5,7 @@
 //! rules leads TCP connections to the proxy while the gate is closed. The proxy keeps the gate
 //! closed while it accepts connections (`proxy.rs`). `docs/userspace.md` shows the way of a packet.
 
+mod access_log;
 mod proxy;
 mod route;
 
@@ -28,6 +29,15 @@ use crate::node_inputs::NodeInputs;
 
 /// Programs the kernel's nftables, and a proxy.
 pub type UserspaceDataplane = DualStack<UserspaceFamily>;
+
+/// The configuration of both families.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// The configuration of the rules.
+    pub nftables: nftables::Config,
+    /// True if the log has a line for each connection that ends.
+    pub has_access_log: bool,
+}
 
 /// The connection to nftables, and the proxy that both families share.
 pub struct UserspaceKernel {
@@ -74,12 +84,13 @@ impl DualStack<UserspaceFamily> {
     /// # Errors
     /// [`super::ErrorKind::Unavailable`] if the kernel lacks nftables or an expression, or refuses
     /// the proxy a socket or a thread. The message names it.
-    pub fn new(config: &nftables::Config) -> Result<Self, DataplaneError> {
+    pub fn new(config: &Config) -> Result<Self, DataplaneError> {
+        let Config { nftables: config, has_access_log } = config;
         // The proxy changes the gate with a connection of its own, so no connection owns the
         // tables. The rules would not count the packets of connections that the proxy carries.
         let config = nftables::Config { owns_tables: false, counts_services: false, ..config.clone() };
         let (nftables, make_direct) = nftables::open(&config)?;
-        let (proxy, listeners) = Proxy::start(&config.families)?;
+        let (proxy, listeners) = Proxy::start(&config.families, *has_access_log)?;
         let proxy = Arc::new(proxy);
         let kernel = UserspaceKernel { nftables, proxy: Arc::clone(&proxy) };
         let make = |family| {

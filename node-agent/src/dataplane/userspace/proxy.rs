@@ -20,8 +20,8 @@ use headgate_core::{
     userspace::{Operation, PoolSettings},
 };
 use headgate_userspace::{
-    Algorithm, ConnectionList, Destination, ListFilter, Protocol, Scope, ServiceId, ServiceSettings, Services,
-    TcpProxy, TcpSettings,
+    Algorithm, ConnectionInfo, ConnectionList, Destination, HowEnded, ListFilter, Protocol, Scope, ServiceId,
+    ServiceSettings, Services, TcpProxy, TcpSettings,
 };
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use socket2::{Domain, Socket, Type};
@@ -29,6 +29,7 @@ use tracing::warn;
 
 use super::{
     super::{ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts, nftables::Gate},
+    access_log,
     route::listener_address,
 };
 
@@ -74,7 +75,7 @@ impl fmt::Debug for Proxy {
 
 impl Proxy {
     /// Opens the listeners and starts the threads. Returns the listeners' addresses.
-    pub(super) fn start(families: &[Family]) -> Result<(Self, Listeners), DataplaneError> {
+    pub(super) fn start(families: &[Family], has_access_log: bool) -> Result<(Self, Listeners), DataplaneError> {
         let refused = |error: io::Error| {
             let message = format!("the kernel refuses the proxy of mode userspace a socket or a thread: {error}");
             DataplaneError::new(ErrorKind::Unavailable, message)
@@ -82,7 +83,8 @@ impl Proxy {
         let (services, gate) = (Arc::<Services>::default(), Arc::<Mutex<GateState>>::default());
         let threads = thread::available_parallelism().map_or(1, |cores| cores.get().min(MAX_THREADS));
         let max_connections = raise_open_files().saturating_sub(OTHER_DESCRIPTORS) / 2;
-        let settings = TcpSettings { threads, max_connections, ..TcpSettings::default() };
+        let on_end = has_access_log.then_some(access_log::write as fn(&ConnectionInfo, HowEnded));
+        let settings = TcpSettings { threads, max_connections, on_end, ..TcpSettings::default() };
         let tcp = Arc::new(TcpProxy::start(&settings, &services).map_err(refused)?);
         let mut listeners = Listeners::new();
         for family in families {

@@ -10,6 +10,7 @@ mod health;
 mod metrics;
 mod mistakes;
 mod node;
+mod proxy;
 mod refused;
 mod rig;
 mod settings;
