@@ -14,8 +14,9 @@ use crate::units;
 pub struct Args {
     /// URL of the replica to query. For several replicas, repeat the option, separate URLs by
     /// commas, or use a name that resolves to several addresses. `agents`, `node`,
-    /// `counters`, `connections` and `wait` query all replicas, other commands only the first. http:// works only
-    /// for loopback and test addresses; for other addresses use https:// with the --tls options
+    /// `counters`, `connections` and `wait` query all replicas, other commands only the first.
+    /// http:// works only for loopback and test addresses; for other addresses use https:// with
+    /// the --tls options
     #[arg(
         long,
         global = true,
@@ -29,8 +30,8 @@ pub struct Args {
     #[command(flatten)]
     pub tls: TlsArgs,
     /// Output format: tables, wide tables with more columns, or JSON for programs. `status`,
-    /// `node`, `connections` and `wait` print one JSON object, `watch` prints one object per line, other
-    /// commands print an array
+    /// `node`, `connections` and `wait` print one JSON object, `watch` prints one object per line,
+    /// other commands print an array
     #[arg(short, long, global = true, value_enum, default_value_t = Output::Table)]
     pub output: Output,
     /// The command to run.
