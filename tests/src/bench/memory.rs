@@ -86,6 +86,8 @@ pub(super) enum Mode {
     Iptables(&'static str),
     /// nftables.
     Nftables,
+    /// The proxy, on one processor.
+    Userspace,
 }
 
 /// Whether `iptables-restore` alone is measured, too.
@@ -141,15 +143,24 @@ pub(super) fn measure(mode: Mode, services: u32, endpoints: u32, alone: Alone) -
 /// # Errors
 /// The agent does not start.
 pub(super) fn start_agent(namespace: &Namespace, folder: &Path, mode: Mode) -> Result<Process> {
-    let mut agent = Command::new(program("headgate-node-agent")?);
+    let path = program("headgate-node-agent")?;
+    let mut agent = if mode == Mode::Userspace { on_one_processor(&path) } else { Command::new(path) };
     agent.args(["--node-name", "node-000", "--control-plane", "http://127.0.0.1:7443", "--insecure-loopback"]);
     agent.args(["--cluster-cidr", "11.0.0.0/8", "--log", "warn"]);
     match mode {
         Mode::Iptables(variant) => agent.args(["--proxy-mode", "iptables", "--iptables-variant", variant]),
         Mode::Nftables => agent.args(["--proxy-mode", "nftables", "--nodeport-addresses", "0.0.0.0/0,::/0"]),
+        Mode::Userspace => agent.args(["--proxy-mode", "userspace"]),
     };
     agent.arg("--state-dir").arg(folder.join("state"));
     Process::start("agent", namespace, agent, &folder.join("agent.log"))
+}
+
+/// A command that runs a program on the first processor.
+pub(super) fn on_one_processor(program: &Path) -> Command {
+    let mut command = Command::new("taskset");
+    command.args(["-c", "0"]).arg(program);
+    command
 }
 
 /// Samples memory until five seconds after the first sync.

@@ -33,6 +33,7 @@ pub mod slow;
 pub mod snapshots;
 pub mod storm;
 pub mod two_level_shape;
+pub mod userspace;
 pub mod warm_restart;
 pub mod wire;
 pub mod workload;

@@ -8,7 +8,7 @@ use headgate_tests::bench::{
     apiserver_load, connect, conntrack, control_plane_memory, delta, failover, fleet, growth, iptables, ipvs, lagging,
     memory, nft_counters, nft_latency, nft_memory, nft_replace, nftables,
     report::{Figure, publish},
-    slow, snapshots, storm, warm_restart, wire,
+    slow, snapshots, storm, userspace, warm_restart, wire,
 };
 
 /// Measures Headgate, compares it with an anchor in the same run, prints the figures and writes
@@ -104,6 +104,9 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         "new connections while one Service's endpoints are replaced; fails if a connection is refused or misled",
         |_| nft_replace::run(),
     ),
+    ("userspace", "connections through the agent's proxy and through HAProxy behind the same rules", |_| {
+        userspace::run()
+    }),
 ];
 
 fn main() -> Result<()> {

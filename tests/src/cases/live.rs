@@ -29,11 +29,30 @@ pub fn while_asking(
     targets: &[(&str, SocketAddr)],
     work: impl FnOnce() -> Result<()>,
 ) -> Result<Vec<Answer>> {
+    let outcomes = outcomes_while_asking(bed, targets, work)?;
+    let answered = |((from, to), outcomes): (&(&str, SocketAddr), _)| {
+        answers(outcomes).with_context(|| format!("{from} asks {to} repeatedly"))
+    };
+    let all: Vec<Vec<Answer>> = targets.iter().zip(outcomes).map(answered).collect::<Result<_>>()?;
+    let all: Vec<Answer> = all.into_iter().flatten().collect();
+    ensure!(all.len() >= 10 * targets.len(), "only {} requests were sent during the changes", all.len());
+    Ok(all)
+}
+
+/// Like [`while_asking`]. Returns the outcomes of each target, also of requests that failed.
+///
+/// # Errors
+/// `work` fails.
+pub fn outcomes_while_asking(
+    bed: &Testbed,
+    targets: &[(&str, SocketAddr)],
+    work: impl FnOnce() -> Result<()>,
+) -> Result<Vec<Vec<Outcome>>> {
     let machines: Vec<_> = targets.iter().map(|(from, _)| bed.machines().machine(from)).collect::<Result<_>>()?;
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
-        for ((from, to), machine) in targets.iter().zip(machines) {
+        for ((_, to), machine) in targets.iter().zip(machines) {
             let stop = &stop;
             threads.push(scope.spawn(move || {
                 machine.run(|| {
@@ -43,22 +62,17 @@ pub fn while_asking(
                         let ask = || in_turn(&request, || client::outcome(&request));
                         outcomes.push(ask_and_pause(targets.len(), PAUSE, ask));
                     }
-                    answers(outcomes).with_context(|| format!("{from} asks {to} repeatedly"))
+                    Ok(outcomes)
                 })
             }));
         }
         // The threads must also end if `work` panics.
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
         stop.store(true, Ordering::Relaxed);
-        let mut all = Vec::new();
-        for thread in threads {
-            let answers = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            all.push(answers);
-        }
+        let joined = threads.into_iter().map(|thread| thread.join());
+        let all = joined.map(|outcomes| outcomes.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect();
         result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        let all: Vec<Answer> = all.into_iter().collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
-        ensure!(all.len() >= 10 * targets.len(), "only {} requests were sent during the changes", all.len());
-        Ok(all)
+        all
     })
 }
 

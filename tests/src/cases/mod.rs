@@ -30,6 +30,7 @@ pub mod live;
 pub mod nftables;
 pub mod payloads;
 pub mod raw;
+pub mod rollout;
 pub mod rules;
 mod run;
 pub mod settings;

@@ -46,7 +46,7 @@ pub(super) fn start_control_plane(machines: &Machines, manifests: &Path) -> Resu
     command
         .args(["--source", &format!("files:{}", manifests.display())])
         .args(["--listen", &format!("{}:{CONTROL_PORT}", address.v4)])
-        .args(["--insecure-loopback", "--replica-name", "testbed"])
+        .args(["--insecure-loopback", "--replica-name", "testbed", "--peers", "none"])
         .env("HEADGATE_LOG", LOG_FILTER);
     let log = machines.folder().join("control-plane.log");
     Process::start("headgate-control-plane", machines.machine(CONTROL)?, command, &log)

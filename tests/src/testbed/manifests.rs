@@ -127,6 +127,8 @@ pub struct Endpoint {
     pub hint_nodes: Vec<String>,
     /// The pod whose address is the second item of `addresses`.
     pub second_address: Option<&'static str>,
+    /// Differs between pods that have the same name and address one after the other.
+    pub incarnation: u32,
 }
 
 /// The kind of address by which a client reaches a service.
@@ -156,6 +158,7 @@ impl Endpoint {
             hint_zones: Vec::new(),
             hint_nodes: Vec::new(),
             second_address: None,
+            incarnation: 0,
         }
     }
 

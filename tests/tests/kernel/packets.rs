@@ -2,7 +2,9 @@
 //! network namespaces.
 
 use anyhow::Result;
-use headgate_tests::cases::{self, affinity, changes, health, lifecycle, live, payloads, raw, rules, settings, table};
+use headgate_tests::cases::{
+    self, affinity, changes, health, lifecycle, live, payloads, raw, rollout, rules, settings, table,
+};
 use headgate_tests::testbed::{Backend, Manifests, Testbed};
 use headgate_tests::uml;
 
@@ -183,6 +185,12 @@ macro_rules! packet_tests {
             #[test]
             fn rolling_replacement() {
                 scenario(BACKEND, live::rolling_replacement);
+            }
+
+            #[test]
+            fn pods_that_ask_before_they_stop_lose_no_connection() {
+                let body = rollout::pods_that_ask_before_they_stop_lose_no_connection;
+                on_machines(BACKEND, Ok(Manifests::default()), body);
             }
 
             // rows: 79, 83, 85

@@ -125,6 +125,10 @@ impl Endpoint {
             addresses.push(plan::address(second).with_context(|| format!("{second} has no address"))?.of(family));
         }
         let mut endpoint = json!({ "addresses": addresses, "nodeName": node.name, "zone": node.zone });
+        if node.name != self.name {
+            let uid = format!("{}-{}", self.name, self.incarnation);
+            endpoint["targetRef"] = json!({ "kind": "Pod", "namespace": NAMESPACE, "name": self.name, "uid": uid });
+        }
         if !self.unconditional {
             endpoint["conditions"] =
                 json!({ "ready": self.ready, "serving": self.serving, "terminating": self.terminating });

@@ -1,0 +1,246 @@
+//! `userspace`: connections through the agent's proxy and through HAProxy in TCP mode with splice,
+//! one thread each, behind the same rules.
+//!
+//! The agent programs its rules and carries connections. Then the bench kills the agent, keeps the
+//! gate of its rules closed by hand, and HAProxy listens at the addresses of the agent's listeners.
+//! The proxy has one processor. The client and the server share another processor.
+
+mod load;
+
+use std::{
+    fs,
+    io::Read as _,
+    net::SocketAddr,
+    path::Path,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+
+use self::load::{ECHO, KEEP, ONCE, SOURCE, Work, open};
+use super::{
+    memory::{self, Mode, Page, status_mb},
+    report::{Figure, median},
+    workload,
+};
+use crate::testbed::{
+    netns::Namespace,
+    process::{Process, program},
+};
+
+/// The listeners of the agent for addresses of Services, as in `docs/userspace.md`.
+const LISTENERS: [&str; 2] = ["169.254.77.1:10245", "169.254.77.1:10246"];
+const ENDPOINTS: u32 = 4;
+const ROUNDS: usize = 5;
+const IDLE_CONNECTIONS: usize = 10_000;
+const ROUND_TRIPS: usize = 20_000;
+const MEASURED: Duration = Duration::from_secs(2);
+/// The proxies reach the state in which they are measured within this time.
+const LONGEST_START: Duration = Duration::from_secs(30);
+/// A closed connection and a closed gate take effect within this time.
+const SETTLE: Duration = Duration::from_millis(500);
+
+/// What one proxy needs. Less is better.
+struct Costs {
+    cpu_ms_per_gigabyte: f64,
+    cpu_us_per_connection: f64,
+    p50_us: f64,
+    p99_us: f64,
+    bytes_per_idle_connection: f64,
+}
+
+type Field = fn(&Costs) -> f64;
+
+const FIELDS: [(&str, &str, Field); 5] = [
+    ("cpu-per-gigabyte", "ms", |costs| costs.cpu_ms_per_gigabyte),
+    ("cpu-per-connection", "µs", |costs| costs.cpu_us_per_connection),
+    ("round-trip-p50", "µs", |costs| costs.p50_us),
+    ("round-trip-p99", "µs", |costs| costs.p99_us),
+    ("memory-per-idle-connection", "bytes", |costs| costs.bytes_per_idle_connection),
+];
+
+/// Runs the bench. The figures are medians of five rounds, in which the proxies take turns.
+///
+/// # Errors
+/// HAProxy is not installed, a program does not start, or a connection fails.
+pub fn run() -> Result<Vec<Figure>> {
+    let bench = Bench::new()?;
+    let mut costs = [Vec::new(), Vec::new()];
+    for _ in 0..ROUNDS {
+        costs[0].push(bench.headgate()?);
+        costs[1].push(bench.haproxy()?);
+    }
+    let figure = |(name, unit, field): (&str, &'static str, Field)| {
+        let [ours, theirs] = [0, 1].map(|which: usize| median(costs[which].iter().map(field).collect()));
+        Figure::against(format!("userspace/{name}"), ours, unit, "HAProxy behind the same rules", theirs)
+    };
+    Ok(FIELDS.into_iter().map(figure).collect())
+}
+
+/// The namespace, with a control plane and a server.
+struct Bench {
+    folder: tempfile::TempDir,
+    namespace: Namespace,
+    /// The Service's address.
+    target: SocketAddr,
+    _control_plane: Process,
+}
+
+impl Bench {
+    fn new() -> Result<Self> {
+        let folder = tempfile::tempdir().context("creating a folder")?;
+        let manifests = folder.path().join("manifests");
+        fs::create_dir(&manifests)?;
+        memory::write_manifests(&manifests, 1, ENDPOINTS)?;
+        let namespace = Namespace::create(format!("hg{}-bench-userspace", std::process::id()))?;
+        let mut commands = String::from("link set lo up\nroute add 10.96.0.0/12 dev lo\n");
+        for endpoint in 0..ENDPOINTS {
+            commands.push_str(&format!("addr add {}/32 dev lo\n", workload::endpoint_ip(0, endpoint)));
+        }
+        namespace.ip_batch(&commands)?;
+        // Closed connections stay for a minute. So the client needs many ports.
+        namespace.set_sysctls(&[("ipv4/ip_local_port_range", "12000 65535")])?;
+        namespace.run(load::serve)?;
+        let mut control_plane = Command::new(program("headgate-control-plane")?);
+        control_plane.arg("--source").arg(format!("files:{}", manifests.display()));
+        control_plane.args(["--listen", "127.0.0.1:7443", "--insecure-loopback", "--log", "warn"]);
+        let log = folder.path().join("control-plane.log");
+        let control_plane = Process::start("control plane", &namespace, control_plane, &log)?;
+        let target = SocketAddr::new(workload::cluster_ip(0), 80);
+        Ok(Self { folder, namespace, target, _control_plane: control_plane })
+    }
+
+    fn headgate(&self) -> Result<Costs> {
+        let mut agent = memory::start_agent(&self.namespace, self.folder.path(), Mode::Userspace)?;
+        let started = Instant::now();
+        while !Page::of(&self.namespace).is_some_and(|page| page.is_programmed(1, ENDPOINTS)) {
+            agent.check_running()?;
+            ensure!(started.elapsed() < LONGEST_START, "the agent did not program its rules in time");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        std::thread::sleep(SETTLE);
+        let costs = self.measure(agent.id());
+        let log = agent.log_tail();
+        agent.kill()?;
+        costs.with_context(|| format!("the agent's log ends with:\n{log}"))
+    }
+
+    /// Measures HAProxy behind the rules of the agent, which has been killed.
+    fn haproxy(&self) -> Result<Costs> {
+        // The last element of the killed agent expires.
+        std::thread::sleep(SETTLE * 2);
+        let configuration = self.folder.path().join("haproxy.cfg");
+        fs::write(&configuration, configuration_of_haproxy())?;
+        let mut haproxy = memory::on_one_processor(Path::new("haproxy"));
+        haproxy.args(["-db", "-f"]).arg(&configuration);
+        let mut haproxy = Process::start("HAProxy", &self.namespace, haproxy, &self.folder.path().join("haproxy.log"))?;
+        self.gate("add", " timeout 1h")?;
+        std::thread::sleep(SETTLE);
+        haproxy.check_running()?;
+        let costs = self.measure(haproxy.id());
+        self.gate("delete", "")?;
+        let log = haproxy.log_tail();
+        haproxy.kill()?;
+        costs.with_context(|| format!("HAProxy's log ends with:\n{log}"))
+    }
+
+    /// Changes the element that leads TCP connections to the listeners.
+    fn gate(&self, change: &str, timeout: &str) -> Result<()> {
+        let mut nft = Command::new("nft");
+        nft.arg(format!("{change} element ip headgate gate {{ tcp{timeout} }}"));
+        let status = self.namespace.spawn(nft)?.wait()?;
+        ensure!(status.success(), "nft cannot {change} the element of the set gate: {status}");
+        Ok(())
+    }
+
+    fn measure(&self, proxy: u32) -> Result<Costs> {
+        let target = self.target;
+        self.namespace.run(move || {
+            load::use_the_other_processor()?;
+            let mut times = round_trips(target)?;
+            times.sort_by(f64::total_cmp);
+            let bytes = load::run(proxy, 4, MEASURED, &|work| receive(target, work))?;
+            let connections = load::run(proxy, 8, MEASURED, &|work| connect(target, work))?;
+            Ok(Costs {
+                cpu_ms_per_gigabyte: bytes.cpu_seconds * 1e3 / (bytes.count / 1e9),
+                cpu_us_per_connection: connections.cpu_seconds * 1e6 / connections.count,
+                p50_us: times[times.len() / 2],
+                p99_us: times[times.len() * 99 / 100],
+                bytes_per_idle_connection: idle(proxy, target)?,
+            })
+        })
+    }
+}
+
+fn configuration_of_haproxy() -> String {
+    let [first, second] = LISTENERS;
+    let mut text = format!(
+        "global\n  nbthread 1\n  maxconn 10500\n  tune.pipesize 262144\n\
+         defaults\n  mode tcp\n  option splice-request\n  option splice-response\n\
+         timeout connect 3s\n  timeout client 1h\n  timeout server 1h\n\
+         listen test\n  bind {first} backlog 4096\n  bind {second} backlog 4096\n  balance random\n"
+    );
+    for number in 0..ENDPOINTS {
+        text += &format!("  server s{number} {}:8080\n", workload::endpoint_ip(0, number));
+    }
+    text
+}
+
+/// The times in which one byte goes to the server and back, in microseconds.
+fn round_trips(target: SocketAddr) -> Result<Vec<f64>> {
+    use std::io::Write as _;
+    let (mut stream, mut byte) = (open(target, ECHO)?, [7]);
+    let mut trip = || {
+        let began = Instant::now();
+        stream.write_all(&byte)?;
+        stream.read_exact(&mut byte)?;
+        Ok(began.elapsed().as_secs_f64() * 1e6)
+    };
+    (0..ROUND_TRIPS).map(|_| trip()).collect()
+}
+
+/// Receives as many bytes as the proxy carries.
+fn receive(target: SocketAddr, work: &Work) -> Result<()> {
+    let (mut stream, mut buffer) = (open(target, SOURCE)?, vec![0; 256 << 10]);
+    while work.goes_on() {
+        work.count(stream.read(&mut buffer)? as u64);
+    }
+    Ok(())
+}
+
+/// Opens connections one after the other. Each carries a byte in both directions.
+fn connect(target: SocketAddr, work: &Work) -> Result<()> {
+    while work.goes_on() {
+        let (mut stream, mut answer) = (open(target, ONCE)?, Vec::new());
+        stream.read_to_end(&mut answer)?;
+        ensure!(answer == [ONCE], "the answer is {answer:?}");
+        work.count(1);
+    }
+    Ok(())
+}
+
+/// The resident memory of the proxy for each idle connection, in bytes.
+fn idle(proxy: u32, target: SocketAddr) -> Result<f64> {
+    let resident = || {
+        std::thread::sleep(SETTLE);
+        status_mb(proxy, "VmRSS")
+    };
+    let before = resident()?;
+    let mut idle = Vec::new();
+    for _ in 0..IDLE_CONNECTIONS {
+        let mut stream = open(target, KEEP)?;
+        stream.read_exact(&mut [0])?;
+        idle.push(stream);
+    }
+    let grown = resident()? - before;
+    ensure_carried(proxy)?;
+    Ok(grown * 1e6 / IDLE_CONNECTIONS as f64)
+}
+
+/// Checks that the proxy holds both sides of all idle connections.
+fn ensure_carried(proxy: u32) -> Result<()> {
+    let held = fs::read_dir(Path::new("/proc").join(proxy.to_string()).join("fd"))?.count();
+    ensure!(held > 2 * IDLE_CONNECTIONS, "the proxy does not carry the connections: it has {held} descriptors");
+    Ok(())
+}

@@ -1,0 +1,151 @@
+//! Rollouts: pods stop one after the other while clients open connections. Before it stops, a pod
+//! asks the drain barrier, as its `preStop` hook does.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use super::ipvs::tool;
+use super::live;
+use crate::testbed::iptables::{self, Variant};
+use crate::testbed::manifests::{Endpoint, Service, Via};
+use crate::testbed::plan::{self, LINE_PORT, NODES};
+use crate::testbed::{AgentSetup, Family, Outcome, Testbed};
+
+/// The Service whose pods are replaced.
+const SERVICE: &str = "rolling";
+/// The port at which agents answer pods that stop.
+const DRAIN_PORT: u16 = 10261;
+/// The clients: pods of two nodes, a node, and a machine outside of the cluster.
+const CLIENTS: [(&str, Via); 4] = [
+    ("a3", Via::ClusterIp),
+    ("b3", Via::ClusterIp),
+    ("node-c", Via::ClusterIp),
+    ("outside-1", Via::NodePort("node-a")),
+];
+
+/// What a pod does between its deletion and its end.
+#[derive(Debug, Clone, Copy)]
+pub enum Wait {
+    /// It asks the barrier.
+    Barrier,
+    /// It sleeps.
+    Sleep(Duration),
+}
+
+/// What clients and pods saw.
+#[derive(Debug)]
+pub struct Seen {
+    /// The requests of the clients.
+    pub requests: usize,
+    /// The requests that were not answered, each with its client.
+    pub failed: Vec<String>,
+    /// The times from the deletions of pods until their ends.
+    pub waits: Vec<Duration>,
+}
+
+/// Starts the control plane and agents that answer pods, and waits until the Service with these
+/// pods is programmed. `arguments` are further arguments of the agents.
+///
+/// # Errors
+/// A program does not start, or does not program the Service.
+pub fn start(bed: &Testbed, pods: &[&str], arguments: &[&str]) -> Result<()> {
+    bed.write(|manifests| manifests.add(Service::new(SERVICE, pods)))?;
+    bed.start_control_plane()?;
+    let mut setup = AgentSetup::with(arguments);
+    setup.arguments.push(format!("--drain-address=[::]:{DRAIN_PORT}"));
+    NODES.iter().try_for_each(|node| bed.start_agent_with(node.name, &setup))?;
+    bed.wait_programmed()
+}
+
+/// Replaces each pod `rolls` times, one after the other: the old pod waits and stops, and then the
+/// new pod starts at the same address. Clients open connections meanwhile.
+///
+/// # Errors
+/// A program fails, or the barrier does not answer `drained`.
+pub fn roll(bed: &Testbed, pods: &[&str], rolls: usize, wait: Wait) -> Result<Seen> {
+    let targets: Vec<(&str, SocketAddr)> = Family::BOTH
+        .into_iter()
+        .flat_map(|family| CLIENTS.map(|(from, via)| Ok((from, bed.address(SERVICE, via, family, "tcp")?))))
+        .collect::<Result<_>>()?;
+    let mut waits = Vec::new();
+    let outcomes = live::outcomes_while_asking(bed, &targets, || {
+        for _ in 0..rolls {
+            for pod in pods {
+                waits.push(replace(bed, pod, wait).with_context(|| format!("replacing {pod}"))?);
+            }
+        }
+        Ok(())
+    })?;
+    let requests = outcomes.iter().map(Vec::len).sum();
+    let failed = |((from, to), outcomes): (&(&str, SocketAddr), Vec<Outcome>)| {
+        let failed = outcomes.into_iter().filter(|outcome| !matches!(outcome, Outcome::Answered(_)));
+        failed.map(|outcome| format!("{from} asks {to}: {outcome}")).collect::<Vec<_>>()
+    };
+    Ok(Seen { requests, failed: targets.iter().zip(outcomes).flat_map(failed).collect(), waits })
+}
+
+/// Replaces a pod, and returns how long the old pod took to stop.
+fn replace(bed: &Testbed, pod: &str, wait: Wait) -> Result<Duration> {
+    let mut incarnation = 0;
+    set(bed, |endpoints| {
+        let old = endpoints.iter_mut().find(|endpoint| endpoint.name == pod).context("the pod is no endpoint")?;
+        incarnation = old.incarnation;
+        *old = Endpoint { incarnation, ..Endpoint::terminating(pod) };
+        Ok(())
+    })?;
+    let deleted = Instant::now();
+    match wait {
+        Wait::Barrier => drain(bed, pod)?,
+        Wait::Sleep(pause) => std::thread::sleep(pause),
+    }
+    let waited = deleted.elapsed();
+    listens(bed, pod, false)?;
+    set(bed, |endpoints| {
+        endpoints.retain(|endpoint| endpoint.name != pod);
+        Ok(())
+    })?;
+    listens(bed, pod, true)?;
+    set(bed, |endpoints| {
+        endpoints.push(Endpoint { incarnation: incarnation + 1, ..Endpoint::ready(pod) });
+        Ok(())
+    })?;
+    Ok(waited)
+}
+
+/// Changes the endpoints, without waiting for agents.
+fn set(bed: &Testbed, change: impl FnOnce(&mut Vec<Endpoint>) -> Result<()>) -> Result<()> {
+    bed.write(|manifests| change(&mut manifests.service_mut(SERVICE)?.endpoints))
+}
+
+/// The `preStop` hook of a pod.
+fn drain(bed: &Testbed, pod: &str) -> Result<()> {
+    let node = plan::node_of(pod).context("the pod has no node")?;
+    let address = plan::address(node.name).context("the node has no address")?.v4;
+    let url = format!("http://{address}:{DRAIN_PORT}/v1/drain?timeout=60s");
+    let answer = tool(bed.machines().machine(pod)?, "curl", &["-sS", "--max-time", "90", &url])?;
+    ensure!(answer == "drained\n", "the barrier answered: {answer}");
+    Ok(())
+}
+
+/// Makes a pod refuse new connections, or accept them again.
+fn listens(bed: &Testbed, pod: &str, is_listening: bool) -> Result<()> {
+    let (machine, lock, port) = (bed.machines().machine(pod)?, bed.machines().xtables_lock(pod), LINE_PORT.to_string());
+    let what = if is_listening { "-D" } else { "-A" };
+    Family::BOTH.into_iter().try_for_each(|family| {
+        let rule = [what, "INPUT", "-p", "tcp", "--syn", "--dport", &port, "-j", "REJECT"];
+        let with_reset: Vec<&str> = rule.into_iter().chain(["--reject-with", "tcp-reset"]).collect();
+        iptables::run(machine, Variant::Legacy, family, &lock, &with_reset)
+    })
+}
+
+/// Pods that ask the barrier stop at once when it answers, and no client notices.
+pub fn pods_that_ask_before_they_stop_lose_no_connection(bed: &Testbed) -> Result<()> {
+    let pods = ["a1", "b1", "c1"];
+    start(bed, &pods, &[])?;
+    let seen = roll(bed, &pods, 2, Wait::Barrier)?;
+    ensure!(seen.failed.is_empty(), "{} of {} requests failed: {:?}", seen.failed.len(), seen.requests, seen.failed);
+    ensure!(seen.requests > 100, "only {} requests were sent", seen.requests);
+    Ok(())
+}
