@@ -101,12 +101,12 @@ fn replace(bed: &Testbed, pod: &str, wait: Wait) -> Result<Duration> {
         Wait::Sleep(pause) => std::thread::sleep(pause),
     }
     let waited = deleted.elapsed();
-    listens(bed, pod, false)?;
+    fail(bed, pod, true, REFUSES)?;
     set(bed, |endpoints| {
         endpoints.retain(|endpoint| endpoint.name != pod);
         Ok(())
     })?;
-    listens(bed, pod, true)?;
+    fail(bed, pod, false, REFUSES)?;
     set(bed, |endpoints| {
         endpoints.push(Endpoint { incarnation: incarnation + 1, ..Endpoint::ready(pod) });
         Ok(())
@@ -129,14 +129,19 @@ fn drain(bed: &Testbed, pod: &str) -> Result<()> {
     Ok(())
 }
 
-/// Makes a pod refuse new connections, or accept them again.
-fn listens(bed: &Testbed, pod: &str, is_listening: bool) -> Result<()> {
+/// How a pod treats new connections that it does not accept, as a target of iptables.
+pub(super) const REFUSES: &[&str] = &["REJECT", "--reject-with", "tcp-reset"];
+/// The pod answers nothing, as if its node had failed.
+pub(super) const SILENT: &[&str] = &["DROP"];
+
+/// Makes a pod treat new connections in this way, or accept them again.
+pub(super) fn fail(bed: &Testbed, pod: &str, fails: bool, how: &[&str]) -> Result<()> {
     let (machine, lock, port) = (bed.machines().machine(pod)?, bed.machines().xtables_lock(pod), LINE_PORT.to_string());
-    let what = if is_listening { "-D" } else { "-A" };
+    let what = if fails { "-A" } else { "-D" };
     Family::BOTH.into_iter().try_for_each(|family| {
-        let rule = [what, "INPUT", "-p", "tcp", "--syn", "--dport", &port, "-j", "REJECT"];
-        let with_reset: Vec<&str> = rule.into_iter().chain(["--reject-with", "tcp-reset"]).collect();
-        iptables::run(machine, Variant::Legacy, family, &lock, &with_reset)
+        let rule = [what, "INPUT", "-p", "tcp", "--syn", "--dport", &port, "-j"];
+        let rule: Vec<&str> = rule.into_iter().chain(how.iter().copied()).collect();
+        iptables::run(machine, Variant::Legacy, family, &lock, &rule)
     })
 }
 

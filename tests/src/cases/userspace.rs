@@ -8,7 +8,8 @@ use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::Signal;
 
 use super::changes::eventually;
-use super::live::{targets, while_asking};
+use super::live::{outcomes_while_asking, targets, while_asking};
+use super::rollout::{REFUSES, SILENT, fail};
 use crate::testbed::client::{self, HeldConnection};
 use crate::testbed::manifests::Via;
 use crate::testbed::plan;
@@ -120,4 +121,50 @@ pub fn an_upgrade_loses_no_connection(bed: &Testbed) -> Result<()> {
         until_carried(bed)
     })
     .map(drop)
+}
+
+/// One of two endpoints refuses connections, and then answers nothing, while it stays in the
+/// EndpointSlice. Returns how many of the connections that clients opened meanwhile had no answer,
+/// and how many were opened.
+///
+/// Needs a running cluster with [`super::lifecycle::some_services`].
+pub fn lost_to_a_dead_endpoint(bed: &Testbed) -> Result<[usize; 2]> {
+    // The clients use the agents of two nodes.
+    let targets: Vec<_> = [CLIENT, "b3"]
+        .into_iter()
+        .map(|client| steady(bed).map(|to| to.into_iter().map(move |to| (client, to))))
+        .collect::<Result<Vec<_>>>()?
+        .into_iter()
+        .flatten()
+        .collect();
+    let mut counts = [0, 0];
+    for how in [REFUSES, SILENT] {
+        fail(bed, "b1", true, how)?;
+        let outcomes = outcomes_while_asking(bed, &targets, || {
+            thread::sleep(OBSERVED);
+            Ok(())
+        });
+        fail(bed, "b1", false, how)?;
+        for outcome in outcomes?.into_iter().flatten() {
+            counts[0] += usize::from(!matches!(outcome, Outcome::Answered(_)));
+            counts[1] += 1;
+        }
+    }
+    eprintln!("a dead endpoint: {} of {} connections had no answer", counts[0], counts[1]);
+    Ok(counts)
+}
+
+/// The proxy tries another endpoint when one is dead, so no connection is lost.
+pub fn a_dead_endpoint_loses_no_connection(bed: &Testbed) -> Result<()> {
+    until_carried(bed)?;
+    let [lost, opened] = lost_to_a_dead_endpoint(bed)?;
+    ensure!(lost == 0 && opened >= 20, "{lost} of {opened} connections had no answer");
+    Ok(())
+}
+
+/// Rules cannot try another endpoint: the case for comparison.
+pub fn rules_lose_connections_to_a_dead_endpoint(bed: &Testbed) -> Result<()> {
+    let [lost, opened] = lost_to_a_dead_endpoint(bed)?;
+    ensure!(lost > 0, "none of {opened} connections was lost, so the endpoint was not dead");
+    Ok(())
 }

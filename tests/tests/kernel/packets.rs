@@ -581,4 +581,15 @@ mod carried {
     fn an_upgrade_loses_no_connection() {
         on_testbed(BACKEND, lifecycle::some_services(), userspace::an_upgrade_loses_no_connection);
     }
+
+    #[test]
+    fn a_dead_endpoint_loses_no_connection() {
+        on_testbed(BACKEND, lifecycle::some_services(), userspace::a_dead_endpoint_loses_no_connection);
+    }
+
+    #[test]
+    fn rules_lose_connections_to_a_dead_endpoint() {
+        let body = userspace::rules_lose_connections_to_a_dead_endpoint;
+        on_testbed(Backend::IptablesNft, lifecycle::some_services(), body);
+    }
 }

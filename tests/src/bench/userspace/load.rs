@@ -21,6 +21,8 @@ use nix::{
 
 /// The processor of client and server. The proxy has processor 0.
 const OTHER_PROCESSOR: usize = 1;
+/// The proxy, and this process with client and server, have two descriptors for each connection.
+const OPEN_FILES: u64 = 65_536;
 const ACCEPTING_THREADS: usize = 4;
 /// After this time, the threads of a load have opened their connections.
 const WARM_UP: Duration = Duration::from_millis(300);
@@ -35,13 +37,14 @@ pub(super) const ONCE: u8 = b'c';
 pub(super) const KEEP: u8 = b'k';
 
 /// Moves the calling thread, and threads that it starts later, to the processor that the proxy does
-/// not use. Raises the limit of open files.
+/// not use. Raises the limit of open files, also for programs that this process starts later.
 pub(super) fn use_the_other_processor() -> Result<()> {
     let mut processors = CpuSet::new();
     processors.set(OTHER_PROCESSOR)?;
     sched_setaffinity(Pid::from_raw(0), &processors).context("the bench needs two processors")?;
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).context("raising the limit of open files")
+    let limit = hard.max(OPEN_FILES);
+    setrlimit(Resource::RLIMIT_NOFILE, limit, limit).context("raising the limit of open files")
 }
 
 /// Starts the server in the namespace of the calling thread.
