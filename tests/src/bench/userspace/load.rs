@@ -21,8 +21,9 @@ use nix::{
 
 /// The processor of client and server. The proxy has processor 0.
 const OTHER_PROCESSOR: usize = 1;
-/// The proxy, and this process with client and server, have two descriptors for each connection.
-const OPEN_FILES: u64 = 65_536;
+const MOST_IDLE_CONNECTIONS: usize = 10_000;
+/// Descriptors that the proxies and this process need for everything else.
+const OTHER_DESCRIPTORS: u64 = 3_000;
 const ACCEPTING_THREADS: usize = 4;
 /// After this time, the threads of a load have opened their connections.
 const WARM_UP: Duration = Duration::from_millis(300);
@@ -37,14 +38,21 @@ pub(super) const ONCE: u8 = b'c';
 pub(super) const KEEP: u8 = b'k';
 
 /// Moves the calling thread, and threads that it starts later, to the processor that the proxy does
-/// not use. Raises the limit of open files, also for programs that this process starts later.
+/// not use. Raises the limit of open files to the hard limit.
 pub(super) fn use_the_other_processor() -> Result<()> {
     let mut processors = CpuSet::new();
     processors.set(OTHER_PROCESSOR)?;
     sched_setaffinity(Pid::from_raw(0), &processors).context("the bench needs two processors")?;
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    let limit = hard.max(OPEN_FILES);
-    setrlimit(Resource::RLIMIT_NOFILE, limit, limit).context("raising the limit of open files")
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).context("raising the limit of open files")
+}
+
+/// The number of idle connections: [`MOST_IDLE_CONNECTIONS`], or fewer if the limit of open files
+/// is lower. The proxy, and this process with client and server, have two descriptors for each.
+pub(super) fn idle_connections() -> Result<usize> {
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    let allowed = hard.saturating_sub(OTHER_DESCRIPTORS) / 2;
+    Ok(usize::try_from(allowed)?.min(MOST_IDLE_CONNECTIONS))
 }
 
 /// Starts the server in the namespace of the calling thread.

@@ -33,7 +33,6 @@ use crate::testbed::{
 const LISTENERS: [&str; 2] = ["169.254.77.1:10245", "169.254.77.1:10246"];
 const ENDPOINTS: u32 = 4;
 const ROUNDS: usize = 5;
-const IDLE_CONNECTIONS: usize = 10_000;
 const ROUND_TRIPS: usize = 20_000;
 const MEASURED: Duration = Duration::from_secs(2);
 /// The proxies reach the state in which they are measured within this time.
@@ -71,6 +70,7 @@ pub fn run() -> Result<Vec<Figure>> {
         costs[0].push(bench.headgate()?);
         costs[1].push(bench.haproxy()?);
     }
+    eprintln!("each proxy held {} idle connections", bench.idle_connections);
     let figure = |(name, unit, field): (&str, &'static str, Field)| {
         let [ours, theirs] = [0, 1].map(|which: usize| median(costs[which].iter().map(field).collect()));
         Figure::against(format!("userspace/{name}"), ours, unit, "HAProxy behind the same rules", theirs)
@@ -84,6 +84,7 @@ struct Bench {
     namespace: Namespace,
     /// The Service's address.
     target: SocketAddr,
+    idle_connections: usize,
     _control_plane: Process,
 }
 
@@ -108,7 +109,13 @@ impl Bench {
         let log = folder.path().join("control-plane.log");
         let control_plane = Process::start("control plane", &namespace, control_plane, &log)?;
         let target = SocketAddr::new(workload::cluster_ip(0), 80);
-        Ok(Self { folder, namespace, target, _control_plane: control_plane })
+        Ok(Self {
+            folder,
+            namespace,
+            target,
+            idle_connections: load::idle_connections()?,
+            _control_plane: control_plane,
+        })
     }
 
     fn headgate(&self) -> Result<Costs> {
@@ -131,7 +138,7 @@ impl Bench {
         // The last element of the killed agent expires.
         std::thread::sleep(SETTLE * 2);
         let configuration = self.folder.path().join("haproxy.cfg");
-        fs::write(&configuration, configuration_of_haproxy())?;
+        fs::write(&configuration, configuration_of_haproxy(self.idle_connections))?;
         let mut haproxy = memory::on_one_processor(Path::new("haproxy"));
         haproxy.args(["-db", "-f"]).arg(&configuration);
         let mut haproxy = Process::start("HAProxy", &self.namespace, haproxy, &self.folder.path().join("haproxy.log"))?;
@@ -155,7 +162,7 @@ impl Bench {
     }
 
     fn measure(&self, proxy: u32) -> Result<Costs> {
-        let target = self.target;
+        let (target, idle_connections) = (self.target, self.idle_connections);
         self.namespace.run(move || {
             load::use_the_other_processor()?;
             let mut times = round_trips(target)?;
@@ -167,19 +174,20 @@ impl Bench {
                 cpu_us_per_connection: connections.cpu_seconds * 1e6 / connections.count,
                 p50_us: times[times.len() / 2],
                 p99_us: times[times.len() * 99 / 100],
-                bytes_per_idle_connection: idle(proxy, target)?,
+                bytes_per_idle_connection: idle(proxy, target, idle_connections)?,
             })
         })
     }
 }
 
-fn configuration_of_haproxy() -> String {
+fn configuration_of_haproxy(idle_connections: usize) -> String {
     let [first, second] = LISTENERS;
     let mut text = format!(
-        "global\n  nbthread 1\n  maxconn 10500\n  tune.pipesize 262144\n\
+        "global\n  nbthread 1\n  maxconn {}\n  tune.pipesize 262144\n\
          defaults\n  mode tcp\n  option splice-request\n  option splice-response\n\
          timeout connect 3s\n  timeout client 1h\n  timeout server 1h\n\
-         listen test\n  bind {first} backlog 4096\n  bind {second} backlog 4096\n  balance random\n"
+         listen test\n  bind {first} backlog 4096\n  bind {second} backlog 4096\n  balance random\n",
+        idle_connections + 200
     );
     for number in 0..ENDPOINTS {
         text += &format!("  server s{number} {}:8080\n", workload::endpoint_ip(0, number));
@@ -221,26 +229,21 @@ fn connect(target: SocketAddr, work: &Work) -> Result<()> {
 }
 
 /// The resident memory of the proxy for each idle connection, in bytes.
-fn idle(proxy: u32, target: SocketAddr) -> Result<f64> {
+fn idle(proxy: u32, target: SocketAddr, number: usize) -> Result<f64> {
     let resident = || {
         std::thread::sleep(SETTLE);
         status_mb(proxy, "VmRSS")
     };
     let before = resident()?;
     let mut idle = Vec::new();
-    for _ in 0..IDLE_CONNECTIONS {
+    for _ in 0..number {
         let mut stream = open(target, KEEP)?;
         stream.read_exact(&mut [0])?;
         idle.push(stream);
     }
     let grown = resident()? - before;
-    ensure_carried(proxy)?;
-    Ok(grown * 1e6 / IDLE_CONNECTIONS as f64)
-}
-
-/// Checks that the proxy holds both sides of all idle connections.
-fn ensure_carried(proxy: u32) -> Result<()> {
+    // The proxy has a descriptor for each side of a connection.
     let held = fs::read_dir(Path::new("/proc").join(proxy.to_string()).join("fd"))?.count();
-    ensure!(held > 2 * IDLE_CONNECTIONS, "the proxy does not carry the connections: it has {held} descriptors");
-    Ok(())
+    ensure!(held > 2 * number, "the proxy does not carry the connections: it has {held} descriptors");
+    Ok(grown * 1e6 / number as f64)
 }
