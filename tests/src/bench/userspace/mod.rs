@@ -183,7 +183,7 @@ impl Bench {
 fn configuration_of_haproxy(idle_connections: usize) -> String {
     let [first, second] = LISTENERS;
     let mut text = format!(
-        "global\n  nbthread 1\n  maxconn {}\n  tune.pipesize 262144\n\
+        "global\n  nbthread 1\n  maxconn {}\n  maxpipes 100\n  tune.pipesize 262144\n\
          defaults\n  mode tcp\n  option splice-request\n  option splice-response\n\
          timeout connect 3s\n  timeout client 1h\n  timeout server 1h\n\
          listen test\n  bind {first} backlog 4096\n  bind {second} backlog 4096\n  balance random\n",
