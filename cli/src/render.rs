@@ -111,8 +111,12 @@ pub fn services(services: &[ServiceInfo], style: Style) -> String {
     let some_scheduler = services.iter().any(|service| !service.scheduler.is_empty());
     let some_health_check = services.iter().any(|service| !service.health_check.is_empty());
     headers.extend(some_load_balancing.then_some("LOAD-BALANCING"));
+    let some_proxy_protocol = services.iter().any(|service| !service.proxy_protocol.is_empty());
+    let some_limit = services.iter().any(|service| service.max_connections != 0);
     headers.extend(some_scheduler.then_some("SCHEDULER"));
     headers.extend(some_health_check.then_some("HEALTH-CHECK"));
+    headers.extend(some_proxy_protocol.then_some("PROXY-PROTOCOL"));
+    headers.extend(some_limit.then_some(">MAX-CONNECTIONS"));
     let rows = services.iter().map(|service| {
         let mut row = vec![
             cell(&service.namespace),
@@ -128,6 +132,9 @@ pub fn services(services: &[ServiceInfo], style: Style) -> String {
         row.extend(some_load_balancing.then(|| cell(&service.load_balancing)));
         row.extend(some_scheduler.then(|| cell(&service.scheduler)));
         row.extend(some_health_check.then(|| cell(health_check(service))));
+        row.extend(some_proxy_protocol.then(|| cell(&service.proxy_protocol)));
+        let limit = || if service.max_connections == 0 { String::new() } else { service.max_connections.to_string() };
+        row.extend(some_limit.then(|| cell(limit())));
         row
     });
     let mut output = table(&headers, rows, style);

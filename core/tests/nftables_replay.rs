@@ -8,7 +8,7 @@ use headgate_core::{
     Dirty, Family, NodeFacts, State,
     frontends::Frontend,
     masquerade::LocalDetector,
-    nftables::{Element, ElementKey, Existing, Ledger, Lookup, NftablesConfig, Plan, Selection, Shape},
+    nftables::{Element, ElementKey, Existing, Ledger, Lookup, NftablesConfig, Plan, Refusal, Selection, Shape},
 };
 use proptest::prelude::*;
 
@@ -46,10 +46,16 @@ impl Sets {
     }
 
     /// Checks that every frontend refers to a group whose slots are complete and whose chain
-    /// exists.
+    /// exists, and that the rules refuse what only a proxy can carry.
     fn check(&self) -> Result<(), String> {
         for element in self.elements.values() {
-            let Some((lookup, _, target)) = Lookup::of(element) else { continue };
+            let Some((lookup, frontend, target)) = Lookup::of(element) else { continue };
+            let is_refused = [Refusal::Reject, Refusal::Drop]
+                .into_iter()
+                .any(|refusal| self.elements.contains_key(&ElementKey::Whole(Element::Unserved(frontend, refusal))));
+            if target.selection == Selection::ProxyOnly && !is_refused {
+                return Err(format!("without a proxy, {frontend:?} is not refused"));
+            }
             if !self.shape.picks.contains(&target.pick(lookup)) {
                 return Err(format!("{target:?} of {lookup:?} has no chain"));
             }
@@ -95,7 +101,8 @@ impl Sets {
             }
         }
         for (lookup, frontend, target) in self.elements.values().filter_map(Lookup::of) {
-            let mut endpoints = endpoints[&target.group].clone();
+            // A group for a proxy has no slots.
+            let mut endpoints = endpoints.get(&target.group).cloned().unwrap_or_default();
             endpoints.insert(format!("{:?}, {:?}", target.selection, target.affinity_timeout_seconds));
             frontends.insert((lookup, frontend), endpoints);
         }
@@ -110,15 +117,15 @@ struct Rig {
     node: NodeFacts,
 }
 
-fn ledger(family: Family) -> Ledger {
-    let mut config = NftablesConfig::new(family);
+fn ledger(family: Family, has_proxy: bool) -> Ledger {
+    let mut config = NftablesConfig { has_proxy, ..NftablesConfig::new(family) };
     config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap()));
     Ledger::new(config)
 }
 
 impl Rig {
-    fn new(family: Family) -> Self {
-        Self { sets: Sets::default(), ledger: ledger(family), state: State::default(), node: node() }
+    fn new(family: Family, has_proxy: bool) -> Self {
+        Self { sets: Sets::default(), ledger: ledger(family, has_proxy), state: State::default(), node: node() }
     }
 
     fn full(&mut self) -> Result<Plan, TestCaseError> {
@@ -144,9 +151,9 @@ proptest! {
     fn replayed_split_and_squashed_changes_produce_the_same_elements(
         changes in prop::collection::vec(any_event(8), 1..60),
         chunk in 1usize..10,
-        family in prop_oneof![Just(Family::V4), Just(Family::V6)],
+        family in prop_oneof![Just(Family::V4), Just(Family::V6)], has_proxy in any::<bool>(),
     ) {
-        let mut wanted = Rig::new(family);
+        let mut wanted = Rig::new(family, has_proxy);
         changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default()));
         wanted.full()?;
 
@@ -154,7 +161,7 @@ proptest! {
         let mut reversed = squashed.clone();
         reversed.reverse();
         for sequence in [&changes, &squashed, &reversed] {
-            let mut rig = Rig::new(family);
+            let mut rig = Rig::new(family, has_proxy);
             rig.full()?;
             for part in sequence.chunks(chunk) {
                 rig.step(part)?;
@@ -167,7 +174,7 @@ proptest! {
             );
             // An agent that restarts adopts the numbers and the slots, and writes nothing.
             let before = rig.sets.clone();
-            rig.ledger = ledger(family);
+            rig.ledger = ledger(family, has_proxy);
             let plan = rig.full()?;
             prop_assert!(plan.is_empty(), "{:?}", plan);
             prop_assert_eq!(&rig.sets, &before);
@@ -194,7 +201,7 @@ fn an_endpoint_change_replaces_the_targets_and_at_most_two_slots() {
     service.external_ips = vec![[198, 51, 100, 1].into()];
     let endpoint =
         |last: u8| Endpoint::new([10, 244, 0, last].into(), [EndpointPort::new("http", Protocol::Tcp, 8080)].into());
-    let mut rig = Rig::new(Family::V4);
+    let mut rig = Rig::new(Family::V4, false);
     rig.state.apply(Change::from(service), &mut Dirty::default());
     for last in 1..=100 {
         rig.state.apply(Change::Endpoint(key.clone(), endpoint(last)), &mut Dirty::default());
@@ -223,7 +230,7 @@ fn wrong_slots_are_not_adopted() {
         let key = ServiceKey::new("ns", "web");
         let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
         let service = Service::new(key.clone(), vec!["10.96.0.10".parse().unwrap()], vec![port]);
-        let mut rig = Rig::new(Family::V4);
+        let mut rig = Rig::new(Family::V4, false);
         rig.state.apply(Change::from(Service { session_affinity, ..service }), &mut Dirty::default());
         let ports = [EndpointPort::new("http", Protocol::Tcp, 8080)];
         for last in 1..=3 {
@@ -246,7 +253,7 @@ fn wrong_slots_are_not_adopted() {
                 rig.sets.elements.remove(&endpoint(slot, 0).key());
             }
             rig.sets.elements.extend(slots.map(|(slot, last)| (endpoint(slot, last).key(), endpoint(slot, last))));
-            rig.ledger = ledger(Family::V4);
+            rig.ledger = ledger(Family::V4, false);
             rig.full().unwrap();
             assert_eq!(rig.sets.flat(), wanted.flat(), "{slots:?}");
             assert_eq!(rig.sets.elements.len(), wanted.elements.len(), "{slots:?}");

@@ -157,6 +157,7 @@ fn nftables_config(options: &Options, settings: &Settings) -> nftables::Config {
         localhost_node_ports: settings.localhost_node_ports,
         conntrack_tcp_be_liberal: Sysctls::default().is_tcp_liberal(),
         counts_services: options.nftables_service_counters,
+        has_proxy: false,
     }
 }
 

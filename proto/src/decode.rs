@@ -4,8 +4,8 @@
 use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use headgate_core::{
-    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Hints, Node, Placement, Protocol, Service,
-    ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight,
+    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Hints, Node, Placement, Protocol, ProxyProtocol,
+    Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight,
     digest::{BUCKETS, BucketDigest, Digests},
     pool::Pool,
     reference::{NumberedPort, Referable, Referrer},
@@ -354,6 +354,8 @@ fn service_from_wire(wire: v1::Service) -> Checked<Service> {
         scheduler: wire.scheduler.into(),
         health_check: wire.health_check.into(),
         health_check_interval_ms: wire.health_check_interval_ms,
+        proxy_protocol: proxy_protocol_from_wire(wire.proxy_protocol)?,
+        max_connections: wire.max_connections,
         key,
     };
     let mut families: HashMap<bool, IpAddr> = HashMap::new();
@@ -366,6 +368,16 @@ fn service_from_wire(wire: v1::Service) -> Checked<Service> {
         return Err(Fault::new("cluster_ips, ports", "a service must have at least one of each"));
     }
     Ok(service)
+}
+
+fn proxy_protocol_from_wire(number: i32) -> Checked<Option<ProxyProtocol>> {
+    match v1::ProxyProtocol::try_from(number) {
+        Ok(v1::ProxyProtocol::None) => Ok(None),
+        Ok(v1::ProxyProtocol::V1) => Ok(Some(ProxyProtocol::V1)),
+        Ok(v1::ProxyProtocol::V2) => Ok(Some(ProxyProtocol::V2)),
+        // Endpoints would misread connections without the header that they expect.
+        Err(_) => Err(Fault::new("proxy_protocol", format!("version {number} is unknown"))),
+    }
 }
 
 fn policy(is_local: bool) -> TrafficPolicy {

@@ -4,8 +4,8 @@ use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use bytes::Bytes;
 use headgate_core::{
-    Change, Conditions, Endpoint, EndpointPort, Node, Placement, Protocol, Service, ServiceCidr, ServiceKey, Weight,
-    digest::Digests,
+    Change, Conditions, Endpoint, EndpointPort, Node, Placement, Protocol, ProxyProtocol, Service, ServiceCidr,
+    ServiceKey, Weight, digest::Digests,
 };
 use ipnet::IpNet;
 
@@ -337,6 +337,13 @@ fn service_to_wire(service: &Service) -> v1::Service {
         health_check: service.health_check.to_string(),
         health_check_interval_ms: service.health_check_interval_ms,
         load_balancing: service.load_balancing.to_string(),
+        proxy_protocol: match service.proxy_protocol {
+            None => v1::ProxyProtocol::None,
+            Some(ProxyProtocol::V1) => v1::ProxyProtocol::V1,
+            Some(ProxyProtocol::V2) => v1::ProxyProtocol::V2,
+        }
+        .into(),
+        max_connections: service.max_connections,
     }
 }
 

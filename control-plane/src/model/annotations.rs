@@ -3,16 +3,21 @@
 
 use std::{collections::BTreeMap, net::IpAddr};
 
-use headgate_core::{LoadBalancing, Service, Weight, ipvs::Scheduler};
+use headgate_core::{LoadBalancing, ProxyProtocol, Service, Weight, ipvs::Scheduler};
 
 use super::problems::Findings;
 use crate::objects::Annotations;
 
 const SCHEDULER: &str = "headgate.io/scheduler";
 const LOAD_BALANCING: &str = "headgate.io/load-balancing";
+const PROXY_PROTOCOL: &str = "headgate.io/proxy-protocol";
+const MAX_CONNECTIONS: &str = "headgate.io/max-connections";
 const WEIGHTS: &str = "headgate.io/weights";
 const HEALTH_CHECK: &str = "headgate.io/health-check";
 const INTERVAL: &str = "headgate.io/health-check-interval";
+
+/// The highest limit of connections. A node has fewer ports for connections to one endpoint.
+const HIGHEST_LIMIT: u32 = 1_000_000;
 
 /// Bounds of the interval of health checks, in milliseconds.
 const INTERVAL_MS: std::ops::RangeInclusive<u64> = 500..=3_600_000;
@@ -36,6 +41,24 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
                 let known = Scheduler::ALL.map(Scheduler::as_str).join(", ");
                 let message = format!("{name:?} is not a scheduler of IPVS: write one of {known}");
                 findings.annotation(SCHEDULER, message, "the cluster's scheduler is used");
+            }
+        }
+    }
+    if let Some(name) = &annotations.proxy_protocol {
+        service.proxy_protocol = ProxyProtocol::parse(name);
+        if service.proxy_protocol.is_none() {
+            let known = ProxyProtocol::ALL.map(ProxyProtocol::as_str).join(" or ");
+            let message = format!("{name:?} is not a version of the PROXY protocol: write {known}");
+            findings.annotation(PROXY_PROTOCOL, message, "its endpoints get no header");
+        }
+    }
+    if let Some(text) = &annotations.max_connections {
+        match text.parse() {
+            Ok(limit @ 1..=HIGHEST_LIMIT) => service.max_connections = limit,
+            _ => {
+                let message =
+                    format!("{text:?} is not a limit of connections: write a whole number from 1 to {HIGHEST_LIMIT}");
+                findings.annotation(MAX_CONNECTIONS, message, "its connections are not limited");
             }
         }
     }

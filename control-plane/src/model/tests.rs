@@ -7,7 +7,7 @@ mod hostile;
 mod ports;
 mod replay;
 
-use headgate_core::{Dirty, State, TrafficPolicy};
+use headgate_core::{Dirty, ProxyProtocol, State, TrafficPolicy};
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 
@@ -428,6 +428,22 @@ fn invalid_annotations_are_ignored_and_reported() {
         let problems = bench.problems();
         assert_eq!(problems.iter().filter(|text| text.contains(problem.unwrap())).count(), problems.len());
         assert_eq!(problems.len(), usize::from(problem.is_some()));
+    }
+    for (name, value, read, problem) in [
+        ("proxy-protocol", "v2", (Some(ProxyProtocol::V2), 0), None),
+        ("proxy-protocol", "2", (None, 0), Some("\"2\" is not a version of the PROXY protocol: write v1 or v2; its")),
+        ("max-connections", "1000", (None, 1000), None),
+        ("max-connections", "0", (None, 0), Some("write a whole number from 1 to 1000000; its connections are not")),
+        ("max-connections", "many", (None, 0), Some("\"many\" is not a limit of connections")),
+    ] {
+        let mut annotations = serde_json::Map::new();
+        annotations.insert(format!("headgate.io/{name}"), json!(value));
+        let mut bench = Bench::with(&[annotated(annotations.into())]);
+        let found = bench.service("s").unwrap();
+        assert_eq!((found.proxy_protocol, found.max_connections), read);
+        let problems = bench.problems();
+        assert_eq!(problems.len(), usize::from(problem.is_some()));
+        assert!(problems.iter().all(|text| text.contains(problem.unwrap())), "{problems:?}");
     }
     let endpoints = json!([ready("10.1.0.1"), ready("10.1.0.2"), ready("10.1.0.3")]);
     let mut weighted = slice("s-1", "s", endpoints, http(1));

@@ -60,6 +60,10 @@ pub struct Annotations {
     pub health_check_interval: Option<String>,
     /// `headgate.io/load-balancing` of a Service.
     pub load_balancing: Option<String>,
+    /// `headgate.io/proxy-protocol` of a Service.
+    pub proxy_protocol: Option<String>,
+    /// `headgate.io/max-connections` of a Service.
+    pub max_connections: Option<String>,
     /// `headgate.io/weights` of an EndpointSlice.
     pub weights: Option<String>,
     /// `endpoints.kubernetes.io/last-change-trigger-time`.
@@ -90,6 +94,8 @@ impl Picked for Annotations {
             "headgate.io/scheduler" => Some(&mut self.scheduler),
             "headgate.io/health-check" => Some(&mut self.health_check),
             "headgate.io/load-balancing" => Some(&mut self.load_balancing),
+            "headgate.io/proxy-protocol" => Some(&mut self.proxy_protocol),
+            "headgate.io/max-connections" => Some(&mut self.max_connections),
             "headgate.io/weights" => Some(&mut self.weights),
             "headgate.io/health-check-interval" => Some(&mut self.health_check_interval),
             "endpoints.kubernetes.io/last-change-trigger-time" => Some(&mut self.last_change_trigger_time),

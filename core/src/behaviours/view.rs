@@ -8,7 +8,7 @@ use compact_str::CompactString;
 use crate::{
     behaviours::endpoint_choice::{self, Destination},
     behaviours::source_ranges::SourceRanges,
-    model::{Family, LoadBalancing, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
+    model::{Family, LoadBalancing, Protocol, ProxyProtocol, Service, ServiceKey, ServicePort, TrafficPolicy},
     node_facts::NodeFacts,
     state::frontends::Frontend,
     state::{Endpoints, ServiceEntry, State},
@@ -69,6 +69,11 @@ pub struct ServicePortView {
     pub affinity_timeout_seconds: Option<u32>,
     /// The algorithm that the Service selects; `None` for the default of the dataplane.
     pub load_balancing: Option<LoadBalancing>,
+    /// The header that endpoints expect at the beginning of each connection. `None` unless the port
+    /// is a TCP port.
+    pub proxy_protocol: Option<ProxyProtocol>,
+    /// The most open connections of the Service on this node. `None` for no limit.
+    pub max_connections: Option<u32>,
     /// Endpoints for Cluster policy.
     pub cluster_endpoints: Vec<Destination>,
     /// Endpoints for Local policy.
@@ -206,6 +211,8 @@ impl Context<'_> {
             external_traffic_policy: self.service.external_traffic_policy,
             affinity_timeout_seconds: self.service.session_affinity.map(|affinity| affinity.timeout_seconds),
             load_balancing: LoadBalancing::parse(&self.service.load_balancing),
+            proxy_protocol: self.service.proxy_protocol.filter(|_| port.protocol == Protocol::Tcp),
+            max_connections: Some(self.service.max_connections).filter(|limit| *limit != 0),
             cluster_endpoints: choice.cluster,
             local_endpoints: choice.local,
             has_any_endpoint: choice.has_any,

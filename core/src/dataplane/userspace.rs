@@ -14,7 +14,7 @@ use std::{
 use super::nftables::{Lookup, NftablesConfig, port_plan};
 use crate::{
     behaviours::view::{ServicePortView, service_views},
-    model::{Family, LoadBalancing, Protocol, ServiceKey},
+    model::{Family, LoadBalancing, Protocol, ProxyProtocol, ServiceKey},
     node_facts::NodeFacts,
     state::{Dirty, State, frontends::Frontend},
 };
@@ -30,6 +30,10 @@ pub struct PoolSettings {
     pub load_balancing: LoadBalancing,
     /// The timeout of ClientIP affinity. `None` for no affinity.
     pub affinity_timeout_seconds: Option<u32>,
+    /// The header that endpoints get at the beginning of each connection.
+    pub proxy_protocol: Option<ProxyProtocol>,
+    /// The most open connections of the Service. `None` for no limit.
+    pub max_connections: Option<u32>,
 }
 
 /// A change of the proxy's table. Each pool has a number.
@@ -170,6 +174,8 @@ impl Ledger {
                     service: Arc::clone(service),
                     load_balancing: view.load_balancing.unwrap_or(LoadBalancing::Random),
                     affinity_timeout_seconds: view.affinity_timeout_seconds,
+                    proxy_protocol: view.proxy_protocol,
+                    max_connections: view.max_connections,
                 },
                 endpoints: endpoints.iter().map(|((ip, port), weight)| ((*ip, *port).into(), weight.get())).collect(),
                 addresses: outside.chain(inside).collect(),

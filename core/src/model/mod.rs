@@ -7,12 +7,14 @@ mod endpoint;
 mod load_balancing;
 mod node;
 pub mod pool;
+mod proxy_protocol;
 mod service;
 
 pub use change::Change;
 pub use endpoint::{Conditions, Endpoint, EndpointPort, Hints, Placement, PortState, Weight};
 pub use load_balancing::LoadBalancing;
 pub use node::{Node, ServiceCidr};
+pub use proxy_protocol::ProxyProtocol;
 pub use service::{ClientIpAffinity, Service, ServiceKey, ServicePort, TrafficPolicy};
 
 use std::{fmt, net::IpAddr};

@@ -5,7 +5,7 @@ use std::{fmt, net::IpAddr};
 use compact_str::CompactString;
 use ipnet::IpNet;
 
-use super::{Family, Protocol};
+use super::{Family, Protocol, ProxyProtocol};
 
 /// Namespace and name of a Service. Keys are ordered by namespace, then by name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -118,6 +118,12 @@ pub struct Service {
     /// Annotation `headgate.io/health-check-interval`: time between two checks of an endpoint in
     /// milliseconds, 0 for the agent's default.
     pub health_check_interval_ms: u32,
+    /// Annotation `headgate.io/proxy-protocol`: the header that endpoints get at the beginning of
+    /// each TCP connection. Only dataplanes with a proxy can send it.
+    pub proxy_protocol: Option<ProxyProtocol>,
+    /// Annotation `headgate.io/max-connections`: the most open connections on a node, 0 for no
+    /// limit. Only dataplanes with a proxy have limits.
+    pub max_connections: u32,
 }
 
 impl Service {
@@ -140,6 +146,8 @@ impl Service {
             scheduler: CompactString::default(),
             health_check: CompactString::default(),
             health_check_interval_ms: 0,
+            proxy_protocol: None,
+            max_connections: 0,
         }
     }
 

@@ -12,6 +12,10 @@ pub struct FamilyDemand {
     pub with_node_ports: usize,
     /// Services of the family that have an SCTP port.
     pub with_sctp: usize,
+    /// Services of the family whose endpoints expect the PROXY protocol.
+    pub with_proxy_protocol: usize,
+    /// Services of the family that limit their connections.
+    pub with_max_connections: usize,
     /// Services of the family that select each algorithm of [`LoadBalancing::ALL`]. The last number
     /// counts Services that select an unknown algorithm.
     load_balancing: [usize; LoadBalancing::ALL.len() + 1],
@@ -69,6 +73,12 @@ impl Demand {
             }
             if has_sctp {
                 count(&mut demand.with_sctp);
+            }
+            if service.proxy_protocol.is_some() {
+                count(&mut demand.with_proxy_protocol);
+            }
+            if service.max_connections != 0 {
+                count(&mut demand.with_max_connections);
             }
             if !service.load_balancing.is_empty() {
                 count(&mut demand.load_balancing[index(LoadBalancing::parse(&service.load_balancing))]);

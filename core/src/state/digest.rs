@@ -131,6 +131,15 @@ pub fn service_hash(service: &Service) -> u128 {
     if !service.load_balancing.is_empty() {
         form.text(&service.load_balancing);
     }
+    // The names keep these fields apart from each other and from the field before.
+    if let Some(version) = service.proxy_protocol {
+        form.text("proxy-protocol");
+        form.text(version.as_str());
+    }
+    if service.max_connections != 0 {
+        form.text("max-connections");
+        form.number(u64::from(service.max_connections));
+    }
     form.finish()
 }
 

@@ -10,7 +10,7 @@ use std::{
 
 use headgate_core::{
     Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Hints, NodeFacts, Placement, Protocol,
-    Service, ServiceKey, ServicePort, State, TrafficPolicy, Weight,
+    ProxyProtocol, Service, ServiceKey, ServicePort, State, TrafficPolicy, Weight,
 };
 use proptest::prelude::*;
 
@@ -89,6 +89,7 @@ prop_compose! {
         timeout_seconds in prop::option::of(prop_oneof![Just(10u32), Just(10_800)]), ranges in any_source_ranges(),
         scheduler in prop_oneof![3 => Just(""), 1 => Just("fo")],
         load_balancing in prop_oneof![3 => Just(""), 1 => Just("random"), 1 => Just("consistent-hash")], health_check in prop_oneof![3 => Just(""), 1 => Just("tcp")],
+        proxy_protocol in prop_oneof![3 => Just(None), 1 => Just(Some(ProxyProtocol::V2))], max_connections in 0u32..2,
     ) -> Service {
         let policy = |is_local| if is_local { TrafficPolicy::Local } else { TrafficPolicy::Cluster };
         let health_check_node_port =
@@ -105,6 +106,8 @@ prop_compose! {
             scheduler: scheduler.into(),
             load_balancing: load_balancing.into(),
             health_check: health_check.into(),
+            proxy_protocol,
+            max_connections,
             ..Service::new(key(i), cluster_ips, ports)
         }
     }

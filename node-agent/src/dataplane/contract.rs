@@ -34,6 +34,10 @@ pub trait Dataplane: Send {
     /// addresses.
     const NEEDS_INTERFACES: bool = false;
 
+    /// True when a proxy carries TCP connections, so that it can limit them and send headers to
+    /// endpoints. Otherwise [`super::DualStack`] reports the Services that ask for this.
+    const HAS_PROXY: bool = false;
+
     /// The family that this instance programs.
     fn family(&self) -> Family;
 

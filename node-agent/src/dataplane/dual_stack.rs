@@ -181,6 +181,21 @@ impl<D: Dataplane> DualStack<D> {
         ASKED_FOR.into_iter().filter_map(sentence).collect()
     }
 
+    /// Returns a sentence for each annotation that Services have and that only a proxy can follow.
+    fn missing_proxy(&self, demand: &Demand) -> Vec<Degradation> {
+        let families = || self.families.iter().map(|family| demand.of(family.dataplane.family()));
+        let mode = self.name.split_once('-').map_or(self.name, |(mode, _)| mode);
+        let sentence = |count: Option<usize>, annotation: &str, consequence: &str| {
+            let count = count.filter(|count| *count > 0 && !D::HAS_PROXY)?;
+            Some(format!("mode {mode} has no proxy, so {count} Services with the annotation {annotation} {consequence}: use mode userspace on this node, or remove the annotation").into())
+        };
+        let headers = families().map(|demand| demand.with_proxy_protocol).max();
+        let limits = families().map(|demand| demand.with_max_connections).max();
+        let headers = sentence(headers, "headgate.io/proxy-protocol", "send connections without a header to endpoints");
+        let limits = sentence(limits, "headgate.io/max-connections", "have no limit of connections");
+        headers.into_iter().chain(limits).collect()
+    }
+
     /// Creates a dataplane for each of `families` that this node supports. `own` lists the objects
     /// that the dataplane leaves in the kernel when the agent ends. Does not touch the kernel.
     pub(crate) fn assemble(
@@ -296,6 +311,7 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
             found.push(MISSING_IPV6.to_owned().into());
         }
         found.extend(self.missing_algorithms(demand));
+        found.extend(self.missing_proxy(demand));
         for degradation in self.families.iter().flat_map(|family| family.dataplane.degraded(demand)) {
             match found.iter_mut().find(|other| other.sentence == degradation.sentence) {
                 Some(other) => other.services.extend(degradation.services),

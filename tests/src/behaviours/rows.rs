@@ -136,7 +136,7 @@ const RULES_OF_NFTABLES: &str = "the rules are those of nftables, and its tests 
 const USERSPACE_REASONS: &[(u8, &str)] = &[
     (
         31,
-        "for UDP and SCTP, which go straight to endpoints; a proxy cannot keep the client's address, so TCP endpoints see the address of the node that gets the connection",
+        "for UDP, which goes straight to endpoints; SCTP is refused; a proxy cannot keep the client's address, so TCP endpoints see the address of the node that gets the connection",
     ),
     (41, RULES_OF_NFTABLES),
     (42, RULES_OF_NFTABLES),

@@ -162,6 +162,7 @@ pub(super) fn dataplane(counts_services: bool) -> Result<NftablesDataplane> {
         replies_to_ping: false,
         unused_features: Vec::new(),
         counts_services,
+        has_proxy: false,
     })?)
 }
 

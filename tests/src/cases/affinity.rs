@@ -36,12 +36,17 @@ fn only_server(bed: &Testbed, from: &str, service: &str, via: Via, family: Famil
     Ok(answers[0].server.clone())
 }
 
+/// The ports whose clients reach servers.
+fn transports(bed: &Testbed) -> impl Iterator<Item = &'static str> {
+    EVERY_TRANSPORT.iter().copied().filter(|port| !(bed.backend().refuses_sctp() && *port == "sctp"))
+}
+
 /// A client stays with its server at all addresses of the service. The choices of different clients
 /// are independent.
 pub fn a_client_stays_with_its_server(bed: &Testbed) -> Result<()> {
     let mut seen = BTreeSet::new();
     for family in Family::BOTH {
-        for port in EVERY_TRANSPORT {
+        for port in transports(bed) {
             for from in CLIENTS_OF_NODE_A {
                 seen.insert(only_server(bed, from, "sticky", NodePort("node-a"), family, port)?);
             }
@@ -217,7 +222,7 @@ pub fn with_local_policies(bed: &Testbed) -> Result<()> {
         manifests.add(Service { external_local: true, internal_local: true, affinity_timeout_seconds, ..service })
     })?;
     for family in Family::BOTH {
-        for port in EVERY_TRANSPORT {
+        for port in transports(bed) {
             sticks_within_policies(bed, family, port)?;
         }
     }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::case::{Case, Expect, SourceAddress};
 use crate::testbed::manifests::Via;
-use crate::testbed::{Answer, Family, Outcome, Request, Testbed, client, plan};
+use crate::testbed::{Answer, Family, Outcome, Request, Testbed, Transport, client, plan};
 
 /// The number of cases that run in parallel. Cases spend most of their time waiting for time-outs.
 const WORKERS: usize = 12;
@@ -69,7 +69,12 @@ fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
     let service = bed.service(case.service)?;
     let request = Request::new(service.port(port)?.transport, service.socket_address(case.via, family, port)?);
     let client = bed.machines().machine(case.from)?;
+    let is_refused = bed.backend().refuses_sctp() && request.transport == Transport::Sctp;
     match &case.expect {
+        Expect::Answered { .. } if is_refused => {
+            let outcome = client::ask(client, &request)?;
+            ensure!(outcome == Outcome::Refused, "{outcome}, although mode userspace refuses SCTP");
+        }
         Expect::Refused => {
             let outcome = client::ask(client, &request)?;
             ensure!(outcome == Outcome::Refused, "{outcome}");

@@ -81,6 +81,11 @@ impl Backend {
         self == Self::Userspace
     }
 
+    /// Whether the backend refuses connections of SCTP.
+    pub fn refuses_sctp(self) -> bool {
+        self == Self::Userspace
+    }
+
     /// Whether the backend uses the layout for large clusters.
     pub fn is_compact(self) -> bool {
         self == Self::IptablesNftCompact

@@ -51,6 +51,7 @@ fn config() -> Config {
         replies_to_ping: false,
         unused_features: Vec::new(),
         counts_services: false,
+        has_proxy: false,
     }
 }
 

@@ -47,6 +47,7 @@ impl World {
             replies_to_ping: false,
             unused_features,
             counts_services: false,
+            has_proxy: false,
         };
         let mut state = State::default();
         for (family, cluster_ip) in [(Family::V4, "10.96.0.1"), (Family::V6, "fd00:10:96::1")] {

@@ -42,6 +42,7 @@ fn any_metadata() -> impl Strategy<Value = (Value, Value)> {
     let annotations = prop_oneof![
         3 => Just(json!({})),
         1 => Just(json!({"headgate.io/scheduler": "lc", "headgate.io/load-balancing": "least-connections"})),
+        1 => Just(json!({"headgate.io/proxy-protocol": "v1", "headgate.io/max-connections": "3"})),
         1 => Just(json!({"headgate.io/health-check": "tcp", "example.com/other": "x"})),
     ];
     (labels, annotations)

@@ -346,6 +346,8 @@ fn service_info(store: &Store, key: &ServiceKey) -> Option<v1::ServiceInfo> {
         version: detail.version,
         conflicts: detail.conflicts.iter().map(|(frontend, owner)| conflict(frontend, owner)).collect(),
         load_balancing: service.load_balancing.to_string(),
+        proxy_protocol: service.proxy_protocol.map(|version| version.to_string()).unwrap_or_default(),
+        max_connections: service.max_connections,
         scheduler: service.scheduler.to_string(),
         health_check: service.health_check.to_string(),
         health_check_interval_ms: service.health_check_interval_ms,

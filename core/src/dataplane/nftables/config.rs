@@ -14,12 +14,21 @@ pub struct NftablesConfig {
     pub can_hash: bool,
     /// True if the kernel counts the connections and the traffic of each frontend.
     pub counts_services: bool,
+    /// True in mode userspace: a proxy carries TCP connections. Rules then send no connection
+    /// straight to endpoints that expect the PROXY protocol, and refuse SCTP.
+    pub has_proxy: bool,
 }
 
 impl NftablesConfig {
     /// Returns the defaults of a family: no detector of local pods, and rules that can hash.
     #[must_use]
     pub fn new(family: Family) -> Self {
-        Self { family, masquerade: MasqueradeConfig::default(), can_hash: true, counts_services: false }
+        Self {
+            family,
+            masquerade: MasqueradeConfig::default(),
+            can_hash: true,
+            counts_services: false,
+            has_proxy: false,
+        }
     }
 }

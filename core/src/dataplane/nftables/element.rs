@@ -56,6 +56,9 @@ pub enum Selection {
     Random(u32),
     /// The slot below [`HASHED_SLOTS`] that a hash of the client's address selects.
     ByClient,
+    /// No slot: only a proxy can carry the connection. While the proxy does not accept connections,
+    /// they are refused.
+    ProxyOnly,
 }
 
 impl Selection {
@@ -65,6 +68,7 @@ impl Selection {
         match self {
             Self::Random(slots) => slots,
             Self::ByClient => HASHED_SLOTS,
+            Self::ProxyOnly => 0,
         }
     }
 }

@@ -33,6 +33,8 @@ pub(super) struct Group {
     pub(super) affinity_timeout_seconds: Option<u32>,
     /// True if a hash of the client's address selects the slot.
     pub(super) is_hashed: bool,
+    /// True if only a proxy can carry connections to the endpoints. The group then has no slots.
+    pub(super) is_proxy_only: bool,
     /// The endpoint of each slot.
     pub(super) slots: Vec<(IpAddr, u16)>,
 }
@@ -43,6 +45,10 @@ impl Group {
     /// possible to other slots. If the group is hashed, its slots depend only on the wanted
     /// endpoints.
     pub(super) fn set_endpoints(&mut self, wanted: &[((IpAddr, u16), Weight)]) {
+        if self.is_proxy_only {
+            self.slots = Vec::new();
+            return;
+        }
         if self.is_hashed {
             self.slots = rendezvous::slots(wanted.iter().map(|(endpoint, weight)| (endpoint, weight)));
             return;
@@ -80,6 +86,7 @@ impl Group {
     /// Returns the target for frontends of the group.
     pub(super) fn target(&self) -> Target {
         let selection = match u32::try_from(self.slots.len()).unwrap_or(u32::MAX) {
+            _ if self.is_proxy_only => Selection::ProxyOnly,
             _ if self.is_hashed => Selection::ByClient,
             slots => Selection::Random(slots),
         };

@@ -275,19 +275,20 @@ impl Ledger {
             } else {
                 0
             };
+            let affinity_timeout_seconds = view.affinity_timeout_seconds.filter(|_| !plan.is_proxy_only);
             for (is_local, endpoints) in [(false, &plan.cluster), (true, &plan.local)] {
                 if endpoints.is_empty() {
                     continue;
                 }
                 let key = GroupKey { protocol: view.protocol, port: view.port, is_local };
                 let number = group_number(port, is_local);
-                let has_affinity = view.affinity_timeout_seconds.is_some();
+                let has_affinity = affinity_timeout_seconds.is_some();
                 let slots = match old.groups.iter().find(|group| group.key == key) {
                     Some(group) => group.slots.clone(),
                     None => found.as_deref().map_or_else(Vec::new, |found| found.slots(number, has_affinity)),
                 };
-                let affinity_timeout_seconds = view.affinity_timeout_seconds;
-                let mut group = Group { key, number, affinity_timeout_seconds, is_hashed, slots };
+                let is_proxy_only = plan.is_proxy_only;
+                let mut group = Group { key, number, affinity_timeout_seconds, is_hashed, is_proxy_only, slots };
                 group.set_endpoints(endpoints);
                 groups.push(group);
             }

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     behaviours::{endpoint_choice::Destination, view::ServicePortView},
-    model::{TrafficPolicy, Weight},
+    model::{Protocol, TrafficPolicy, Weight},
     state::frontends::Frontend,
 };
 
@@ -28,17 +28,20 @@ pub(in super::super) struct PortPlan {
     /// Frontends for which connections of local pods and of the node itself are sent to the
     /// endpoints for policy Cluster.
     pub(in super::super) inside: Vec<Frontend>,
+    /// True if only a proxy can carry connections to the endpoints.
+    pub(in super::super) is_proxy_only: bool,
     /// The elements that contain no group.
     pub(in super::super) elements: Vec<Element>,
 }
 
 /// Computes the plan of a service port.
 pub(in super::super) fn plan(config: &NftablesConfig, view: &ServicePortView) -> PortPlan {
-    let mut plan = PortPlan::default();
+    let is_proxy_only = config.has_proxy && view.proxy_protocol.is_some();
+    let mut plan = PortPlan { is_proxy_only, ..PortPlan::default() };
     let at = |address: &IpAddr| Frontend::Address(*address, view.protocol, view.port);
     if let Some(address) = &view.cluster_ip {
         plan.elements.push(Element::ClusterIp(*address));
-        plan.add_frontend(view, at(address), view.internal_traffic_policy, cluster_ip_masquerade(config));
+        plan.add_frontend(config, view, at(address), view.internal_traffic_policy, cluster_ip_masquerade(config));
     }
     // An address may be in several lists. Only its first occurrence counts.
     let mut external: Vec<Frontend> = Vec::new();
@@ -53,8 +56,8 @@ pub(in super::super) fn plan(config: &NftablesConfig, view: &ServicePortView) ->
     let is_local = view.external_traffic_policy.is_local();
     let masquerade = if is_local { MasqueradeSources::Node } else { MasqueradeSources::Everyone };
     for frontend in external {
-        plan.add_frontend(view, frontend, view.external_traffic_policy, masquerade);
-        if is_local && !view.cluster_endpoints.is_empty() {
+        plan.add_frontend(config, view, frontend, view.external_traffic_policy, masquerade);
+        if is_local && !view.cluster_endpoints.is_empty() && !refuses(config, view) {
             plan.inside.push(frontend);
         }
     }
@@ -84,9 +87,15 @@ fn cluster_ip_masquerade(config: &NftablesConfig) -> MasqueradeSources {
     }
 }
 
+/// Whether the rules refuse all connections to a port: a proxy cannot carry SCTP.
+fn refuses(config: &NftablesConfig, view: &ServicePortView) -> bool {
+    config.has_proxy && view.protocol == Protocol::Sctp
+}
+
 impl PortPlan {
     fn add_frontend(
         &mut self,
+        config: &NftablesConfig,
         view: &ServicePortView,
         frontend: Frontend,
         policy: TrafficPolicy,
@@ -94,11 +103,15 @@ impl PortPlan {
     ) {
         let is_local = policy.is_local();
         let endpoints = if is_local { &view.local_endpoints } else { &view.cluster_endpoints };
-        if endpoints.is_empty() {
+        if refuses(config, view) {
+            self.elements.push(Element::Unserved(frontend, Refusal::Reject));
+        } else if endpoints.is_empty() {
             let refusal = if view.has_any_endpoint { Refusal::Drop } else { Refusal::Reject };
             self.elements.push(Element::Unserved(frontend, refusal));
         } else {
             self.services.push((frontend, is_local));
+            // The rules translate connections for the proxy, and refuse those that are left.
+            self.elements.extend(self.is_proxy_only.then_some(Element::Unserved(frontend, Refusal::Reject)));
         }
         self.elements.push(Element::Masquerade(frontend, masquerade));
     }

@@ -20,8 +20,14 @@ fn endpoints(last_bytes: &[u8]) -> Vec<(IpAddr, u16)> {
 #[test]
 fn a_slot_moves_only_into_the_place_of_an_endpoint_that_leaves() {
     let key = GroupKey { protocol: Protocol::Tcp, port: 80, is_local: false };
-    let group =
-        Group { key, number: 2, affinity_timeout_seconds: None, is_hashed: false, slots: endpoints(&[4, 2, 9, 7]) };
+    let group = Group {
+        key,
+        number: 2,
+        affinity_timeout_seconds: None,
+        is_hashed: false,
+        is_proxy_only: false,
+        slots: endpoints(&[4, 2, 9, 7]),
+    };
     let after = |wanted: &[u8]| {
         let mut group = group.clone();
         let wanted = endpoints(wanted).into_iter().map(|endpoint| (endpoint, Weight::default()));
@@ -41,7 +47,14 @@ fn a_slot_moves_only_into_the_place_of_an_endpoint_that_leaves() {
 #[test]
 fn endpoints_have_slots_in_proportion_to_their_weights() {
     let key = GroupKey { protocol: Protocol::Tcp, port: 80, is_local: false };
-    let mut group = Group { key, number: 2, affinity_timeout_seconds: None, is_hashed: false, slots: Vec::new() };
+    let mut group = Group {
+        key,
+        number: 2,
+        affinity_timeout_seconds: None,
+        is_hashed: false,
+        is_proxy_only: false,
+        slots: Vec::new(),
+    };
     let mut after = |weights: &[(u8, u32)]| {
         let endpoint = |last: u8| (IpAddr::from([10, 0, 0, last]), 80);
         let wanted = weights.iter().map(|(last, weight)| (endpoint(*last), Weight::new(*weight).unwrap()));

@@ -197,11 +197,15 @@ pub(super) const PORT_WORD: u32 = 3;
 /// The position of the number of the group.
 pub(super) const GROUP_WORD: u32 = 4;
 
-/// The word for a selection: the number of random slots, or 0.
+/// The word for [`Selection::ProxyOnly`]. No group has as many slots.
+const PROXY_ONLY_WORD: u32 = u32::MAX;
+
+/// The word for a selection: the number of random slots, or 0 for a slot by the client's address.
 fn selection_word(selection: Selection) -> u32 {
     match selection {
         Selection::Random(slots) => slots,
         Selection::ByClient => 0,
+        Selection::ProxyOnly => PROXY_ONLY_WORD,
     }
 }
 
@@ -408,7 +412,11 @@ impl Reader<'_> {
     fn target(&mut self) -> Option<Target> {
         let [_, timeout, selection, _, group] =
             [self.number()?, self.number()?, self.number()?, self.number()?, self.number()?];
-        let selection = if selection == 0 { Selection::ByClient } else { Selection::Random(selection) };
+        let selection = match selection {
+            0 => Selection::ByClient,
+            PROXY_ONLY_WORD => Selection::ProxyOnly,
+            slots => Selection::Random(slots),
+        };
         Some(Target { group, selection, affinity_timeout_seconds: Some(timeout).filter(|timeout| *timeout != 0) })
     }
 

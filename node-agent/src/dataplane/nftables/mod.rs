@@ -60,6 +60,8 @@ pub struct Config {
     pub conntrack_tcp_be_liberal: bool,
     /// Count the connections and the traffic of each Service.
     pub counts_services: bool,
+    /// A proxy carries TCP connections (mode userspace).
+    pub has_proxy: bool,
     /// Own the tables if the kernel supports owners that persist, so that no other program can
     /// change the tables.
     pub owns_tables: bool,
@@ -177,11 +179,18 @@ pub(super) fn open(config: &Config) -> Result<(Connection, impl Fn(Family) -> Nf
     let (can_hash, has_fib) = (has(Feature::Hash)?, has(Feature::Fib)?);
     let owns_tables = config.owns_tables && has(Feature::OwnerAndPersist)?;
     let kernel = Connection::new(connection, owns_tables);
-    let Config { masquerade, localhost_node_ports, conntrack_tcp_be_liberal, replies_to_ping, counts_services, .. } =
-        config.clone();
+    let Config {
+        masquerade,
+        localhost_node_ports,
+        conntrack_tcp_be_liberal,
+        replies_to_ping,
+        counts_services,
+        has_proxy,
+        ..
+    } = config.clone();
     let make = move |family| {
-        let core =
-            NftablesConfig { masquerade: masquerade.clone(), can_hash, counts_services, ..NftablesConfig::new(family) };
+        let masquerade = masquerade.clone();
+        let core = NftablesConfig { masquerade, can_hash, counts_services, has_proxy, ..NftablesConfig::new(family) };
         let layout_config = LayoutConfig {
             family,
             detector: core.masquerade.detector(family).cloned(),

@@ -88,7 +88,7 @@ impl DualStack<UserspaceFamily> {
         let Config { nftables: config, has_access_log } = config;
         // The proxy changes the gate with a connection of its own, so no connection owns the
         // tables. The rules would not count the packets of connections that the proxy carries.
-        let config = nftables::Config { owns_tables: false, counts_services: false, ..config.clone() };
+        let config = nftables::Config { owns_tables: false, counts_services: false, has_proxy: true, ..config.clone() };
         let (nftables, make_direct) = nftables::open(&config)?;
         let (proxy, listeners) = Proxy::start(&config.families, *has_access_log)?;
         let proxy = Arc::new(proxy);
@@ -109,6 +109,7 @@ impl Dataplane for UserspaceFamily {
     type Plan = Step;
 
     const NEEDS_INTERFACES: bool = NftablesFamily::NEEDS_INTERFACES;
+    const HAS_PROXY: bool = true;
 
     fn family(&self) -> Family {
         self.direct.family()
@@ -183,8 +184,10 @@ impl Dataplane for UserspaceFamily {
         self.direct.statistics()
     }
 
-    fn degraded(&self, _demand: &Demand) -> Vec<Degradation> {
-        self.proxy.problem().into_iter().map(Into::into).collect()
+    fn degraded(&self, demand: &Demand) -> Vec<Degradation> {
+        let sctp = demand.of(self.family()).with_sctp;
+        let refused = (sctp > 0).then(|| format!("mode userspace refuses connections of SCTP, and {sctp} Services have a port of SCTP: use mode nftables on this node, or remove the ports"));
+        self.proxy.problem().into_iter().chain(refused).map(Into::into).collect()
     }
 }
 

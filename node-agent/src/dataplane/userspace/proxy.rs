@@ -15,13 +15,13 @@ use std::{
 };
 
 use headgate_core::{
-    Family, LoadBalancing, ServiceKey,
+    Family, LoadBalancing, ProxyProtocol, ServiceKey,
     nftables::Lookup,
     userspace::{Operation, PoolSettings},
 };
 use headgate_userspace::{
-    Algorithm, ConnectionInfo, ConnectionList, Destination, HowEnded, ListFilter, Protocol, Scope, ServiceId,
-    ServiceSettings, Services, TcpProxy, TcpSettings,
+    Algorithm, ConnectionInfo, ConnectionList, Destination, HowEnded, ListFilter, Protocol, ProxyVersion, Scope,
+    ServiceId, ServiceSettings, Services, TcpProxy, TcpSettings,
 };
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use socket2::{Domain, Socket, Type};
@@ -259,7 +259,11 @@ fn settings_of(settings: &PoolSettings) -> ServiceSettings {
             LoadBalancing::ConsistentHash => Algorithm::ConsistentHash,
         },
         affinity_seconds: settings.affinity_timeout_seconds,
-        ..ServiceSettings::default()
+        max_connections: settings.max_connections,
+        proxy_header: settings.proxy_protocol.map(|version| match version {
+            ProxyProtocol::V1 => ProxyVersion::V1,
+            ProxyProtocol::V2 => ProxyVersion::V2,
+        }),
     }
 }
 

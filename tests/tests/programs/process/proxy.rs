@@ -1,10 +1,14 @@
-//! An agent in mode userspace: what it tells about the connections that it carries.
+//! An agent in mode userspace: what it tells about the connections that it carries, and what
+//! annotations of Services ask of it.
 
 use std::{
-    io::{Read as _, Write as _},
-    net::{SocketAddr, TcpListener, TcpStream},
+    io::{ErrorKind, Read as _, Write as _},
+    net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream},
     thread,
+    time::Duration,
 };
+
+use nix::sys::signal::Signal;
 
 use super::rig::{Program, Rig, eventually, node, service, slice};
 
@@ -139,4 +143,149 @@ fn headgatectl_connections_names_the_mode_that_can_answer() {
     rig.until_programmed();
     let error = rig.headgatectl(&["connections", "node-a"]).unwrap_err();
     assert!(error.contains("the agent runs nftables: start the agent with --proxy-mode userspace"), "{error}");
+}
+
+/// The manifest of the Service ns/web with an annotation.
+fn annotated(name: &str, value: &str) -> String {
+    let annotations = format!("name: web, annotations: {{headgate.io/{name}: \"{value}\"}}}}");
+    service("web", 1, "").replace("name: web}", &annotations)
+}
+
+/// Sends `hello` and closes this direction. Returns the client's address, and all that the endpoint
+/// received and sent back.
+fn echoed(rig: &Rig, to: SocketAddr) -> (SocketAddr, Vec<u8>) {
+    let mut stream = rig.run(|| TcpStream::connect(to)).unwrap();
+    stream.write_all(b"hello").unwrap();
+    stream.shutdown(Shutdown::Write).unwrap();
+    let mut received = Vec::new();
+    stream.read_to_end(&mut received).unwrap();
+    (stream.local_addr().unwrap(), received)
+}
+
+/// The header of version 1, and `hello`.
+fn version_1(client: SocketAddr, to: SocketAddr) -> Vec<u8> {
+    let family = if to.is_ipv4() { "TCP4" } else { "TCP6" };
+    let (from, at) = (client.ip(), to.ip());
+    format!("PROXY {family} {from} {at} {} {}\r\nhello", client.port(), to.port()).into()
+}
+
+/// The header of version 2, and `hello`.
+fn version_2(client: SocketAddr, to: SocketAddr) -> Vec<u8> {
+    let octets = |ip| match ip {
+        IpAddr::V4(v4) => v4.octets().to_vec(),
+        IpAddr::V6(v6) => v6.octets().to_vec(),
+    };
+    let (family, length) = if to.is_ipv4() { (0x11, 12) } else { (0x21, 36) };
+    let mut header = b"\r\n\r\n\0\r\nQUIT\n\x21".to_vec();
+    header.extend([family, 0, length]);
+    header.extend([octets(client.ip()), octets(to.ip())].concat());
+    header.extend([client.port().to_be_bytes(), to.port().to_be_bytes()].concat());
+    header.extend(b"hello");
+    header
+}
+
+/// The ClusterIPs and NodePorts of the Service.
+fn addresses() -> impl Iterator<Item = SocketAddr> {
+    CLUSTER_IPS.into_iter().chain(["192.0.2.11:30001", "[2001:db8::11]:30001"]).map(|to| to.parse().unwrap())
+}
+
+/// Waits until no proxy accepts connections, and checks that all addresses refuse them.
+fn expect_refusals(rig: &Rig, when: &str) {
+    thread::sleep(Duration::from_millis(1200));
+    for to in addresses() {
+        let refused = rig.run(|| TcpStream::connect_timeout(&to, Duration::from_secs(5)));
+        assert_eq!(refused.map_err(|error| error.kind()).err(), Some(ErrorKind::ConnectionRefused), "{to} {when}");
+    }
+}
+
+#[test]
+fn endpoints_get_the_proxy_header_and_nobody_reaches_them_without_a_proxy() {
+    let rig = rig();
+    serve(&rig);
+    rig.put("web", &annotated("proxy-protocol", "v1"));
+    let agent = carrying(&rig, &[]);
+    for to in addresses() {
+        let (client, received) = echoed(&rig, to);
+        assert_eq!(received, version_1(client, to), "{}", String::from_utf8_lossy(&received));
+    }
+    agent.signal(Signal::SIGSTOP);
+    expect_refusals(&rig, "while the agent hangs");
+    agent.signal(Signal::SIGCONT);
+    rig.put("web", &annotated("proxy-protocol", "v2"));
+    for to in addresses() {
+        eventually("endpoints get version 2", || {
+            let (client, received) = echoed(&rig, to);
+            if received == version_2(client, to) { Ok(()) } else { Err(format!("{to}: {received:?}")) }
+        });
+    }
+    drop(agent);
+    expect_refusals(&rig, "after the agent was killed");
+    // The next agent adopts the rules. Without the annotation, connections need no proxy.
+    let agent = carrying(&rig, &[]);
+    assert_eq!(rig.metric("headgate_agent_drift_total"), 0.0);
+    rig.put("web", &service("web", 1, ""));
+    eventually("endpoints get no header", || match echoed(&rig, CLUSTER_IPS[0].parse().unwrap()) {
+        (_, received) if received == b"hello" => Ok(()),
+        (_, received) => Err(format!("{received:?}")),
+    });
+    drop(agent);
+    thread::sleep(Duration::from_millis(1200));
+    assert_eq!(echoed(&rig, CLUSTER_IPS[1].parse().unwrap()).1, b"hello");
+}
+
+#[test]
+fn connections_beyond_the_limit_of_a_service_are_reset() {
+    let rig = rig();
+    serve(&rig);
+    let _agent = carrying(&rig, &[]);
+    rig.put("web", &annotated("max-connections", "2"));
+    rig.until_metric("headgate_userspace_connections_open", |open| open == 0.0);
+    eventually("the third connection is reset", || {
+        // The limit covers both families.
+        let _open = [exchange(&rig, CLUSTER_IPS[0], 1)?, exchange(&rig, CLUSTER_IPS[1], 1)?];
+        match exchange(&rig, CLUSTER_IPS[0], 1) {
+            Ok(_) => Err("the third connection is open".to_owned()),
+            Err(_) => Ok(()),
+        }
+    });
+    assert!(rig.metric("headgate_userspace_connections_over_limit_total") >= 1.0);
+}
+
+/// Waits until the node is degraded for a reason that contains this text.
+fn until_degraded(rig: &Rig, text: &str) {
+    eventually(text, || {
+        let agents = rig.headgatectl(&["agents"])?;
+        if agents.contains(text) { Ok(()) } else { Err(agents) }
+    });
+}
+
+#[test]
+fn nodes_name_services_that_their_mode_cannot_serve_as_asked() {
+    let rig = rig();
+    rig.put("web", &annotated("proxy-protocol", "v2"));
+    rig.put(
+        "limited",
+        &annotated("max-connections", "7")
+            .replace("web", "limited")
+            .replace("96.0.1", "96.0.2")
+            .replace("96::1", "96::2")
+            .replace("30001", "30002"),
+    );
+    let agent = rig.agent(&["--proxy-mode=nftables"]);
+    until_degraded(
+        &rig,
+        "mode nftables has no proxy, so 1 Services with the annotation headgate.io/proxy-protocol send",
+    );
+    until_degraded(&rig, "1 Services with the annotation headgate.io/max-connections have no limit");
+    let services = rig.headgatectl(&["services"]).unwrap();
+    assert!(services.contains("PROXY-PROTOCOL") && services.contains("MAX-CONNECTIONS"), "{services}");
+    drop(agent);
+    rig.put("limited", &service("limited", 2, "").replace("TCP", "SCTP"));
+    let _agent = rig.agent(&["--proxy-mode=userspace"]);
+    until_degraded(
+        &rig,
+        "mode userspace refuses connections of SCTP, and 1 Services have a port of SCTP: use mode nftables",
+    );
+    let agents = rig.headgatectl(&["agents"]).unwrap();
+    assert!(!agents.contains("has no proxy"), "{agents}");
 }

@@ -60,9 +60,14 @@ impl Program {
         (status, self.log())
     }
 
+    /// Sends a signal.
+    pub(super) fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.child.id().cast_signed()), signal).unwrap();
+    }
+
     /// Sends SIGTERM and waits until the program ends.
     pub(super) fn terminate(self) -> (ExitStatus, String) {
-        kill(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGTERM).unwrap();
+        self.signal(Signal::SIGTERM);
         self.ended()
     }
 

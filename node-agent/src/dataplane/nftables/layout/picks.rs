@@ -25,8 +25,9 @@ const CLIENT_TARGET: Register = Register::word(7);
 /// address is loaded after the number, and both together are the key of a recorded client.
 const CLIENT: Register = Register::word(7 + PORT_WORD);
 
-/// The part of a chain's name that stands for [`Selection::ByClient`].
+/// The parts of a chain's name that stand for [`Selection::ByClient`] and [`Selection::ProxyOnly`].
 const BY_CLIENT: &str = "by-client";
+const PROXY_ONLY: &str = "proxy-only";
 
 /// The chain of a [`Pick`].
 fn pick_chain(pick: &Pick) -> String {
@@ -34,6 +35,7 @@ fn pick_chain(pick: &Pick) -> String {
     let selection = match selection {
         Selection::Random(slots) => format!("of-{slots}"),
         Selection::ByClient => BY_CLIENT.to_owned(),
+        Selection::ProxyOnly => PROXY_ONLY.to_owned(),
     };
     match affinity_timeout_seconds {
         Some(timeout) => format!("{}-{selection}-affinity-{timeout}s", lookup_map(*lookup)),
@@ -49,9 +51,11 @@ pub(in super::super) fn pick_of_chain(name: &str) -> Option<Pick> {
             Some((selection, timeout)) => (selection, Some(timeout.strip_suffix('s')?.parse().ok()?)),
             None => (rest, None),
         };
-        let selection = match selection.strip_prefix("of-") {
-            Some(slots) => Selection::Random(slots.parse().ok().filter(|slots| *slots > 0)?),
-            None => Some(Selection::ByClient).filter(|_| selection == BY_CLIENT)?,
+        let selection = match (selection.strip_prefix("of-"), selection) {
+            (Some(slots), _) => Selection::Random(slots.parse().ok().filter(|slots| *slots > 0)?),
+            (None, BY_CLIENT) => Selection::ByClient,
+            (None, PROXY_ONLY) => Selection::ProxyOnly,
+            (None, _) => return None,
         };
         Some(Pick { lookup, affinity_timeout_seconds: timeout, selection })
     })
@@ -116,6 +120,7 @@ impl Builder<'_> {
         let what = match selection {
             Selection::Random(_) => "a random endpoint of the group",
             Selection::ByClient => "the endpoint of the group that the client's address selects",
+            Selection::ProxyOnly => return self.add_proxy_only(pick, layout),
         };
         let text = format!("{what}, from @{}", lookup_map(lookup));
         let mut rules = Vec::new();
@@ -132,6 +137,7 @@ impl Builder<'_> {
         match selection {
             Selection::Random(slots) => plain.push(to.random(slots, slot)),
             Selection::ByClient => plain.extend([to.address(Side::Source, FIRST), to.hash_of_address(FIRST, slot)]),
+            Selection::ProxyOnly => {}
         }
         if affinity_timeout_seconds.is_some() {
             plain.extend(to.endpoint_placeholders(endpoint));
@@ -144,6 +150,15 @@ impl Builder<'_> {
         layout.elements.insert((picks_map(lookup), pick_key(pick)), Some(Verdict::Jump(chain)));
     }
 
+    /// Adds the chain of connections that only the proxy can carry. The connection stays
+    /// untranslated, so the chain [`super::UNSERVED`] refuses it.
+    fn add_proxy_only(&self, pick: &Pick, layout: &mut Layout) {
+        let chain = pick_chain(pick);
+        let rule = vec![Expression::Verdict(Verdict::Accept)];
+        layout.add_chain(&chain, vec![RuleContent::with_comment(rule, "not translated, and refused later")]);
+        layout.elements.insert((picks_map(pick.lookup), pick_key(pick)), Some(Verdict::Jump(chain)));
+    }
+
     /// Sends a client to a selected endpoint and records it. If the port has recorded too many
     /// clients, or the map is full, the rule ends: the next rule sends the client on without a
     /// record.
@@ -154,10 +169,12 @@ impl Builder<'_> {
         let (group, slot) = (target.after(4 * GROUP_WORD), target.after(4 * (GROUP_WORD + 1)));
         let mut all = self.client(pick.lookup);
         all.extend(self.target(pick.lookup, target));
-        all.push(match pick.selection {
-            Selection::Random(slots) => to.random(slots, slot),
-            Selection::ByClient => to.hash_of_address(CLIENT.after(4), slot),
-        });
+        match pick.selection {
+            Selection::Random(slots) => all.push(to.random(slots, slot)),
+            Selection::ByClient => all.push(to.hash_of_address(CLIENT.after(4), slot)),
+            // Such a pick has no affinity.
+            Selection::ProxyOnly => {}
+        }
         all.push(to.placeholder(record));
         all.extend(to.endpoint_placeholders(endpoint));
         all.push(to.lookup(endpoints_map(pick), group, FIRST));
