@@ -69,7 +69,7 @@ pub fn outcomes_while_asking(
         // The threads must also end if `work` panics.
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
         stop.store(true, Ordering::Relaxed);
-        let joined = threads.into_iter().map(|thread| thread.join());
+        let joined = threads.into_iter().map(std::thread::ScopedJoinHandle::join);
         let all = joined.map(|outcomes| outcomes.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect();
         result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         all
