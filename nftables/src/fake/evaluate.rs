@@ -85,6 +85,10 @@ pub(super) fn evaluate(walker: &mut Walker<'_>, table: &TableName, at: (u64, usi
             let end = start.saturating_add(usize::try_from(*length).unwrap_or(usize::MAX));
             walker.store_found(*to, header.get(start..end).map(<[u8]>::to_vec))
         }
+        Expression::SetPayload { base, offset, length, from, .. } => {
+            let bytes = walker.load(*from, *length);
+            Flow::matches(walker.packet.write(*base, *offset, &bytes))
+        }
         Expression::Meta { key, to } => {
             let value = meta(walker, *key);
             walker.store_found(*to, value)

@@ -57,6 +57,7 @@ fn length(bytes: &[u8]) -> u32 {
 fn check(table: &FakeTable, registers: &mut Registers, expression: &mut Expression) -> Applied {
     match expression {
         Expression::Payload { length, to, .. } => registers.store(*to, *length),
+        Expression::SetPayload { length, from, .. } => registers.load(*from, *length),
         Expression::Meta { key, to } => registers.store(*to, meta_length(*key)),
         Expression::SetMeta { key, from } => registers.load(*from, meta_length(*key)),
         Expression::Conntrack { key, direction, to } => {

@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use crate::{NatFlags, Reject};
+use crate::{NatFlags, PayloadBase, Reject};
 
 /// The addresses and ports of one direction of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,6 +110,27 @@ impl Packet {
             _ => bytes.clear(),
         }
         bytes
+    }
+
+    /// Writes an address or a port of the headers. Returns whether the bytes are one: the fake does
+    /// not model other fields.
+    pub(super) fn write(&mut self, base: PayloadBase, offset: u32, bytes: &[u8]) -> bool {
+        let Tuple { source, destination } = &mut self.tuple;
+        let end = match (base, offset, bytes.len()) {
+            (PayloadBase::Network, 12, 4) | (PayloadBase::Network, 8, 16) | (PayloadBase::Transport, 0, 2) => source,
+            (PayloadBase::Network, 16, 4) | (PayloadBase::Network, 24, 16) | (PayloadBase::Transport, 2, 2) => {
+                destination
+            }
+            _ => return false,
+        };
+        if let Ok(port) = <[u8; 2]>::try_from(bytes) {
+            end.1 = u16::from_be_bytes(port);
+        } else if let Ok(address) = <[u8; 4]>::try_from(bytes) {
+            end.0 = address.into();
+        } else if let Ok(address) = <[u8; 16]>::try_from(bytes) {
+            end.0 = address.into();
+        }
+        true
     }
 
     /// The first bytes of the transport header: the ports.

@@ -39,6 +39,21 @@ pub enum Expression {
         /// The destination register.
         to: Register,
     },
+    /// `payload … set`: writes bytes of a header, and corrects the checksums.
+    SetPayload {
+        /// The header.
+        base: PayloadBase,
+        /// The offset in bytes from the start of the header.
+        offset: u32,
+        /// The number of bytes to write.
+        length: u32,
+        /// The register that holds the bytes.
+        from: Register,
+        /// The offset of the header's own checksum. `None` if the header has no checksum.
+        checksum_offset: Option<u32>,
+        /// Whether the checksum of the transport header covers the bytes, as it covers addresses.
+        in_pseudo_header: bool,
+    },
     /// `meta`: loads a property of the packet.
     Meta {
         /// The property.

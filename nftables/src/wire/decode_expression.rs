@@ -6,7 +6,7 @@ use headgate_netlink::{Malformed, checked_attributes};
 use super::{
     attributes::{EXPRESSION_DATA, EXPRESSION_NAME},
     decode::{Fields, data, value},
-    expression::IN_LIST,
+    expression::{IN_LIST, IN_PSEUDO_HEADER},
 };
 use crate::{
     AddressFamily, Bytes, Comparison, Conversion, CtKey, Direction, DynamicSet, DynamicSetOperation, ElementData,
@@ -87,6 +87,23 @@ fn known(name: &str, bytes: &[u8]) -> Result<Option<Expression>, Malformed> {
         "payload" if f.get(1).is_some() => {
             let Some(base) = PayloadBase::of_number(f.number(2)?) else { return Ok(None) };
             Expression::Payload { base, offset: f.number(3)?, length: f.number(4)?, to: f.needed_register(1)? }
+        }
+        "payload" => {
+            let Some(base) = PayloadBase::of_number(f.number(2)?) else { return Ok(None) };
+            let checksum_offset = match f.number_or_zero(6)? {
+                0 => None,
+                1 => Some(f.number(7)?),
+                // The checksum of SCTP.
+                _ => return Ok(None),
+            };
+            Expression::SetPayload {
+                base,
+                offset: f.number(3)?,
+                length: f.number(4)?,
+                from: f.needed_register(5)?,
+                checksum_offset,
+                in_pseudo_header: f.number_or_zero(8)? & IN_PSEUDO_HEADER != 0,
+            }
         }
         "meta" => {
             let Some(key) = MetaKey::of_number(f.number(2)?) else { return Ok(None) };

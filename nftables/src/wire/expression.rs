@@ -17,6 +17,9 @@ use crate::{
 /// `NFT_REG_VERDICT`.
 const VERDICT_REGISTER: u32 = 0;
 
+/// `NFT_PAYLOAD_L4CSUM_PSEUDOHDR`.
+pub(super) const IN_PSEUDO_HEADER: u32 = 1;
+
 /// Defines both conversions between the values of this crate and the kernel's numbers.
 macro_rules! numbers {
     ($of:ty, $number:ident, $of_number:ident, { $($variant:ident = $value:literal),+ $(,)? }) => {
@@ -59,7 +62,7 @@ impl Expression {
     #[must_use]
     pub fn name(&self) -> &str {
         match self {
-            Self::Payload { .. } => "payload",
+            Self::Payload { .. } | Self::SetPayload { .. } => "payload",
             Self::Meta { .. } | Self::SetMeta { .. } => "meta",
             Self::Conntrack { .. } | Self::SetConntrack { .. } => "ct",
             Self::Compare { .. } => "cmp",
@@ -119,6 +122,16 @@ fn put_attributes(data: Request, expression: &Expression) -> Request {
     match expression {
         Expression::Payload { base, offset, length, to } => {
             put_u32(put_u32(put_u32(put_register(data, 1, *to), 2, base.number()), 3, *offset), 4, *length)
+        }
+        Expression::SetPayload { base, offset, length, from, checksum_offset, in_pseudo_header } => {
+            let data = put_u32(put_register(data, 5, *from), 2, base.number());
+            let data = put_u32(put_u32(data, 3, *offset), 4, *length);
+            let data = match checksum_offset {
+                // The type NFT_PAYLOAD_CSUM_INET.
+                Some(offset) => put_u32(put_u32(data, 6, 1), 7, *offset),
+                None => data,
+            };
+            if *in_pseudo_header { put_u32(data, 8, IN_PSEUDO_HEADER) } else { data }
         }
         Expression::Meta { key, to } => put_register(put_u32(data, 2, key.number()), 1, *to),
         Expression::SetMeta { key, from } => put_register(put_u32(data, 2, key.number()), 3, *from),

@@ -62,6 +62,7 @@ table inet shop {
   chain divert {
     type filter hook prerouting priority -300; policy accept;
     udp dport 53 notrack
+    ip daddr 10.0.0.1 udp dport 54 udp dport set 55 ip daddr set 127.0.0.1
     meta mark 1-5 ct mark set meta mark
     socket transparent 1 accept
     meta l4proto tcp tproxy ip to 127.0.0.1:50080
@@ -383,6 +384,36 @@ fn rules(table: &TableName, vmap: &SetName) -> Vec<Rule> {
             ],
         ),
         rule("divert", &[&protocol(UDP), &[port(2, R1), E::equal(R1, Value::port(53)), E::NoTrack]]),
+        rule(
+            "divert",
+            &[
+                &ipv4(),
+                &[destination(R1), E::equal(R1, ip([10, 0, 0, 1]))],
+                &protocol(UDP),
+                &[
+                    port(2, R1),
+                    E::equal(R1, Value::port(54)),
+                    E::Immediate { to: R1, value: Value::port(55) },
+                    E::SetPayload {
+                        base: PayloadBase::Transport,
+                        offset: 2,
+                        length: 2,
+                        from: R1,
+                        checksum_offset: Some(6),
+                        in_pseudo_header: false,
+                    },
+                    E::Immediate { to: R1, value: ip([127, 0, 0, 1]) },
+                    E::SetPayload {
+                        base: PayloadBase::Network,
+                        offset: 16,
+                        length: 4,
+                        from: R1,
+                        checksum_offset: Some(10),
+                        in_pseudo_header: true,
+                    },
+                ],
+            ],
+        ),
         rule(
             "divert",
             &[&[
