@@ -8,7 +8,7 @@ use std::{
 };
 
 use headgate_core::{
-    Dirty, Family, NodeFacts, State,
+    Dirty, Family, NodeFacts, Protocol, State,
     nftables::Lookup,
     userspace::{Ledger, Operation, Plan, PoolSettings},
 };
@@ -21,7 +21,7 @@ use changes::{Event, any_event, node, squash};
 #[derive(Debug, Default)]
 struct Table {
     pools: HashMap<u64, (PoolSettings, BTreeMap<SocketAddr, u32>)>,
-    addresses: BTreeMap<(Lookup, SocketAddr), u64>,
+    addresses: BTreeMap<(Lookup, Protocol, SocketAddr), u64>,
 }
 
 impl Table {
@@ -37,13 +37,13 @@ impl Table {
             Operation::RemoveEndpoint(pool, endpoint) => {
                 self.pools.get_mut(&pool).unwrap().1.remove(&endpoint).unwrap();
             }
-            Operation::SetAddress(pool, lookup, address) => {
+            Operation::SetAddress(pool, lookup, protocol, address) => {
                 assert!(self.pools.contains_key(&pool));
-                self.addresses.insert((lookup, address), pool);
+                self.addresses.insert((lookup, protocol, address), pool);
             }
-            Operation::RemoveAddress(pool, lookup, address) => {
-                if self.addresses.get(&(lookup, address)) == Some(&pool) {
-                    self.addresses.remove(&(lookup, address));
+            Operation::RemoveAddress(pool, lookup, protocol, address) => {
+                if self.addresses.get(&(lookup, protocol, address)) == Some(&pool) {
+                    self.addresses.remove(&(lookup, protocol, address));
                 }
             }
             Operation::RemovePool(pool) => {
@@ -62,7 +62,7 @@ impl Table {
     }
 
     /// What each address leads to.
-    fn flat(&self) -> BTreeMap<(Lookup, SocketAddr), String> {
+    fn flat(&self) -> BTreeMap<(Lookup, Protocol, SocketAddr), String> {
         self.addresses.iter().map(|(address, pool)| (*address, format!("{:?}", self.pools[pool]))).collect()
     }
 }

@@ -91,7 +91,7 @@ fn proxy() -> Result<(), Failure> {
     services.set_address(datagrams, Scope::default(), Protocol::Udp, PROXY.parse()?);
     services.set_endpoint(datagrams, datagram_server(), 1);
     let udp = UdpProxy::start(&UdpSettings::default(), &services)?;
-    udp.listen(UdpSocket::bind(PROXY)?)?;
+    udp.listen(UdpSocket::bind(PROXY)?, Scope::default(), PROXY.parse()?)?;
     loop {
         thread::park();
     }

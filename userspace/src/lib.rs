@@ -21,4 +21,4 @@ pub use tcp::{
     ConnectionInfo, ConnectionList, ConnectionState, Destination, HowEnded, ListFilter, ListenerId, TcpProxy,
     TcpSettings, TcpStats,
 };
-pub use udp::{UdpProxy, UdpSessionInfo, UdpSettings, UdpStats};
+pub use udp::{UdpListenerId, UdpProxy, UdpSessionInfo, UdpSettings, UdpStats};

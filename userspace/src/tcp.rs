@@ -95,9 +95,6 @@ struct Counters {
     accept_pauses: Counter,
 }
 
-/// The loop of a thread that has a listener turns at least this often.
-const HEARTBEAT_MS: u64 = 100;
-
 /// The last time at which any thread began a turn of its loop.
 #[derive(Debug)]
 struct Heartbeat {

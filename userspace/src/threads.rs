@@ -23,6 +23,9 @@ pub(crate) const LISTENER: u64 = 1 << 63;
 /// Generations use 31 bits of a token.
 pub(crate) const MAX_GENERATION: u32 = u32::MAX >> 1;
 
+/// The loop of a thread that has a listener turns at least this often.
+pub(crate) const HEARTBEAT_MS: u64 = 100;
+
 /// A command that ends a thread.
 pub(crate) trait End {
     const END: Self;

@@ -1,12 +1,14 @@
 //! The UDP proxy: sessions of clients, each with a socket that is connected to an endpoint.
 //!
 //! A listening socket receives the datagrams for one address of a Service, or for one port of all
-//! addresses of the node. Replies leave from the same socket, and therefore from the address that
-//! the client used. This needs no connection tracking.
+//! addresses of the node. Replies leave from the same socket. If the socket does not have the
+//! address that the client used, rules translate both directions. This needs no connection
+//! tracking.
 
 mod socket;
 #[cfg(test)]
 mod tests;
+mod unreachable;
 mod worker;
 
 use std::{
@@ -15,7 +17,7 @@ use std::{
     os::fd::OwnedFd,
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -23,9 +25,9 @@ use std::{
 use worker::{Command, Worker};
 
 use crate::{
-    services::{ServiceId, Services},
+    services::{Scope, ServiceId, Services},
     stats::Counter,
-    threads::Threads,
+    threads::{Threads, milliseconds},
 };
 
 /// The settings of the UDP proxy.
@@ -71,6 +73,38 @@ pub struct UdpSessionInfo {
     pub age_ms: u64,
     /// The time since the last datagram.
     pub idle_ms: u64,
+    /// Whether the last datagram came from the client.
+    pub awaits_reply: bool,
+}
+
+/// A listener of the proxy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct UdpListenerId(u64);
+
+/// A session without a datagram for this time has ended, unless it awaits a reply.
+const QUIET_MS: u64 = 500;
+/// After this time, a client does not wait for a reply: resolvers repeat a question after 5 s.
+const REPLY_MS: u64 = 5_000;
+
+impl UdpSessionInfo {
+    /// Whether datagrams for the client may still come.
+    fn is_busy(&self) -> bool {
+        self.idle_ms < if self.awaits_reply { REPLY_MS } else { QUIET_MS }
+    }
+}
+
+/// The last time at which each thread began a turn of its loop. A thread without listeners does not
+/// turn, and has the time [`u64::MAX`].
+#[derive(Debug)]
+struct Heartbeats {
+    began: Instant,
+    last_ms: Vec<AtomicU64>,
+}
+
+impl Heartbeats {
+    fn now_ms(&self) -> u64 {
+        milliseconds(self.began.elapsed())
+    }
 }
 
 /// The counters of all threads.
@@ -97,47 +131,78 @@ pub struct UdpStats {
 pub struct UdpProxy {
     threads: Threads<Command>,
     counters: Arc<Counters>,
-    next_thread: AtomicUsize,
+    heartbeats: Arc<Heartbeats>,
+    next_listener: AtomicU64,
 }
 
 impl UdpProxy {
-    /// Starts the threads.
+    /// Starts the threads. A process without the capability NET_RAW runs a proxy that passes no
+    /// ICMP errors to clients.
     ///
     /// # Errors
     ///
     /// The kernel refused a descriptor or a thread.
     pub fn start(settings: &UdpSettings, services: &Arc<Services>) -> io::Result<Self> {
         let counters = Arc::new(Counters::default());
+        let last_ms = (0..settings.threads.max(1)).map(|_| AtomicU64::new(u64::MAX)).collect();
+        let heartbeats = Arc::new(Heartbeats { began: Instant::now(), last_ms });
+        let mut number = 0..;
         let threads = Threads::start("udp-proxy", settings.threads, |inbox, seed| {
-            let worker = Worker::new(settings.clone(), Arc::clone(services), Arc::clone(&counters), inbox, seed)?;
+            let heartbeat = (Arc::clone(&heartbeats), number.next().unwrap_or_default());
+            let (services, counters) = (Arc::clone(services), Arc::clone(&counters));
+            let worker = Worker::new(settings.clone(), services, counters, inbox, heartbeat, seed)?;
             Ok(|| worker.run())
         })?;
-        Ok(Self { threads, counters, next_thread: AtomicUsize::new(0) })
+        Ok(Self { threads, counters, heartbeats, next_listener: AtomicU64::new(0) })
     }
 
-    /// Serves a bound UDP socket. The socket is bound to an address of a Service, with
-    /// IP_TRANSPARENT if no interface has that address, or to a port of all addresses.
+    /// Serves a bound UDP socket on one thread. Its datagrams are for `destination`, an address of
+    /// `scope`. If the IP address of `destination` is unspecified, each datagram is for the address
+    /// to which it was sent, and for the port of `destination`.
     ///
     /// # Errors
     ///
-    /// The socket is not bound, or the kernel refused an option.
-    pub fn listen(&self, socket: impl Into<OwnedFd>) -> io::Result<()> {
+    /// The kernel refused an option.
+    pub fn listen(
+        &self,
+        socket: impl Into<OwnedFd>,
+        scope: Scope,
+        destination: SocketAddr,
+    ) -> io::Result<UdpListenerId> {
         let socket = socket.into();
         rustix::io::ioctl_fionbio(&socket, true)?;
-        let address = SocketAddr::try_from(rustix::net::getsockname(&socket)?)?;
-        self.threads.send_to_one(self.next_thread.fetch_add(1, Ordering::Relaxed), Command::Listen(socket, address));
-        Ok(())
+        let id = self.next_listener.fetch_add(1, Ordering::Relaxed);
+        self.send(id, Command::Listen { id, socket, scope, destination });
+        Ok(UdpListenerId(id))
     }
 
-    /// Waits until no session had a datagram for `quiet`, or until the deadline has passed, and
-    /// ends all sessions. Datagrams are served meanwhile: the caller first sends new ones
-    /// elsewhere. Returns the number of sessions that were still in use.
+    /// Closes a listener. The caller first sends its datagrams elsewhere.
+    pub fn stop_listening(&self, id: UdpListenerId) {
+        self.send(id.0, Command::StopListening(id.0));
+    }
+
+    /// Sends a command to the thread of a listener.
+    fn send(&self, listener: u64, command: Command) {
+        let thread = listener % self.heartbeats.last_ms.len() as u64;
+        self.threads.send_to_one(usize::try_from(thread).unwrap_or_default(), command);
+    }
+
+    /// The longest time since a thread with listeners last began a turn of its loop. While no such
+    /// thread hangs, this is little more than 100 ms.
+    #[must_use]
+    pub fn since_last_turn(&self) -> Duration {
+        let last_ms = self.heartbeats.last_ms.iter().map(|last| last.load(Ordering::Relaxed)).min();
+        Duration::from_millis(self.heartbeats.now_ms().saturating_sub(last_ms.unwrap_or(u64::MAX)))
+    }
+
+    /// Waits until no session expects datagrams of its endpoint, or until the deadline has passed.
+    /// The caller first sends the datagrams of clients elsewhere. Returns the number of sessions
+    /// that were still in use. Sessions end when the proxy is dropped.
     #[must_use = "the number of sessions that were lost"]
-    pub fn drain(self, quiet: Duration, deadline: Duration) -> u64 {
+    pub fn drain(&self, deadline: Duration) -> u64 {
         let until = Instant::now() + deadline;
         loop {
-            let sessions = self.sessions();
-            let busy = sessions.iter().filter(|session| u128::from(session.idle_ms) < quiet.as_millis()).count();
+            let busy = self.sessions().iter().filter(|session| session.is_busy()).count();
             if busy == 0 || Instant::now() >= until {
                 return busy as u64;
             }

@@ -140,7 +140,8 @@ fn a_udp_reply_comes_from_the_service_address_that_no_interface_has() {
         }
     });
     let proxy = UdpProxy::start(&UdpSettings::default(), &services).unwrap();
-    proxy.listen(UdpSocket::bind("10.96.0.53:53").unwrap()).unwrap();
+    let address = "10.96.0.53:53".parse().unwrap();
+    proxy.listen(UdpSocket::bind(address).unwrap(), Scope::default(), address).unwrap();
     let client = UdpSocket::bind("10.0.0.1:0").unwrap();
     client.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
     client.send_to(b"question", "10.96.0.53:53").unwrap();

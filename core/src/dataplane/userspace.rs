@@ -1,8 +1,8 @@
 //! Mode userspace: the pools of endpoints among which a proxy on the node chooses.
 //!
 //! The rules of mode userspace are the rules of mode nftables. While the proxy accepts connections,
-//! rules send the TCP connections for a frontend to the proxy, which finds the [`Pool`] of the
-//! frontend. The [`Ledger`] records the pools and plans only the differences. A pool has the
+//! rules send the TCP connections and the datagrams for a frontend to the proxy, which finds the
+//! [`Pool`] of the frontend. The [`Ledger`] records the pools and plans only the differences. A pool has the
 //! endpoints of one [group of mode nftables](super::nftables).
 
 use std::{
@@ -45,11 +45,12 @@ pub enum Operation {
     SetEndpoint(u64, SocketAddr, u32),
     /// Removes an endpoint.
     RemoveEndpoint(u64, SocketAddr),
-    /// Sends the connections for an address to a pool, and to no other pool. [`Lookup`] is the map
-    /// in which the rules find the address. NodePorts have an unspecified IP address.
-    SetAddress(u64, Lookup, SocketAddr),
+    /// Sends the connections or datagrams for an address to a pool, and to no other pool.
+    /// [`Lookup`] is the map in which the rules find the address. NodePorts have an unspecified IP
+    /// address.
+    SetAddress(u64, Lookup, Protocol, SocketAddr),
     /// Removes an address from the pool, if the address still leads to this pool.
-    RemoveAddress(u64, Lookup, SocketAddr),
+    RemoveAddress(u64, Lookup, Protocol, SocketAddr),
     /// Removes a pool, which has no address.
     RemovePool(u64),
     /// Ends the counters of a Service that was removed, by `namespace/name`.
@@ -68,6 +69,7 @@ pub struct Plan {
 /// Identifies a pool among the pools of a Service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct PoolKey {
+    protocol: Protocol,
     port: u16,
     /// True for the endpoints for policy Local.
     is_local: bool,
@@ -78,7 +80,7 @@ struct Pool {
     number: u64,
     settings: PoolSettings,
     endpoints: BTreeMap<SocketAddr, u32>,
-    addresses: BTreeSet<(Lookup, SocketAddr)>,
+    addresses: BTreeSet<(Lookup, Protocol, SocketAddr)>,
 }
 
 type Pools = BTreeMap<PoolKey, Pool>;
@@ -132,10 +134,10 @@ impl Ledger {
         let (mut ports, mut node_ports) = (HashSet::new(), HashSet::new());
         for mut view in service_views(state, key, self.config.family, node) {
             // A malformed Service may list a port twice. Only the first entry counts.
-            if view.protocol != Protocol::Tcp || !ports.insert(view.port) {
+            if view.protocol == Protocol::Sctp || !ports.insert((view.protocol, view.port)) {
                 continue;
             }
-            if view.node_port != 0 && !node_ports.insert(view.node_port) {
+            if view.node_port != 0 && !node_ports.insert((view.protocol, view.node_port)) {
                 view.node_port = 0;
             }
             self.add_pools(&service, &view, &old, &mut new);
@@ -144,8 +146,7 @@ impl Ledger {
             pool.plan_changes(old.get(key), plan);
         }
         for pool in old.iter().filter(|(key, _)| !new.contains_key(key)).map(|(_, pool)| pool) {
-            plan.after
-                .extend(pool.addresses.iter().map(|(lookup, at)| Operation::RemoveAddress(pool.number, *lookup, *at)));
+            plan.after.extend(pool.addresses.iter().map(|address| pool.remove_address(*address)));
             plan.after.push(Operation::RemovePool(pool.number));
         }
         if state.entry(key).is_some_and(|entry| entry.service().is_some()) {
@@ -162,7 +163,7 @@ impl Ledger {
             if endpoints.is_empty() {
                 continue;
             }
-            let key = PoolKey { port: view.port, is_local };
+            let key = PoolKey { protocol: view.protocol, port: view.port, is_local };
             let number = old.get(&key).map_or_else(|| self.next_number(), |pool| pool.number);
             let outside = plan.services.iter().filter(|(_, local)| *local == is_local);
             let outside = outside.map(|(frontend, _)| address(*frontend, false));
@@ -205,24 +206,27 @@ impl Pool {
         plan.before.extend(removed.map(|endpoint| Operation::RemoveEndpoint(number, *endpoint)));
         let old = before.map_or(&no_addresses, |before| &before.addresses);
         let added = self.addresses.difference(old);
-        plan.before.extend(added.map(|(lookup, at)| Operation::SetAddress(number, *lookup, *at)));
-        let removed = old.difference(&self.addresses);
-        plan.after.extend(removed.map(|(lookup, at)| Operation::RemoveAddress(number, *lookup, *at)));
+        plan.before.extend(added.map(|(lookup, protocol, at)| Operation::SetAddress(number, *lookup, *protocol, *at)));
+        plan.after.extend(old.difference(&self.addresses).map(|address| self.remove_address(*address)));
+    }
+
+    fn remove_address(&self, (lookup, protocol, at): (Lookup, Protocol, SocketAddr)) -> Operation {
+        Operation::RemoveAddress(self.number, lookup, protocol, at)
     }
 }
 
 /// The address under which the proxy finds the pool of a frontend.
-fn address(frontend: Frontend, is_inside: bool) -> (Lookup, SocketAddr) {
+fn address(frontend: Frontend, is_inside: bool) -> (Lookup, Protocol, SocketAddr) {
     match frontend {
-        Frontend::Address(address, _, port) => {
-            (if is_inside { Lookup::Inside } else { Lookup::Service }, (address, port).into())
+        Frontend::Address(address, protocol, port) => {
+            (if is_inside { Lookup::Inside } else { Lookup::Service }, protocol, (address, port).into())
         }
-        Frontend::NodePort(family, _, port) => {
+        Frontend::NodePort(family, protocol, port) => {
             let any = match family {
                 Family::V4 => IpAddr::from(Ipv4Addr::UNSPECIFIED),
                 Family::V6 => Ipv6Addr::UNSPECIFIED.into(),
             };
-            (if is_inside { Lookup::InsideNodePort } else { Lookup::NodePort }, (any, port).into())
+            (if is_inside { Lookup::InsideNodePort } else { Lookup::NodePort }, protocol, (any, port).into())
         }
     }
 }

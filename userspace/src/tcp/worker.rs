@@ -18,7 +18,7 @@ use rustix::{
 use slab::Slab;
 
 use super::{
-    ConnectionList, Counters, Destination, HEARTBEAT_MS, Heartbeat, HowEnded, ListFilter, ListenerId, TcpSettings,
+    ConnectionList, Counters, Destination, Heartbeat, HowEnded, ListFilter, ListenerId, TcpSettings,
     connection::{BUFFER_BYTES, Connection, Tools, Visit},
     pipes::Pipes,
 };
@@ -26,7 +26,7 @@ use crate::{
     inbox::Inbox,
     relay::{End, Side},
     services::{Scope, Services},
-    threads::{self, LISTENER, WAKE, epoll_timeout, epoll_with, milliseconds},
+    threads::{self, HEARTBEAT_MS, LISTENER, WAKE, epoll_timeout, epoll_with, milliseconds},
     wheel::Wheel,
 };
 

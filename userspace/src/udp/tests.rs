@@ -5,7 +5,7 @@ use std::{
     thread,
 };
 
-use super::*;
+use super::{unreachable::Reporter, *};
 use crate::{Protocol, Scope, ServiceSettings, ServiceStats};
 
 const SERVICE: ServiceId = ServiceId(1);
@@ -14,13 +14,15 @@ struct Bed {
     services: Arc<Services>,
     proxy: UdpProxy,
     address: SocketAddr,
+    listener: UdpListenerId,
 }
 
 impl Bed {
     fn new(settings: &UdpSettings, service: ServiceSettings, bind: &str, endpoints: &[SocketAddr]) -> Self {
         let services = Arc::new(Services::default());
         let listener = UdpSocket::bind(bind).unwrap();
-        let mut address = listener.local_addr().unwrap();
+        let destination = listener.local_addr().unwrap();
+        let mut address = destination;
         if address.ip().is_unspecified() {
             address.set_ip(Ipv4Addr::new(127, 0, 5, 5).into());
         }
@@ -30,8 +32,8 @@ impl Bed {
             services.set_endpoint(SERVICE, *endpoint, 1);
         }
         let proxy = UdpProxy::start(settings, &services).unwrap();
-        proxy.listen(listener).unwrap();
-        Self { services, proxy, address }
+        let listener = proxy.listen(listener, Scope::default(), destination).unwrap();
+        Self { services, proxy, address, listener }
     }
 
     fn simple(endpoints: &[SocketAddr]) -> Self {
@@ -153,9 +155,13 @@ fn a_session_moves_when_its_endpoint_is_unreachable() {
     bed.services.set_endpoint(SERVICE, second, 1);
     client.send(b"stop").unwrap();
     thread::sleep(Duration::from_millis(100));
-    // The ICMP error for this datagram moves the session; a client repeats lost datagrams.
+    // The ICMP error for this datagram moves the session, and tells the client to repeat it.
     client.send(b"lost").unwrap();
     thread::sleep(Duration::from_millis(100));
+    // Without the capability NET_RAW, the proxy cannot tell the client.
+    let can_report = Reporter::open().report(endpoint(3), bed.address);
+    let kind = client.take_error().unwrap().map(|error| error.kind());
+    assert_eq!(kind, can_report.then_some(io::ErrorKind::ConnectionRefused));
     assert_eq!(ask(&client, b"x").0, 2);
     assert_eq!(bed.stats().retries, 1);
 }
@@ -181,5 +187,40 @@ fn sessions_have_limits_and_end_when_they_are_idle() {
     }
     let answered = clients.iter().filter(|client| client.recv(&mut [0; 9]).is_ok()).count();
     assert_eq!(answered, 5, "a client has five sessions");
-    assert_eq!(bed.proxy.drain(Duration::from_millis(100), Duration::from_secs(5)), 0);
+    assert_eq!(bed.proxy.drain(Duration::from_secs(7)), 0);
+}
+
+#[test]
+fn a_session_that_awaits_a_reply_delays_a_drain() {
+    let silent = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let bed = Bed::simple(&[silent.local_addr().unwrap()]);
+    let client = bed.client();
+    client.send(b"x").unwrap();
+    let (count, session) = silent.recv_from(&mut [0; 9]).unwrap();
+    assert_eq!((count, bed.proxy.drain(Duration::from_millis(300))), (1, 1));
+    let late = thread::spawn(move || {
+        thread::sleep(Duration::from_millis(300));
+        silent.send_to(b"late", session).unwrap();
+    });
+    let began = Instant::now();
+    assert_eq!(bed.proxy.drain(Duration::from_secs(20)), 0);
+    assert!(began.elapsed() > Duration::from_millis(700), "the drain ended before the reply");
+    late.join().unwrap();
+    assert_eq!(client.recv(&mut [0; 9]).unwrap(), 4);
+}
+
+#[test]
+fn a_closed_listener_serves_nobody_and_does_not_keep_the_thread_alive() {
+    let bed = Bed::simple(&[endpoint(1)]);
+    let client = bed.client();
+    assert_eq!(ask(&client, b"x").0, 1);
+    thread::sleep(Duration::from_millis(300));
+    assert!(bed.proxy.since_last_turn() < Duration::from_millis(250), "the thread turns while it listens");
+    bed.proxy.stop_listening(bed.listener);
+    // The list waits until the thread has closed the socket.
+    assert_eq!(bed.proxy.sessions().len(), 1);
+    client.send(b"x").unwrap();
+    assert_eq!(client.recv(&mut [0; 9]).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+    thread::sleep(Duration::from_millis(300));
+    assert_eq!(bed.proxy.since_last_turn(), Duration::ZERO, "nothing has to turn");
 }

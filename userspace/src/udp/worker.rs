@@ -6,8 +6,7 @@ use std::{
     mem::MaybeUninit,
     net::{IpAddr, SocketAddr},
     os::fd::OwnedFd,
-    sync::{Arc, mpsc},
-    time::Instant,
+    sync::{Arc, atomic::Ordering, mpsc},
 };
 
 use rustix::{
@@ -18,14 +17,15 @@ use rustix::{
 use slab::Slab;
 
 use super::{
-    Counters, UdpSessionInfo, UdpSettings,
+    Counters, Heartbeats, UdpSessionInfo, UdpSettings,
     socket::{Batch, Buffers, Socket, is_unreachable},
+    unreachable::Reporter,
 };
 use crate::{
     balance::{Picked, mix},
     inbox::Inbox,
     services::{Protocol, Scope, Service, Services, plain},
-    threads::{End, LISTENER, MAX_GENERATION, WAKE, epoll_timeout, epoll_with, milliseconds},
+    threads::{End, HEARTBEAT_MS, LISTENER, MAX_GENERATION, WAKE, epoll_timeout, epoll_with, milliseconds},
     wheel::Wheel,
 };
 
@@ -36,7 +36,8 @@ const RECEIVES_PER_VISIT: usize = 8;
 /// A command of another thread to a worker.
 #[derive(Debug)]
 pub(super) enum Command {
-    Listen(OwnedFd, SocketAddr),
+    Listen { id: u64, socket: OwnedFd, scope: Scope, destination: SocketAddr },
+    StopListening(u64),
     List(mpsc::Sender<Vec<UdpSessionInfo>>),
     End,
 }
@@ -48,16 +49,20 @@ impl End for Command {
 #[derive(Debug)]
 struct Listener {
     socket: Socket,
-    /// The bound address. Its IP address is unspecified if the socket receives for all addresses.
-    address: SocketAddr,
+    scope: Scope,
+    /// The address that the clients use. Its IP address is unspecified if the socket receives for
+    /// all addresses.
+    destination: SocketAddr,
 }
 
 /// The key of a session: the listener, the client, and the address that the client used.
-type Key = (usize, SocketAddr, IpAddr);
+type Key = (u64, SocketAddr, IpAddr);
 
 #[derive(Debug)]
 struct Session {
     key: Key,
+    /// The port of the Service.
+    port: u16,
     service: Arc<Service>,
     picked: Picked,
     socket: Socket,
@@ -67,13 +72,13 @@ struct Session {
     began_ms: u64,
     generation: u32,
     bytes: [u64; 2],
+    awaits_reply: bool,
 }
 
 impl Session {
     /// The address of the Service that the client used.
-    fn destination(&self, listeners: &Slab<Listener>) -> SocketAddr {
-        let port = listeners.get(self.key.0).map_or(0, |listener| listener.address.port());
-        SocketAddr::new(self.key.2, port)
+    fn destination(&self) -> SocketAddr {
+        SocketAddr::new(self.key.2, self.port)
     }
 }
 
@@ -85,14 +90,17 @@ pub(super) struct Worker {
     counters: Arc<Counters>,
     inbox: Arc<Inbox<Command>>,
     epoll: OwnedFd,
-    listeners: Slab<Listener>,
+    /// Numbers of listeners are not used again, so that sessions do not change their listener.
+    listeners: HashMap<u64, Listener>,
     sessions: Slab<Session>,
     by_key: HashMap<Key, usize>,
     /// The number of sessions of each client.
     by_client: HashMap<IpAddr, u32>,
     wheel: Wheel,
     now_ms: u64,
-    began: Instant,
+    /// The times of all threads, and the number of this thread.
+    heartbeat: (Arc<Heartbeats>, usize),
+    reporter: Reporter,
     next_generation: u32,
     random_state: u64,
     is_ending: bool,
@@ -104,6 +112,7 @@ impl Worker {
         services: Arc<Services>,
         counters: Arc<Counters>,
         inbox: Arc<Inbox<Command>>,
+        heartbeat: (Arc<Heartbeats>, usize),
         random_state: u64,
     ) -> io::Result<Self> {
         let epoll = epoll_with(&inbox)?;
@@ -113,13 +122,14 @@ impl Worker {
             counters,
             inbox,
             epoll,
-            listeners: Slab::new(),
+            listeners: HashMap::new(),
             sessions: Slab::new(),
             by_key: HashMap::new(),
             by_client: HashMap::new(),
             wheel: Wheel::new(0),
             now_ms: 0,
-            began: Instant::now(),
+            heartbeat,
+            reporter: Reporter::open(),
             next_generation: 0,
             random_state,
             is_ending: false,
@@ -131,13 +141,13 @@ impl Worker {
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); EVENTS];
         let (mut fired, mut buffers) = (Vec::new(), Buffers::new());
         while !self.is_ending {
-            let timeout = self.wheel.next_ms(self.elapsed_ms()).and_then(epoll_timeout);
+            let timeout = self.wait_ms().and_then(epoll_timeout);
             let ready = match epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()) {
                 Ok((ready, _)) => &*ready,
                 Err(Errno::INTR) => &[],
                 Err(error) => return Err(error.into()),
             };
-            self.now_ms = self.elapsed_ms();
+            self.beat();
             for event in ready {
                 let token = event.data.u64();
                 if token == WAKE {
@@ -145,7 +155,7 @@ impl Worker {
                         self.obey(command);
                     }
                 } else if token & LISTENER != 0 {
-                    self.serve_clients(usize::try_from(token & !LISTENER).unwrap_or(usize::MAX), &mut buffers);
+                    self.serve_clients(token & !LISTENER, &mut buffers);
                 } else if let Some(slot) = self.slot_of(token) {
                     self.serve_endpoint(slot, &mut buffers);
                 }
@@ -158,8 +168,18 @@ impl Worker {
         Ok(())
     }
 
-    fn elapsed_ms(&self) -> u64 {
-        milliseconds(self.began.elapsed())
+    /// Reads the clock, and records that this thread does not hang.
+    fn beat(&mut self) {
+        let (heartbeats, number) = &self.heartbeat;
+        self.now_ms = heartbeats.now_ms();
+        let last_ms = if self.listeners.is_empty() { u64::MAX } else { self.now_ms };
+        heartbeats.last_ms[*number].store(last_ms, Ordering::Relaxed);
+    }
+
+    /// The time until something is due.
+    fn wait_ms(&self) -> Option<u64> {
+        let beat_ms = (!self.listeners.is_empty()).then_some(HEARTBEAT_MS);
+        beat_ms.into_iter().chain(self.wheel.next_ms(self.heartbeat.0.now_ms())).min()
     }
 
     fn token(&self, slot: usize) -> u64 {
@@ -174,28 +194,30 @@ impl Worker {
 
     fn obey(&mut self, command: Command) {
         match command {
-            Command::Listen(fd, address) => {
-                let added = Socket::new(fd, address.is_ipv4()).and_then(|socket| {
-                    let entry = self.listeners.vacant_entry();
-                    let data = EventData::new_u64(LISTENER | entry.key() as u64);
-                    epoll::add(&self.epoll, &socket.fd, data, EventFlags::IN)?;
-                    entry.insert(Listener { socket, address });
+            Command::Listen { id, socket, scope, destination } => {
+                let added = Socket::new(socket, destination.is_ipv4()).and_then(|socket| {
+                    epoll::add(&self.epoll, &socket.fd, EventData::new_u64(LISTENER | id), EventFlags::IN)?;
+                    self.listeners.insert(id, Listener { socket, scope, destination });
                     Ok(())
                 });
                 if added.is_err() {
                     self.counters.exhausted.add(1);
                 }
+                self.beat();
             }
+            // The sessions of the listener end when they are idle, or when their endpoint answers.
+            Command::StopListening(id) => drop(self.listeners.remove(&id)),
             Command::List(answer) => {
                 let list = self.sessions.iter().map(|(_, session)| UdpSessionInfo {
                     service: session.service.id,
                     client: session.key.1,
-                    destination: session.destination(&self.listeners),
+                    destination: session.destination(),
                     endpoint: session.picked.address,
                     bytes_to_endpoint: session.bytes[0],
                     bytes_to_client: session.bytes[1],
                     age_ms: self.now_ms.saturating_sub(session.began_ms),
                     idle_ms: self.now_ms.saturating_sub(session.active_ms),
+                    awaits_reply: session.awaits_reply,
                 });
                 // The caller may have stopped waiting.
                 let _ = answer.send(list.collect());
@@ -205,19 +227,20 @@ impl Worker {
     }
 
     /// Passes datagrams of clients to the endpoints of their sessions.
-    fn serve_clients(&mut self, listener: usize, buffers: &mut Buffers) {
+    fn serve_clients(&mut self, id: u64, buffers: &mut Buffers) {
         for _ in 0..RECEIVES_PER_VISIT {
-            let Some(found) = self.listeners.get(listener) else { return };
-            let address = found.address;
+            let Some(listener) = self.listeners.get(&id) else { return };
+            let (scope, destination) = (listener.scope, listener.destination);
             // An error of a listener is the ICMP error of a reply: that client is gone.
-            let Ok(()) = found.socket.receive(buffers) else { return };
+            let Ok(()) = listener.socket.receive(buffers) else { return };
             let mut at = 0;
             while let Some(batch) = buffers.next_batch(&mut at) {
                 let sender = plain(batch.sender);
-                let used = if address.ip().is_unspecified() { batch.destination } else { Some(address.ip()) };
+                let is_for_all = destination.ip().is_unspecified();
+                let used = if is_for_all { batch.destination } else { Some(destination.ip()) };
                 let Some(used) = used else { continue };
-                let key = (listener, sender, used.to_canonical());
-                if let Some(slot) = self.session(key, address.port(), batch.count()) {
+                let key = (id, sender, used.to_canonical());
+                if let Some(slot) = self.session(key, scope, destination.port(), batch.count()) {
                     self.send_to_endpoint(slot, batch);
                 }
             }
@@ -225,11 +248,13 @@ impl Worker {
     }
 
     /// The session of a client. A new one is opened if the limits allow it.
-    fn session(&mut self, key: Key, port: u16, datagrams: u64) -> Option<usize> {
-        if let Some(slot) = self.by_key.get(&key).copied() {
-            return self.checked(slot, datagrams);
+    fn session(&mut self, key: Key, scope: Scope, port: u16, datagrams: u64) -> Option<usize> {
+        if let Some(slot) = self.by_key.get(&key).copied()
+            && self.check(slot)
+        {
+            return Some(slot);
         }
-        let Some(service) = self.services.find(Scope::default(), Protocol::Udp, SocketAddr::new(key.2, port)) else {
+        let Some(service) = self.services.find(scope, Protocol::Udp, SocketAddr::new(key.2, port)) else {
             self.counters.unknown_destination.add(datagrams);
             return None;
         };
@@ -277,6 +302,7 @@ impl Worker {
         self.next_generation = self.next_generation.wrapping_add(1) & MAX_GENERATION;
         let slot = self.sessions.insert(Session {
             key,
+            port,
             service,
             picked,
             socket,
@@ -285,6 +311,7 @@ impl Worker {
             began_ms: self.now_ms,
             generation: self.next_generation,
             bytes: [0; 2],
+            awaits_reply: true,
         });
         self.by_key.insert(key, slot);
         *self.by_client.entry(client).or_default() += 1;
@@ -300,20 +327,19 @@ impl Worker {
     }
 
     /// Ensures that the endpoint of a session still belongs to its Service. Otherwise the session
-    /// moves to another endpoint, or ends.
-    fn checked(&mut self, slot: usize, datagrams: u64) -> Option<usize> {
+    /// moves to another endpoint, or ends. Returns whether the session continues.
+    fn check(&mut self, slot: usize) -> bool {
         let session = &mut self.sessions[slot];
         let removals = session.service.removals();
         if session.removals != removals {
             session.removals = removals;
             let is_present = session.service.state().pool.contains(session.picked.key);
             if !is_present && !self.move_session(slot) {
-                self.sessions[slot].service.account.stats.dropped_datagrams.add(datagrams);
                 self.close(slot);
-                return None;
+                return false;
             }
         }
-        Some(slot)
+        true
     }
 
     /// Connects a session to another endpoint. Returns false if none is left. Replies of the old
@@ -347,6 +373,7 @@ impl Worker {
     fn send_to_endpoint(&mut self, slot: usize, batch: Batch<'_>) {
         let session = &mut self.sessions[slot];
         session.active_ms = self.now_ms;
+        session.awaits_reply = true;
         let (mut lost, error) = session.socket.send(batch, session.picked.address);
         if error.is_some_and(|error| is_unreachable(&error)) {
             // The kernel reports the ICMP error of an earlier datagram, and sent less than this
@@ -366,10 +393,11 @@ impl Worker {
         }
     }
 
-    /// Nobody listens at the endpoint of a session: the session moves, or ends. Returns whether it
-    /// continues.
+    /// Nobody listens at the endpoint of a session: the client learns that a datagram is lost, and
+    /// the session moves, or ends. Returns whether the session continues.
     fn endpoint_failed(&mut self, slot: usize) -> bool {
         let session = &self.sessions[slot];
+        self.reporter.report(session.key.1, session.destination());
         session.service.state().pool.failed(session.picked.key, self.now_ms);
         if self.move_session(slot) {
             return true;
@@ -391,9 +419,10 @@ impl Worker {
                 }
                 Err(_) => return,
             }
-            let Some(listener) = self.listeners.get(session.key.0) else { return };
+            let Some(listener) = self.listeners.get(&session.key.0) else { return self.close(slot) };
             session.active_ms = self.now_ms;
-            let source = listener.address.ip().is_unspecified().then_some(session.key.2);
+            session.awaits_reply = false;
+            let source = listener.destination.ip().is_unspecified().then_some(session.key.2);
             let mut at = 0;
             while let Some(batch) = buffers.next_batch(&mut at) {
                 let (lost, _) = listener.socket.send_to(batch, session.key.1, source);

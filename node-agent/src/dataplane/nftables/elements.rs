@@ -149,9 +149,9 @@ pub(super) fn gate_set(table: &TableName) -> Set {
     Set::new(table, names::GATE, &[DataType::Protocol]).with_timeout_ms(GATE_TIMEOUT_MS)
 }
 
-/// The element of the gate that sends TCP connections to the proxy.
-pub(super) fn gate_of_tcp() -> nftables_netlink::Element {
-    nftables_netlink::Element::new(Value::byte(protocol_number(Protocol::Tcp)))
+/// The element of the gate that sends a protocol to the proxy.
+pub(super) fn gate_element(protocol: Protocol) -> nftables_netlink::Element {
+    nftables_netlink::Element::new(Value::byte(protocol_number(protocol)))
 }
 
 /// A set of addresses of the node.

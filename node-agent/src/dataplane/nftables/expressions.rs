@@ -12,12 +12,16 @@ use nftables_netlink::{
 
 /// `NF_CT_STATE_INVALID_BIT` of `linux/netfilter/nf_conntrack_common.h`.
 const STATE_INVALID: u32 = 1;
+/// `NF_CT_STATE_UNTRACKED_BIT` of `linux/netfilter/nf_conntrack_common.h`.
+const STATE_UNTRACKED: u32 = 64;
 /// `NF_CT_STATE_BIT(IP_CT_NEW)` of `linux/netfilter/nf_conntrack_common.h`.
 const STATE_NEW: u32 = 8;
 /// The bits of established and related connections.
 const STATE_ESTABLISHED_OR_RELATED: u32 = 2 | 4;
 /// `IPS_DST_NAT` of `linux/netfilter/nf_conntrack_common.h`.
 const STATUS_DNAT: u32 = 32;
+/// The offset of the checksum in the UDP header (RFC 768).
+const UDP_CHECKSUM_OFFSET: u32 = 6;
 /// `RTN_LOCAL` of `linux/rtnetlink.h`.
 const LOCAL: u32 = 2;
 /// `ICMP_PORT_UNREACH` of `linux/icmp.h`.
@@ -51,15 +55,71 @@ impl Expressions {
         }
     }
 
-    /// Loads an address of the IP header.
-    pub(super) fn address(self, side: Side, to: Register) -> Expression {
-        let offset = match (self.family, side) {
+    /// The offset of an address in the IP header.
+    fn address_offset(self, side: Side) -> u32 {
+        match (self.family, side) {
             (Family::V4, Side::Source) => 12,
             (Family::V4, Side::Destination) => 16,
             (Family::V6, Side::Source) => 8,
             (Family::V6, Side::Destination) => 24,
-        };
-        Expression::Payload { base: PayloadBase::Network, offset, length: self.address_bytes(), to }
+        }
+    }
+
+    /// Loads an address of the IP header.
+    pub(super) fn address(self, side: Side, to: Register) -> Expression {
+        let (offset, length) = (self.address_offset(side), self.address_bytes());
+        Expression::Payload { base: PayloadBase::Network, offset, length, to }
+    }
+
+    /// Writes an address of the IP header.
+    pub(super) fn set_address(self, side: Side, from: Register) -> Expression {
+        Expression::SetPayload {
+            base: PayloadBase::Network,
+            offset: self.address_offset(side),
+            length: self.address_bytes(),
+            from,
+            // IPv6 has no checksum of the header.
+            checksum_offset: (self.family == Family::V4).then_some(10),
+            in_pseudo_header: true,
+        }
+    }
+
+    /// Writes a port of the UDP header.
+    pub(super) fn set_port(self, side: Side, from: Register) -> Expression {
+        Expression::SetPayload {
+            base: PayloadBase::Transport,
+            offset: if side == Side::Source { 0 } else { 2 },
+            length: 2,
+            from,
+            checksum_offset: Some(UDP_CHECKSUM_OFFSET),
+            in_pseudo_header: false,
+        }
+    }
+
+    /// Loads the packet's source port.
+    pub(super) fn source_port(self, to: Register) -> Expression {
+        Expression::Payload { base: PayloadBase::Transport, offset: 0, length: 2, to }
+    }
+
+    /// Continues if the packet is a UDP datagram.
+    pub(super) fn is_udp(self) -> Vec<Expression> {
+        let (to, udp) = (Register::R1, u8::try_from(libc::IPPROTO_UDP).unwrap_or_default());
+        vec![Expression::Meta { key: MetaKey::L4Protocol, to }, Expression::equal(to, Value::byte(udp))]
+    }
+
+    /// Continues if the UDP datagram has a checksum.
+    pub(super) fn has_udp_checksum(self) -> [Expression; 2] {
+        let (base, offset, register) = (PayloadBase::Transport, UDP_CHECKSUM_OFFSET, Register::R1);
+        let comparison = Comparison::NotEqual;
+        [
+            Expression::Payload { base, offset, length: 2, to: register },
+            Expression::Compare { register, comparison, value: Value::port(0) },
+        ]
+    }
+
+    /// Continues if the packet is exempt from connection tracking.
+    pub(super) fn is_untracked(self) -> Vec<Expression> {
+        ct_bits(CtKey::State, STATE_UNTRACKED, Comparison::NotEqual)
     }
 
     /// Loads the packet's destination port.
@@ -145,10 +205,20 @@ impl Expressions {
 
     /// Continues if the address belongs to this node. Needs a kernel with `fib`.
     pub(super) fn is_local(self, side: Side) -> Vec<Expression> {
+        self.compare_with_local(side, Comparison::Equal)
+    }
+
+    /// Continues if the address does not belong to this node. Needs a kernel with `fib`.
+    pub(super) fn is_not_local(self, side: Side) -> Vec<Expression> {
+        self.compare_with_local(side, Comparison::NotEqual)
+    }
+
+    fn compare_with_local(self, side: Side, comparison: Comparison) -> Vec<Expression> {
         let flags = if side == Side::Source { FibFlags::SOURCE } else { FibFlags::DESTINATION };
+        let register = Register::R1;
         vec![
-            Expression::Fib { result: FibResult::AddressType, flags, to: Register::R1 },
-            Expression::equal(Register::R1, Value::host_u32(LOCAL)),
+            Expression::Fib { result: FibResult::AddressType, flags, to: register },
+            Expression::Compare { register, comparison, value: Value::host_u32(LOCAL) },
         ]
     }
 
@@ -223,6 +293,11 @@ impl Expressions {
     /// Continues if the key is in a set.
     pub(super) fn is_in(self, set: &str, key: Register) -> Expression {
         Expression::Lookup { set: set.into(), key, result: LookupResult::Present }
+    }
+
+    /// Continues if the key is not in a set.
+    pub(super) fn is_not_in(self, set: &str, key: Register) -> Expression {
+        Expression::Lookup { set: set.into(), key, result: LookupResult::Absent }
     }
 
     /// Executes the verdict that a map contains for the key. If the map does not contain the key,

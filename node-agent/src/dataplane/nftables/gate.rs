@@ -1,12 +1,12 @@
-//! The gate of mode userspace: while the set `gate` of a family contains TCP, the rules send TCP
-//! connections to the proxy. The element has a timeout, so the gate opens by itself if nobody
-//! renews the element.
+//! The gate of mode userspace: while the set `gate` of a family contains a protocol, the rules send
+//! TCP connections or datagrams to the proxy. The elements have a timeout, so the gate opens by
+//! itself if nobody renews the elements.
 
-use headgate_core::Family;
+use headgate_core::{Family, Protocol};
 use nftables_netlink::{Kernel as _, Nftables, NftablesError, Transaction};
 
 use super::{
-    elements::{gate_of_tcp, names},
+    elements::{gate_element, names},
     layout::table_name,
 };
 
@@ -25,41 +25,36 @@ impl Gate {
         Ok(Self { nftables: Nftables::open()? })
     }
 
-    /// Closes the gate, or keeps it closed. The element is replaced, because kernels before 6.12
-    /// cannot renew its timeout.
+    /// Closes the gate for some protocols, or keeps it closed. The elements are replaced, because
+    /// kernels before 6.12 cannot renew their timeouts.
     ///
     /// # Errors
     /// The kernel has no gate, or does not answer. Try again after the next full sync.
-    pub(in super::super) fn close(&mut self, family: Family) -> Result<(), NftablesError> {
-        let table = table_name(family);
-        let mut renewal = deletion(family);
-        renewal.add_elements(&table, names::GATE, [gate_of_tcp()]);
+    pub(in super::super) fn close(&mut self, family: Family, protocols: &[Protocol]) -> Result<(), NftablesError> {
+        let (table, elements) = (table_name(family), || protocols.iter().copied().map(gate_element));
+        let mut addition = Transaction::new();
+        addition.add_elements(&table, names::GATE, elements());
+        let mut renewal = Transaction::new();
+        renewal.delete_elements(&table, names::GATE, elements());
+        renewal.add_elements(&table, names::GATE, elements());
         match self.nftables.commit(&renewal) {
-            // The element has expired, or did not exist.
-            Err(NftablesError::Refused(_)) => {
-                let mut addition = Transaction::new();
-                addition.add_elements(&table, names::GATE, [gate_of_tcp()]);
-                self.nftables.commit(&addition)
-            }
+            // An element has expired, or did not exist.
+            Err(NftablesError::Refused(_)) => self.nftables.commit(&addition),
             result => result,
         }
     }
 
-    /// Opens the gate: new connections go to endpoints.
+    /// Opens the gate: new connections and all datagrams go to endpoints.
     ///
     /// # Errors
     /// The kernel does not answer. The gate opens by itself.
     pub(in super::super) fn open(&mut self, family: Family) -> Result<(), NftablesError> {
-        match self.nftables.commit(&deletion(family)) {
-            // The gate is open.
+        let mut transaction = Transaction::new();
+        transaction.flush_set(&table_name(family), names::GATE);
+        match self.nftables.commit(&transaction) {
+            // The table does not exist.
             Err(NftablesError::Refused(_)) => Ok(()),
             result => result,
         }
     }
-}
-
-fn deletion(family: Family) -> Transaction {
-    let mut transaction = Transaction::new();
-    transaction.delete_elements(&table_name(family), names::GATE, [gate_of_tcp()]);
-    transaction
 }

@@ -2,6 +2,7 @@
 //!
 //! `docs/nftables.md` shows the way of a packet.
 
+mod datagrams;
 pub(super) mod picks;
 
 use std::{
@@ -186,6 +187,7 @@ impl Layout {
         if !config.listeners.is_empty() {
             layout.add_set(gate_set(&builder.table));
         }
+        builder.add_datagrams(&mut layout);
         builder.add_node_addresses(&mut layout);
         builder.add_base_chains(&mut layout);
         builder.add_firewall(shape, &mut layout);
@@ -397,6 +399,13 @@ impl Builder<'_> {
         all
     }
 
+    /// Returns conditions on the source. Packets that meet one of these conditions come from local
+    /// pods or from the node itself.
+    fn sources_inside(&self) -> impl Iterator<Item = Vec<Expression>> {
+        let pods = self.config.detector.iter().map(|detector| self.expressions.is_from_pod(detector));
+        pods.chain(self.sources_of_node())
+    }
+
     /// Returns conditions on the destination address of the connection's first packet. Connections
     /// to NodePorts meet one of these conditions.
     fn original_node_port_destinations(&self) -> Vec<Vec<Expression>> {
@@ -487,15 +496,13 @@ impl Builder<'_> {
 
     fn add_dispatch(&self, shape: &Shape, layout: &mut Layout) {
         let inside = |outer: Lookup, chain: &str| {
-            let sources = self.config.detector.iter().map(|detector| self.expressions.is_from_pod(detector));
-            let sources = sources.chain(self.sources_of_node());
             let rule = |source: Vec<Expression>| {
                 let mut all = self.has_target(outer);
                 all.extend(source);
                 all.push(jump(chain));
                 all
             };
-            sources.map(|source| RuleContent::from(rule(source))).collect::<Vec<_>>()
+            self.sources_inside().map(|source| RuleContent::from(rule(source))).collect::<Vec<_>>()
         };
         let mut services = inside(Lookup::Inside, INSIDE);
         services.extend(self.dispatch(Lookup::Service, shape, layout));

@@ -7,6 +7,7 @@
 mod bulk;
 mod compare;
 mod connection;
+mod datagrams;
 mod elements;
 mod expressions;
 mod gate;
@@ -20,6 +21,7 @@ mod tests;
 mod watch;
 
 pub use connection::Connection;
+pub(super) use datagrams::{Redirect, can_redirect, change_redirects};
 pub(super) use gate::Gate;
 pub(crate) use leftover::{kube_proxys_tables, tables};
 pub use nftables_netlink::Feature;
@@ -421,6 +423,7 @@ impl Maintain<Connection> for NftablesFamily {
 
 impl NftablesFamily {
     /// Makes the rules send TCP connections to the listeners of a proxy while the gate is closed.
+    /// Datagrams go to listeners with the same IP address: see [`change_redirects`].
     pub(super) fn set_listeners(&mut self, listeners: BTreeMap<Lookup, SocketAddr>) {
         self.layout_config.listeners = listeners;
     }

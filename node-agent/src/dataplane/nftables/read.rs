@@ -7,7 +7,9 @@ use headgate_core::{
 use nftables_netlink::{ElementData, Kernel as _, Nftables, NftablesError, Rule, Set, SetData, Value};
 
 use super::{
-    Found, elements,
+    Found,
+    datagrams::is_filled_by_proxy,
+    elements,
     layout::{ChainContent, Layout, RuleContent, picks::pick_of_chain, table_name},
 };
 
@@ -34,11 +36,11 @@ pub(super) fn everything(nftables: &mut Nftables, family: Family, owns_tables: b
     Ok(found)
 }
 
-/// Whether the elements of a set come from Services. Rules fill the maps of clients, and a proxy
-/// renews the gate: these elements have timeouts. Verdicts and addresses of the node belong to the
-/// layout.
+/// Whether the elements of a set come from Services. Rules fill the maps of clients, whose elements
+/// have timeouts. A proxy fills the gate and its redirects. Verdicts and addresses of the node
+/// belong to the layout.
 pub(super) fn has_elements_of_services(set: &Set) -> bool {
-    !set.flags.timeout && !has_elements_of_layout(set)
+    !set.flags.timeout && !is_filled_by_proxy(&set.name) && !has_elements_of_layout(set)
 }
 
 fn has_elements_of_layout(set: &Set) -> bool {

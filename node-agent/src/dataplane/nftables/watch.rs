@@ -18,7 +18,7 @@ use tracing::warn;
 
 use super::{
     super::{Wake, metrics::DataplaneMetrics},
-    elements::names,
+    datagrams::is_filled_by_proxy,
     layout::{picks::is_clients_map, table_name},
 };
 use crate::{
@@ -205,9 +205,8 @@ fn foreign_change(change: &Changed) -> Option<(Family, String)> {
         Changed::Set(presence, set) if !is_clients_map(&set.name) => {
             (&set.table, *presence, format!("the set {} of the table", set.name))
         }
-        // Rules add and delete the clients with ClientIP affinity. The proxy of mode userspace
-        // renews the gate.
-        Changed::Elements { presence, table, set, elements } if !is_clients_map(set) && set != names::GATE => {
+        // Rules add and delete the clients with ClientIP affinity.
+        Changed::Elements { presence, table, set, elements } if !is_clients_map(set) && !is_filled_by_proxy(set) => {
             let keys: Vec<String> = elements.iter().take(3).map(|element| element.key.to_string()).collect();
             (table, *presence, format!("elements ({}) of the set {set} of the table", keys.join(", ")))
         }

@@ -1,11 +1,13 @@
 //! The userspace dataplane: the rules of the nftables dataplane, and a proxy in this process that
-//! carries TCP connections.
+//! carries TCP connections and datagrams.
 //!
 //! The rules that lead straight to endpoints are always installed. A constant number of further
-//! rules leads TCP connections to the proxy while the gate is closed. The proxy keeps the gate
-//! closed while it accepts connections (`proxy.rs`). `docs/userspace.md` shows the way of a packet.
+//! rules leads TCP connections and datagrams to the proxy while the gate is closed. The proxy keeps
+//! the gate closed while it accepts connections (`proxy.rs`). `docs/userspace.md` shows the way of a
+//! packet.
 
 mod access_log;
+mod datagrams;
 mod proxy;
 mod route;
 
@@ -18,7 +20,7 @@ use headgate_core::{
     userspace::{Ledger, Operation, Plan},
 };
 
-use self::proxy::Proxy;
+use self::{datagrams::Listeners, proxy::Proxy};
 use super::{
     ConnectionProxy, Dataplane, DataplaneError, Degradation, DualStack, Fault, FindFaults, KernelHandle, Maintain,
     Report, StateSource, Statistics, Wake,
@@ -66,6 +68,8 @@ pub struct UserspaceFamily {
     direct: NftablesFamily,
     ledger: Ledger,
     proxy: Arc<Proxy>,
+    /// The listeners for datagrams.
+    datagrams: Listeners,
     /// What the proxy removes after the next write of rules.
     obsolete: Vec<Operation>,
 }
@@ -96,7 +100,13 @@ impl DualStack<UserspaceFamily> {
         let make = |family| {
             let mut direct = make_direct(family);
             direct.set_listeners(listeners.get(&family).cloned().unwrap_or_default());
-            UserspaceFamily { direct, ledger: Ledger::new(family), proxy: Arc::clone(&proxy), obsolete: Vec::new() }
+            UserspaceFamily {
+                direct,
+                ledger: Ledger::new(family),
+                proxy: Arc::clone(&proxy),
+                datagrams: Listeners::new(family),
+                obsolete: Vec::new(),
+            }
         };
         let own = vec![nftables::tables(), routes()];
         Ok(Self::assemble("userspace", kernel, own, config.families.clone(), make))
@@ -155,9 +165,10 @@ impl Dataplane for UserspaceFamily {
     ) -> Result<Report, DataplaneError> {
         let Step { direct, pools } = step;
         self.obsolete.extend(pools.after);
-        self.proxy.execute(pools.before);
+        self.proxy.execute(pools.before, &mut self.datagrams);
         let report = self.direct.apply(&mut kernel.nftables, direct, source)?;
-        self.proxy.execute(std::mem::take(&mut self.obsolete));
+        self.proxy.execute(std::mem::take(&mut self.obsolete), &mut self.datagrams);
+        self.proxy.write_redirects(&mut self.datagrams, &mut kernel.nftables, source.is_some())?;
         if source.is_some() {
             self.proxy.serve(self.family());
         }
@@ -187,7 +198,8 @@ impl Dataplane for UserspaceFamily {
     fn degraded(&self, demand: &Demand) -> Vec<Degradation> {
         let sctp = demand.of(self.family()).with_sctp;
         let refused = (sctp > 0).then(|| format!("mode userspace refuses connections of SCTP, and {sctp} Services have a port of SCTP: use mode nftables on this node, or remove the ports"));
-        self.proxy.problem().into_iter().chain(refused).map(Into::into).collect()
+        let problems = self.proxy.problem().into_iter().chain(self.datagrams.problem());
+        problems.chain(refused).map(Into::into).collect()
     }
 }
 

@@ -15,21 +15,24 @@ use std::{
 };
 
 use headgate_core::{
-    Family, LoadBalancing, ProxyProtocol, ServiceKey,
+    Family, LoadBalancing, Protocol as Transport, ProxyProtocol, ServiceKey,
     nftables::Lookup,
     userspace::{Operation, PoolSettings},
 };
 use headgate_userspace::{
     Algorithm, ConnectionInfo, ConnectionList, Destination, HowEnded, ListFilter, Protocol, ProxyVersion, Scope,
-    ServiceId, ServiceSettings, Services, TcpProxy, TcpSettings,
+    ServiceId, ServiceSettings, Services, TcpProxy, TcpSettings, UdpProxy, UdpSettings,
 };
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use socket2::{Domain, Socket, Type};
 use tracing::warn;
 
 use super::{
-    super::{ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts, nftables::Gate},
-    access_log,
+    super::{
+        ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts,
+        nftables::{Connection, Gate},
+    },
+    access_log, datagrams,
     route::listener_address,
 };
 
@@ -41,7 +44,7 @@ const BACKLOG: i32 = 4096;
 const RENEWAL: Duration = Duration::from_millis(200);
 /// The gate is renewed only if a thread of the proxy has begun a turn of its loop within this time.
 const HANG: Duration = Duration::from_millis(400);
-/// Descriptors for everything except connections.
+/// Descriptors for everything except connections and datagrams.
 const OTHER_DESCRIPTORS: u64 = 2_000;
 /// The most threads of the proxy.
 const MAX_THREADS: usize = 4;
@@ -53,6 +56,7 @@ type Listeners = HashMap<Family, BTreeMap<Lookup, SocketAddr>>;
 pub(super) struct Proxy {
     services: Arc<Services>,
     tcp: Arc<TcpProxy>,
+    udp: Arc<UdpProxy>,
     gate: Arc<Mutex<GateState>>,
     /// Wakes the thread. Dropping the sender ends the thread.
     wake: Option<mpsc::Sender<()>>,
@@ -82,10 +86,14 @@ impl Proxy {
         };
         let (services, gate) = (Arc::<Services>::default(), Arc::<Mutex<GateState>>::default());
         let threads = thread::available_parallelism().map_or(1, |cores| cores.get().min(MAX_THREADS));
-        let max_connections = raise_open_files().saturating_sub(OTHER_DESCRIPTORS) / 2;
+        // A connection needs two descriptors, and a session one. Each listener for datagrams also
+        // needs one, and sessions get only half of their part.
+        let part = raise_open_files().saturating_sub(OTHER_DESCRIPTORS) / 4;
         let on_end = has_access_log.then_some(access_log::write as fn(&ConnectionInfo, HowEnded));
-        let settings = TcpSettings { threads, max_connections, on_end, ..TcpSettings::default() };
+        let settings = TcpSettings { threads, max_connections: part * 3 / 2, on_end, ..TcpSettings::default() };
         let tcp = Arc::new(TcpProxy::start(&settings, &services).map_err(refused)?);
+        let settings = UdpSettings { threads, max_sessions: part / 2, ..UdpSettings::default() };
+        let udp = Arc::new(UdpProxy::start(&settings, &services).map_err(refused)?);
         let mut listeners = Listeners::new();
         for family in families {
             // A node without IPv6 has no such sockets, and its IPv6 dataplane does not exist.
@@ -96,9 +104,9 @@ impl Proxy {
             listeners.insert(*family, of_family);
         }
         let (wake, woken) = mpsc::channel();
-        let keeper = Keeper { tcp: Arc::clone(&tcp), gate: Arc::clone(&gate) };
+        let keeper = Keeper { tcp: Arc::clone(&tcp), udp: Arc::clone(&udp), gate: Arc::clone(&gate) };
         let thread = thread::Builder::new().name("gate".into()).spawn(move || keeper.run(&woken)).map_err(refused)?;
-        Ok((Self { services, tcp, gate, wake: Some(wake), thread: Some(thread) }, listeners))
+        Ok((Self { services, tcp, udp, gate, wake: Some(wake), thread: Some(thread) }, listeners))
     }
 
     /// Keeps the gate of a family closed from now on. The rules and the table are complete.
@@ -121,8 +129,9 @@ impl Proxy {
         self.services.set_node_addresses(addresses.iter().copied());
     }
 
-    /// Executes changes of the table.
-    pub(super) fn execute(&self, operations: Vec<Operation>) {
+    /// Executes changes of the table, and opens and closes listeners for datagrams. The rules use the
+    /// listeners after [`Self::write_redirects`].
+    pub(super) fn execute(&self, operations: Vec<Operation>, datagrams: &mut datagrams::Listeners) {
         let services = &self.services;
         for operation in operations {
             match operation {
@@ -133,11 +142,18 @@ impl Proxy {
                 Operation::RemoveEndpoint(pool, endpoint) => {
                     services.remove_endpoint(ServiceId(pool), endpoint);
                 }
-                Operation::SetAddress(pool, lookup, address) => {
-                    services.set_address(ServiceId(pool), scope(lookup), Protocol::Tcp, address);
+                Operation::SetAddress(pool, lookup, transport, address) => {
+                    services.set_address(ServiceId(pool), scope(lookup), protocol(transport), address);
+                    if transport == Transport::Udp {
+                        datagrams.add(&self.udp, (lookup, address));
+                    }
                 }
-                Operation::RemoveAddress(pool, lookup, address) => {
-                    services.remove_address(ServiceId(pool), scope(lookup), Protocol::Tcp, address);
+                Operation::RemoveAddress(pool, lookup, transport, address) => {
+                    let pool = ServiceId(pool);
+                    let is_removed = services.remove_address(pool, scope(lookup), protocol(transport), address);
+                    if transport == Transport::Udp && is_removed {
+                        datagrams.remove((lookup, address));
+                    }
                 }
                 Operation::RemovePool(pool) => {
                     services.remove_service(ServiceId(pool));
@@ -147,6 +163,19 @@ impl Proxy {
         }
     }
 
+    /// Makes the rules use the listeners for datagrams.
+    ///
+    /// # Errors
+    /// The kernel refuses the changes. The error says what the caller must do.
+    pub(super) fn write_redirects(
+        &self,
+        datagrams: &mut datagrams::Listeners,
+        kernel: &mut Connection,
+        is_full: bool,
+    ) -> Result<(), DataplaneError> {
+        datagrams.write(&self.udp, kernel, is_full)
+    }
+
     /// Why the gate is open although the proxy should get connections, as a sentence.
     pub(super) fn problem(&self) -> Option<String> {
         lock(&self.gate).problem.clone()
@@ -154,8 +183,9 @@ impl Proxy {
 }
 
 impl ConnectionProxy for Proxy {
-    /// Opens the gate, so that new connections go straight to endpoints, and accepts the
-    /// connections that wait. Connections that remain open are reset when the proxy is dropped.
+    /// Opens the gate, so that new connections and all datagrams go straight to endpoints, accepts
+    /// the connections that wait, and passes the replies to earlier datagrams. Connections that
+    /// remain open are reset when the proxy is dropped.
     fn drain(&self, limit: Duration) -> u64 {
         let until = Instant::now() + limit;
         lock(&self.gate).is_draining = true;
@@ -163,7 +193,8 @@ impl ConnectionProxy for Proxy {
         // The gate's thread opens the gate. Connections that passed the gate before complete their
         // handshake meanwhile.
         thread::sleep(RENEWAL * 2);
-        self.tcp.drain(until.saturating_duration_since(Instant::now()))
+        let left = || until.saturating_duration_since(Instant::now());
+        self.tcp.drain(left()) + self.udp.drain(left())
     }
 
     fn counts(&self) -> ProxyCounts {
@@ -186,9 +217,10 @@ impl Drop for Proxy {
     }
 }
 
-/// Keeps the gate closed while the proxy accepts connections.
+/// Keeps the gate closed while the proxy accepts connections and datagrams.
 struct Keeper {
     tcp: Arc<TcpProxy>,
+    udp: Arc<UdpProxy>,
     gate: Arc<Mutex<GateState>>,
 }
 
@@ -203,7 +235,7 @@ impl Keeper {
             let renewed = self.renew(&mut kernel, &families, is_draining);
             let problem = renewed.err().map(|error| {
                 kernel = None;
-                format!("connections go straight to endpoints, because the gate of the proxy cannot be closed: {error}")
+                format!("traffic goes straight to endpoints, because the gate of the proxy cannot be closed: {error}")
             });
             let mut gate = lock(&self.gate);
             if let Some(sentence) = problem.as_ref().filter(|_| gate.problem.is_none()) {
@@ -221,16 +253,17 @@ impl Keeper {
             Some(kernel) => kernel,
             closed => closed.insert(Gate::connect().map_err(|error| error.to_string())?),
         };
-        let hang = self.tcp.since_last_turn();
+        let turns = [(Transport::Tcp, self.tcp.since_last_turn()), (Transport::Udp, self.udp.since_last_turn())];
+        let (live, hanging): (Vec<_>, Vec<_>) = turns.into_iter().partition(|(_, hang)| *hang <= HANG);
+        let live: Vec<Transport> = live.into_iter().map(|(transport, _)| transport).collect();
         for family in families {
-            let result = match is_draining {
-                true => kernel.open(*family),
-                false if hang > HANG => return Err(format!("no thread of the proxy has accepted for {hang:?}")),
-                false => kernel.close(*family),
-            };
+            let result = if is_draining { kernel.open(*family) } else { kernel.close(*family, &live) };
             result.map_err(|error| format!("{family}: {error}"))?;
         }
-        Ok(())
+        match hanging.first().filter(|_| !is_draining) {
+            Some((transport, hang)) => Err(format!("a {transport} thread of the proxy has not turned for {hang:?}")),
+            None => Ok(()),
+        }
     }
 }
 
@@ -238,8 +271,13 @@ fn lock(gate: &Mutex<GateState>) -> MutexGuard<'_, GateState> {
     gate.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The scope of the listener that gets the connections of a map.
-fn scope(lookup: Lookup) -> Scope {
+/// A protocol in the table of the proxy, which has no SCTP.
+fn protocol(transport: Transport) -> Protocol {
+    if transport == Transport::Udp { Protocol::Udp } else { Protocol::Tcp }
+}
+
+/// The scope of the listener that gets the connections or datagrams of a map.
+pub(super) fn scope(lookup: Lookup) -> Scope {
     Scope(match lookup {
         Lookup::Service => 0,
         Lookup::Inside => 1,
@@ -281,18 +319,25 @@ fn listen_all(tcp: &TcpProxy, family: Family) -> io::Result<BTreeMap<Lookup, Soc
     Lookup::ALL.into_iter().map(open).collect()
 }
 
-/// A listener on an address that need not be an address of the node yet.
+/// A TCP listener.
 fn listener(address: SocketAddr) -> io::Result<TcpListener> {
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
-    socket.set_reuse_address(true)?;
+    let socket = bind(address, Type::STREAM)?;
+    socket.listen(BACKLOG)?;
+    Ok(socket.into())
+}
+
+/// A socket with an address that need not be an address of the node yet.
+pub(super) fn bind(address: SocketAddr, kind: Type) -> io::Result<Socket> {
+    let socket = Socket::new(Domain::for_address(address), kind, None)?;
+    // A UDP socket with this option would share its port with other sockets.
+    socket.set_reuse_address(kind == Type::STREAM)?;
     if address.is_ipv4() {
         socket.set_freebind_v4(true)?;
     } else {
         socket.set_freebind_v6(true)?;
     }
     socket.bind(&address.into())?;
-    socket.listen(BACKLOG)?;
-    Ok(socket.into())
+    Ok(socket)
 }
 
 /// Raises the limit of open files as far as the process may. Returns the limit.

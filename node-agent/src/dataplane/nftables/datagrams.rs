@@ -1,0 +1,112 @@
+//! The redirects of datagrams in mode userspace: which listener of the proxy gets the datagrams for
+//! an address of a Service.
+//!
+//! The proxy writes these maps, because it knows the ports of its listeners. Rules without an
+//! element send the datagrams straight to endpoints, as mode nftables does.
+
+use std::net::SocketAddr;
+
+use headgate_core::{Family, nftables::Lookup};
+use nftables_netlink::{DataType, Element, Set, TableName, Transaction, Value};
+
+use super::{
+    super::DataplaneError,
+    Connection,
+    elements::{address_type, names},
+    failure,
+    layout::table_name,
+};
+
+/// The name of the map from the addresses of Services to the ports of listeners. `None` for
+/// NodePorts, whose datagrams are not redirected.
+pub(super) fn listener_map(lookup: Lookup) -> Option<&'static str> {
+    match lookup {
+        Lookup::Service => Some("udp-listeners"),
+        Lookup::Inside => Some("inside-udp-listeners"),
+        Lookup::NodePort | Lookup::InsideNodePort => None,
+    }
+}
+
+/// The map from ports of listeners to the addresses that replies come from.
+pub(super) const REPLY_ADDRESSES: &str = "udp-reply-addresses";
+/// The map from ports of listeners to the ports that replies come from.
+pub(super) const REPLY_PORTS: &str = "udp-reply-ports";
+
+/// The names of all maps.
+fn maps() -> impl Iterator<Item = &'static str> {
+    Lookup::ALL.into_iter().filter_map(listener_map).chain([REPLY_ADDRESSES, REPLY_PORTS])
+}
+
+/// Whether the proxy of mode userspace writes the elements of a set.
+pub(super) fn is_filled_by_proxy(set: &str) -> bool {
+    set == names::GATE || maps().any(|map| map == set)
+}
+
+/// The maps of a family.
+pub(super) fn sets(table: &TableName, family: Family) -> impl Iterator<Item = Set> {
+    let (address, port) = (address_type(family), DataType::Port);
+    let listeners = Lookup::ALL.into_iter().filter_map(listener_map);
+    let listeners = listeners.map(move |map| Set::map(table, map, &[address, port], &[port]));
+    listeners
+        .chain([Set::map(table, REPLY_ADDRESSES, &[port], &[address]), Set::map(table, REPLY_PORTS, &[port], &[port])])
+}
+
+/// Sends the datagrams for an address of a Service to a listener.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in super::super) struct Redirect {
+    /// The map of frontends that has the address.
+    pub(in super::super) lookup: Lookup,
+    /// The address and port of the Service.
+    pub(in super::super) frontend: SocketAddr,
+    /// The port of the listener.
+    pub(in super::super) listener_port: u16,
+}
+
+impl Redirect {
+    /// The elements, each with its map.
+    fn elements(self) -> impl Iterator<Item = (&'static str, Element)> {
+        let (address, port) = (Value::from(self.frontend.ip()), Value::port(self.frontend.port()));
+        let key = Value::concatenation(&[address.clone(), port.clone()]);
+        let listener = Value::port(self.listener_port);
+        let request = listener_map(self.lookup).map(|map| (map, Element::new(key).with_value(listener.clone())));
+        let replies = [
+            (REPLY_ADDRESSES, Element::new(listener.clone()).with_value(address)),
+            (REPLY_PORTS, Element::new(listener).with_value(port)),
+        ];
+        request.into_iter().chain(replies)
+    }
+}
+
+/// Whether the datagrams for the frontends of a map can be redirected.
+pub(in super::super) fn can_redirect(lookup: Lookup) -> bool {
+    listener_map(lookup).is_some()
+}
+
+/// Removes and adds redirects in one transaction. With `replaces_all`, the kernel then has only the
+/// added redirects.
+///
+/// # Errors
+/// The kernel refuses the transaction, or does not answer. A full sync repairs the maps.
+pub(in super::super) fn change_redirects(
+    kernel: &mut Connection,
+    family: Family,
+    replaces_all: bool,
+    removed: &[Redirect],
+    added: &[Redirect],
+) -> Result<(), DataplaneError> {
+    let (table, mut transaction) = (table_name(family), Transaction::new());
+    if replaces_all {
+        maps().for_each(|map| transaction.flush_set(&table, map));
+    } else {
+        for (map, element) in removed.iter().flat_map(|redirect| redirect.elements()) {
+            transaction.delete_elements(&table, map, [Element::new(element.key)]);
+        }
+    }
+    for (map, element) in added.iter().flat_map(|redirect| redirect.elements()) {
+        transaction.add_elements(&table, map, [element]);
+    }
+    if transaction.is_empty() {
+        return Ok(());
+    }
+    kernel.commit(family, &transaction).map_err(|error| failure("writing the redirects of datagrams", &error))
+}
