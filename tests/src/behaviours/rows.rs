@@ -136,13 +136,13 @@ const RULES_OF_NFTABLES: &str = "the rules are those of nftables, and its tests 
 const USERSPACE_REASONS: &[(u8, &str)] = &[
     (
         31,
-        "for UDP, which goes straight to endpoints; SCTP is refused; a proxy cannot keep the client's address, so TCP endpoints see the address of the node that gets the connection",
+        "for UDP to node ports, which goes straight to endpoints; SCTP is refused; a proxy cannot keep the client's address, so other endpoints see the address of the node that gets the packets",
     ),
     (41, RULES_OF_NFTABLES),
     (42, RULES_OF_NFTABLES),
     (43, "there is no rule, as in mode nftables: the packet follows the node's routes"),
     (50, RULES_OF_NFTABLES),
-    (54, "TCP cannot keep the client's address, see row 31"),
+    (54, "the proxy cannot keep the client's address, see row 31"),
     (59, RULES_OF_NFTABLES),
     (
         72,

@@ -9,7 +9,7 @@
 //! - [`health`]: active health checks.
 //! - [`rules`]: rules that the agent writes and other programs change. [`raw`]: packets that
 //!   well-behaved clients do not send.
-//! - [`ipvs`], [`nftables`], [`unserved`], [`userspace`]: cases of one mode alone.
+//! - [`ipvs`], [`nftables`], [`unserved`], [`userspace`], [`datagrams`]: cases of one mode alone.
 //! - [`takeover`]: switches of modes, and the choice of mode `auto`.
 //! - [`live`]: Services that change while connections run. [`lifecycle`]: programs that stop and
 //!   crash, rules of other programs, and `--cleanup`.
@@ -21,6 +21,7 @@
 pub mod affinity;
 pub mod case;
 pub mod changes;
+pub mod datagrams;
 pub mod health;
 mod hints;
 mod intake;

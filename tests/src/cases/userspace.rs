@@ -20,9 +20,9 @@ const NODE: &str = "node-a";
 const CLIENT: &str = "a3";
 /// After a failure, new connections go straight to endpoints within this time: the gate's 800 ms,
 /// and time for a busy machine.
-const OPENS_WITHIN: Duration = Duration::from_millis(1_000);
+pub(super) const OPENS_WITHIN: Duration = Duration::from_millis(1_000);
 /// The time during which connections are opened after a failure.
-const OBSERVED: Duration = Duration::from_millis(1_600);
+pub(super) const OBSERVED: Duration = Duration::from_millis(1_600);
 const PAUSE: Duration = Duration::from_millis(50);
 
 fn steady(bed: &Testbed) -> Result<Vec<SocketAddr>> {
@@ -30,7 +30,7 @@ fn steady(bed: &Testbed) -> Result<Vec<SocketAddr>> {
 }
 
 /// Whether the connection did not go through the proxy: the server saw the client's address.
-fn is_direct(answer: &Answer) -> bool {
+pub(super) fn is_direct(answer: &Answer) -> bool {
     plan::address(CLIENT).is_some_and(|client| client.both().contains(&answer.source.ip()))
 }
 

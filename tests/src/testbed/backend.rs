@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::iptables::Variant;
+use super::{Transport, iptables::Variant, manifests::Via};
 
 /// How an agent programs the kernel: a parameter of every packet case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -84,6 +84,13 @@ impl Backend {
     /// Whether the backend refuses connections of SCTP.
     pub fn refuses_sctp(self) -> bool {
         self == Self::Userspace
+    }
+
+    /// Whether a proxy carries what a client sends by `via`. Datagrams for node ports go straight
+    /// to endpoints.
+    pub fn carries(self, transport: Transport, via: Via) -> bool {
+        let is_node_port = matches!(via, Via::NodePort(_) | Via::Localhost);
+        self.carries_tcp() && (transport.is_tcp() || (transport == Transport::Udp && !is_node_port))
     }
 
     /// Whether the backend uses the layout for large clusters.

@@ -564,7 +564,7 @@ mod tables {
 
 /// Tests of connections that the agent carries.
 mod carried {
-    use headgate_tests::cases::userspace;
+    use headgate_tests::cases::{datagrams, userspace};
 
     use super::*;
 
@@ -591,5 +591,33 @@ mod carried {
     fn rules_lose_connections_to_a_dead_endpoint() {
         let body = userspace::rules_lose_connections_to_a_dead_endpoint;
         on_testbed(Backend::IptablesNft, lifecycle::some_services(), body);
+    }
+
+    #[test]
+    fn replies_need_no_connection_tracking() {
+        on_testbed(BACKEND, lifecycle::some_services(), datagrams::replies_need_no_connection_tracking);
+    }
+
+    #[test]
+    fn a_client_learns_that_nobody_listens() {
+        on_testbed(BACKEND, lifecycle::some_services(), datagrams::a_client_learns_that_nobody_listens);
+    }
+
+    // rows of userspace: 83
+    #[test]
+    fn sessions_of_a_removed_endpoint_move_at_once() {
+        on_testbed(BACKEND, lifecycle::some_services(), datagrams::sessions_of_a_removed_endpoint_move_at_once);
+    }
+
+    // rows of userspace: 92, 98
+    #[test]
+    fn open_flows_need_no_agent() {
+        on_testbed(BACKEND, lifecycle::some_services(), datagrams::open_flows_need_no_agent);
+    }
+
+    // rows of userspace: 92
+    #[test]
+    fn an_upgrade_loses_no_datagram() {
+        on_testbed(BACKEND, lifecycle::some_services(), datagrams::an_upgrade_loses_no_datagram);
     }
 }
