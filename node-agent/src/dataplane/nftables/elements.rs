@@ -170,7 +170,8 @@ pub(super) fn admitted_set(table: &TableName, family: Family, prefix_length: u8)
     Set::new(table, admitted(prefix_length), &[address, DataType::Protocol, DataType::Port, address])
 }
 
-fn protocol_number(protocol: Protocol) -> u8 {
+/// The number of a protocol in the IP header.
+pub(super) fn protocol_number(protocol: Protocol) -> u8 {
     match protocol {
         Protocol::Tcp => 6,
         Protocol::Udp => 17,

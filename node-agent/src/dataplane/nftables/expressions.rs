@@ -3,12 +3,14 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use headgate_core::{Family, masquerade::LocalDetector, nftables::HASHED_SLOTS};
+use headgate_core::{Family, Protocol, masquerade::LocalDetector, nftables::HASHED_SLOTS};
 use ipnet::IpNet;
 use nftables_netlink::{
     AddressFamily, Bytes, Comparison, CtKey, Direction, DynamicSet, DynamicSetOperation, Expression, FibFlags,
     FibResult, Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register, Reject, Value, Verdict,
 };
+
+use super::elements::protocol_number;
 
 /// `NF_CT_STATE_INVALID_BIT` of `linux/netfilter/nf_conntrack_common.h`.
 const STATE_INVALID: u32 = 1;
@@ -101,10 +103,10 @@ impl Expressions {
         Expression::Payload { base: PayloadBase::Transport, offset: 0, length: 2, to }
     }
 
-    /// Continues if the packet is a UDP datagram.
-    pub(super) fn is_udp(self) -> Vec<Expression> {
-        let (to, udp) = (Register::R1, u8::try_from(libc::IPPROTO_UDP).unwrap_or_default());
-        vec![Expression::Meta { key: MetaKey::L4Protocol, to }, Expression::equal(to, Value::byte(udp))]
+    /// Continues if the packet has this protocol.
+    pub(super) fn is_of(self, protocol: Protocol) -> [Expression; 2] {
+        let (to, number) = (Register::R1, Value::byte(protocol_number(protocol)));
+        [Expression::Meta { key: MetaKey::L4Protocol, to }, Expression::equal(to, number)]
     }
 
     /// Continues if the UDP datagram has a checksum.

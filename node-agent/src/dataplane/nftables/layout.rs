@@ -11,7 +11,7 @@ use std::{
 };
 
 use headgate_core::{
-    Family,
+    Family, Protocol,
     iptables::NodePortAddresses,
     masquerade::LocalDetector,
     nftables::{Counted, Lookup, MasqueradeSources, Refusal, Shape},
@@ -73,7 +73,7 @@ pub(super) struct LayoutConfig {
     /// True if the kernel counts the connections and the traffic of each frontend.
     pub(super) counts_services: bool,
     /// The listener of a proxy for each map of frontends. The listeners have one IP address. Empty
-    /// if no proxy runs. While the set `gate` contains TCP, rules send connections to the proxy.
+    /// if no proxy runs. While the set `gate` contains a protocol, rules send it to the proxy.
     pub(super) listeners: BTreeMap<Lookup, SocketAddr>,
 }
 
@@ -573,11 +573,12 @@ impl Builder<'_> {
         layout.add_chain(COUNTERS, rules);
     }
 
-    /// Sends connections to the proxy of mode userspace while the set `gate` contains the protocol.
-    /// If the lookup in this set misses, the next rules send the connection to an endpoint.
+    /// Sends connections to the proxy of mode userspace while the set `gate` contains TCP. If the
+    /// lookup in this set misses, the next rules send the connection to an endpoint.
     fn redirect(&self, lookup: Lookup) -> Option<RuleContent> {
         let (to, listener) = (self.expressions, self.config.listeners.get(&lookup)?);
         let mut rule = self.has_target(lookup);
+        rule.extend(to.is_of(Protocol::Tcp));
         rule.extend(to.is_protocol_in(names::GATE));
         rule.extend(to.translate_to_listener(*listener));
         Some(RuleContent::with_comment(rule, "the proxy, while it accepts connections"))

@@ -6,7 +6,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use headgate_core::nftables::Lookup;
+use headgate_core::{Protocol, nftables::Lookup};
 use nftables_netlink::{BaseChain, ChainType, Comparison, Expression, Hook, Policy, Verdict};
 
 use super::{
@@ -38,8 +38,9 @@ impl Builder<'_> {
         sets(&self.table, self.config.family).for_each(|set| layout.add_set(set));
         let to = self.expressions;
         let of_listener = |side| to.in_range(side, &listener.into(), Comparison::Equal);
-        let requests = [to.is_udp(), vec![jump(DATAGRAMS)]].concat();
-        let replies = [to.is_udp(), of_listener(Side::Source), end(Verdict::Goto(REPLIES.to_owned()))].concat();
+        let is_udp = to.is_of(Protocol::Udp);
+        let requests = [&is_udp[..], &[jump(DATAGRAMS)]].concat();
+        let replies = [&is_udp[..], &of_listener(Side::Source), &end(Verdict::Goto(REPLIES.to_owned()))].concat();
         let mut base = |name: &str, kind, hook, rules: Vec<Vec<Expression>>| {
             let base = Some(BaseChain { kind, hook, priority: BEFORE_TRACKING, policy: Policy::Accept });
             let rules = rules.into_iter().map(Into::into).collect();
