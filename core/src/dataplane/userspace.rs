@@ -134,7 +134,7 @@ impl Ledger {
         let (mut ports, mut node_ports) = (HashSet::new(), HashSet::new());
         for mut view in service_views(state, key, self.config.family, node) {
             // A malformed Service may list a port twice. Only the first entry counts.
-            if view.protocol == Protocol::Sctp || !ports.insert((view.protocol, view.port)) {
+            if !is_carried(&view) || !ports.insert((view.protocol, view.port)) {
                 continue;
             }
             if view.node_port != 0 && !node_ports.insert((view.protocol, view.node_port)) {
@@ -212,6 +212,16 @@ impl Pool {
 
     fn remove_address(&self, (lookup, protocol, at): (Lookup, Protocol, SocketAddr)) -> Operation {
         Operation::RemoveAddress(self.number, lookup, protocol, at)
+    }
+}
+
+/// Whether the proxy carries a port. The other ports go straight to endpoints. Datagrams for
+/// NodePorts always do, and records of clients are shared between all addresses of a port.
+fn is_carried(view: &ServicePortView) -> bool {
+    match view.protocol {
+        Protocol::Tcp => true,
+        Protocol::Udp => view.node_port == 0 || view.affinity_timeout_seconds.is_none(),
+        Protocol::Sctp => false,
     }
 }
 
