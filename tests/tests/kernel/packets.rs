@@ -609,7 +609,7 @@ mod carried {
         on_testbed(BACKEND, lifecycle::some_services(), datagrams::sessions_of_a_removed_endpoint_move_at_once);
     }
 
-    // rows of userspace: 92, 98
+    // rows of userspace: 92
     #[test]
     fn open_flows_need_no_agent() {
         on_testbed(BACKEND, lifecycle::some_services(), datagrams::open_flows_need_no_agent);

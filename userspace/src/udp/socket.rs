@@ -6,6 +6,7 @@ use std::{
     os::fd::OwnedFd,
 };
 
+use nix::sys::socket::{setsockopt, sockopt::Ipv6DontFrag};
 use quinn_udp::{RecvMeta, Transmit, UdpSocketState};
 use rustix::{
     io::Errno,
@@ -106,6 +107,8 @@ impl Socket {
             sockopt::set_ip_mtu_discover(&fd, Ipv4PathMtuDiscovery::DONT)?;
         } else {
             sockopt::set_ipv6_mtu_discover(&fd, Ipv6PathMtuDiscovery::DONT)?;
+            // quinn-udp sets this option.
+            setsockopt(&fd, Ipv6DontFrag, &false)?;
         }
         // The kernel sets a smaller size if its limit is lower.
         sockopt::set_socket_recv_buffer_size(&fd, RECEIVE_BUFFER_BYTES)?;

@@ -7,49 +7,15 @@
 use std::net::SocketAddr;
 
 use headgate_core::{Family, nftables::Lookup};
-use nftables_netlink::{DataType, Element, Set, TableName, Transaction, Value};
+use nftables_netlink::{Element, Transaction, Value};
 
 use super::{
     super::DataplaneError,
     Connection,
-    elements::{address_type, names},
+    elements::{REPLY_ADDRESSES, REPLY_PORTS, datagram_maps, listener_map},
     failure,
     layout::table_name,
 };
-
-/// The name of the map from the addresses of Services to the ports of listeners. `None` for
-/// NodePorts, whose datagrams are not redirected.
-pub(super) fn listener_map(lookup: Lookup) -> Option<&'static str> {
-    match lookup {
-        Lookup::Service => Some("udp-listeners"),
-        Lookup::Inside => Some("inside-udp-listeners"),
-        Lookup::NodePort | Lookup::InsideNodePort => None,
-    }
-}
-
-/// The map from ports of listeners to the addresses that replies come from.
-pub(super) const REPLY_ADDRESSES: &str = "udp-reply-addresses";
-/// The map from ports of listeners to the ports that replies come from.
-pub(super) const REPLY_PORTS: &str = "udp-reply-ports";
-
-/// The names of all maps.
-fn maps() -> impl Iterator<Item = &'static str> {
-    Lookup::ALL.into_iter().filter_map(listener_map).chain([REPLY_ADDRESSES, REPLY_PORTS])
-}
-
-/// Whether the proxy of mode userspace writes the elements of a set.
-pub(super) fn is_filled_by_proxy(set: &str) -> bool {
-    set == names::GATE || maps().any(|map| map == set)
-}
-
-/// The maps of a family.
-pub(super) fn sets(table: &TableName, family: Family) -> impl Iterator<Item = Set> {
-    let (address, port) = (address_type(family), DataType::Port);
-    let listeners = Lookup::ALL.into_iter().filter_map(listener_map);
-    let listeners = listeners.map(move |map| Set::map(table, map, &[address, port], &[port]));
-    listeners
-        .chain([Set::map(table, REPLY_ADDRESSES, &[port], &[address]), Set::map(table, REPLY_PORTS, &[port], &[port])])
-}
 
 /// Sends the datagrams for an address of a Service to a listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,7 +62,7 @@ pub(in super::super) fn change_redirects(
 ) -> Result<(), DataplaneError> {
     let (table, mut transaction) = (table_name(family), Transaction::new());
     if replaces_all {
-        maps().for_each(|map| transaction.flush_set(&table, map));
+        datagram_maps().for_each(|map| transaction.flush_set(&table, map));
     } else {
         for (map, element) in removed.iter().flat_map(|redirect| redirect.elements()) {
             transaction.delete_elements(&table, map, [Element::new(element.key)]);

@@ -154,6 +154,40 @@ pub(super) fn gate_element(protocol: Protocol) -> nftables_netlink::Element {
     nftables_netlink::Element::new(Value::byte(protocol_number(protocol)))
 }
 
+/// The name of the map from the addresses of Services to the ports of listeners. `None` for
+/// NodePorts, whose datagrams are not redirected.
+pub(super) fn listener_map(lookup: Lookup) -> Option<&'static str> {
+    match lookup {
+        Lookup::Service => Some("udp-listeners"),
+        Lookup::Inside => Some("inside-udp-listeners"),
+        Lookup::NodePort | Lookup::InsideNodePort => None,
+    }
+}
+
+/// The map from ports of listeners to the addresses that replies come from.
+pub(super) const REPLY_ADDRESSES: &str = "udp-reply-addresses";
+/// The map from ports of listeners to the ports that replies come from.
+pub(super) const REPLY_PORTS: &str = "udp-reply-ports";
+
+/// The names of the maps of datagrams.
+pub(super) fn datagram_maps() -> impl Iterator<Item = &'static str> {
+    Lookup::ALL.into_iter().filter_map(listener_map).chain([REPLY_ADDRESSES, REPLY_PORTS])
+}
+
+/// Whether the proxy of mode userspace writes the elements of a set.
+pub(super) fn is_filled_by_proxy(set: &str) -> bool {
+    set == names::GATE || datagram_maps().any(|map| map == set)
+}
+
+/// The maps of datagrams of a family.
+pub(super) fn datagram_sets(table: &TableName, family: Family) -> impl Iterator<Item = Set> {
+    let (address, port) = (address_type(family), DataType::Port);
+    let listeners = Lookup::ALL.into_iter().filter_map(listener_map);
+    let listeners = listeners.map(move |map| Set::map(table, map, &[address, port], &[port]));
+    listeners
+        .chain([Set::map(table, REPLY_ADDRESSES, &[port], &[address]), Set::map(table, REPLY_PORTS, &[port], &[port])])
+}
+
 /// A set of addresses of the node.
 pub(super) fn node_address_set(table: &TableName, family: Family, name: &str) -> Set {
     Set::new(table, name, &[address_type(family)])

@@ -8,8 +8,7 @@ use nftables_netlink::{ElementData, Kernel as _, Nftables, NftablesError, Rule, 
 
 use super::{
     Found,
-    datagrams::is_filled_by_proxy,
-    elements,
+    elements::{self, is_filled_by_proxy},
     layout::{ChainContent, Layout, RuleContent, picks::pick_of_chain, table_name},
 };
 

@@ -18,7 +18,7 @@ use tracing::warn;
 
 use super::{
     super::{Wake, metrics::DataplaneMetrics},
-    datagrams::is_filled_by_proxy,
+    elements::is_filled_by_proxy,
     layout::{picks::is_clients_map, table_name},
 };
 use crate::{

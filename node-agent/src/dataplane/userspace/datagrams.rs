@@ -20,8 +20,8 @@ use super::{
         DataplaneError,
         nftables::{Connection, Redirect, can_redirect, change_redirects},
     },
-    proxy::{bind, scope},
     route::listener_address,
+    sockets::{bind, scope},
 };
 
 /// An address of a Service, and the map in which the rules find the address.

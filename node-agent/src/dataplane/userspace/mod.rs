@@ -10,6 +10,7 @@ mod access_log;
 mod datagrams;
 mod proxy;
 mod route;
+mod sockets;
 
 pub(crate) use route::routes;
 

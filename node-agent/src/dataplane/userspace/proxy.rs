@@ -24,7 +24,7 @@ use headgate_userspace::{
     ServiceId, ServiceSettings, Services, TcpProxy, TcpSettings, UdpProxy, UdpSettings,
 };
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use socket2::{Domain, Socket, Type};
+use socket2::Type;
 use tracing::warn;
 
 use super::{
@@ -34,6 +34,7 @@ use super::{
     },
     access_log, datagrams,
     route::listener_address,
+    sockets::{bind, scope},
 };
 
 /// The port of the first listener. If another program has a port, the listener gets a free one.
@@ -129,8 +130,8 @@ impl Proxy {
         self.services.set_node_addresses(addresses.iter().copied());
     }
 
-    /// Executes changes of the table, and opens and closes listeners for datagrams. The rules use the
-    /// listeners after [`Self::write_redirects`].
+    /// Executes changes of the table, and opens and closes listeners for datagrams. The rules use
+    /// the listeners after [`Self::write_redirects`].
     pub(super) fn execute(&self, operations: Vec<Operation>, datagrams: &mut datagrams::Listeners) {
         let services = &self.services;
         for operation in operations {
@@ -276,16 +277,6 @@ fn protocol(transport: Transport) -> Protocol {
     if transport == Transport::Udp { Protocol::Udp } else { Protocol::Tcp }
 }
 
-/// The scope of the listener that gets the connections or datagrams of a map.
-pub(super) fn scope(lookup: Lookup) -> Scope {
-    Scope(match lookup {
-        Lookup::Service => 0,
-        Lookup::Inside => 1,
-        Lookup::NodePort => 2,
-        Lookup::InsideNodePort => 3,
-    })
-}
-
 fn settings_of(settings: &PoolSettings) -> ServiceSettings {
     ServiceSettings {
         name: Arc::clone(&settings.name),
@@ -324,20 +315,6 @@ fn listener(address: SocketAddr) -> io::Result<TcpListener> {
     let socket = bind(address, Type::STREAM)?;
     socket.listen(BACKLOG)?;
     Ok(socket.into())
-}
-
-/// A socket with an address that need not be an address of the node yet.
-pub(super) fn bind(address: SocketAddr, kind: Type) -> io::Result<Socket> {
-    let socket = Socket::new(Domain::for_address(address), kind, None)?;
-    // A UDP socket with this option would share its port with other sockets.
-    socket.set_reuse_address(kind == Type::STREAM)?;
-    if address.is_ipv4() {
-        socket.set_freebind_v4(true)?;
-    } else {
-        socket.set_freebind_v6(true)?;
-    }
-    socket.bind(&address.into())?;
-    Ok(socket)
 }
 
 /// Raises the limit of open files as far as the process may. Returns the limit.

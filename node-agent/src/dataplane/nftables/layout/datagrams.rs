@@ -11,8 +11,7 @@ use nftables_netlink::{BaseChain, ChainType, Comparison, Expression, Hook, Polic
 
 use super::{
     super::{
-        datagrams::{REPLY_ADDRESSES, REPLY_PORTS, listener_map, sets},
-        elements::names,
+        elements::{REPLY_ADDRESSES, REPLY_PORTS, datagram_sets, listener_map, names},
         expressions::{Side, jump},
     },
     Builder, ChainContent, FIREWALL, FIRST, Layout, RuleContent, SECOND,
@@ -35,7 +34,7 @@ impl Builder<'_> {
     /// Adds the rules and maps for datagrams, if a proxy runs.
     pub(super) fn add_datagrams(&self, layout: &mut Layout) {
         let Some(listener) = self.config.listeners.values().next().map(SocketAddr::ip) else { return };
-        sets(&self.table, self.config.family).for_each(|set| layout.add_set(set));
+        datagram_sets(&self.table, self.config.family).for_each(|set| layout.add_set(set));
         let to = self.expressions;
         let of_listener = |side| to.in_range(side, &listener.into(), Comparison::Equal);
         let is_udp = to.is_of(Protocol::Udp);
