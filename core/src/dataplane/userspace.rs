@@ -2,8 +2,8 @@
 //!
 //! The rules of mode userspace are the rules of mode nftables. While the proxy accepts connections,
 //! rules send the TCP connections and the datagrams for a frontend to the proxy, which finds the
-//! [`Pool`] of the frontend. The [`Ledger`] records the pools and plans only the differences. A pool
-//! has the endpoints of one [group of mode nftables](super::nftables).
+//! [`Pool`] of the frontend. The [`Ledger`] records the pools and plans only the differences. A
+//! pool has the endpoints of one [group of mode nftables](super::nftables).
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},

@@ -3,8 +3,8 @@
 //!
 //! The rules that lead straight to endpoints are always installed. A constant number of further
 //! rules leads TCP connections and datagrams to the proxy while the gate is closed. The proxy keeps
-//! the gate closed while it accepts connections (`proxy.rs`). `docs/userspace.md` shows the way of a
-//! packet.
+//! the gate closed while it accepts connections (`proxy.rs`). `docs/userspace.md` shows the way of
+//! a packet.
 
 mod access_log;
 mod datagrams;
