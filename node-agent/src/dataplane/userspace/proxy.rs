@@ -20,8 +20,8 @@ use headgate_core::{
     userspace::{Operation, PoolSettings},
 };
 use headgate_userspace::{
-    Algorithm, ConnectionInfo, ConnectionList, Destination, HowEnded, ListFilter, Protocol, ProxyVersion, Scope,
-    ServiceId, ServiceSettings, Services, TcpProxy, TcpSettings, UdpProxy, UdpSettings,
+    Algorithm, ConnectionInfo, ConnectionList, Destination, HowEnded, ListFilter, Protocol, ProxyVersion, ServiceId,
+    ServiceSettings, Services, TcpProxy, TcpSettings, UdpProxy, UdpSettings,
 };
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use socket2::Type;
