@@ -14,6 +14,14 @@
 {{- join "," $urls }}
 {{- end }}
 
+{{- define "headgate.peers" -}}
+{{- if eq (len .Values.controlPlane.addresses) 1 -}}
+none
+{{- else -}}
+{{- include "headgate.replicaUrls" . | replace "https://" "" }}
+{{- end }}
+{{- end }}
+
 {{- define "headgate.clusterCidr" -}}
 {{- if not .Values.clusterCIDRs }}
 {{- fail "set clusterCIDRs to the ranges of pod addresses, such as 10.244.0.0/16" }}

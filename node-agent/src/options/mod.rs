@@ -197,8 +197,8 @@ pub struct Options {
     /// Where pods that stop ask when no node sends new connections to them any more
     /// (docs/drain.md), such as 0.0.0.0:10261. Pods must reach this address, so it has its own
     /// port. Empty: pods cannot ask
-    #[arg(long, value_name = "ADDR:PORT", value_parser = drain_address)]
-    pub drain_address: Option<SocketAddr>,
+    #[arg(long, value_name = "ADDR:PORT", default_value = "", value_parser = drain_address)]
+    pub drain_address: DrainAddress,
 
     /// kube-proxy's flags.
     #[command(flatten)]
@@ -224,8 +224,14 @@ pub struct Options {
     pub flags: Flags,
 }
 
-fn drain_address(text: &str) -> Result<SocketAddr, &'static str> {
-    text.parse().map_err(|_| "write an address and a port, such as 0.0.0.0:10261 or [::]:10261")
+/// A value of `--drain-address`. With a plain `Option`, clap would not accept an empty value.
+pub type DrainAddress = Option<SocketAddr>;
+
+fn drain_address(text: &str) -> Result<DrainAddress, &'static str> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    text.parse().map(Some).map_err(|_| "write an address and a port, such as 0.0.0.0:10261 or [::]:10261")
 }
 
 /// The format of the log.

@@ -196,6 +196,8 @@ fn flags_without_effect_are_accepted_and_named_in_one_warning() {
 fn http_servers_can_be_switched_off_and_bound_to_other_addresses() {
     let moved = settings(&["--healthz-bind-address=", "--metrics-bind-address=127.0.0.1"]);
     assert_eq!(moved.healthz_bind_address, None);
+    let drain_address = |value: &str| parse(&["--cleanup", &format!("--drain-address={value}")]).unwrap().drain_address;
+    assert_eq!((drain_address(""), drain_address("[::]:10261")), (None, Some("[::]:10261".parse().unwrap())));
     assert_eq!(moved.metrics_bind_address, Some("127.0.0.1:10249".parse().unwrap()));
     let v6 = settings(&["--bind-address=::"]);
     assert_eq!(v6.healthz_bind_address, Some("[::]:10256".parse().unwrap()));

@@ -92,6 +92,7 @@ fn the_chart_names_missing_and_wrong_values() {
         ("controlPlane.addresses=null", "set controlPlane.addresses to the addresses of the nodes"),
         ("clusterCIDRs=null", "set clusterCIDRs to the ranges of pod addresses"),
         ("clusterCIDRs={10.244.0.0}", "clusterCIDRs.0"),
+        ("nodeAgent.drainAddress=:10261", "nodeAgent.drainAddress"),
         ("nodeAgent.proxyMode=nftable", "nodeAgent.proxyMode must be one of the following"),
         ("controlPlane.replica=3", "Additional property replica is not allowed"),
     ] {
@@ -106,7 +107,10 @@ fn optional_parts_of_the_chart_can_be_left_out() {
     let mut command = chart(&object("ConfigMap", "headgate-settings"));
     command.args(["--set", "nodeAgent.setKernelParameters=false", "--set", "image.repository=registry.example/team"]);
     command.args(["--set", "nodeAgent.extraArgs={--v=4}", "--set", "image.tag=1.2.3"]);
+    command.args(["--set", "nodeAgent.drainAddress=[::]:10261"]);
     let objects = by_name(&run(&mut command));
+    let settings = &objects[&("ConfigMap".to_owned(), "headgate-settings".to_owned())]["data"];
+    assert_eq!((&settings["drainAddress"], &settings["peers"]), (&json!("[::]:10261"), &json!("none")));
     let pod = &objects[&("DaemonSet".to_owned(), "headgate-node-agent".to_owned())]["spec"]["template"]["spec"];
     assert_eq!(pod["initContainers"], Value::Null);
     assert_eq!(pod["containers"][0]["image"], "registry.example/team/node-agent:1.2.3");
@@ -114,31 +118,52 @@ fn optional_parts_of_the_chart_can_be_left_out() {
     assert!(!objects.contains_key(&("PodDisruptionBudget".to_owned(), "headgate-control-plane".to_owned())));
 }
 
-/// Validates both overlays against the schemas that Kubernetes publishes. An unknown field is an
-/// error.
-#[test]
-fn manifests_are_valid_by_the_schemas_of_kubernetes() {
+/// Validates objects against the schemas that Kubernetes publishes. An unknown field is an error.
+/// Returns whether the objects are valid, and the report.
+fn validate(version: &str, yaml: &str) -> (bool, String) {
     let validator = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools/kubernetes-validate");
     assert!(validator.exists(), "target/tools/kubernetes-validate is missing: run `make setup`");
     let folder = tempfile::tempdir().unwrap();
-    let validate = |version: &str, yaml: &str| {
-        let file = folder.path().join("objects.yaml");
-        std::fs::write(&file, yaml).unwrap();
-        let mut command = Command::new("python3");
-        command.env("PYTHONPATH", &validator).args(["-m", "kubernetes_validate", "--strict", "-k", version]).arg(&file);
-        command.output().unwrap()
-    };
+    let file = folder.path().join("objects.yaml");
+    std::fs::write(&file, yaml).unwrap();
+    let mut command = Command::new("python3");
+    command.env("PYTHONPATH", &validator).args(["-m", "kubernetes_validate", "--strict", "-k", version]).arg(&file);
+    let output = command.output().unwrap();
+    (output.status.success(), String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned())
+}
+
+const KUBERNETES: [&str; 3] = ["1.29.0", "1.33.0", "1.37.0"];
+
+#[test]
+fn manifests_are_valid_by_the_schemas_of_kubernetes() {
     for name in ["trial", "production"] {
         let yaml = overlay(name);
-        for version in ["1.29.0", "1.33.0", "1.37.0"] {
-            let output = validate(version, &yaml);
-            let report = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
-            assert!(output.status.success(), "{name}, Kubernetes {version}: {report}");
+        for version in KUBERNETES {
+            let (is_valid, report) = validate(version, &yaml);
+            assert!(is_valid, "{name}, Kubernetes {version}: {report}");
             assert_eq!(report.matches(" passed for resource ").count(), by_name(&yaml).len(), "{report}");
         }
     }
     let misspelt = overlay("trial").replace("terminationGracePeriodSeconds", "terminationGracePeriod");
-    assert!(!validate("1.37.0", &misspelt).status.success(), "the validator accepts a field that does not exist");
+    assert!(!validate("1.37.0", &misspelt).0, "the validator accepts a field that does not exist");
+}
+
+/// The blocks of docs/drain.md are parts of the specification of a pod.
+#[test]
+fn pods_that_ask_before_they_stop_are_valid_by_the_schemas_of_kubernetes() {
+    let page = std::fs::read_to_string(deploy().join("../docs/drain.md")).unwrap();
+    let blocks: Vec<&str> = page.split("```yaml\n").skip(1).map(|rest| rest.split_once("```").unwrap().0).collect();
+    assert_eq!(blocks.len(), 2);
+    for block in blocks {
+        let specification: String = block.lines().map(|line| format!("  {line}\n")).collect();
+        let pod = format!("apiVersion: v1\nkind: Pod\nmetadata:\n  name: web\nspec:\n{specification}");
+        for version in KUBERNETES {
+            let (is_valid, report) = validate(version, &pod);
+            assert!(is_valid, "Kubernetes {version}: {report}\n{pod}");
+        }
+        let misspelt = pod.replace("preStop", "prestop");
+        assert!(misspelt != pod && !validate("1.37.0", &misspelt).0, "the validator accepts an unknown hook");
+    }
 }
 
 fn object(kind: &str, name: &str) -> Value {
