@@ -4,6 +4,7 @@ mod agent;
 mod authority;
 mod certs;
 mod client;
+mod peers;
 mod program;
 mod refusals;
 mod reload;

@@ -67,7 +67,11 @@ impl Server {
         let change = Change::from(Service::new(key, vec![Ipv4Addr::new(10, 96, 0, number).into()], vec![port]));
         let changes = vec![TriggeredChange { change, trigger_unix_ms: 0 }];
         let positions = vec![(SourceKind::Services, number.into())];
-        self.store.commit(Transaction { changes, positions, ..Transaction::default() });
+        self.commit(Transaction { changes, positions, ..Transaction::default() });
+    }
+
+    pub(crate) fn commit(&self, transaction: Transaction) {
+        self.store.commit(transaction);
     }
 
     /// The value of a sample in the metrics, or 0 if the sample is missing.

@@ -1,0 +1,120 @@
+//! Replicas ask each other about pods that stop, over TLS. Only the certificate of a replica may
+//! ask (`discovery.proto`, section 18).
+
+use std::net::Ipv4Addr;
+
+use headgate_control_plane::{
+    objects::PodId,
+    serve::{PeerSettings, PeerTls, Settings},
+    transaction::{NodeChange, PodChange, SourceKind, Transaction, TriggeredChange},
+};
+use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Node, Protocol, ServiceKey};
+use headgate_proto::v1::{
+    BarrierAnswer, ConfirmRequest, DrainPodRequest, barrier_answer::Result as Outcome, inspect_client::InspectClient,
+    peers_client::PeersClient,
+};
+use rcgen::{ExtendedKeyUsagePurpose, SanType};
+use tonic::Code;
+
+use super::{
+    agent::Agent,
+    authority::{Authority, Pair},
+    client::Client,
+    server::Server,
+};
+
+/// A server certificate for 127.0.0.1 that may also be used by a client, with a URI if there is
+/// one.
+fn certificate(authority: &Authority, uri: Option<&str>) -> Pair {
+    authority.server(|params| {
+        params.subject_alt_names.extend(uri.map(|uri| SanType::URI(uri.try_into().unwrap())));
+        params.extended_key_usages.push(ExtendedKeyUsagePurpose::ClientAuth);
+    })
+}
+
+/// Starts a replica with a pod that terminates on node n1. The Node n2 exists.
+async fn replica(authority: &Authority, own: &Pair, others: &[&Server]) -> Server {
+    let folder = tempfile::tempdir().unwrap();
+    own.write(folder.path(), &[authority]);
+    let names = others.iter().map(|other| ("127.0.0.1".to_owned(), other.running.local_addr.port())).collect();
+    let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.path().join(name));
+    let peers = Some(PeerSettings { names, tls: Some(PeerTls { cert, key, ca }) });
+    let server = Server::in_folder(folder, Settings { peers, ..Settings::default() }).await;
+    let service = ServiceKey::new("default", "service-1");
+    let endpoint = |host, conditions| {
+        let ports = [EndpointPort::new("http", Protocol::Tcp, 8080)];
+        let endpoint = Endpoint::new(Ipv4Addr::new(10, 0, 0, host).into(), ports.into());
+        Change::Endpoint(service.clone(), Endpoint { conditions, ..endpoint })
+    };
+    let terminating = Conditions { ready: false, serving: true, terminating: true };
+    let changes = [endpoint(1, terminating), endpoint(2, Conditions::READY)];
+    let (name, zone) = ("n2".into(), None);
+    let node = Node { name, zone, pod_cidrs: Vec::new(), addresses: Vec::new(), going_away: false };
+    let pod = (PodId::new("web", "uid"), Some("n1".into()));
+    server.commit(Transaction {
+        changes: changes.map(|change| TriggeredChange { change, trigger_unix_ms: 0 }).into(),
+        nodes: vec![NodeChange::Apply(node)],
+        pods: vec![PodChange { service, address: Ipv4Addr::new(10, 0, 0, 1).into(), pod: Some(pod) }],
+        positions: vec![(SourceKind::EndpointSlices, 5)],
+        ..Transaction::default()
+    });
+    server
+}
+
+/// Asks a replica about the pod, as `headgatectl drain` does.
+async fn drain(authority: &Authority, server: &Server) -> BarrierAnswer {
+    let reader = authority.client(&["headgate://reader/me"], |_| {});
+    let reader = Client::new(authority, &reader).connect(server.running.local_addr).await.unwrap();
+    let (namespace, name) = ("default".to_owned(), "web".to_owned());
+    let request = DrainPodRequest { namespace, name, timeout_ms: 60_000, silent_ms: 1_500 };
+    let mut answers = InspectClient::new(reader.channel.clone()).drain_pod(request).await.unwrap().into_inner();
+    answers.message().await.unwrap().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replica_answers_only_replicas() {
+    let authority = Authority::new("authority");
+    let asked = replica(&authority, &certificate(&authority, Some("headgate://replica/r1")), &[]).await;
+    let folder = tempfile::tempdir().unwrap();
+    authority.node("n2").write(folder.path(), &[&authority]);
+    let agent = Agent::of_node("n2", &asked.url(), &folder.path().join("tls"), &folder.path().join("ca.crt"));
+    agent.until_connected(true).await;
+    // The node is confirmed only by the replica that has its stream.
+    let own = certificate(&authority, Some("headgate://replica/r2"));
+    let asker = replica(&authority, &own, &[&asked]).await;
+    let answer = drain(&authority, &asker).await;
+    assert_eq!(answer.result(), Outcome::Drained, "{answer:?}");
+    asker.running.stop().await;
+    let denied = "headgate_requests_denied_total{reason=\"permission_denied\"}";
+    assert_eq!(asked.metric(denied), 0);
+    for (count, uri) in [(0, Some("headgate://node/n1")), (1, Some("headgate://reader/me")), (2, None)] {
+        let asker = replica(&authority, &certificate(&authority, uri), &[&asked]).await;
+        let answer = drain(&authority, &asker).await;
+        assert_eq!(answer.result(), Outcome::Incomplete, "{uri:?}: {answer:?}");
+        assert_eq!(answer.unconfirmed, ["n2"], "{uri:?}");
+        assert!(answer.reason.contains("it does not answer"), "{uri:?}: {answer:?}");
+        assert!(asked.metric(denied) > count, "{uri:?}");
+        asker.running.stop().await;
+    }
+    asked.running.stop().await;
+}
+
+#[tokio::test]
+async fn agents_and_readers_may_not_ask_as_replicas() {
+    let authority = Authority::new("authority");
+    let server = replica(&authority, &certificate(&authority, None), &[]).await;
+    let confirm = async |uri: &str| {
+        let pair = authority.client(&[uri], |_| {});
+        let client = Client::new(&authority, &pair).connect(server.running.local_addr).await.unwrap();
+        let question = tokio_stream::once(ConfirmRequest { id: 7, ..ConfirmRequest::default() });
+        let mut answers = PeersClient::new(client.channel.clone()).confirm(question).await?.into_inner();
+        Ok::<_, tonic::Status>(answers.message().await?.unwrap().id)
+    };
+    for uri in ["headgate://node/n1", "headgate://reader/me"] {
+        let status = confirm(uri).await.unwrap_err();
+        assert_eq!(status.code(), Code::PermissionDenied, "{uri}");
+        assert!(status.message().contains("headgate://replica/NAME"), "{uri}: {status}");
+    }
+    assert_eq!(confirm("headgate://replica/r1").await.unwrap(), 7);
+    server.running.stop().await;
+}
