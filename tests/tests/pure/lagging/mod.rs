@@ -297,7 +297,7 @@ fn reach(lists: &[Vec<Move>], visit: &mut impl FnMut(&[Move])) -> usize {
 fn the_drain_barrier_opens_in_no_interleaving_before_the_kernel_has_removed_the_endpoint() {
     let (lists, mut counts) = (removal(), Counts::new());
     let states = reach(&lists, &mut |moves| {
-        let is_complete = moves.len() == lists.iter().map(Vec::len).sum();
+        let is_complete = moves.len() == lists.iter().map(Vec::len).sum::<usize>();
         run(2, Program::New, 4, moves, is_complete, &mut counts);
     });
     // The replicas have 0 to 2 and 0 to 3 events, now and at each of the three moves of the agent

@@ -10,10 +10,11 @@ use headgate_control_plane::{
 };
 use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Node, Protocol, ServiceKey};
 use headgate_proto::v1::{
-    BarrierAnswer, ConfirmRequest, DrainPodRequest, barrier_answer::Result as Outcome, inspect_client::InspectClient,
+    self, BarrierAnswer, DrainPodRequest, barrier_answer::Result as Outcome, inspect_client::InspectClient,
     peers_client::PeersClient,
 };
 use rcgen::{ExtendedKeyUsagePurpose, SanType};
+use tokio_stream::StreamExt as _;
 use tonic::Code;
 
 use super::{
@@ -50,7 +51,7 @@ async fn replica(authority: &Authority, own: &Pair, others: &[&Server]) -> Serve
     let changes = [endpoint(1, terminating), endpoint(2, Conditions::READY)];
     let (name, zone) = ("n2".into(), None);
     let node = Node { name, zone, pod_cidrs: Vec::new(), addresses: Vec::new(), going_away: false };
-    let pod = (PodId::new("web", "uid"), Some("n1".into()));
+    let pod = (PodId::new("uid", "web"), Some("n1".into()));
     server.commit(Transaction {
         changes: changes.map(|change| TriggeredChange { change, trigger_unix_ms: 0 }).into(),
         nodes: vec![NodeChange::Apply(node)],
@@ -106,8 +107,12 @@ async fn agents_and_readers_may_not_ask_as_replicas() {
     let confirm = async |uri: &str| {
         let pair = authority.client(&[uri], |_| {});
         let client = Client::new(&authority, &pair).connect(server.running.local_addr).await.unwrap();
-        let question = tokio_stream::once(ConfirmRequest { id: 7, ..ConfirmRequest::default() });
-        let mut answers = PeersClient::new(client.channel.clone()).confirm(question).await?.into_inner();
+        let service = v1::ServiceKey { namespace: "default".into(), name: "service-1".into() };
+        let endpoint = v1::PodEndpoint { service: Some(service), address: vec![10, 0, 0, 1].into() };
+        let question = v1::ConfirmRequest { id: 7, endpoints: vec![endpoint], ..v1::ConfirmRequest::default() };
+        // The end of the questions would end the answers.
+        let questions = tokio_stream::once(question).chain(tokio_stream::pending());
+        let mut answers = PeersClient::new(client.channel.clone()).confirm(questions).await?.into_inner();
         Ok::<_, tonic::Status>(answers.message().await?.unwrap().id)
     };
     for uri in ["headgate://node/n1", "headgate://reader/me"] {
