@@ -7,6 +7,7 @@
 //! machines differ.
 
 pub mod apiserver_load;
+pub mod barrier;
 mod cgroup;
 pub mod clock;
 pub mod connect;
@@ -29,6 +30,7 @@ pub mod nft_replace;
 pub mod nftables;
 pub mod profile;
 pub mod report;
+pub mod rollouts;
 pub mod slow;
 pub mod snapshots;
 pub mod storm;

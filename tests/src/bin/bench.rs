@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Parser;
 use headgate_tests::bench::{
-    apiserver_load, connect, conntrack, control_plane_memory, delta, failover, fleet, growth, iptables, ipvs, lagging,
-    memory, nft_counters, nft_latency, nft_memory, nft_replace, nftables,
+    apiserver_load, barrier, connect, conntrack, control_plane_memory, delta, failover, fleet, growth, iptables, ipvs,
+    lagging, memory, nft_counters, nft_latency, nft_memory, nft_replace, nftables,
     report::{Figure, publish},
-    slow, snapshots, storm, userspace, warm_restart, wire,
+    rollouts, slow, snapshots, storm, userspace, warm_restart, wire,
 };
 
 /// Measures Headgate, compares it with an anchor in the same run, prints the figures and writes
@@ -39,6 +39,8 @@ struct Arguments {
     list: bool,
     #[command(flatten)]
     load: fleet::Load,
+    #[command(flatten)]
+    rollouts: rollouts::Rollouts,
 }
 
 type Bench = fn(&Arguments) -> Result<Vec<Figure>>;
@@ -60,6 +62,9 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         apiserver_load::run(&a.load, a.services)
     }),
     ("lagging", "agents move to a replica whose watch is delayed", |a| lagging::run(&a.load, a.services)),
+    ("barrier", "pods that stop, with thousands of agents at three replicas; fails if an answer is wrong", |a| {
+        barrier::run(&a.load, a.services)
+    }),
     ("failover", "100 agents while replicas lose their API servers; fails if agents are late or move too often", |a| {
         failover::run(a.load.agents, a.services)
     }),
@@ -103,6 +108,11 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         "nft-replace",
         "new connections while one Service's endpoints are replaced; fails if a connection is refused or misled",
         |_| nft_replace::run(),
+    ),
+    (
+        "rollouts",
+        "pods are replaced under load, with the drain barrier, a sleep and no wait; fails if the barrier loses a request",
+        |a| rollouts::run(&a.rollouts),
     ),
     ("userspace", "connections through the agent's proxy and through HAProxy behind the same rules", |_| {
         userspace::run()

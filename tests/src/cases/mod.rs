@@ -43,4 +43,4 @@ mod write_log;
 
 pub use case::{Case, SourceAddress};
 pub use run::run;
-pub(crate) use write_log::WriteLog;
+pub(crate) use write_log::{WriteLog, wrap_restore};

@@ -2,6 +2,7 @@
 //! asks the drain barrier, as its `preStop` hook does.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -46,25 +47,28 @@ pub struct Seen {
 }
 
 /// Starts the control plane and agents that answer pods, and waits until the Service with these
-/// pods is programmed. `arguments` are further arguments of the agents.
+/// pods is programmed. `tools` returns the folder that is put in front of the `PATH` of a node's
+/// agent, if any.
 ///
 /// # Errors
 /// A program does not start, or does not program the Service.
-pub fn start(bed: &Testbed, pods: &[&str], arguments: &[&str]) -> Result<()> {
+pub fn start(bed: &Testbed, pods: &[&str], tools: impl Fn(&str) -> Option<PathBuf>) -> Result<()> {
     bed.write(|manifests| manifests.add(Service::new(SERVICE, pods)))?;
     bed.start_control_plane()?;
-    let mut setup = AgentSetup::with(arguments);
-    setup.arguments.push(format!("--drain-address=[::]:{DRAIN_PORT}"));
-    NODES.iter().try_for_each(|node| bed.start_agent_with(node.name, &setup))?;
+    for node in &NODES {
+        let setup = AgentSetup::with(&[&format!("--drain-address=[::]:{DRAIN_PORT}")]);
+        bed.start_agent_with(node.name, &AgentSetup { tools: tools(node.name), ..setup })?;
+    }
     bed.wait_programmed()
 }
 
-/// Replaces each pod `rolls` times, one after the other: the old pod waits and stops, and then the
-/// new pod starts at the same address. Clients open connections meanwhile.
+/// Replaces all pods `rolls` times, one batch after the other: the old pods of a batch wait and
+/// stop, and after all nodes have removed them, the new pods start at the same addresses. Clients
+/// open connections meanwhile.
 ///
 /// # Errors
 /// A program fails, or the barrier does not answer `drained`.
-pub fn roll(bed: &Testbed, pods: &[&str], rolls: usize, wait: Wait) -> Result<Seen> {
+pub fn roll(bed: &Testbed, batches: &[&[&str]], rolls: usize, wait: Wait) -> Result<Seen> {
     let targets: Vec<(&str, SocketAddr)> = Family::BOTH
         .into_iter()
         .flat_map(|family| CLIENTS.map(|(from, via)| Ok((from, bed.address(SERVICE, via, family, "tcp")?))))
@@ -72,8 +76,8 @@ pub fn roll(bed: &Testbed, pods: &[&str], rolls: usize, wait: Wait) -> Result<Se
     let mut waits = Vec::new();
     let outcomes = live::outcomes_while_asking(bed, &targets, || {
         for _ in 0..rolls {
-            for pod in pods {
-                waits.push(replace(bed, pod, wait).with_context(|| format!("replacing {pod}"))?);
+            for pods in batches {
+                waits.extend(replace(bed, pods, wait).with_context(|| format!("replacing {pods:?}"))?);
             }
         }
         Ok(())
@@ -86,29 +90,43 @@ pub fn roll(bed: &Testbed, pods: &[&str], rolls: usize, wait: Wait) -> Result<Se
     Ok(Seen { requests, failed: targets.iter().zip(outcomes).flat_map(failed).collect(), waits })
 }
 
-/// Replaces a pod, and returns how long the old pod took to stop.
-fn replace(bed: &Testbed, pod: &str, wait: Wait) -> Result<Duration> {
-    let mut incarnation = 0;
+/// Replaces pods at the same time, and returns how long each old pod took to stop.
+fn replace(bed: &Testbed, pods: &[&str], wait: Wait) -> Result<Vec<Duration>> {
+    let mut incarnations = Vec::new();
     set(bed, |endpoints| {
-        let old = endpoints.iter_mut().find(|endpoint| endpoint.name == pod).context("the pod is no endpoint")?;
-        incarnation = old.incarnation;
-        *old = Endpoint { incarnation, ..Endpoint::terminating(pod) };
+        for pod in pods {
+            let old = endpoints.iter_mut().find(|endpoint| endpoint.name == *pod).context("the pod is no endpoint")?;
+            incarnations.push(old.incarnation);
+            *old = Endpoint { incarnation: old.incarnation, ..Endpoint::terminating(pod) };
+        }
         Ok(())
     })?;
     let deleted = Instant::now();
-    match wait {
-        Wait::Barrier => drain(bed, pod)?,
-        Wait::Sleep(pause) => std::thread::sleep(pause),
-    }
-    let waited = deleted.elapsed();
-    fail(bed, pod, true, REFUSES)?;
-    set(bed, |endpoints| {
-        endpoints.retain(|endpoint| endpoint.name != pod);
+    let waited = std::thread::scope(|scope| {
+        let stop = |pod: &str| {
+            match wait {
+                Wait::Barrier => drain(bed, pod)?,
+                Wait::Sleep(pause) => std::thread::sleep(pause),
+            }
+            let waited = deleted.elapsed();
+            fail(bed, pod, true, REFUSES)?;
+            Ok(waited)
+        };
+        let threads: Vec<_> = pods.iter().map(|pod| scope.spawn(move || stop(pod))).collect();
+        let joined = threads.into_iter().map(|thread| thread.join());
+        joined.map(|stopped| stopped.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect::<Result<_>>()
+    })?;
+    // A cluster does not give the address to a new pod at once. So connections to the old pod fail
+    // until the last node has removed it.
+    bed.update(|manifests| {
+        manifests.service_mut(SERVICE)?.endpoints.retain(|endpoint| !pods.contains(&endpoint.name.as_str()));
         Ok(())
     })?;
-    fail(bed, pod, false, REFUSES)?;
+    pods.iter().try_for_each(|pod| fail(bed, pod, false, REFUSES))?;
+    // The next pods are deleted as soon as these pods are ready, as in the rollout of a Deployment.
     set(bed, |endpoints| {
-        endpoints.push(Endpoint { incarnation: incarnation + 1, ..Endpoint::ready(pod) });
+        let new = pods.iter().zip(incarnations);
+        endpoints.extend(new.map(|(pod, old)| Endpoint { incarnation: old + 1, ..Endpoint::ready(pod) }));
         Ok(())
     })?;
     Ok(waited)
@@ -148,8 +166,9 @@ pub(super) fn fail(bed: &Testbed, pod: &str, fails: bool, how: &[&str]) -> Resul
 /// Pods that ask the barrier stop at once when it answers, and no client notices.
 pub fn pods_that_ask_before_they_stop_lose_no_connection(bed: &Testbed) -> Result<()> {
     let pods = ["a1", "b1", "c1"];
-    start(bed, &pods, &[])?;
-    let seen = roll(bed, &pods, 2, Wait::Barrier)?;
+    start(bed, &pods, |_| None)?;
+    let batches = pods.each_ref().map(std::slice::from_ref);
+    let seen = roll(bed, &batches, 2, Wait::Barrier)?;
     ensure!(seen.failed.is_empty(), "{} of {} requests failed: {:?}", seen.failed.len(), seen.requests, seen.failed);
     ensure!(seen.requests > 100, "only {} requests were sent", seen.requests);
     Ok(())

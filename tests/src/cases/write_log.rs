@@ -21,21 +21,14 @@ impl WriteLog {
         let (tools, log) = (folder.join("tools"), folder.join("kernel-writes.log"));
         let scripts = folder.join("kernel-writes.scripts");
         std::fs::create_dir(&tools).context("creating a folder for tools")?;
-        for family in ["iptables", "ip6tables"] {
-            for variant in ["-legacy", "-nft", ""] {
-                let name = format!("{family}{variant}-restore");
-                let Some(program) = find_program(&name) else { continue };
-                let script = format!(
-                    "#!/bin/sh\necho \"{name} $*\" >> '{}'\ntee -a '{}' | '{}' \"$@\"\n",
-                    log.display(),
-                    scripts.display(),
-                    program.display()
-                );
-                let path = tools.join(&name);
-                std::fs::write(&path, script).with_context(|| format!("writing {}", path.display()))?;
-                std::fs::set_permissions(&path, Permissions::from_mode(0o755)).context("making a tool executable")?;
-            }
-        }
+        wrap_restore(&tools, &["iptables", "ip6tables"], |name, program| {
+            format!(
+                "echo \"{name} $*\" >> '{}'\ntee -a '{}' | '{}' \"$@\"\n",
+                log.display(),
+                scripts.display(),
+                program.display()
+            )
+        })?;
         Ok(Self { tools, log, scripts })
     }
 
@@ -57,6 +50,22 @@ impl WriteLog {
             Err(error) => Err(error).with_context(|| format!("reading {}", self.log.display())),
         }
     }
+}
+
+/// Writes wrappers around the restore programs of `families` into the folder `tools`. `script`
+/// returns the shell script of a wrapper, from the name and the path of the wrapped program.
+pub(crate) fn wrap_restore(tools: &Path, families: &[&str], script: impl Fn(&str, &Path) -> String) -> Result<()> {
+    for family in families {
+        for variant in ["-legacy", "-nft", ""] {
+            let name = format!("{family}{variant}-restore");
+            let Some(program) = find_program(&name) else { continue };
+            let path = tools.join(&name);
+            std::fs::write(&path, format!("#!/bin/sh\n{}", script(&name, &program)))
+                .with_context(|| format!("writing {}", path.display()))?;
+            std::fs::set_permissions(&path, Permissions::from_mode(0o755)).context("making a tool executable")?;
+        }
+    }
+    Ok(())
 }
 
 fn find_program(name: &str) -> Option<PathBuf> {
