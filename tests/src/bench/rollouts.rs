@@ -29,8 +29,8 @@ const SLOW_NODE: &str = "node-c";
 /// The time of a write on the other nodes, in seconds.
 const USUAL_SECONDS: f64 = 1.0;
 const SLEEP: Duration = Duration::from_secs(5);
-/// The second part has one roll for this number of rolls, because each of its rolls takes about half
-/// a minute.
+/// The second part has one roll for this number of rolls, because each of its rolls takes about
+/// half a minute.
 const SLOW_SHARE: usize = 20;
 
 /// Options of the bench.

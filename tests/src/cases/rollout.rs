@@ -113,7 +113,7 @@ fn replace(bed: &Testbed, pods: &[&str], wait: Wait) -> Result<Vec<Duration>> {
             Ok(waited)
         };
         let threads: Vec<_> = pods.iter().map(|pod| scope.spawn(move || stop(pod))).collect();
-        let joined = threads.into_iter().map(|thread| thread.join());
+        let joined = threads.into_iter().map(std::thread::ScopedJoinHandle::join);
         joined.map(|stopped| stopped.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect::<Result<_>>()
     })?;
     // A cluster does not give the address to a new pod at once. So connections to the old pod fail
