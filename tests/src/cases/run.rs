@@ -75,6 +75,11 @@ fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
             let outcome = client::ask(client, &request)?;
             ensure!(outcome == Outcome::Refused, "{outcome}, although mode userspace refuses SCTP");
         }
+        // The check of source ranges, which drops packets, comes before the refusal.
+        Expect::Dropped if is_refused => {
+            let outcome = client::ask(client, &request.expecting_silence())?;
+            ensure!(!matches!(outcome, Outcome::Answered(_)), "{outcome}, although mode userspace refuses SCTP");
+        }
         Expect::Refused => {
             let outcome = client::ask(client, &request)?;
             ensure!(outcome == Outcome::Refused, "{outcome}");
