@@ -45,6 +45,8 @@ const BACKLOG: i32 = 4096;
 const RENEWAL: Duration = Duration::from_millis(200);
 /// The gate is renewed only if a thread of the proxy has begun a turn of its loop within this time.
 const HANG: Duration = Duration::from_millis(400);
+/// How long the first sync waits for the gate.
+const LONGEST_CLOSING: Duration = Duration::from_secs(1);
 /// Descriptors for everything except connections and datagrams.
 const OTHER_DESCRIPTORS: u64 = 2_000;
 /// The most threads of the proxy.
@@ -59,8 +61,8 @@ pub(super) struct Proxy {
     tcp: Arc<TcpProxy>,
     udp: Arc<UdpProxy>,
     gate: Arc<Mutex<GateState>>,
-    /// Wakes the thread. Dropping the sender ends the thread.
-    wake: Option<mpsc::Sender<()>>,
+    /// Wakes the thread, which answers when it has acted. Dropping the sender ends the thread.
+    wake: Option<mpsc::Sender<mpsc::Sender<()>>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -110,20 +112,24 @@ impl Proxy {
         Ok((Self { services, tcp, udp, gate, wake: Some(wake), thread: Some(thread) }, listeners))
     }
 
-    /// Keeps the gate of a family closed from now on. The rules and the table are complete.
+    /// Keeps the gate of a family closed from now on. The rules and the table are complete. Waits
+    /// until the gate is closed, so that a node that reports its first sync carries connections.
     pub(super) fn serve(&self, family: Family) {
         let mut gate = lock(&self.gate);
         if !gate.families.contains(&family) {
             gate.families.push(family);
             drop(gate);
-            self.wake();
+            // If the gate cannot be closed, `problem` says why.
+            let _ = self.wake().recv_timeout(LONGEST_CLOSING);
         }
     }
 
-    /// Makes the gate's thread act at once.
-    fn wake(&self) {
+    /// Makes the gate's thread act at once. The receiver gets a message after the thread has acted.
+    fn wake(&self) -> mpsc::Receiver<()> {
+        let (acted, receiver) = mpsc::channel();
         // A thread that has ended no longer renews the gate.
-        let _ = self.wake.as_ref().map(|wake| wake.send(()));
+        let _ = self.wake.as_ref().map(|wake| wake.send(acted));
+        receiver
     }
 
     pub(super) fn set_node_addresses(&self, addresses: &[IpAddr]) {
@@ -190,7 +196,7 @@ impl ConnectionProxy for Proxy {
     fn drain(&self, limit: Duration) -> u64 {
         let until = Instant::now() + limit;
         lock(&self.gate).is_draining = true;
-        self.wake();
+        drop(self.wake());
         // The gate's thread opens the gate. Connections that passed the gate before complete their
         // handshake meanwhile.
         thread::sleep(RENEWAL * 2);
@@ -226,9 +232,14 @@ struct Keeper {
 }
 
 impl Keeper {
-    fn run(self, woken: &mpsc::Receiver<()>) {
+    fn run(self, woken: &mpsc::Receiver<mpsc::Sender<()>>) {
         let mut kernel = None;
-        while woken.recv_timeout(RENEWAL) != Err(RecvTimeoutError::Disconnected) {
+        loop {
+            let acted = match woken.recv_timeout(RENEWAL) {
+                Ok(acted) => Some(acted),
+                Err(RecvTimeoutError::Timeout) => None,
+                Err(RecvTimeoutError::Disconnected) => return,
+            };
             let (families, is_draining) = {
                 let gate = lock(&self.gate);
                 (gate.families.clone(), gate.is_draining)
@@ -243,6 +254,9 @@ impl Keeper {
                 warn!("{sentence}");
             }
             gate.problem = problem;
+            drop(gate);
+            // Nobody may wait for the message.
+            let _ = acted.map(|acted| acted.send(()));
         }
     }
 

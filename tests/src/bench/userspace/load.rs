@@ -48,10 +48,11 @@ pub(super) fn use_the_other_processor() -> Result<()> {
 }
 
 /// The number of idle connections: [`MOST_IDLE_CONNECTIONS`], or fewer if the limit of open files
-/// is lower. The proxy, and this process with client and server, have two descriptors for each.
+/// is lower. HAProxy, and this process with client and server, need two descriptors for each. The
+/// agent uses three of four descriptors for connections.
 pub(super) fn idle_connections() -> Result<usize> {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    let allowed = hard.saturating_sub(OTHER_DESCRIPTORS) / 2;
+    let allowed = hard.saturating_sub(OTHER_DESCRIPTORS) * 3 / 8;
     Ok(usize::try_from(allowed)?.min(MOST_IDLE_CONNECTIONS))
 }
 
