@@ -124,8 +124,8 @@ pub fn an_upgrade_loses_no_connection(bed: &Testbed) -> Result<()> {
 }
 
 /// One of two endpoints refuses connections, and then answers nothing, while it stays in the
-/// EndpointSlice. Returns the outcomes of the connections that clients opened meanwhile and that had
-/// no answer, and the number of all these connections.
+/// EndpointSlice. Returns the outcomes of the connections that clients opened meanwhile and that
+/// had no answer, and the number of all these connections.
 ///
 /// Needs a running cluster with [`super::lifecycle::some_services`].
 fn lost_to_a_dead_endpoint(bed: &Testbed) -> Result<(Vec<Outcome>, usize)> {
