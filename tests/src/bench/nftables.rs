@@ -38,7 +38,7 @@ const ANCHOR_CHANGES: u32 = 5;
 const BURST: u32 = 1_000;
 const BURSTS: u32 = 10;
 /// The largest number of endpoints for which a new table has chains.
-const LARGEST_SPARE_COUNT: u32 = 100;
+const LARGEST_SPARE_COUNT: u32 = 16;
 /// The number of endpoints of a large Service.
 const LARGE: u32 = 1_000;
 
