@@ -11,7 +11,7 @@ use headgate_core::{ServiceKey, dns_name::check_subdomain, plaintext};
 use headgate_tls::FileError;
 
 use crate::{
-    serve::{PeerSettings, PeerTls, Security, Settings, tls::ServerTls},
+    serve::{EnrolmentSettings, PeerSettings, PeerTls, Security, Settings, tls::ServerTls},
     source::{SourceSettings, SourceSpec},
 };
 
@@ -117,6 +117,40 @@ pub struct Options {
     /// the replicas have run for this time in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(0..=86_400))]
     pub uncovered_after_seconds: u32,
+
+    /// Where agents exchange service-account tokens for certificates (docs/security.md), over TLS
+    /// with --tls-cert and without client certificates. The API server of --kubeconfig, or of the
+    /// cluster, reviews the tokens. Without this option, agents need certificates from elsewhere
+    #[arg(long, value_name = "ADDR:PORT", value_parser = address, conflicts_with = "insecure_loopback",
+        requires_all = ["enrolment_ca_cert", "enrolment_ca_key"])]
+    pub enrolment_listen: Option<SocketAddr>,
+
+    /// PEM file of the authority that signs the certificates of agents: the first certificate in the
+    /// file, which --tls-client-ca must contain too. Read for each certificate
+    #[arg(long, value_name = "FILE", requires = "enrolment_listen")]
+    pub enrolment_ca_cert: Option<PathBuf>,
+
+    /// PEM file with the private key of the authority. Read for each certificate
+    #[arg(long, value_name = "FILE", requires = "enrolment_listen")]
+    pub enrolment_ca_key: Option<PathBuf>,
+
+    /// The audience that the tokens of agents must have
+    #[arg(long, value_name = "AUDIENCE", default_value = "headgate")]
+    pub enrolment_audience: String,
+
+    /// Namespace and name of the ServiceAccount of agents
+    #[arg(long, value_name = "NAMESPACE/NAME", value_parser = service_key, default_value = "headgate-system/headgate-node-agent")]
+    pub enrolment_service_account: ServiceKey,
+
+    /// Accept tokens from any address. Without this option, the address of the client must be an
+    /// InternalIP or ExternalIP of the Node of its pod. Needed if addresses are translated between
+    /// agents and the control plane
+    #[arg(long, requires = "enrolment_listen")]
+    pub enrolment_any_address: bool,
+
+    /// Validity of the certificates of agents, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 86_400, value_parser = clap::value_parser!(u32).range(20..=31_536_000))]
+    pub enrolment_certificate_seconds: u32,
 
     /// What to log: a level (error, warn, info, debug, trace), or directives such as
     /// info,headgate_control_plane=debug
@@ -232,6 +266,20 @@ impl Options {
         (!self.peers.is_empty()).then(|| PeerSettings { names: names.collect(), tls })
     }
 
+    /// How agents enrol; `None` if `--enrolment-listen` is not given.
+    fn enrolment(&self) -> Option<EnrolmentSettings> {
+        Some(EnrolmentSettings {
+            listen: self.enrolment_listen?,
+            ca_cert: self.enrolment_ca_cert.clone()?,
+            ca_key: self.enrolment_ca_key.clone()?,
+            audience: self.enrolment_audience.clone(),
+            service_account: self.enrolment_service_account.clone(),
+            any_address: self.enrolment_any_address,
+            certificate_lifetime: Duration::from_secs(self.enrolment_certificate_seconds.into()),
+            kubeconfig: self.kubeconfig.clone(),
+        })
+    }
+
     /// The settings of the server.
     #[must_use]
     pub fn settings(&self) -> Settings {
@@ -245,6 +293,7 @@ impl Options {
             balance_service: self.balance_service.clone(),
             peers: self.peers(),
             uncovered_after: Duration::from_secs(self.uncovered_after_seconds.into()),
+            enrolment: self.enrolment(),
             ..Settings::default()
         }
     }

@@ -35,6 +35,7 @@ use crate::{
     reconcile::{Reconciler, Timing},
     session::{
         client::{Session, SessionConfig},
+        enrolment::Enrolment,
         tls::AgentTls,
     },
     settings::{self, Settings},
@@ -208,6 +209,11 @@ async fn run_configured(
         }
     }
     let reconciler = reconciler.with_observers(observers);
+    let token = options.enrolment_token.clone();
+    let enrolment = tls
+        .as_ref()
+        .filter(|_| !options.enrolment_address.is_empty())
+        .map(|files| Enrolment::new(files.clone(), token, options.enrolment_address.clone(), metrics.session.clone()));
     let tls = tls.map(|files| AgentTls::new(files, metrics.session.tls.clone()));
     let config = SessionConfig {
         node_name: Arc::clone(&node_name),
@@ -250,9 +256,22 @@ async fn run_configured(
     }
     tokio::spawn(health_check_server.run(running.clone()));
     tokio::spawn(checker.run(running.clone()));
+    let has_certificate = CancellationToken::new();
+    match (enrolment, &tls) {
+        (Some(enrolment), Some(tls)) => {
+            let enrolment = enrolment.run(Arc::clone(tls), has_certificate.clone());
+            tokio::spawn(running.clone().run_until_cancelled_owned(enrolment));
+        }
+        _ => has_certificate.cancel(),
+    }
     if let Some(tls) = tls {
+        let has_certificate = has_certificate.clone();
         let running = running.clone();
-        tokio::spawn(async move { running.run_until_cancelled(tls.follow()).await });
+        let follow = async move {
+            has_certificate.cancelled().await;
+            tls.follow().await;
+        };
+        tokio::spawn(running.run_until_cancelled_owned(follow));
     }
     let edited = async {
         match file {
@@ -264,8 +283,13 @@ async fn run_configured(
         }
     };
     let saving = saver.map(|saver| tokio::spawn(saver.run(saver_inputs.clone(), running.clone())));
+    let following = async {
+        if running.run_until_cancelled(has_certificate.cancelled()).await.is_some() {
+            session.run(running.clone()).await;
+        }
+    };
     let ended_by = tokio::select! {
-        () = session.run(running.clone()) => None,
+        () = following => None,
         _ = reconcile_ended => Some(AgentError::ReconcileEnded),
         path = edited => Some(AgentError::ConfigEdited(path)),
     };

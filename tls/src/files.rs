@@ -112,6 +112,16 @@ impl Files {
         })
     }
 
+    /// Reads only the authorities. Leaves out expired authorities. Blocks.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be read, or contains no valid authority. Retry after the file has changed.
+    pub fn read_authorities(&self, now: SystemTime) -> Result<RootCertStore, FileError> {
+        let pem = self.read_one(self.side.ca_option(), &self.ca)?;
+        self.authorities(&pem, now).map(|(roots, _)| roots)
+    }
+
     fn read_one(&self, option: &'static str, file: &Path) -> Result<Vec<u8>, FileError> {
         let read = || -> io::Result<Vec<u8>> {
             let mut bytes = Vec::new();

@@ -3,6 +3,7 @@
 mod api;
 mod barrier;
 mod context;
+mod enrolment;
 mod fleet;
 pub(crate) mod fuzz;
 mod stream;
@@ -19,10 +20,11 @@ pub use tokio_util::sync::CancellationToken;
 
 pub use self::{
     barrier::Round,
-    context::{PeerSettings, PeerTls, Settings},
+    context::{EnrolmentSettings, PeerSettings, PeerTls, Settings},
+    enrolment::EnrolmentError,
     transport::tls::{self, Security},
 };
-use self::{fleet::balance, stream::Streams};
+use self::{enrolment::Enrolment, fleet::balance, stream::Streams};
 use crate::{metrics::Metrics, store::Store};
 
 /// Why a replica cannot serve.
@@ -41,6 +43,9 @@ pub enum ServeError {
     /// The built-in descriptor set is invalid.
     #[error("reflection: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
+    /// Agents cannot get certificates.
+    #[error(transparent)]
+    Enrolment(#[from] EnrolmentError),
 }
 
 fn remedy(error: &io::Error) -> &'static str {
@@ -113,6 +118,12 @@ pub async fn start(
         tokio::spawn(api::serve_pages(listener, Arc::clone(&streams.fleet), stopped.clone()));
     }
     if let Security::Tls(tls) = &security {
+        if let Some(settings) = context.settings.enrolment.clone() {
+            let (listener, address) = bind("--enrolment-listen", settings.listen).await?;
+            let enrolment = Enrolment::new(Arc::clone(context), settings, Arc::clone(tls)).await?;
+            tracing::info!(%address, "agents can enrol");
+            tokio::spawn(stopped.clone().run_until_cancelled_owned(enrolment.run(listener)));
+        }
         tokio::spawn(Arc::clone(tls).follow(metrics, shutdown.clone()));
     }
     if let Some(service) = context.settings.balance_service.clone() {

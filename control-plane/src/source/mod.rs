@@ -12,7 +12,7 @@ use crate::transaction::{Problem, Sink};
 // `crate::fuzz` calls these functions.
 pub(crate) use self::{
     files::manifest_events,
-    kubernetes::{list_events, watch_events},
+    kubernetes::{client as kubernetes_client, list_events, watch_events},
 };
 
 /// Which source to read.

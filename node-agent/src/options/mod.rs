@@ -114,6 +114,16 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub tls_ca: Option<PathBuf>,
 
+    /// Where the agent gets its certificate for its service-account token: HOST:PORT of the
+    /// replicas' --enrolment-listen. Repeat the flag, or separate values by commas. The agent then
+    /// writes --tls-cert and --tls-key itself, and renews the certificate (docs/security.md)
+    #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', requires_all = ["tls_cert", "tls_key", "tls_ca"])]
+    pub enrolment_address: Vec<String>,
+
+    /// File with the service-account token for --enrolment-address, from a projected volume
+    #[arg(long, value_name = "FILE", default_value = "/var/run/secrets/headgate.io/token")]
+    pub enrolment_token: PathBuf,
+
     /// Which variant of iptables to use; auto chooses the variant that this node already uses
     #[arg(long, value_enum, default_value = "auto")]
     pub iptables_variant: Variant,

@@ -34,6 +34,7 @@ pub struct SessionMetrics {
     pub head_version: Gauge<u64, AtomicU64>,
     /// Certificates and handshakes.
     pub tls: TlsMetrics,
+    enrolments: Family<Labels<1>, Counter>,
     stream_errors: Family<Labels<1>, Counter>,
     resumes: Family<Labels<1>, Counter>,
     source_age_seconds: Gauge<f64, AtomicU64>,
@@ -64,7 +65,19 @@ impl SessionMetrics {
         add.gauge("version_received", "", "Version of the state that the agent holds", self.version_received.clone());
         let help = "Newest version that the control plane has, as of its last heartbeat";
         add.gauge("head_version", "", help, self.head_version.clone());
+        let help = "Attempts to get a certificate (--enrolment-address), by result";
+        add.counter("enrolments", "result (success, failure)", help, self.enrolments.clone());
         self.tls.register(registry);
+    }
+
+    /// Counts an attempt to get a certificate. The status shows a problem until new TLS files are
+    /// loaded.
+    pub(crate) fn enrolled(&self, problem: Option<String>) {
+        let result = if problem.is_none() { "success" } else { "failure" };
+        self.enrolments.get_or_create(&[("result", result)]).inc();
+        if problem.is_some() {
+            self.tls.problem.send_replace(problem);
+        }
     }
 
     /// Counts a stream that ended. `reason` is from a small fixed set.

@@ -2,14 +2,15 @@
 //!
 //! Three modules make decisions and do no I/O. [`machine`] decides what a message means.
 //! [`failover`] decides when to leave a replica. `reporter` decides what to report to the replica.
-//! [`client`] connects and reconnects, `stream` reads and writes one stream, and [`tls`] loads
-//! certificates and keys.
+//! [`client`] connects and reconnects, [`enrolment`] gets certificates, `stream` reads and writes
+//! one stream, and [`tls`] loads certificates and keys.
 
 pub(crate) mod answers;
 pub mod barriers;
 pub mod client;
 pub mod connect;
 mod context;
+pub mod enrolment;
 pub mod failover;
 pub mod machine;
 pub mod metrics;

@@ -32,7 +32,7 @@ pub(super) async fn answer(
     connection: Arc<ConnectionState>,
     request: Request<Incoming>,
 ) -> io::Result<Response<Body>> {
-    let (head, _) = request.into_parts();
+    let (head, body) = request.into_parts();
     let (path, query) = (head.uri.path(), head.uri.query().unwrap_or_default());
     let target = Kind::of_path(path).filter(|_| head.method == Method::GET);
     let verb = match target {
@@ -46,6 +46,12 @@ pub(super) async fn answer(
         Some(fault) => apply_fault(&shared, &connection, fault).await?,
         None => None,
     };
+    if faulty.is_none() && head.method == Method::POST && path == "/apis/authentication.k8s.io/v1/tokenreviews" {
+        let body = body.collect().await.map_err(io::Error::other)?.to_bytes();
+        let review = serde_json::from_slice(&body)?;
+        shared.counters.answered(index, StatusCode::CREATED.as_u16());
+        return Ok(respond(StatusCode::CREATED, Bytes::from(shared.tokens.review(&review).to_string())));
+    }
     let response = faulty.unwrap_or_else(|| {
         let answer = target.ok_or_else(status::not_found).and_then(|(kind, namespace)| {
             let options = shared.options();

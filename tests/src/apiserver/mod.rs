@@ -21,6 +21,7 @@ mod real;
 mod server;
 mod status;
 mod store;
+mod tokens;
 mod under_test;
 mod watch;
 
@@ -50,6 +51,7 @@ pub use self::{
     real::{ASSETS_VARIABLE, RealApiServer, RealServerError},
     status::{Failure, failure},
     store::Backup,
+    tokens::Token,
     under_test::{ApiUnderTest, ApiUnderTestError},
 };
 
@@ -109,6 +111,7 @@ pub enum Restart {
 #[derive(Debug)]
 struct Shared {
     store: Store,
+    tokens: tokens::Tokens,
     faults: Arc<Faults>,
     counters: Arc<Counters>,
     options: Mutex<Options>,
@@ -165,6 +168,7 @@ impl ApiServer {
     pub fn start_with(options: Options) -> Result<Self, StartError> {
         let shared = Arc::new(Shared {
             store: Store::new(),
+            tokens: tokens::Tokens::default(),
             faults: Arc::new(Faults::default()),
             counters: Arc::new(Counters::default()),
             options: Mutex::new(options),
@@ -212,6 +216,11 @@ impl ApiServer {
     /// The object has an unknown kind or no name.
     pub fn apply(&self, object: Value) -> Result<Value, Failure> {
         Ok((*self.shared.store.apply(object)?).clone())
+    }
+
+    /// Makes the server accept a service-account token in TokenReviews.
+    pub fn put_token(&self, text: &str, token: Token) {
+        self.shared.tokens.insert(text, token);
     }
 
     /// Deletes an object, and returns its last state. The namespace is ignored for cluster-scoped

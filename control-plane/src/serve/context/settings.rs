@@ -1,6 +1,6 @@
 //! Settings of the servers, from the command line.
 
-use std::{path::PathBuf, time::Duration};
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use headgate_core::ServiceKey;
 
@@ -32,6 +32,30 @@ pub struct Settings {
     /// How long all replicas must have run before a Node without a stream counts as not covered by
     /// the drain barrier.
     pub uncovered_after: Duration,
+    /// How agents get certificates for service-account tokens. `None` turns enrolment off.
+    pub enrolment: Option<EnrolmentSettings>,
+}
+
+/// How agents get certificates for service-account tokens.
+#[derive(Debug, Clone)]
+pub struct EnrolmentSettings {
+    /// The address to listen on.
+    pub listen: SocketAddr,
+    /// The certificate of the authority that signs, in the first place of this PEM file.
+    pub ca_cert: PathBuf,
+    /// The key of the authority.
+    pub ca_key: PathBuf,
+    /// The audience that tokens must have.
+    pub audience: String,
+    /// Namespace and name of the agents' ServiceAccount.
+    pub service_account: ServiceKey,
+    /// True if the address of the client does not have to be an address of its Node.
+    pub any_address: bool,
+    /// The validity of the certificates.
+    pub certificate_lifetime: Duration,
+    /// The kubeconfig file of the API server that reviews tokens; `None` for the in-cluster
+    /// configuration.
+    pub kubeconfig: Option<PathBuf>,
 }
 
 /// The other replicas, and how to connect to them.
@@ -69,6 +93,7 @@ impl Default for Settings {
             balance_service: None,
             peers: None,
             uncovered_after: Duration::from_secs(600),
+            enrolment: None,
         }
     }
 }

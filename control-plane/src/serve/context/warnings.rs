@@ -35,10 +35,12 @@ pub(crate) enum Warning {
     ConnectionRefused,
     /// A TLS handshake failed.
     Handshake,
+    /// An agent got no certificate.
+    Enrolment,
 }
 
 impl Warning {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Rejected,
         Self::ApplyFailed,
         Self::WentBack,
@@ -46,6 +48,7 @@ impl Warning {
         Self::RequestRefused,
         Self::ConnectionRefused,
         Self::Handshake,
+        Self::Enrolment,
     ];
 
     /// The log message for the warnings that were left out. The log line also contains their
@@ -65,6 +68,7 @@ impl Warning {
                 "more connections refused; headgate_connections_refused_total counts them by reason"
             }
             Self::Handshake => "more TLS handshakes failed; headgate_tls_handshakes_failed_total counts them by reason",
+            Self::Enrolment => "more agents got no certificate; headgate_enrolments_total counts them by result",
         }
     }
 }

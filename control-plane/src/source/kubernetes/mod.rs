@@ -86,7 +86,7 @@ pub(super) async fn run(
 
 /// Creates a client for the API server that the kubeconfig file names. Without a file, the client
 /// uses the API server of the cluster in which the pod of this program runs.
-async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
+pub(crate) async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
     // The installation fails only if a provider is already installed, which is harmless.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let mut config = match kubeconfig {

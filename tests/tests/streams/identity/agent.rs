@@ -31,6 +31,11 @@ impl Agent {
 
     /// Starts the agent of a node with the files `OWN.crt` and `OWN.key`.
     pub(crate) fn of_node(node: &str, url: &str, own: &Path, authorities: &Path) -> Self {
+        Self::with_options(node, url, own, authorities, &[])
+    }
+
+    /// As [`Self::of_node`], with further options.
+    pub(crate) fn with_options(node: &str, url: &str, own: &Path, authorities: &Path, options: &[String]) -> Self {
         let metrics = ReservedPort::reserve().unwrap();
         let arguments = [
             "headgate-node-agent".to_owned(),
@@ -43,7 +48,8 @@ impl Agent {
             format!("--tls-key={}.key", own.display()),
             format!("--tls-ca={}", authorities.display()),
         ];
-        let (options, shutdown) = (Options::try_parse_from(arguments).unwrap(), CancellationToken::new());
+        let (options, shutdown) =
+            (Options::try_parse_from(arguments.iter().chain(options)).unwrap(), CancellationToken::new());
         let (backend, _) = InMemoryDataplane::new();
         tokio::spawn(run_with(options, Box::new(backend), shutdown.clone()));
         Self { metrics, _stops: shutdown.drop_guard() }

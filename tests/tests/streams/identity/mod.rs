@@ -4,6 +4,7 @@ mod agent;
 mod authority;
 mod certs;
 mod client;
+mod enrolment;
 mod peers;
 mod program;
 mod refusals;

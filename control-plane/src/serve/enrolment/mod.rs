@@ -1,0 +1,266 @@
+//! Gives certificates to the agents of nodes, in exchange for service-account tokens.
+//!
+//! The listener has its own port and its own limits, because its clients have no certificate. A
+//! client sends one request for each connection: `POST /v1/enrol` with a bearer token, and a
+//! certificate signing request (PKCS#10, DER) as the body. The answer is a certificate in PEM, or a
+//! sentence that names the fault and the remedy.
+
+mod authority;
+mod limits;
+mod tokens;
+
+use std::{
+    convert::Infallible,
+    net::{IpAddr, SocketAddr},
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant, SystemTime},
+};
+
+use axum::body::{Body, to_bytes};
+use headgate_tls::date;
+use http::{Method, Request, Response, StatusCode, header};
+use hyper::{body::Incoming, server::conn::http1, service::service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use rustls::{ServerConfig, crypto::ring, server::NoServerSessionStorage};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::Semaphore,
+    time::{sleep, timeout},
+};
+use tokio_rustls::TlsAcceptor;
+
+use self::{
+    authority::{Authority, IssueError},
+    limits::{Admitted, Limits},
+    tokens::{TokenError, Tokens},
+};
+use super::{
+    context::{Context, EnrolmentSettings, Network, Warning},
+    transport::tls::ServerTls,
+};
+use crate::source::{self, SourceError};
+
+/// The longest time for a connection: handshake, request and answer.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How many requests ask the API server at the same time. The other requests wait.
+const REVIEWS: usize = 8;
+
+/// The maximum size of a certificate signing request. Requests for P-256 keys have about 250 bytes.
+const MAX_REQUEST_BYTES: usize = 8 << 10;
+
+/// How long to wait after a connection could not be accepted.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+
+/// Why enrolment cannot start. A retry helps only after the cause is corrected.
+#[derive(Debug, thiserror::Error)]
+pub enum EnrolmentError {
+    /// A file cannot be read.
+    #[error("{option} {file}: cannot read the file: {error}")]
+    File {
+        /// The option.
+        option: &'static str,
+        /// The path.
+        file: String,
+        /// The error of the operating system.
+        error: std::io::Error,
+    },
+    /// The authority cannot sign.
+    #[error("--enrolment-ca-cert, --enrolment-ca-key: {0}")]
+    Authority(#[from] IssueError),
+    /// No API server can be asked about tokens.
+    #[error("--enrolment-listen needs an API server that reviews tokens: {0}")]
+    ApiServer(#[from] SourceError),
+}
+
+/// The server of the enrolment listener.
+pub(crate) struct Enrolment {
+    context: Arc<Context>,
+    settings: EnrolmentSettings,
+    tls: Arc<ServerTls>,
+    tokens: Tokens,
+    reviews: Semaphore,
+}
+
+/// Why a client gets no certificate.
+#[derive(Debug, thiserror::Error)]
+enum Refusal {
+    #[error("no such page; agents send POST /v1/enrol")]
+    NotFound,
+    #[error("the header Authorization contains no bearer token")]
+    NoToken,
+    #[error("the certificate signing request is larger than {MAX_REQUEST_BYTES} bytes, or incomplete")]
+    Body,
+    #[error("{0}")]
+    Token(#[from] TokenError),
+    #[error("the control plane does not know the Node {0}; try again later")]
+    UnknownNode(String),
+    #[error(
+        "the token belongs to the node {0}, and {1} is not an address of this Node; if addresses are translated on the way, start the control plane with --enrolment-any-address"
+    )]
+    Address(String, IpAddr),
+    #[error("{0}")]
+    Request(IssueError),
+    #[error("the control plane cannot sign: {0}")]
+    Authority(#[from] EnrolmentError),
+}
+
+impl Refusal {
+    /// The status code of the answer, and the label `result` of the metric.
+    fn kind(&self) -> (StatusCode, &'static str) {
+        match self {
+            Self::NotFound => (StatusCode::NOT_FOUND, "malformed"),
+            Self::NoToken => (StatusCode::UNAUTHORIZED, "malformed"),
+            Self::Body => (StatusCode::BAD_REQUEST, "malformed"),
+            Self::Request(IssueError::Request(_)) => (StatusCode::BAD_REQUEST, "malformed"),
+            Self::Token(error @ TokenError::Unreachable(_)) => (StatusCode::SERVICE_UNAVAILABLE, error.result()),
+            Self::Token(error) => (StatusCode::FORBIDDEN, error.result()),
+            Self::UnknownNode(_) => (StatusCode::SERVICE_UNAVAILABLE, "unknown_node"),
+            Self::Address(..) => (StatusCode::FORBIDDEN, "address"),
+            Self::Request(_) | Self::Authority(_) => (StatusCode::INTERNAL_SERVER_ERROR, "authority"),
+        }
+    }
+}
+
+impl Enrolment {
+    /// Checks the authority and the configuration of the API server.
+    ///
+    /// # Errors
+    ///
+    /// [`EnrolmentError`].
+    pub(crate) async fn new(
+        context: Arc<Context>,
+        settings: EnrolmentSettings,
+        tls: Arc<ServerTls>,
+    ) -> Result<Arc<Self>, EnrolmentError> {
+        let client = source::kubernetes_client(settings.kubeconfig.as_deref()).await?;
+        let (audience, service_account) = (settings.audience.clone(), settings.service_account.clone());
+        let tokens = Tokens { client, audience, service_account };
+        let enrolment = Self { context, settings, tls, tokens, reviews: Semaphore::new(REVIEWS) };
+        enrolment.authority().await?;
+        Ok(Arc::new(enrolment))
+    }
+
+    /// Reads the files of the authority. They are read for each certificate, so that a rotation
+    /// needs no restart.
+    async fn authority(&self) -> Result<Authority, EnrolmentError> {
+        let read = async |option, file: &Path| {
+            let file_error = |error| EnrolmentError::File { option, file: file.display().to_string(), error };
+            tokio::fs::read_to_string(file).await.map_err(file_error)
+        };
+        let certificates = read("--enrolment-ca-cert", &self.settings.ca_cert).await?;
+        let key = read("--enrolment-ca-key", &self.settings.ca_key).await?;
+        Ok(Authority::parse(&certificates, &key, SystemTime::now())?)
+    }
+
+    /// Serves connections. Never returns.
+    pub(crate) async fn run(self: Arc<Self>, listener: TcpListener) {
+        let limits = Arc::new(Limits::default());
+        loop {
+            let (stream, address) = match listener.accept().await {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    self.warn(None, "accept", &error.to_string());
+                    sleep(ACCEPT_RETRY).await;
+                    continue;
+                }
+            };
+            let Some(admitted) = limits.admit(Network::of(address.ip()), Instant::now()) else {
+                self.warn(Some(address), "busy", "too many clients enrol; agents try again by themselves");
+                continue;
+            };
+            let enrolment = Arc::clone(&self);
+            tokio::spawn(async move {
+                if timeout(CONNECTION_TIMEOUT, enrolment.serve(stream, address, admitted)).await.is_err() {
+                    enrolment.warn(Some(address), "timeout", "the connection took too long");
+                }
+            });
+        }
+    }
+
+    async fn serve(&self, stream: TcpStream, address: SocketAddr, _admitted: Admitted) {
+        let config = match config(&self.tls.config()) {
+            Ok(config) => Arc::new(config),
+            Err(error) => return self.warn(Some(address), "tls", &error.to_string()),
+        };
+        let stream = match TlsAcceptor::from(config).accept(stream).await {
+            Ok(stream) => stream,
+            Err(error) => return self.warn(Some(address), "tls", &error.to_string()),
+        };
+        let client = address.ip().to_canonical();
+        let answer = service_fn(move |request| async move { Ok::<_, Infallible>(self.answer(request, client).await) });
+        let connection = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .keep_alive(false)
+            .serve_connection(TokioIo::new(stream), answer)
+            .await;
+        if let Err(error) = connection {
+            tracing::debug!(%address, %error, "a connection for enrolment ended with an error");
+        }
+    }
+
+    async fn answer(&self, request: Request<Incoming>, address: IpAddr) -> Response<Body> {
+        let (code, text) = match self.enrol(request, address).await {
+            Ok(certificate) => {
+                self.context.metrics.count_enrolment("success");
+                (StatusCode::OK, certificate)
+            }
+            Err(refusal) => {
+                let (code, result) = refusal.kind();
+                self.warn(Some(SocketAddr::new(address, 0)), result, &refusal.to_string());
+                (code, refusal.to_string())
+            }
+        };
+        let mut response = Response::new(Body::from(text));
+        *response.status_mut() = code;
+        response
+    }
+
+    async fn enrol(&self, request: Request<Incoming>, address: IpAddr) -> Result<String, Refusal> {
+        if request.method() != Method::POST || request.uri().path() != "/v1/enrol" {
+            return Err(Refusal::NotFound);
+        }
+        let header = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+        let token = header.and_then(|value| value.strip_prefix("Bearer ")).ok_or(Refusal::NoToken)?.to_owned();
+        let body = to_bytes(Body::new(request.into_body()), MAX_REQUEST_BYTES).await.map_err(|_| Refusal::Body)?;
+        let holder = {
+            // The semaphore is never closed, so the permit is always there.
+            let _permit = self.reviews.acquire().await;
+            self.tokens.holder(&token).await?
+        };
+        if !self.settings.any_address {
+            let node = self.context.store.node(&holder.node).node;
+            let node = node.ok_or_else(|| Refusal::UnknownNode(holder.node.clone()))?;
+            if !node.addresses.contains(&address) {
+                return Err(Refusal::Address(holder.node, address));
+            }
+        }
+        let authority = self.authority().await?;
+        let issued = authority.issue(&holder.node, &body, self.settings.certificate_lifetime, SystemTime::now());
+        let (certificate, not_after) = issued.map_err(Refusal::Request)?;
+        tracing::info!(node = holder.node, pod = holder.pod, %address, not_after = date(not_after), "a node has enrolled");
+        Ok(certificate)
+    }
+
+    /// Counts and logs an attempt without a certificate.
+    fn warn(&self, address: Option<SocketAddr>, result: &'static str, why: &str) {
+        self.context.metrics.count_enrolment(result);
+        if self.context.warnings.admit(Warning::Enrolment, tokio::time::Instant::now()) {
+            let address = address.map(|address| tracing::field::display(address.ip()));
+            tracing::warn!(address, result, "no certificate was given: {why}");
+        }
+    }
+}
+
+/// Returns the configuration of the listener: the certificate of the streams' listener, without
+/// client certificates and without sessions.
+fn config(streams: &ServerConfig) -> Result<ServerConfig, rustls::Error> {
+    let provider = Arc::new(ring::default_provider());
+    let builder = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions()?;
+    let mut config = builder.with_no_client_auth().with_cert_resolver(Arc::clone(&streams.cert_resolver));
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    config.send_tls13_tickets = 0;
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    Ok(config)
+}

@@ -1,0 +1,209 @@
+//! Gets the agent's certificate from a control plane, in exchange for the service-account token of
+//! the agent's pod, and renews it.
+//!
+//! The agent creates its key and keeps it in the file of `--tls-key`, which only its owner can
+//! read. The key never leaves the node. The stream uses the files like files from elsewhere.
+
+use std::{
+    fs,
+    io::{self, Write as _},
+    os::unix::fs::OpenOptionsExt as _,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
+
+use axum::body::{Body, to_bytes};
+use headgate_core::errors::chain;
+use headgate_tls::{FileError, Files};
+use hyper::{Method, Request, StatusCode, client::conn::http1, header};
+use hyper_util::rt::TokioIo;
+use rcgen::{CertificateParams, KeyPair};
+use rustls::{ClientConfig, crypto::ring, pki_types::ServerName};
+use tokio::{net::TcpStream, time::timeout};
+use tokio_rustls::TlsConnector;
+use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
+use tracing::{info, warn};
+
+use super::{metrics::SessionMetrics, tls::AgentTls};
+use crate::backoff::{Backoff, Jitter, jitter};
+
+/// The longest time for one attempt.
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The maximum size of an answer. A certificate has about 1 kB.
+const MAX_ANSWER_BYTES: usize = 64 << 10;
+
+/// An agent that starts with a usable certificate uses it, and gets a new one within this time.
+const AFTER_START: Duration = Duration::from_secs(60);
+
+/// The shortest pause after a success. Certificates near the end of their authority are short.
+const SHORTEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// Gets and renews the certificate of this agent.
+pub struct Enrolment {
+    files: Files,
+    token: PathBuf,
+    /// `HOST:PORT` of the replicas.
+    addresses: Vec<String>,
+    metrics: SessionMetrics,
+}
+
+/// Why the agent got no certificate. The agent tries again.
+#[derive(Debug, thiserror::Error)]
+enum EnrolmentError {
+    #[error(transparent)]
+    Files(#[from] FileError),
+    #[error("--enrolment-token {0}: cannot read the file: {1}; mount a projected volume with a token")]
+    Token(PathBuf, io::Error),
+    #[error("{0} {1}: {2}; the agent creates this file itself, so its folder must be writable")]
+    File(&'static str, PathBuf, String),
+    #[error("--enrolment-address {0}: write HOST:PORT")]
+    Address(String),
+    #[error("cannot create a request: {0}")]
+    Crypto(String),
+    #[error("cannot connect: {}", chain(.0))]
+    Connect(#[from] io::Error),
+    #[error("the connection failed: {}", chain(.0))]
+    Http(#[from] hyper::Error),
+    #[error("no answer in {} s", ATTEMPT_TIMEOUT.as_secs())]
+    TimedOut,
+    #[error("the control plane answers {0}: {1}")]
+    Refused(StatusCode, String),
+}
+
+/// What one attempt sends, and whom it trusts.
+struct Prepared {
+    token: String,
+    request: Vec<u8>,
+    config: ClientConfig,
+}
+
+impl Enrolment {
+    /// Uses the files of `files`, the token file, and the addresses `HOST:PORT` of replicas.
+    #[must_use]
+    pub fn new(files: Files, token: PathBuf, addresses: Vec<String>, metrics: SessionMetrics) -> Self {
+        Self { files, token, addresses, metrics }
+    }
+
+    /// Keeps the certificate valid. Cancels `has_certificate` once the files can be used. Never
+    /// returns.
+    pub async fn run(self, tls: Arc<AgentTls>, has_certificate: CancellationToken) {
+        if fs::exists(&self.files.cert).unwrap_or(false) && tls.load().await.is_ok() {
+            has_certificate.cancel();
+            tokio::time::sleep(jitter(AFTER_START)).await;
+        }
+        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60), Jitter::Half);
+        let mut replica = fastrand::usize(..self.addresses.len().max(1));
+        loop {
+            let address = &self.addresses[replica % self.addresses.len()];
+            let result = timeout(ATTEMPT_TIMEOUT, self.enrol(address)).await;
+            let result = match result.unwrap_or(Err(EnrolmentError::TimedOut)) {
+                Ok(()) => tls.load().await.map_err(EnrolmentError::from),
+                Err(error) => Err(error),
+            };
+            let problem = result.as_ref().err().map(|error| format!("no new certificate from {address}: {error}"));
+            self.metrics.enrolled(problem);
+            let pause = match result {
+                Ok(loaded) => {
+                    backoff.reset();
+                    has_certificate.cancel();
+                    let left = loaded.validity.not_after.duration_since(SystemTime::now()).unwrap_or_default();
+                    // Agents that enrol together renew at different times.
+                    let pause = (left / 2 + jitter(left / 4)).max(SHORTEST_PAUSE);
+                    info!(address, renewal_seconds = pause.as_secs(), "the agent has a new certificate");
+                    pause
+                }
+                Err(error) => {
+                    replica += 1;
+                    let pause = backoff.next_pause();
+                    warn!(address, %error, pause_ms = pause.as_millis(), "the agent got no new certificate; forwarding continues");
+                    pause
+                }
+            };
+            tokio::time::sleep(pause).await;
+        }
+    }
+
+    /// Gets a certificate from one replica and writes it.
+    async fn enrol(&self, address: &str) -> Result<(), EnrolmentError> {
+        let (files, token) = (self.files.clone(), self.token.clone());
+        let prepared = blocking(move || prepare(&files, &token)).await?;
+        let invalid = || EnrolmentError::Address(address.to_owned());
+        let (host, _) = address.rsplit_once(':').ok_or_else(invalid)?;
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        let name = ServerName::try_from(host.to_owned()).map_err(|_| invalid())?;
+        let stream = TcpStream::connect(address).await?;
+        // The handshake fails before the token is sent, unless an authority of --tls-ca has signed
+        // the server's certificate.
+        let stream = TlsConnector::from(Arc::new(prepared.config)).connect(name, stream).await?;
+        let (mut sender, connection) = http1::handshake::<_, Body>(TokioIo::new(stream)).await?;
+        let request = Request::builder()
+            .method(Method::POST)
+            .uri("/v1/enrol")
+            .header(header::HOST, address)
+            .header(header::AUTHORIZATION, format!("Bearer {}", prepared.token))
+            .body(Body::from(prepared.request))
+            .map_err(|error| EnrolmentError::Crypto(error.to_string()))?;
+        let _connection = AbortOnDropHandle::new(tokio::spawn(connection));
+        let response = sender.send_request(request).await?;
+        let code = response.status();
+        let answer = to_bytes(Body::new(response.into_body()), MAX_ANSWER_BYTES).await.map_err(io::Error::other)?;
+        if code != StatusCode::OK {
+            return Err(EnrolmentError::Refused(code, String::from_utf8_lossy(&answer).into_owned()));
+        }
+        let file = self.files.cert.clone();
+        blocking(move || {
+            write(&file, &answer).map_err(|error| EnrolmentError::File("--tls-cert", file, error.to_string()))
+        })
+        .await
+    }
+}
+
+/// Runs `work`, which reads or writes files, on a thread for blocking work.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, EnrolmentError> + Send + 'static,
+) -> Result<T, EnrolmentError> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|panicked| std::panic::resume_unwind(panicked.into_panic()))
+}
+
+/// Reads the token, the authorities and the key. Creates the key if its file does not exist.
+fn prepare(files: &Files, token: &Path) -> Result<Prepared, EnrolmentError> {
+    let roots = files.read_authorities(SystemTime::now())?;
+    let text = fs::read_to_string(token).map_err(|error| EnrolmentError::Token(token.to_owned(), error))?;
+    let key_error = |problem: String| EnrolmentError::File("--tls-key", files.key.clone(), problem);
+    let crypto = |error: &dyn std::error::Error| EnrolmentError::Crypto(error.to_string());
+    let key = match fs::read_to_string(&files.key) {
+        Ok(pem) => KeyPair::from_pem(&pem).map_err(|error| key_error(error.to_string()))?,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let key = KeyPair::generate().map_err(|error| crypto(&error))?;
+            write(&files.key, key.serialize_pem().as_bytes()).map_err(|error| key_error(error.to_string()))?;
+            key
+        }
+        Err(error) => return Err(key_error(error.to_string())),
+    };
+    // The control plane uses only the public key. It takes the name from the token.
+    let request = CertificateParams::default().serialize_request(&key).map_err(|error| crypto(&error))?;
+    let provider = Arc::new(ring::default_provider());
+    let builder = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    let builder = builder.map_err(|error| crypto(&error))?;
+    let mut config = builder.with_root_certificates(roots).with_no_client_auth();
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Ok(Prepared { token: text.trim().to_owned(), request: request.der().to_vec(), config })
+}
+
+/// Replaces a file in one step. Only its owner can read the new file.
+fn write(file: &Path, content: &[u8]) -> io::Result<()> {
+    let mut name = file.as_os_str().to_owned();
+    name.push(".new");
+    let new = PathBuf::from(name);
+    match fs::remove_file(&new) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let mut open = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
+    open.write_all(content)?;
+    drop(open);
+    fs::rename(&new, file)
+}
