@@ -302,7 +302,7 @@ impl Made {
         let authority =
             if self.is_authority_kept { "The existing authority is reused" } else { "The authority is new" };
         line(&format!(
-            "{authority}, valid for {} days. Its key {out}/ca.key signs all certificates: keep it secret, outside the cluster.",
+            "{authority}, valid for {} days. Its key {out}/ca.key signs all certificates: keep it secret.",
             days(self.authority_not_after)
         ));
         let server = self.server.as_deref().unwrap_or("HOST");
@@ -331,20 +331,17 @@ impl Made {
                  {out}/ca.crt status"
             ));
         }
-        if self.server.is_some() || !self.nodes.is_empty() {
-            line("\nIn a cluster (repeat after each change; no restart is needed):");
-        }
-        let secret = |name: &str, below: &str| {
-            format!(
-                "  kubectl -n headgate-system create secret generic {name} --from-file={out}/{below} --dry-run=client -o yaml | kubectl apply \
-                 --server-side -f -"
-            )
-        };
         if self.server.is_some() {
-            line(&secret("headgate-control-plane-tls", "control-plane"));
-        }
-        if !self.nodes.is_empty() {
-            line(&secret("headgate-node-agent-tls", "nodes"));
+            line("\nIn a cluster, where agents enrol (repeat after each change; no restart is needed):");
+            for object in [
+                format!("secret generic headgate-control-plane-tls --from-file={out}/control-plane"),
+                format!("secret generic headgate-authority --from-file={out}/ca.crt --from-file={out}/ca.key"),
+                format!("configmap headgate-authority --from-file={out}/ca.crt"),
+            ] {
+                line(&format!(
+                    "  kubectl -n headgate-system create {object} --dry-run=client -o yaml | kubectl apply --server-side -f -"
+                ));
+            }
         }
         text
     }

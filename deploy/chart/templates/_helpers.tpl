@@ -2,24 +2,32 @@
 {{ .root.Values.image.repository }}/{{ .program }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}
 {{- end }}
 
-{{- define "headgate.replicaUrls" -}}
-{{- if not .Values.controlPlane.addresses }}
+{{- define "headgate.replicas" -}}
+{{- if not .root.Values.controlPlane.addresses }}
 {{- fail "set controlPlane.addresses to the addresses of the nodes that run the control plane" }}
 {{- end }}
-{{- $urls := list }}
-{{- range .Values.controlPlane.addresses }}
+{{- $replicas := list }}
+{{- range .root.Values.controlPlane.addresses }}
 {{- $host := ternary (printf "[%s]" .) . (contains ":" .) }}
-{{- $urls = append $urls (printf "https://%s:7443" $host) }}
+{{- $replicas = append $replicas (printf "%s%s:%v" $.scheme $host $.port) }}
 {{- end }}
-{{- join "," $urls }}
+{{- join "," $replicas }}
+{{- end }}
+
+{{- define "headgate.replicaUrls" -}}
+{{- include "headgate.replicas" (dict "root" . "scheme" "https://" "port" 7443) }}
 {{- end }}
 
 {{- define "headgate.peers" -}}
 {{- if eq (len .Values.controlPlane.addresses) 1 -}}
 none
 {{- else -}}
-{{- include "headgate.replicaUrls" . | replace "https://" "" }}
+{{- include "headgate.replicas" (dict "root" . "scheme" "" "port" 7443) }}
 {{- end }}
+{{- end }}
+
+{{- define "headgate.enrolment" -}}
+{{- include "headgate.replicas" (dict "root" . "scheme" "" "port" 7444) }}
 {{- end }}
 
 {{- define "headgate.clusterCidr" -}}

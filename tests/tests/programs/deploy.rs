@@ -212,7 +212,7 @@ fn every_namespaced_object_is_in_the_namespace_of_headgate() {
 }
 
 #[test]
-fn the_only_rights_are_list_and_watch_of_four_kinds() {
+fn the_only_rights_are_list_and_watch_of_four_kinds_and_what_enrolment_needs() {
     let mut granted = BTreeSet::new();
     for ((kind, name), object) in objects() {
         if kind != "ClusterRole" && kind != "Role" {
@@ -231,18 +231,23 @@ fn the_only_rights_are_list_and_watch_of_four_kinds() {
         }
     }
     let kinds = ["services.", "nodes.", "endpointslices.discovery.k8s.io", "servicecidrs.networking.k8s.io"];
-    let expected = kinds.iter().flat_map(|kind| ["list", "watch"].map(|verb| format!("{verb} {kind}"))).collect();
-    assert_eq!(granted, expected);
+    let read = kinds.iter().flat_map(|kind| ["list", "watch"].map(|verb| format!("{verb} {kind}")));
+    let enrolment = ["create tokenreviews.authentication.k8s.io", "get pods."].map(str::to_owned);
+    assert_eq!(granted, read.chain(enrolment).collect());
+    let pods = json!([{ "apiGroups": [""], "resources": ["pods"], "verbs": ["get"] }]);
+    assert_eq!(object("Role", "headgate-control-plane")["rules"], pods, "only pods of the namespace can be read");
 }
 
 #[test]
 fn only_the_control_plane_has_rights() {
     let bindings: Vec<&Value> =
         objects().iter().filter(|((kind, _), _)| kind.ends_with("RoleBinding")).map(|(_, object)| object).collect();
-    let [binding] = &bindings[..] else { panic!("{} bindings", bindings.len()) };
-    assert_eq!(binding["roleRef"]["name"], "headgate-control-plane");
+    assert_eq!(bindings.len(), 2);
     let subject = json!({ "kind": "ServiceAccount", "name": "headgate-control-plane", "namespace": "headgate-system" });
-    assert_eq!(binding["subjects"], json!([subject]));
+    for binding in bindings {
+        assert_eq!(binding["roleRef"]["name"], "headgate-control-plane");
+        assert_eq!(binding["subjects"], json!([subject]));
+    }
     assert_eq!(control_plane_pod()["serviceAccountName"], "headgate-control-plane");
 }
 
@@ -254,15 +259,32 @@ fn agents_hold_no_api_credentials() {
     assert_eq!(object("ServiceAccount", "headgate-node-agent")["automountServiceAccountToken"], false);
     let mut allowed = BTreeSet::from(["/run/xtables.lock", "/lib/modules", "/var/lib/headgate"]);
     for volume in pod["volumes"].as_array().unwrap() {
-        assert_eq!(volume["projected"], Value::Null, "a projected volume may hold a token");
-        match (volume["hostPath"]["path"].as_str(), volume["secret"]["secretName"].as_str()) {
+        match volume["name"].as_str().unwrap() {
+            "authority" => assert_eq!(volume["configMap"]["name"], "headgate-authority"),
+            // The API server rejects a token that has only this audience.
+            "token" => {
+                let token = json!({ "path": "token", "audience": "headgate", "expirationSeconds": 3600 });
+                assert_eq!(volume["projected"]["sources"], json!([{ "serviceAccountToken": token }]));
+            }
+            "tls" => assert_eq!(volume["emptyDir"]["medium"], "Memory", "the key would be on the disk"),
             // Only these host paths may be mounted. Other paths, such as the kubelet's, could hold
             // credentials.
-            (Some(path), None) => assert!(allowed.remove(path), "{path}"),
-            (None, Some(secret)) => assert_eq!(secret, "headgate-node-agent-tls"),
-            _ => panic!("an unexpected volume: {volume}"),
+            _ => assert!(allowed.remove(volume["hostPath"]["path"].as_str().unwrap()), "{volume}"),
         }
     }
+}
+
+#[test]
+fn only_the_control_plane_mounts_secrets_and_accepts_the_agents_account() {
+    let secrets = |pod: &Value| -> BTreeSet<String> {
+        let volumes = pod["volumes"].as_array().unwrap().iter();
+        volumes.filter_map(|volume| Some(volume["secret"]["secretName"].as_str()?.to_owned())).collect()
+    };
+    assert_eq!(secrets(&agent_pod()), BTreeSet::new());
+    let expected = ["headgate-authority", "headgate-control-plane-tls"].map(str::to_owned);
+    assert_eq!(secrets(&control_plane_pod()), BTreeSet::from(expected));
+    let account = format!("--enrolment-service-account=headgate-system/{}", agent_pod()["serviceAccountName"].as_str().unwrap());
+    assert!(strings(&control_plane_pod()["containers"][0]["args"]).contains(account.as_str()));
 }
 
 #[test]
@@ -340,7 +362,7 @@ fn programs_know_the_options_and_references_resolve() {
                 let variable = reference.split_once(')').unwrap().0;
                 assert!(environment.contains(variable), "{name}: {argument}: no variable {variable}");
             }
-            if option.starts_with("--tls-") {
+            if option.starts_with("--tls-") || option.starts_with("--enrolment-ca-") || option == "--enrolment-token" {
                 let mounted = mounts.iter().any(|mount| value.starts_with(mount["mountPath"].as_str().unwrap()));
                 assert!(mounted, "{name}: nothing is mounted at {value}");
             }
@@ -421,7 +443,7 @@ fn certificates_contain_the_identities_that_the_control_plane_expects() {
     let commands = make(&["--node", "node-c"]);
     verify("nodes/node-c.crt", "sslclient");
     assert_eq!(std::fs::read(path("nodes/ca.crt")).unwrap(), authority);
-    assert!(commands.contains("headgate-node-agent-tls") && !commands.contains("headgate-control-plane-tls"));
+    assert!(commands.contains("--node-name node-c") && !commands.contains("kubectl"), "{commands}");
     assert!(path("ca.key").is_file());
     assert!(!path("nodes/ca.key").exists() && !path("control-plane/ca.key").exists());
 }
