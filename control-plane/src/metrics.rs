@@ -109,6 +109,7 @@ pub struct Metrics {
     requests_denied: Family<Reason, Total>,
     barriers: Family<Outcome, Total>,
     enrolments: Family<Outcome, Total>,
+    enrolment_keys: Family<Outcome, Total>,
     barriers_waiting: Level,
     balance_replicas: Level,
     balance_limit: Level,
@@ -183,6 +184,7 @@ impl Default for Metrics {
             requests_denied: add.add("requests_denied", "Requests that were refused, by reason"),
             barriers: add.add("barrier_answers", "Answers to pods that stop and ask when no node sends new connections to them, by result"),
             enrolments: add.add("enrolments", "Attempts of agents to get a certificate (--enrolment-listen), by result"),
+            enrolment_keys: add.add("enrolment_keys", "Readings of the API server's keys for tokens (--enrolment-listen), by result"),
             barriers_waiting: add.add("barrier_waiting", "Pods that wait for the drain barrier at this replica"),
             balance_replicas: add.add("balance_replicas", "Ready endpoints of --balance-service, which are the replicas"),
             balance_limit: add.add(
@@ -377,6 +379,10 @@ impl Metrics {
 
     pub(crate) fn count_enrolment(&self, result: &'static str) {
         self.enrolments.get_or_create(&Outcome { result }).inc();
+    }
+
+    pub(crate) fn count_enrolment_keys(&self, result: &'static str) {
+        self.enrolment_keys.get_or_create(&Outcome { result }).inc();
     }
 
     pub(crate) fn count_handshake_failed(&self, reason: &'static str) {

@@ -125,8 +125,8 @@ pub struct Options {
         requires_all = ["enrolment_ca_cert", "enrolment_ca_key"])]
     pub enrolment_listen: Option<SocketAddr>,
 
-    /// PEM file of the authority that signs the certificates of agents: the first certificate in the
-    /// file, which --tls-client-ca must contain too. Read for each certificate
+    /// PEM file of the authority that signs the certificates of agents: the first certificate in
+    /// the file, which --tls-client-ca must contain too. Read for each certificate
     #[arg(long, value_name = "FILE", requires = "enrolment_listen")]
     pub enrolment_ca_cert: Option<PathBuf>,
 

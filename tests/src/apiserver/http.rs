@@ -46,11 +46,18 @@ pub(super) async fn answer(
         Some(fault) => apply_fault(&shared, &connection, fault).await?,
         None => None,
     };
-    if faulty.is_none() && head.method == Method::POST && path == "/apis/authentication.k8s.io/v1/tokenreviews" {
-        let body = body.collect().await.map_err(io::Error::other)?.to_bytes();
-        let review = serde_json::from_slice(&body)?;
-        shared.counters.answered(index, StatusCode::CREATED.as_u16());
-        return Ok(respond(StatusCode::CREATED, Bytes::from(shared.tokens.review(&review).to_string())));
+    let page = match head.method {
+        _ if faulty.is_some() => None,
+        Method::GET => shared.tokens.page(path).map(|page| (StatusCode::OK, page)),
+        Method::POST if path == "/apis/authentication.k8s.io/v1/tokenreviews" => {
+            let review = body.collect().await.map_err(io::Error::other)?.to_bytes();
+            Some((StatusCode::CREATED, shared.tokens.review(&serde_json::from_slice(&review)?)))
+        }
+        _ => None,
+    };
+    if let Some((status, page)) = page {
+        shared.counters.answered(index, status.as_u16());
+        return Ok(respond(status, Bytes::from(page.to_string())));
     }
     let response = faulty.unwrap_or_else(|| {
         let answer = target.ok_or_else(status::not_found).and_then(|(kind, namespace)| {

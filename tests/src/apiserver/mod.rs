@@ -168,7 +168,7 @@ impl ApiServer {
     pub fn start_with(options: Options) -> Result<Self, StartError> {
         let shared = Arc::new(Shared {
             store: Store::new(),
-            tokens: tokens::Tokens::default(),
+            tokens: tokens::Tokens::new(),
             faults: Arc::new(Faults::default()),
             counters: Arc::new(Counters::default()),
             options: Mutex::new(options),
@@ -218,9 +218,14 @@ impl ApiServer {
         Ok((*self.shared.store.apply(object)?).clone())
     }
 
-    /// Makes the server accept a service-account token in TokenReviews.
-    pub fn put_token(&self, text: &str, token: Token) {
-        self.shared.tokens.insert(text, token);
+    /// Issues a service-account token, which TokenReviews and the published keys confirm.
+    pub fn issue_token(&self, token: Token) -> String {
+        self.shared.tokens.issue(token)
+    }
+
+    /// Shows a pod of the namespace `headgate-system` to GET requests.
+    pub fn put_pod(&self, name: &str, uid: &str, node: &str) {
+        self.shared.tokens.put_pod(name, uid, node);
     }
 
     /// Deletes an object, and returns its last state. The namespace is ignored for cluster-scoped

@@ -6,6 +6,8 @@
 //! sentence that names the fault and the remedy.
 
 mod authority;
+mod claims;
+mod keys;
 mod limits;
 mod tokens;
 
@@ -33,7 +35,7 @@ use tokio_rustls::TlsAcceptor;
 use self::{
     authority::{Authority, IssueError},
     limits::{Admitted, Limits},
-    tokens::{TokenError, Tokens},
+    tokens::{Holder, TokenError, Tokens},
 };
 use super::{
     context::{Context, EnrolmentSettings, Network, Warning},
@@ -114,7 +116,9 @@ impl Refusal {
             Self::NoToken => (StatusCode::UNAUTHORIZED, "malformed"),
             Self::Body => (StatusCode::BAD_REQUEST, "malformed"),
             Self::Request(IssueError::Request(_)) => (StatusCode::BAD_REQUEST, "malformed"),
-            Self::Token(error @ TokenError::Unreachable(_)) => (StatusCode::SERVICE_UNAVAILABLE, error.result()),
+            Self::Token(error @ (TokenError::Unreachable(_) | TokenError::Denied(_))) => {
+                (StatusCode::SERVICE_UNAVAILABLE, error.result())
+            }
             Self::Token(error) => (StatusCode::FORBIDDEN, error.result()),
             Self::UnknownNode(_) => (StatusCode::SERVICE_UNAVAILABLE, "unknown_node"),
             Self::Address(..) => (StatusCode::FORBIDDEN, "address"),
@@ -136,7 +140,7 @@ impl Enrolment {
     ) -> Result<Arc<Self>, EnrolmentError> {
         let client = source::kubernetes_client(settings.kubeconfig.as_deref()).await?;
         let (audience, service_account) = (settings.audience.clone(), settings.service_account.clone());
-        let tokens = Tokens { client, audience, service_account };
+        let tokens = Tokens::new(client, audience, service_account);
         let enrolment = Self { context, settings, tls, tokens, reviews: Semaphore::new(REVIEWS) };
         enrolment.authority().await?;
         Ok(Arc::new(enrolment))
@@ -154,8 +158,13 @@ impl Enrolment {
         Ok(Authority::parse(&certificates, &key, SystemTime::now())?)
     }
 
-    /// Serves connections. Never returns.
+    /// Serves connections, and follows the keys of the API server. Never returns.
     pub(crate) async fn run(self: Arc<Self>, listener: TcpListener) {
+        let keys = self.tokens.keys.follow(&self.tokens.client, &self.context.metrics);
+        tokio::join!(keys, Arc::clone(&self).accept(listener));
+    }
+
+    async fn accept(self: Arc<Self>, listener: TcpListener) {
         let limits = Arc::new(Limits::default());
         loop {
             let (stream, address) = match listener.accept().await {
@@ -202,10 +211,7 @@ impl Enrolment {
 
     async fn answer(&self, request: Request<Incoming>, address: IpAddr) -> Response<Body> {
         let (code, text) = match self.enrol(request, address).await {
-            Ok(certificate) => {
-                self.context.metrics.count_enrolment("success");
-                (StatusCode::OK, certificate)
-            }
+            Ok(certificate) => (StatusCode::OK, certificate),
             Err(refusal) => {
                 let (code, result) = refusal.kind();
                 self.warn(Some(SocketAddr::new(address, 0)), result, &refusal.to_string());
@@ -239,7 +245,9 @@ impl Enrolment {
         let authority = self.authority().await?;
         let issued = authority.issue(&holder.node, &body, self.settings.certificate_lifetime, SystemTime::now());
         let (certificate, not_after) = issued.map_err(Refusal::Request)?;
-        tracing::info!(node = holder.node, pod = holder.pod, %address, not_after = date(not_after), "a node has enrolled");
+        let Holder { node, pod, is_reviewed } = holder;
+        self.context.metrics.count_enrolment(if is_reviewed { "success" } else { "success_by_keys" });
+        tracing::info!(node, pod, %address, not_after = date(not_after), is_reviewed, "a node has enrolled");
         Ok(certificate)
     }
 

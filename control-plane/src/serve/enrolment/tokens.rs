@@ -1,11 +1,16 @@
-//! Asks the API server who holds a service-account token.
+//! Asks the API server who holds a service-account token. While the API server is unreachable, the
+//! last keys of the API server decide.
 //!
 //! The API server checks the signature, the issuer, the time of expiry and the audience of a token.
 //! It also rejects tokens whose pod is gone (KEP-1205, `k8s.io/kubernetes` `pkg/serviceaccount`).
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant, SystemTime},
+};
 
-use headgate_core::{ServiceKey, dns_name::check_subdomain};
+use headgate_core::{ServiceKey, dns_name::check_subdomain, errors::chain};
 use k8s_openapi::api::{
     authentication::v1::{TokenReview, TokenReviewSpec},
     core::v1::Pod,
@@ -13,8 +18,17 @@ use k8s_openapi::api::{
 use kube::{Api, Client, api::PostParams};
 use tokio::time::timeout;
 
+use super::{
+    claims::{self, Fault, Required},
+    keys::KnownKeys,
+};
+
 /// The longest time for one request to the API server.
 const API_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// After a failed request, the API server is not asked for this time. Otherwise each token would
+/// wait for [`API_TIMEOUT`].
+const CUT_OFF: Duration = Duration::from_secs(5);
 
 /// Keys in the extra fields of a TokenReview (`k8s.io/apiserver`,
 /// `pkg/authentication/serviceaccount`).
@@ -27,6 +41,8 @@ const NODE_NAME: &str = "authentication.kubernetes.io/node-name";
 pub(super) struct Holder {
     pub(super) node: String,
     pub(super) pod: String,
+    /// False if the last keys of the API server decided.
+    pub(super) is_reviewed: bool,
 }
 
 /// Why a token gives no certificate.
@@ -42,19 +58,23 @@ pub(super) enum TokenError {
     NoPod,
     #[error("the pod {0} of the token has no valid node: {1}")]
     NoNode(String, String),
-    #[error("the API server reviewed no token: {0}; try again later")]
+    #[error("the API server is unreachable, and its last keys do not confirm the token: {0}")]
+    Unconfirmed(#[from] Fault),
+    #[error("the API server is unreachable: {0}; try again later")]
     Unreachable(String),
+    #[error("the API server does not answer the control plane: {0}; grant `create tokenreviews` and `get pods`")]
+    Denied(String),
 }
 
 impl TokenError {
     /// The label `result` of the metric.
     pub(super) fn result(&self) -> &'static str {
         match self {
-            Self::Rejected(..) => "token_rejected",
-            Self::ServiceAccount(..) => "service_account",
-            Self::NoPod => "no_pod",
+            Self::ServiceAccount(..) | Self::Unconfirmed(Fault::ServiceAccount(_)) => "service_account",
+            Self::NoPod | Self::Unconfirmed(Fault::NoPod) => "no_pod",
+            Self::Rejected(..) | Self::Unconfirmed(_) => "token_rejected",
             Self::NoNode(..) => "no_node",
-            Self::Unreachable(_) => "api_server",
+            Self::Unreachable(_) | Self::Denied(_) => "api_server",
         }
     }
 }
@@ -62,22 +82,58 @@ impl TokenError {
 /// Asks one API server.
 pub(super) struct Tokens {
     pub(super) client: Client,
-    pub(super) audience: String,
-    /// Namespace and name of the agents' ServiceAccount.
-    pub(super) service_account: ServiceKey,
+    audience: String,
+    service_account: ServiceKey,
+    pub(super) keys: KnownKeys,
+    /// Until when the API server is not asked, and why.
+    cut_off: Mutex<Option<(Instant, String)>>,
 }
 
 impl Tokens {
+    /// Accepts tokens for `audience` of the agents' ServiceAccount.
+    pub(super) fn new(client: Client, audience: String, service_account: ServiceKey) -> Self {
+        Self { client, audience, service_account, keys: KnownKeys::default(), cut_off: Mutex::default() }
+    }
+
     /// Returns the holder of `token`.
     ///
     /// # Errors
     ///
-    /// [`TokenError`]. A retry with the same token helps only for [`TokenError::Unreachable`].
+    /// [`TokenError`]. A retry with the same token helps for [`TokenError::Unreachable`] and
+    /// [`TokenError::Denied`].
     pub(super) async fn holder(&self, token: &str) -> Result<Holder, TokenError> {
+        let cut_off = self.cut_off().clone().filter(|(until, _)| Instant::now() < *until);
+        let why = match cut_off {
+            Some((_, why)) => why,
+            None => match self.review(token).await {
+                Err(TokenError::Unreachable(why)) => why,
+                answered => return answered,
+            },
+        };
+        self.confirmed(token, &why)
+    }
+
+    fn cut_off(&self) -> MutexGuard<'_, Option<(Instant, String)>> {
+        self.cut_off.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the holder of `token` by the last keys of the API server. `why` is the reason why
+    /// the API server is not asked.
+    fn confirmed(&self, token: &str, why: &str) -> Result<Holder, TokenError> {
+        let unreachable = |and: &str| TokenError::Unreachable(format!("{why}; and {and}"));
+        let known = self.keys.at(Instant::now()).map_err(|problem| unreachable(&problem))?;
+        let required =
+            Required { audience: &self.audience, issuer: &known.issuer, service_account: &self.service_account };
+        let claims = claims::verify(token, &known.keys, required, SystemTime::now())?;
+        let node = claims.node.ok_or_else(|| unreachable("the token does not name the node of its pod"))?;
+        valid(node, claims.pod, false)
+    }
+
+    async fn review(&self, token: &str) -> Result<Holder, TokenError> {
         let spec = TokenReviewSpec { token: token.to_owned(), audiences: Some(vec![self.audience.clone()]) };
         let review = TokenReview { spec, ..TokenReview::default() };
         let reviews: Api<TokenReview> = Api::all(self.client.clone());
-        let review = answered(reviews.create(&PostParams::default(), &review)).await?;
+        let review = self.answered(reviews.create(&PostParams::default(), &review)).await?;
         let status = review.status.unwrap_or_default();
         let is_for_us = status.audiences.unwrap_or_default().contains(&self.audience);
         if status.authenticated != Some(true) || !is_for_us {
@@ -99,27 +155,40 @@ impl Tokens {
             Some(node) => node,
             None => self.node_of(&pod, &uid).await?,
         };
-        check_subdomain(&node).map_err(|error| TokenError::NoNode(pod.clone(), error.to_string()))?;
-        Ok(Holder { node, pod })
+        valid(node, pod, true)
     }
 
     /// Asks for the node of a pod. API servers before 1.30 do not name the node in a TokenReview.
     async fn node_of(&self, pod: &str, uid: &str) -> Result<String, TokenError> {
         let no_node = |why: &str| TokenError::NoNode(pod.to_owned(), why.to_owned());
         let pods: Api<Pod> = Api::namespaced(self.client.clone(), &self.service_account.namespace);
-        let found = answered(pods.get_opt(pod)).await?.ok_or_else(|| no_node("the pod does not exist"))?;
+        let found = self.answered(pods.get_opt(pod)).await?.ok_or_else(|| no_node("the pod does not exist"))?;
         if found.metadata.uid.as_deref() != Some(uid) {
             return Err(no_node("another pod has this name now"));
         }
         found.spec.and_then(|spec| spec.node_name).ok_or_else(|| no_node("it is not scheduled"))
     }
+
+    /// Waits for an answer of the API server, and remembers that there is none.
+    async fn answered<T>(&self, request: impl Future<Output = kube::Result<T>>) -> Result<T, TokenError> {
+        let why = match timeout(API_TIMEOUT, request).await {
+            Ok(Ok(answer)) => return Ok(answer),
+            // 429: the API server is too busy.
+            Ok(Err(kube::Error::Api(status))) if status.code < 500 && status.code != 429 => {
+                return Err(TokenError::Denied(status.to_string()));
+            }
+            Ok(Err(error)) => chain(&error),
+            Err(_) => format!("no answer in {} s", API_TIMEOUT.as_secs()),
+        };
+        *self.cut_off() = Some((Instant::now() + CUT_OFF, why.clone()));
+        Err(TokenError::Unreachable(why))
+    }
 }
 
-/// Waits for an answer of the API server.
-async fn answered<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, TokenError> {
-    match timeout(API_TIMEOUT, request).await {
-        Ok(answer) => answer.map_err(|error| TokenError::Unreachable(error.to_string())),
-        Err(_) => Err(TokenError::Unreachable(format!("no answer in {} s", API_TIMEOUT.as_secs()))),
+fn valid(node: String, pod: String, is_reviewed: bool) -> Result<Holder, TokenError> {
+    match check_subdomain(&node) {
+        Ok(()) => Ok(Holder { node, pod, is_reviewed }),
+        Err(problem) => Err(TokenError::NoNode(pod, problem)),
     }
 }
 

@@ -4,7 +4,11 @@
 use std::{fs, path::Path};
 
 use clap::Parser as _;
-use headgate_node_agent::{dataplane::in_memory::InMemoryDataplane, options::Options, run_with};
+use headgate_node_agent::{
+    dataplane::in_memory::{Control, InMemoryDataplane},
+    options::Options,
+    run_with,
+};
 use headgate_proto::v1::{ListAgentsRequest, inspect_client::InspectClient};
 use headgate_tests::testbed::{port::ReservedPort, process::program};
 use serde_json::Value;
@@ -21,6 +25,7 @@ use super::{
 /// An agent in the test's process. Dropping the value stops the agent.
 pub(crate) struct Agent {
     metrics: ReservedPort,
+    pub(crate) kernel: Control,
     _stops: DropGuard,
 }
 
@@ -50,9 +55,9 @@ impl Agent {
         ];
         let (options, shutdown) =
             (Options::try_parse_from(arguments.iter().chain(options)).unwrap(), CancellationToken::new());
-        let (backend, _) = InMemoryDataplane::new();
+        let (backend, kernel) = InMemoryDataplane::new();
         tokio::spawn(run_with(options, Box::new(backend), shutdown.clone()));
-        Self { metrics, _stops: shutdown.drop_guard() }
+        Self { metrics, kernel, _stops: shutdown.drop_guard() }
     }
 
     pub(crate) fn status(&self) -> Value {

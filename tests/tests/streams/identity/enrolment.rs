@@ -1,15 +1,19 @@
 //! Agents that get their certificates for a service-account token, from the real control plane. A
-//! stand-in API server reviews the tokens.
+//! stand-in API server issues and reviews the tokens.
+
+mod limits;
+mod outages;
+mod tokens;
 
 use std::{
     fs,
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
-    time::Duration,
 };
 
+use headgate_node_agent::dataplane::in_memory::Call;
 use headgate_tests::{
-    apiserver::{ApiServer, Token},
+    apiserver::{ApiServer, Token, objects},
     testbed::port::ReservedPort,
 };
 use serde_json::{Value, json};
@@ -19,150 +23,188 @@ use super::{
     agent::Agent,
     certs::{headgatectl, made},
     program::{ControlPlane, metric},
+    rotation::rotate,
     server::eventually,
 };
+
+const SUCCESS: &str = "headgate_agent_enrolments_total{result=\"success\"}";
+const FAILURE: &str = "headgate_agent_enrolments_total{result=\"failure\"}";
+
+/// Certificates for which an agent does not wait long.
+const SHORT: &str = "--enrolment-certificate-seconds=20";
 
 /// A control plane with an authority that has signed for no node, and a stand-in API server. The
 /// Node n1 has the address of this test, and the Node n2 has another address.
 struct Cluster {
     api: ApiServer,
-    control_plane: ControlPlane,
+    control_plane: Option<ControlPlane>,
+    options: Vec<String>,
+    listen: ReservedPort,
     enrolment: ReservedPort,
     folder: TempDir,
 }
 
 impl Cluster {
     fn start(options: &[&str]) -> Self {
-        let (folder, api) = (tempfile::tempdir().unwrap(), ApiServer::start().unwrap());
-        let path = |name: &str| folder.path().join(name);
-        made(&path("certs"), &["--server-ip=127.0.0.1"]);
-        fs::write(path("kubeconfig"), api.kubeconfig()).unwrap();
+        let api = ApiServer::start().unwrap();
         for (node, address) in [("n1", "127.0.0.1"), ("n2", "192.0.2.2")] {
             let status = json!({"addresses": [{"type": "InternalIP", "address": address}]});
             let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}, "status": status});
             api.apply(node).unwrap();
         }
-        let enrolment = ReservedPort::reserve().unwrap();
-        let mut arguments = vec![
+        Self::with_api(api, options)
+    }
+
+    fn with_api(api: ApiServer, options: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        made(&path("certs"), &["--server-ip=127.0.0.1"]);
+        fs::write(path("kubeconfig"), api.kubeconfig()).unwrap();
+        let [listen, enrolment] = [(); 2].map(|()| ReservedPort::reserve().unwrap());
+        let mut all = vec![
+            format!("--listen={}", listen.address()),
             "--source=kubernetes".to_owned(),
             format!("--kubeconfig={}", path("kubeconfig").display()),
             format!("--enrolment-listen={}", enrolment.address()),
             format!("--enrolment-ca-cert={}", path("certs/ca.crt").display()),
             format!("--enrolment-ca-key={}", path("certs/ca.key").display()),
         ];
-        arguments.extend(options.iter().map(|option| (*option).to_owned()));
-        let control_plane = ControlPlane::start_with(folder.path(), &path("certs/control-plane"), &arguments);
-        Self { api, control_plane, enrolment, folder }
+        all.extend(options.iter().map(|option| (*option).to_owned()));
+        let mut cluster = Self { api, control_plane: None, options: all, listen, enrolment, folder };
+        cluster.start_control_plane();
+        cluster
     }
 
-    /// Starts an agent that has nothing but the authority and a token.
-    async fn agent(&self, node: &str, token: &str, authority: &Path) -> (Agent, PathBuf) {
-        let folder = self.folder.path().join(format!("{node}-{token}"));
-        fs::create_dir(&folder).unwrap();
+    fn start_control_plane(&mut self) {
+        let tls = self.path("certs/control-plane");
+        self.control_plane = Some(ControlPlane::start_with(self.folder.path(), &tls, &self.options));
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Starts an agent of a node that has nothing but the authority and a token.
+    async fn agent(&self, node: &str, token: Token) -> (Agent, PathBuf) {
+        self.agent_with(node, &self.api.issue_token(token), &self.path("certs/ca.crt")).await
+    }
+
+    async fn agent_with(&self, node: &str, token: &str, authority: &Path) -> (Agent, PathBuf) {
+        let folder = tempfile::tempdir_in(self.folder.path()).unwrap().keep();
         fs::write(folder.join("token"), format!("{token}\n")).unwrap();
         let options = [
             format!("--enrolment-address={}", self.enrolment.address()),
             format!("--enrolment-token={}", folder.join("token").display()),
         ];
-        let url = format!("https://{}", self.control_plane.address);
+        let url = format!("https://{}", self.listen.address());
         let agent = Agent::with_options(node, &url, &folder.join("tls"), authority, &options);
         eventually("the agent answers", || async { agent.status() != Value::Null }).await;
         (agent, folder)
     }
 
-    fn authority(&self) -> PathBuf {
-        self.folder.path().join("certs/ca.crt")
+    fn metric(&self, sample: &str) -> u64 {
+        metric(self.control_plane.as_ref().unwrap().metrics, sample)
     }
 
     fn enrolments(&self, result: &str) -> u64 {
-        metric(self.control_plane.metrics, &format!("headgate_enrolments_total{{result=\"{result}\"}}"))
+        self.metric(&format!("headgate_enrolments_total{{result=\"{result}\"}}"))
     }
+
+    async fn until_enrolments(&self, result: &str, count: u64) {
+        eventually(result, || async { self.enrolments(result) >= count }).await;
+    }
+
+    /// Checks that a token gets nothing, with this result.
+    async fn refuses(&self, name: &str, token: Token, result: &str) {
+        self.refuses_text(name, &self.api.issue_token(token), result).await;
+    }
+
+    async fn refuses_text(&self, name: &str, token: &str, result: &str) {
+        let before = self.enrolments(result);
+        let (agent, folder) = self.agent_with("n1", token, &self.path("certs/ca.crt")).await;
+        eventually(&format!("{name}: {result}"), || async { self.enrolments(result) > before }).await;
+        eventually(name, || async { agent.metric(FAILURE) > 0 }).await;
+        assert!(!folder.join("tls.crt").exists(), "{name}: the agent has a certificate");
+    }
+}
+
+impl Cluster {
+    /// Creates a Service, and waits until the agent has programmed it.
+    async fn add_service(&self, agent: &Agent) {
+        let is_synced = || agent.kernel.calls().iter().any(|call| matches!(call, Call::Full(..)));
+        eventually("the agent has synced", || async { is_synced() }).await;
+        let service = objects::service("default", "web").cluster_ip("10.96.0.1").port("http", "TCP", 80, 80);
+        self.api.apply(service.build()).unwrap();
+        let is_web = |call: &Call| matches!(call, Call::Apply(services, _) if services.contains(&"default/web".into()));
+        eventually("the Service is programmed", || async { agent.kernel.calls().iter().any(is_web) }).await;
+    }
+}
+
+/// Waits until the agent's stream has changed to a new certificate, and checks that the agent has
+/// left its replica for no other reason.
+async fn until_renewed(agent: &Agent, times: u64) {
+    let renewed = "headgate_agent_stream_errors_total{reason=\"renewed\"}";
+    eventually("the stream is renewed", || async { agent.metric(renewed) >= times }).await;
+    agent.until_connected(true).await;
+    assert_eq!(agent.metric("headgate_agent_reconnects_total"), agent.metric(renewed), "another reason");
+    assert_eq!(agent.metric("headgate_agent_resumes_total{mode=\"log\"}"), agent.metric(renewed), "no resume by log");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_enrols_with_nothing_but_its_token() {
     let cluster = Cluster::start(&[]);
-    cluster.api.put_token("good", Token::of_agent("n1"));
-    let (agent, folder) = cluster.agent("n1", "good", &cluster.authority()).await;
+    let (agent, folder) = cluster.agent("n1", Token::of_agent("n1")).await;
     agent.until_connected(true).await;
     for file in ["tls.crt", "tls.key"] {
         assert_eq!(fs::metadata(folder.join(file)).unwrap().permissions().mode() & 0o777, 0o600, "{file}");
     }
-    assert_eq!(agent.metric("headgate_agent_enrolments_total{result=\"success\"}"), 1);
-    assert_eq!(cluster.enrolments("success"), 1);
-    let line = cluster.control_plane.until_logged("a node has enrolled");
+    assert_eq!((agent.metric(SUCCESS), cluster.enrolments("success")), (1, 1));
+    let line = cluster.control_plane.as_ref().unwrap().until_logged("a node has enrolled");
     assert!(line.contains("agent-n1"), "{line}");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn the_name_comes_from_the_token() {
-    let cluster = Cluster::start(&[]);
-    cluster.api.put_token("good", Token::of_agent("n1"));
-    // The agent claims to be n2. It gets a certificate for n1, with which it has no stream as n2.
-    let (agent, _) = cluster.agent("n2", "good", &cluster.authority()).await;
-    eventually("the stream is refused", || async {
-        agent.metric("headgate_agent_stream_errors_total{reason=\"status\"}") > 0
-    })
-    .await;
-    assert_eq!((cluster.enrolments("success"), agent.status()["connected"].as_bool()), (1, Some(false)));
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn other_tokens_get_nothing() {
-    let cluster = Cluster::start(&[]);
-    let good = || Token::of_agent("n1");
-    let tokens = [
-        ("other-address", Token::of_agent("n2"), "address"),
-        ("unknown-node", Token::of_agent("n3"), "unknown_node"),
-        ("audience", Token { audience: "https://kubernetes.default.svc".to_owned(), ..good() }, "token_rejected"),
-        ("expired", Token { problem: Some("service account token has expired"), ..good() }, "token_rejected"),
-        ("pod-gone", Token { problem: Some("pod has been deleted"), ..good() }, "token_rejected"),
-        ("namespace", Token { service_account: "default:headgate-node-agent".to_owned(), ..good() }, "service_account"),
-        ("account", Token { service_account: "headgate-system:default".to_owned(), ..good() }, "service_account"),
-        ("no-pod", Token { pod: None, node: None, ..good() }, "no_pod"),
-    ];
-    for (name, token, result) in tokens {
-        cluster.api.put_token(name, token);
-        let before = cluster.enrolments(result);
-        let (agent, folder) = cluster.agent("n1", name, &cluster.authority()).await;
-        eventually(name, || async { cluster.enrolments(result) > before }).await;
-        eventually(name, || async { agent.metric("headgate_agent_enrolments_total{result=\"failure\"}") > 0 }).await;
-        assert!(!folder.join("tls.crt").exists(), "{name}: the agent has a certificate");
-    }
-    assert_eq!(cluster.enrolments("success"), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agent_sends_its_token_only_to_a_server_of_its_authority() {
     let cluster = Cluster::start(&[]);
-    cluster.api.put_token("good", Token::of_agent("n1"));
-    let other = cluster.folder.path().join("other");
+    let other = cluster.path("other");
     let output = headgatectl(&["ca", "init", "--out", &other.display().to_string()]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let (agent, _) = cluster.agent("n1", "good", &other.join("ca.crt")).await;
-    eventually("the agent does not trust the server", || async { cluster.enrolments("tls") > 0 }).await;
-    eventually("the agent counts", || async {
-        agent.metric("headgate_agent_enrolments_total{result=\"failure\"}") > 0
-    })
-    .await;
+    let token = cluster.api.issue_token(Token::of_agent("n1"));
+    let (agent, _) = cluster.agent_with("n1", &token, &other.join("ca.crt")).await;
+    cluster.until_enrolments("tls", 1).await;
+    eventually("the agent counts", || async { agent.metric(FAILURE) > 0 }).await;
     assert_eq!(cluster.api.recorded().iter().filter(|request| request.path.contains("tokenreviews")).count(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn certificates_are_renewed_and_the_stream_resumes_with_the_new_one() {
-    let cluster = Cluster::start(&["--enrolment-certificate-seconds=60", "--enrolment-any-address"]);
-    cluster.api.put_token("far", Token::of_agent("n2"));
-    let (agent, folder) = cluster.agent("n2", "far", &cluster.authority()).await;
+    // The agent comes from another address than its Node's.
+    let cluster = Cluster::start(&[SHORT, "--enrolment-any-address"]);
+    let (agent, folder) = cluster.agent("n2", Token::of_agent("n2")).await;
     agent.until_connected(true).await;
-    let first = fs::read(folder.join("tls.crt")).unwrap();
-    let key = fs::read(folder.join("tls.key")).unwrap();
-    let deadline = tokio::time::Instant::now() + Duration::from_secs(80);
-    while agent.metric("headgate_agent_stream_errors_total{reason=\"renewed\"}") == 0 {
-        assert!(tokio::time::Instant::now() < deadline, "the stream was not renewed");
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
-    agent.until_connected(true).await;
+    let [first, key] = ["tls.crt", "tls.key"].map(|file| fs::read(folder.join(file)).unwrap());
+    until_renewed(&agent, 1).await;
     assert_ne!(fs::read(folder.join("tls.crt")).unwrap(), first);
     assert_eq!(fs::read(folder.join("tls.key")).unwrap(), key);
-    assert_eq!(agent.metric("headgate_agent_resumes_total{mode=\"log\"}"), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_authority_is_replaced_while_enrolled_agents_follow() {
+    let cluster = Cluster::start(&[SHORT]);
+    let certs = cluster.path("certs");
+    let old = cluster.path("old.crt");
+    fs::copy(certs.join("ca.crt"), &old).unwrap();
+    let (agent, _) = cluster.agent("n1", Token::of_agent("n1")).await;
+    agent.until_connected(true).await;
+    rotate(&certs, "trust").unwrap();
+    rotate(&certs, "sign").unwrap();
+    made(&certs, &["--server-ip=127.0.0.1", "--force"]);
+    // After two renewals, the stream's certificate comes from the new authority.
+    until_renewed(&agent, 2).await;
+    rotate(&certs, "retire").unwrap();
+    assert!(!fs::read_to_string(certs.join("ca.crt")).unwrap().contains(&fs::read_to_string(old).unwrap()));
+    until_renewed(&agent, 3).await;
+    assert_eq!(agent.metric(FAILURE), 0);
+    let (late, _) = cluster.agent("n1", Token::of_agent("n1")).await;
+    late.until_connected(true).await;
 }

@@ -27,15 +27,16 @@ impl ControlPlane {
     pub(crate) fn start(folder: &Path, tls: &Path) -> Self {
         let source = folder.join("manifests");
         fs::create_dir_all(&source).unwrap();
-        Self::start_with(folder, tls, &[format!("--source=files:{}", source.display())])
+        let source = format!("--source=files:{}", source.display());
+        Self::start_with(folder, tls, &["--listen=127.0.0.1:0".to_owned(), source])
     }
 
-    /// As [`Self::start`], with these options instead of a source.
+    /// As [`Self::start`], with these options instead of an address and a source.
     pub(crate) fn start_with(folder: &Path, tls: &Path, options: &[String]) -> Self {
         let log = folder.join("log");
         let file = |option: &str, name: &str| format!("{option}={}", tls.join(name).display());
         let child = Command::new(program("headgate-control-plane").unwrap())
-            .args(["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"])
+            .args(["--metrics-listen=127.0.0.1:0"])
             .args([file("--tls-cert", "tls.crt"), file("--tls-key", "tls.key"), file("--tls-client-ca", "ca.crt")])
             .args(options)
             .stdin(Stdio::null())

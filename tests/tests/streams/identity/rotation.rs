@@ -10,7 +10,7 @@ use super::{
 };
 
 /// Runs a step, and returns the error if the step fails.
-fn rotate(out: &Path, step: &str) -> Result<(), String> {
+pub(super) fn rotate(out: &Path, step: &str) -> Result<(), String> {
     let output = headgatectl(&["ca", "rotate", step, "--out", &out.display().to_string()]);
     if output.status.success() { Ok(()) } else { Err(String::from_utf8(output.stderr).unwrap()) }
 }
