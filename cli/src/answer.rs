@@ -2,6 +2,7 @@
 
 use std::io::{self, Write};
 
+use headgate_settings::ConfigError;
 use serde::Serialize;
 use tonic::{Code, Status, Streaming};
 
@@ -42,6 +43,12 @@ pub enum Failure {
     /// The certificates cannot be created.
     #[error(transparent)]
     Certs(#[from] CertsError),
+    /// kube-proxy's configuration cannot be read.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// Settings of kube-proxy are invalid. The output names them.
+    #[error("{0}")]
+    Invalid(String),
     /// The wait timed out before all nodes had programmed the change.
     #[error("{0}")]
     TimedOut(String),
@@ -64,6 +71,8 @@ impl Failure {
             Self::TimedOut(_) => 3,
             Self::Connect(_)
             | Self::Certs(_)
+            | Self::Config(_)
+            | Self::Invalid(_)
             | Self::NotFound(_)
             | Self::Server { .. }
             | Self::Missing { .. }

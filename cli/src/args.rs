@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{Parser, Subcommand, ValueEnum};
 
 use crate::certs::{CertsArgs, rotation::CaArgs};
+use crate::migrate::MigrateArgs;
 use crate::units;
 
 /// Shows what a Headgate control plane serves, and what every node has programmed
@@ -113,6 +114,9 @@ pub enum Command {
     Certs(CertsArgs),
     /// Create a certificate authority, or replace it while the programs run. Contacts no server
     Ca(CaArgs),
+    /// Prepare the move from kube-proxy. Contacts no server
+    #[command(subcommand)]
+    Migrate(MigrateArgs),
     /// Show the state of the replica: source, version, counts, and rejected objects
     Status,
 }

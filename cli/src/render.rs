@@ -3,11 +3,13 @@
 
 use std::{borrow::Cow, fmt::Write as _};
 
-use comfy_table::{Attribute, Cell, CellAlignment, Color, Table, presets};
+use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table, presets};
 use headgate_proto::v1::{
     AgentInfo, Connections, EndpointInfo, FleetInfo, GetStatusResponse, NodeStatus, Problem, Rejection,
     ServiceCounters, ServiceInfo, ServicePortInfo, WatchEvent,
 };
+
+use headgate_settings::migration::{Line, Outcome};
 
 use crate::units;
 
@@ -75,6 +77,10 @@ fn toned(text: impl AsRef<str>, tone: Tone) -> Cell {
 
 /// Formats a table. Columns whose header starts with `>` hold numbers and are aligned to the right.
 fn table(headers: &[&str], rows: impl IntoIterator<Item = Vec<Cell>>, style: Style) -> String {
+    lay_out(headers, rows, style).trim_fmt() + "\n"
+}
+
+fn lay_out(headers: &[&str], rows: impl IntoIterator<Item = Vec<Cell>>, style: Style) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).force_no_tty();
     if style.colour {
@@ -90,6 +96,25 @@ fn table(headers: &[&str], rows: impl IntoIterator<Item = Vec<Cell>>, style: Sty
             column.set_cell_alignment(CellAlignment::Right);
         }
     }
+    table
+}
+
+/// Formats the settings of a kube-proxy, at most 100 columns wide. Settings that carry over have an
+/// explanation only if `is_wide`.
+pub fn migration(lines: &[Line], is_wide: bool, style: Style) -> String {
+    let rows = lines.iter().map(|line| {
+        let tone = match line.outcome {
+            Outcome::CarriesOver => Tone::Good,
+            Outcome::OtherDefault | Outcome::NoEffect => Tone::Attention,
+            Outcome::Invalid => Tone::Bad,
+        };
+        let outcome = toned(line.outcome.as_str(), tone);
+        let is_explained = is_wide || line.outcome != Outcome::CarriesOver;
+        let explanation = cell(if is_explained { &line.explanation } else { "" });
+        vec![cell(&line.setting), cell(&line.value), outcome, explanation]
+    });
+    let mut table = lay_out(&["SETTING", "VALUE", "OUTCOME", "EXPLANATION"], rows, style);
+    table.set_content_arrangement(ContentArrangement::Dynamic).set_width(100);
     table.trim_fmt() + "\n"
 }
 

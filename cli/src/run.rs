@@ -15,6 +15,7 @@ use crate::certs::{
     rotation::{self, CaArgs},
 };
 use crate::client;
+use crate::migrate::{self, MigrateArgs};
 use crate::render::{self, Style};
 use crate::{agents, drain, node, wait};
 
@@ -24,6 +25,7 @@ pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), F
     let done = match &args.command {
         Command::Certs(certs) => make_certs(certs, args.output, out),
         Command::Ca(ca) => change_authority(ca, args.output, out),
+        Command::Migrate(MigrateArgs::Check(check)) => migrate::check(check, args.output, style, out),
         _ => Session::run(args, style, out).await,
     };
     match done {
@@ -71,7 +73,8 @@ impl<'a> Session<'a> {
             | Command::Drain(_)
             | Command::Status
             | Command::Certs(_)
-            | Command::Ca(_) => Selected { namespace: String::new(), name: String::new() },
+            | Command::Ca(_)
+            | Command::Migrate(_) => Selected { namespace: String::new(), name: String::new() },
         };
         match &args.command {
             Command::Agents(agents) => return agents::run(args, agents, style, out).await,
@@ -104,7 +107,8 @@ impl<'a> Session<'a> {
             | Command::Wait(_)
             | Command::Drain(_)
             | Command::Certs(_)
-            | Command::Ca(_) => Ok(()),
+            | Command::Ca(_)
+            | Command::Migrate(_) => Ok(()),
         }
     }
 

@@ -1,6 +1,7 @@
 //! Chooses and configures the dataplane for the settings, and prepares the machine for it.
 
 use headgate_core::{Family, masquerade::MasqueradeConfig};
+use headgate_settings::{DetectLocal, ProxyMode, Settings};
 use tracing::{error, info};
 
 use crate::{
@@ -11,7 +12,6 @@ use crate::{
     interfaces,
     node_inputs::{NodeInputs, NodeSettings},
     options::Options,
-    settings::{DetectLocal, ProxyMode, Settings},
     sysctl::Sysctls,
 };
 

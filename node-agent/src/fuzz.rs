@@ -14,9 +14,9 @@ use prost::Message as _;
 use crate::{
     persist,
     session::machine::{Effect, Machine},
-    settings,
     state::held::Held,
 };
+use headgate_settings as settings;
 
 /// Processes messages of a replica as one stream, until a message breaks the protocol. Returns the
 /// number of steps that were applied.

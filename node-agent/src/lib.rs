@@ -37,6 +37,7 @@
 
 pub mod backoff;
 mod bisect;
+mod config_watch;
 pub mod control_planes;
 mod cpu_time;
 pub mod dataplane;
@@ -60,7 +61,6 @@ pub mod progress;
 pub mod reconcile;
 mod run;
 pub mod session;
-pub mod settings;
 pub mod state;
 pub mod sysctl;
 

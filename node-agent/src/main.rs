@@ -7,8 +7,9 @@ use headgate_node_agent::{
     dataplane::{ErrorKind, iptables},
     dataplane_choice,
     options::{LogFormat, Options},
-    persist, settings,
+    persist,
 };
+use headgate_settings as settings;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};

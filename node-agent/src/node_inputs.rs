@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use headgate_core::{Demand, Family, Node, iptables::NodePortAddresses, masquerade::LocalDetector};
 use ipnet::IpNet;
 
-use crate::settings::{DetectLocal, NodePortSelector, Settings};
+use headgate_settings::{DetectLocal, NodePortSelector, Settings};
 
 /// The settings that [`NodeInputs`] are resolved from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -7,6 +7,7 @@ use std::{
 };
 
 use headgate_core::Demand;
+use headgate_settings::Settings;
 use tokio::{sync::oneshot, task};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -38,7 +39,6 @@ use crate::{
         enrolment::Enrolment,
         tls::AgentTls,
     },
-    settings::{self, Settings},
     state::{AgentState, NodePolicy},
     sysctl::{SysctlError, Sysctls},
 };
@@ -276,7 +276,7 @@ async fn run_configured(
     let edited = async {
         match file {
             Some((path, text)) => {
-                settings::watch::edited(path.clone(), text).await;
+                crate::config_watch::edited(path.clone(), text).await;
                 path.display().to_string()
             }
             None => std::future::pending().await,

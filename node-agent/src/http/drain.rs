@@ -20,6 +20,7 @@ use axum::{
     routing::get,
 };
 use headgate_proto::v1::{self, barrier_answer::Result as Outcome};
+use headgate_settings::value::parse_duration;
 use tokio::{
     task::spawn_blocking,
     time::{Instant, sleep},
@@ -28,7 +29,6 @@ use tokio::{
 use crate::{
     interfaces,
     session::barriers::{Barriers, DrainMetrics, Pod},
-    settings::value::parse_duration,
 };
 
 /// Maximum number of waiting requests from one address.

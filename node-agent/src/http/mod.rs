@@ -21,6 +21,7 @@ use axum::{
     routing::get,
 };
 use headgate_core::{exposition, node_state::SourceState};
+use headgate_settings::{Flags, Settings};
 use tokio::{sync::watch, task::spawn_blocking};
 
 use crate::{
@@ -28,7 +29,6 @@ use crate::{
     http::{health::HealthPages, listen::Server},
     metrics::Metrics,
     progress::Progress,
-    settings::{Flags, Settings},
     state::backlog::Backlog,
 };
 

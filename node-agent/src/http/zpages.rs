@@ -19,7 +19,7 @@ use axum::{
 };
 
 use super::health::rfc3339;
-use crate::settings::{Flags, Settings};
+use headgate_settings::{Flags, Settings};
 
 const COMPONENT: &str = "headgate-node-agent";
 const WARNING: &str = "Warning: This endpoint is not meant to be machine parseable, has no formatting compatibility guarantees and is for debugging purposes only.";

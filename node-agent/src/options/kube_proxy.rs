@@ -2,7 +2,7 @@
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches, parser::ValueSource};
 
-use crate::settings::{
+use headgate_settings::{
     Raw,
     fields::{FIELDS, Field, Meaning},
     value::{Kind, Value},

@@ -17,15 +17,15 @@ use clap::{
     builder::{PossibleValuesParser, TypedValueParser as _},
 };
 use headgate_core::{endpoint_health::CheckTiming, iptables::Layout};
+use headgate_settings::{self as settings, ConfigError, Flags, Settings, fields::FIELDS, remark::Remark};
 use headgate_tls::{Files, Side};
 
 use self::kube_proxy::KubeProxyFlags;
-pub use crate::settings::ProxyMode;
 use crate::{
     control_planes::{AddressError, ControlPlane},
     dataplane::iptables::Variant,
-    settings::{self, ConfigError, Flags, Settings, fields::FIELDS},
 };
+pub use headgate_settings::ProxyMode;
 
 /// The options cannot be used. The message names the option and the remedy.
 #[derive(Debug, thiserror::Error)]
@@ -293,7 +293,7 @@ impl Options {
         let ignored = flags
             .given
             .iter()
-            .map(|flag| format!("{flag} (--config is given, and the file replaces kube-proxy's flags)"));
+            .map(|flag| Remark::new(flag, "--config is given, and the file replaces kube-proxy's flags"));
         notes.extend(ignored);
         Ok(Configured { settings, warning: warning(&shown, &notes), file: Some((path.clone(), file.text)) })
     }
@@ -417,7 +417,8 @@ fn layout_of(name: &str) -> Layout {
 }
 
 /// A warning that names all settings without effect.
-fn warning(from: &str, notes: &[String]) -> Option<String> {
+fn warning(from: &str, notes: &[Remark]) -> Option<String> {
+    let notes: Vec<String> = notes.iter().map(Remark::note).collect();
     (!notes.is_empty()).then(|| format!("{from}: these settings have no effect in Headgate: {}", notes.join("; ")))
 }
 

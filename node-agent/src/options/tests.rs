@@ -2,7 +2,7 @@
 use std::time::Duration;
 
 use super::*;
-use crate::settings::{DetectLocal, NodePortSelector};
+use headgate_settings::{DetectLocal, NodePortSelector};
 
 fn parse(arguments: &[&str]) -> Result<Options, String> {
     let head = ["headgate-node-agent"];

@@ -15,7 +15,7 @@ use std::{
 
 use tracing::{info, warn};
 
-use crate::settings::Conntrack;
+use headgate_settings::Conntrack;
 
 /// The maximum number of connections that is computed from the number of cores. The operator's
 /// minimum may be larger.
@@ -185,7 +185,7 @@ fn whole_seconds(timeout: Duration) -> Option<u64> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::settings::{Raw, Settings};
+    use headgate_settings::{Raw, Settings};
 
     fn defaults() -> Conntrack {
         Settings::check(&Raw::default()).unwrap().conntrack

@@ -325,6 +325,55 @@ async fn usage_errors_have_exit_code_2_and_contact_no_server() {
 }
 
 #[tokio::test]
+async fn settings_of_kube_proxy_are_checked_without_a_server() {
+    let nowhere = "http://127.0.0.1:1";
+    let table = answer(nowhere, &["migrate", "check", "--", "--proxy-mode=ipvs", "--masquerade-all", "-v", "2"]).await;
+    let lines: Vec<&str> = table.lines().map(str::trim_end).collect();
+    assert!(lines[0].starts_with("SETTING") && lines[0].ends_with("EXPLANATION"), "{table}");
+    assert!(lines[1].starts_with("--proxy-mode") && lines[1].contains("carries over"), "{table}");
+    assert!(table.contains("2 carries over, 1 other default, 1 no effect, 0 invalid."), "{table}");
+
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("config.conf");
+    let head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
+    std::fs::write(&file, format!("{head}clusterCIDR: nonsense\n")).unwrap();
+    let output = headgatectl(nowhere, &["migrate", "check", "-o", "json", file.to_str().unwrap()]).await;
+    let lines: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let line = lines.as_array().unwrap().iter().find(|line| line["setting"] == "clusterCIDR").unwrap();
+    assert_eq!((&line["outcome"], &line["value"]), (&"invalid".into(), &"nonsense".into()));
+    assert!(text(&output.stderr).contains("the agent rejects 1 setting"), "{}", text(&output.stderr));
+    assert_eq!(output.status.code(), Some(1));
+
+    let (code, error) = refusal(nowhere, &["migrate", "check", "/nonexistent"]).await;
+    assert!(code == 1 && error.contains("/nonexistent"), "{error}");
+}
+
+/// The check knows the flags that belong to the program, and the agent has all of them.
+#[test]
+fn the_agent_has_the_flags_that_the_check_calls_its_own() {
+    let flags = [
+        "--config=x",
+        "--hostname-override=n",
+        "--write-config-to=x",
+        "--cleanup",
+        "--init-only",
+        "--version",
+        "--help",
+    ];
+    for flag in flags {
+        let given = [flag.to_owned()];
+        let checked = headgate_settings::migration::check_arguments(&given);
+        let line = checked.lines.iter().find(|line| flag.starts_with(&line.setting)).unwrap();
+        assert_eq!(line.outcome, headgate_settings::migration::Outcome::CarriesOver, "{flag}");
+        let arguments = ["headgate-node-agent", "--control-plane=http://127.0.0.1:1", "--insecure-loopback", flag];
+        if let Err(error) = headgate_node_agent::options::Options::read(arguments) {
+            use clap::error::ErrorKind::{DisplayHelp, DisplayVersion};
+            assert!(matches!(error.kind(), DisplayHelp | DisplayVersion), "{flag}: {error}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_file_without_a_certificate_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("ca.pem");

@@ -3,7 +3,7 @@
 use headgate_core::{Family, masquerade::MasqueradeConfig};
 
 use super::super::xtables::Variant;
-use crate::settings::IpvsSettings;
+use headgate_settings::IpvsSettings;
 
 /// The configuration of the IPVS dataplane.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -21,7 +21,7 @@ use super::{
     super::{DataplaneError, ErrorKind, KernelHandle},
     sysctl::Sysctls,
 };
-use crate::settings::IpvsSettings;
+use headgate_settings::IpvsSettings;
 
 /// The error message for a kernel that cannot create dummy devices.
 pub(super) const NO_DUMMY_DEVICES: &str = "this kernel has no dummy devices: load the module dummy (modprobe dummy)";

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use headgate_core::iptables::NodePortAddresses;
 
 use super::*;
-use crate::settings::NodePortSelector;
+use headgate_settings::NodePortSelector;
 
 #[test]
 fn new_addresses_of_interfaces_are_used_at_once() {

@@ -1,11 +1,13 @@
 //! The configuration: reads kube-proxy's configuration file and flags into [`Settings`]. One table,
 //! [`fields`], describes the fields of the file and the flags.
 
+mod arguments;
 pub mod effective;
 pub mod fields;
+pub mod migration;
 pub mod raw;
+pub mod remark;
 pub mod value;
-pub mod watch;
 mod yaml;
 
 #[cfg(test)]
@@ -15,6 +17,8 @@ pub use effective::{Conntrack, DetectLocal, IpvsSettings, NodePortSelector, Prox
 pub use raw::{Findings, Origin, Raw};
 
 use std::{collections::BTreeMap, io, path::Path};
+
+use self::remark::Remark;
 
 /// The configuration cannot be used. The operator must change it before another attempt.
 #[derive(Debug, thiserror::Error)]
@@ -40,18 +44,26 @@ pub enum ConfigError {
     /// The file has more than one YAML document.
     #[error("{0} holds several YAML documents; keep only the document of kind {KIND}", KIND = raw::KIND)]
     Several(String),
+    /// The file holds another object, without a configuration of kube-proxy.
+    #[error("{path} has no configuration of kube-proxy: {what}")]
+    NoConfiguration {
+        /// The file.
+        path: String,
+        /// What the file holds, and the remedy.
+        what: String,
+    },
     /// Values are invalid. The error lists all of them.
     #[error("{} cannot be used:{}", .from, list(.problems))]
     Invalid {
         /// The file, or "the command line".
         from: String,
         /// The problems. Each names the setting and the remedy.
-        problems: Vec<String>,
+        problems: Vec<Remark>,
     },
 }
 
-fn list(problems: &[String]) -> String {
-    problems.iter().map(|problem| format!("\n  {problem}")).collect()
+fn list(problems: &[Remark]) -> String {
+    problems.iter().map(|problem| format!("\n  {}", problem.problem())).collect()
 }
 
 /// Flags and their values, for `/flagz`.
@@ -63,8 +75,8 @@ pub struct ConfigFile {
     /// The settings.
     pub raw: Raw,
     /// Fields that have no effect, each with the reason.
-    pub notes: Vec<String>,
-    /// The text of the file. [`watch::edited`] compares the file with this text.
+    pub notes: Vec<Remark>,
+    /// The text of the file.
     pub text: String,
 }
 
@@ -92,17 +104,21 @@ pub fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
 /// # Errors
 /// The same errors as [`read_file`], except errors of reading the file.
 pub fn parse(path: &str, text: String) -> Result<ConfigFile, ConfigError> {
-    let tree = yaml::Tree::parse(&text).map_err(|mistake| match mistake {
-        yaml::Mistake::Syntax(error) => ConfigError::Syntax { path: path.to_owned(), error },
-        yaml::Mistake::Several => ConfigError::Several(path.to_owned()),
-    })?;
-    let (raw, Findings { mut problems, notes }) = Raw::from_tree(&tree);
+    let (raw, Findings { mut problems, notes }) = Raw::from_tree(&tree(path, &text)?);
     // Report invalid combinations of settings together with invalid single values.
     problems.extend(Settings::check(&raw).err().unwrap_or_default());
     if problems.is_empty() {
         return Ok(ConfigFile { raw, notes, text });
     }
     Err(ConfigError::Invalid { from: path.to_owned(), problems })
+}
+
+/// Parses the text of a file with one YAML document.
+fn tree(path: &str, text: &str) -> Result<yaml::Tree, ConfigError> {
+    yaml::Tree::parse(text).map_err(|mistake| match mistake {
+        yaml::Mistake::Syntax(error) => ConfigError::Syntax { path: path.to_owned(), error },
+        yaml::Mistake::Several => ConfigError::Several(path.to_owned()),
+    })
 }
 
 /// Writes the defaults as a configuration file that [`read_file`] reads back.

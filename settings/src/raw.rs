@@ -7,6 +7,7 @@ use serde_json::Value as Json;
 
 use super::{
     fields::{self, FIELDS, Field, Meaning},
+    remark::Remark,
     value::{Kind, Value},
     yaml::Tree,
 };
@@ -39,9 +40,9 @@ pub struct Raw {
 pub struct Findings {
     /// Errors, each with the field, the problem and the remedy. A file with an error cannot be
     /// used.
-    pub problems: Vec<String>,
+    pub problems: Vec<Remark>,
     /// Fields that have no effect, each with the reason.
-    pub notes: Vec<String>,
+    pub notes: Vec<Remark>,
 }
 
 impl Raw {
@@ -123,12 +124,17 @@ impl Raw {
         gates.into_iter().filter_map(|(name, value)| Some((name, value.as_bool()?))).collect()
     }
 
+    /// The given settings, in the order of the table.
+    pub fn given(&self) -> impl Iterator<Item = (&'static Field, &Value)> {
+        FIELDS.iter().filter_map(|field| Some((field, self.values.get(field.id())?)))
+    }
+
     /// The given settings that have no effect, each with the reason.
     #[must_use]
-    pub fn without_effect(&self) -> Vec<String> {
+    pub fn without_effect(&self) -> Vec<Remark> {
         let given = FIELDS.iter().filter(|field| self.is_set(field.id()));
         let why = |field: &Field| match field.meaning {
-            Meaning::Ignored(why) => Some(format!("{} ({why})", self.name(field.id()))),
+            Meaning::Ignored(why) => Some(Remark::new(self.name(field.id()), why)),
             Meaning::Used(_) => None,
         };
         given.filter_map(why).collect()
@@ -153,14 +159,15 @@ impl Raw {
     pub(super) fn from_tree(tree: &Tree) -> (Self, Findings) {
         let (mut raw, mut findings) = (Self { origin: Origin::File, ..Self::default() }, Findings::default());
         let Tree::Mapping(entries) = tree else {
-            findings.problems.push(format!("the document is not a mapping; begin with `apiVersion: {API_VERSION}`"));
+            let what = format!("is not a mapping; begin with `apiVersion: {API_VERSION}`");
+            findings.problems.push(Remark::new("the document", what));
             return (raw, findings);
         };
         for (key, expected) in [("apiVersion", API_VERSION), ("kind", KIND)] {
             let found = entries.iter().rev().find(|(found, _)| found == key).map(|(_, tree)| tree.to_json());
             if found != Some(Json::from(expected)) {
                 let found = found.map_or_else(|| "missing".to_owned(), |found| format!("{found} cannot be used"));
-                findings.problems.push(format!("{key}: {found}; write {expected}"));
+                findings.problems.push(Remark::new(key, format!("{found}; write {expected}")));
             }
         }
         raw.read_section("", entries, &mut findings);
@@ -172,7 +179,7 @@ impl Raw {
             let path = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
             let is_repeated = entries[i + 1..].iter().any(|(later, _)| later == key);
             if is_repeated {
-                findings.notes.push(format!("{path} (appears more than once; the last value is used)"));
+                findings.notes.push(Remark::new(path, "appears more than once; the last value is used"));
                 continue;
             }
             if path == "apiVersion" || path == "kind" {
@@ -185,9 +192,10 @@ impl Raw {
                 (Some(field), tree) => self.read_field(field, tree, findings),
                 (None, Tree::Mapping(inner)) if fields::is_section(&path) => self.read_section(&path, inner, findings),
                 (None, _) if fields::is_section(&path) => {
-                    findings.problems.push(format!("{path}: {} cannot be used; write a mapping", tree.to_json()));
+                    let what = format!("{} cannot be used; write a mapping", tree.to_json());
+                    findings.problems.push(Remark::new(path, what));
                 }
-                (None, _) => findings.notes.push(format!("{path} (unknown)")),
+                (None, _) => findings.notes.push(Remark::new(path, "unknown")),
             }
         }
     }
@@ -200,7 +208,7 @@ impl Raw {
             Ok(_) if means_unset(field, &json) => {}
             Ok(value) if is_default(field, &value) && matches!(field.meaning, Meaning::Ignored(_)) => {}
             Ok(value) => self.set(field.path, value),
-            Err(error) => findings.problems.push(format!("{}: {error}", field.path)),
+            Err(error) => findings.problems.push(Remark::new(field.path, error)),
         }
     }
 
@@ -208,9 +216,10 @@ impl Raw {
     ///
     /// # Errors
     /// The value is not an address. The error names the setting and the remedy.
-    pub fn address(&self, id: &str) -> Result<IpAddr, String> {
+    pub fn address(&self, id: &str) -> Result<IpAddr, Remark> {
         let text = self.text(id);
-        text.parse().map_err(|_| format!("{}: {text:?} is not an IP address; write one such as 0.0.0.0", self.name(id)))
+        let wrong = |_| Remark::new(self.name(id), format!("{text:?} is not an IP address; write one such as 0.0.0.0"));
+        text.parse().map_err(wrong)
     }
 
     /// Parses `text`, a part of the setting `id`, as a CIDR. As in kube-proxy, the bits after the
@@ -220,10 +229,10 @@ impl Raw {
     ///
     /// # Errors
     /// The text is not a CIDR. The error names the setting and the remedy.
-    pub fn cidr(&self, id: &str, text: &str) -> Result<IpNet, String> {
+    pub fn cidr(&self, id: &str, text: &str) -> Result<IpNet, Remark> {
         let text = text.trim();
         let cidr: Result<IpNet, _> = text.parse();
-        let wrong = |_| format!("{}: {text:?} is not a CIDR; write one such as 10.0.0.0/8", self.name(id));
+        let wrong = |_| Remark::new(self.name(id), format!("{text:?} is not a CIDR; write one such as 10.0.0.0/8"));
         cidr.map(|cidr| cidr.trunc()).map_err(wrong)
     }
 }

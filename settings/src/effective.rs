@@ -12,6 +12,7 @@ use serde_json::Value as Json;
 use super::{
     fields::{FIELDS, Field},
     raw::{Origin, Raw},
+    remark::Remark,
 };
 
 /// The longest name of an interface in Linux, in bytes (`IFNAMSIZ` minus the final zero).
@@ -147,7 +148,7 @@ pub struct Settings {
     /// Feature gate `ComponentStatusz`: `/statusz` is served.
     pub serves_statusz: bool,
     /// Given settings that have no effect, each with the reason.
-    pub notes: Vec<String>,
+    pub notes: Vec<Remark>,
     /// All settings as a `KubeProxyConfiguration`, for `/configz`.
     pub document: Json,
 }
@@ -155,8 +156,8 @@ pub struct Settings {
 /// Checks one setting after the other, and collects the problems.
 struct Checker<'a> {
     raw: &'a Raw,
-    problems: Vec<String>,
-    notes: Vec<String>,
+    problems: Vec<Remark>,
+    notes: Vec<Remark>,
 }
 
 impl Settings {
@@ -164,17 +165,23 @@ impl Settings {
     ///
     /// # Errors
     /// Values are invalid. Returns every problem, with the name of the setting and the remedy.
-    pub fn check(raw: &Raw) -> Result<Self, Vec<String>> {
+    pub fn check(raw: &Raw) -> Result<Self, Vec<Remark>> {
+        let (settings, problems) = Self::of(raw);
+        if problems.is_empty() { Ok(settings) } else { Err(problems) }
+    }
+
+    /// Returns the settings and every problem. A setting with a problem has its default.
+    pub(super) fn of(raw: &Raw) -> (Self, Vec<Remark>) {
         let mut checker = Checker { raw, problems: Vec::new(), notes: raw.without_effect() };
         let settings = checker.settings();
-        if checker.problems.is_empty() { Ok(settings) } else { Err(checker.problems) }
+        (settings, checker.problems)
     }
 }
 
 impl Checker<'_> {
     fn problem(&mut self, id: &str, what: &str) {
         let name = self.raw.name(id);
-        self.problems.push(format!("{name}: {what}"));
+        self.problems.push(Remark::new(name, what));
     }
 
     fn settings(&mut self) -> Settings {
@@ -252,7 +259,7 @@ impl Checker<'_> {
         let mode = if mode.is_empty() { "auto" } else { &mode };
         let (raw, setting) = (self.raw, self.raw.name("mode"));
         let ids = FIELDS.iter().map(Field::id).filter(|id| id.starts_with(prefix) && raw.is_changed(id));
-        self.notes.extend(ids.map(|id| format!("{} (not used while {setting} is {mode})", raw.name(id))));
+        self.notes.extend(ids.map(|id| Remark::new(raw.name(id), format!("not used while {setting} is {mode}"))));
     }
 
     fn bind_address(&mut self) -> IpAddr {
@@ -366,7 +373,8 @@ impl Checker<'_> {
             if !is_used && !self.raw.text(id).is_empty() {
                 let setting = self.raw.name("detectLocalMode");
                 let mode = if mode.is_empty() { "ClusterCIDR" } else { &mode };
-                self.notes.push(format!("{} (not used while {setting} is {mode})", self.raw.name(id)));
+                let why = format!("not used while {setting} is {mode}");
+                self.notes.push(Remark::new(self.raw.name(id), why));
             }
         }
         used
@@ -426,7 +434,7 @@ impl Checker<'_> {
         let gates = self.raw.gates("featureGates");
         let name = self.raw.name("featureGates");
         let others = gates.keys().filter(|gate| !GATES.contains(&gate.as_str()));
-        self.notes.extend(others.map(|gate| format!("{name} {gate} (Headgate does not use this gate)")));
+        self.notes.extend(others.map(|gate| Remark::new(format!("{name} {gate}"), "Headgate does not use this gate")));
         GATES.map(|gate| gates.get(gate).copied().unwrap_or(true))
     }
 }

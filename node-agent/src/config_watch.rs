@@ -11,7 +11,7 @@ const PERIOD: Duration = Duration::from_secs(1);
 /// Returns when the content of the file differs from `text`. While the file cannot be read, waits:
 /// somebody may be replacing the file, and an agent that ends now could not start again without the
 /// file.
-pub async fn edited(path: PathBuf, text: String) {
+pub(crate) async fn edited(path: PathBuf, text: String) {
     let mut is_missing = false;
     loop {
         tokio::time::sleep(PERIOD).await;

@@ -1,0 +1,104 @@
+//! `headgatectl migrate`: checks the settings of a kube-proxy for the node agent.
+
+use std::{
+    fs,
+    io::{self, Write},
+    path::PathBuf,
+};
+
+use headgate_settings::{
+    ConfigError, ProxyMode,
+    migration::{self, Checked, Outcome},
+};
+
+use crate::answer::Failure;
+use crate::args::Output;
+use crate::render::{self, Style};
+
+/// Steps of a move.
+#[derive(Debug, clap::Subcommand)]
+pub enum MigrateArgs {
+    /// Show for each setting of a kube-proxy what the node agent makes of it
+    ///
+    /// FILE is a KubeProxyConfiguration, a ConfigMap that holds one, or a Pod or DaemonSet that runs
+    /// kube-proxy. Settings that are not given have a line only if Headgate's default differs.
+    /// `--output wide` also explains the settings that carry over.
+    /// Examples:
+    ///
+    ///   kubectl -n kube-system get configmap kube-proxy -o yaml | headgatectl migrate check -
+    ///   headgatectl migrate check /var/lib/kube-proxy/config.conf
+    ///   headgatectl migrate check -- --proxy-mode=ipvs --cluster-cidr=10.244.0.0/16
+    ///
+    /// Exit codes: 0 if the agent accepts the settings, 1 if it rejects a value or if there is no
+    /// configuration, 2 for a wrong command line.
+    #[command(verbatim_doc_comment)]
+    Check(CheckArgs),
+}
+
+/// The settings to check.
+#[derive(Debug, clap::Args)]
+pub struct CheckArgs {
+    /// The file, or - for standard input
+    #[arg(value_name = "FILE", required_unless_present = "arguments", conflicts_with = "arguments")]
+    pub file: Option<PathBuf>,
+    /// Arguments of kube-proxy, after --
+    #[arg(last = true, value_name = "ARGUMENT")]
+    pub arguments: Vec<String>,
+}
+
+/// Checks settings, and writes a line for each.
+pub(crate) fn check(args: &CheckArgs, output: Output, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
+    let checked = match &args.file {
+        None => migration::check_arguments(&args.arguments),
+        Some(path) => {
+            let shown = if path.as_os_str() == "-" { "standard input".to_owned() } else { path.display().to_string() };
+            let text = if path.as_os_str() == "-" { io::read_to_string(io::stdin()) } else { fs::read_to_string(path) };
+            let text = text.map_err(|error| ConfigError::File { option: "FILE", path: shown.clone(), error })?;
+            migration::check_file(&shown, &text)?
+        }
+    };
+    match output {
+        Output::Json => {
+            let json = |line: &migration::Line| {
+                serde_json::json!({
+                    "setting": line.setting,
+                    "value": line.value,
+                    "outcome": line.outcome.as_str(),
+                    "explanation": line.explanation,
+                })
+            };
+            let lines: serde_json::Value = checked.lines.iter().map(json).collect();
+            writeln!(out, "{lines:#}")?;
+        }
+        Output::Table | Output::Wide => {
+            out.write_all(text(&checked, output == Output::Wide, style).as_bytes())?;
+        }
+    }
+    match checked.count(Outcome::Invalid) {
+        0 => Ok(()),
+        1 => Err(Failure::Invalid("the agent rejects 1 setting; correct its value first".to_owned())),
+        invalid => Err(Failure::Invalid(format!("the agent rejects {invalid} settings; correct their values first"))),
+    }
+}
+
+fn text(checked: &Checked, is_wide: bool, style: Style) -> String {
+    let count = |outcome| format!("{} {}", checked.count(outcome), outcome.as_str());
+    let counts: Vec<String> =
+        [Outcome::CarriesOver, Outcome::OtherDefault, Outcome::NoEffect, Outcome::Invalid].map(count).into();
+    format!("{}\n{}.\n{}\n", render::migration(&checked.lines, is_wide, style), counts.join(", "), mode(checked.mode))
+}
+
+/// The mode to choose.
+const fn mode(mode: ProxyMode) -> &'static str {
+    match mode {
+        ProxyMode::Auto => "Mode: auto takes nftables where no Service behaves differently than with iptables.",
+        ProxyMode::Iptables => {
+            "Mode: iptables stays. Mode auto would also take nftables where no Service behaves differently."
+        }
+        ProxyMode::Ipvs => {
+            "Mode: ipvs stays. Kubernetes removes this mode: choose nftables, unless you need a scheduler of IPVS."
+        }
+        ProxyMode::Nftables => "Mode: nftables stays.",
+        ProxyMode::Userspace => "Mode: userspace stays. The agent carries connections through its own proxy.",
+    }
+}

@@ -1,0 +1,330 @@
+//! Says for each setting of a kube-proxy what the node agent makes of it.
+
+use serde_json::Value as Json;
+
+use super::{
+    ConfigError, ProxyMode, arguments,
+    effective::Settings,
+    fields::{FIELDS, Field, Meaning},
+    raw::{Findings, Raw},
+    remark::Remark,
+};
+
+/// What the agent makes of a setting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// The setting has the same effect.
+    CarriesOver,
+    /// The setting is not given, and Headgate's default differs from kube-proxy's.
+    OtherDefault,
+    /// The agent accepts the setting, which has no effect.
+    NoEffect,
+    /// The agent does not start with this value.
+    Invalid,
+}
+
+impl Outcome {
+    /// The text in tables and in JSON.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::CarriesOver => "carries over",
+            Self::OtherDefault => "other default",
+            Self::NoEffect => "no effect",
+            Self::Invalid => "invalid",
+        }
+    }
+}
+
+/// One setting.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Line {
+    /// The field or the flag.
+    pub setting: String,
+    /// The given value. Empty if the agent cannot read the value, or if no value is given.
+    pub value: String,
+    /// What the agent makes of the setting.
+    pub outcome: Outcome,
+    /// The meaning, the reason, or the remedy.
+    pub explanation: String,
+}
+
+/// The settings of a kube-proxy, checked for the agent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Checked {
+    /// The settings in the order of `docs/configuration.md`. After them come the arguments that are
+    /// no settings, and unknown names.
+    pub lines: Vec<Line>,
+    /// The mode that the settings ask for. `Auto` if they name none.
+    pub mode: ProxyMode,
+}
+
+impl Checked {
+    /// The number of settings with this outcome.
+    #[must_use]
+    pub fn count(&self, outcome: Outcome) -> usize {
+        self.lines.iter().filter(|line| line.outcome == outcome).count()
+    }
+}
+
+/// The source of the settings.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Source {
+    /// The text of a `KubeProxyConfiguration`.
+    Document(String),
+    /// Arguments of kube-proxy without the program's name.
+    Arguments(Vec<String>),
+}
+
+/// Settings whose defaults differ from kube-proxy's: the field, the modes that use the field (empty
+/// for all), and the difference.
+const OTHER_DEFAULTS: [(&str, &[ProxyMode], &str); 4] = [
+    ("mode", &[], "kube-proxy: iptables. Headgate: auto, which takes nftables where no Service behaves differently"),
+    ("iptables.minSyncPeriod", &[ProxyMode::Auto, ProxyMode::Iptables], MIN_SYNC),
+    ("ipvs.minSyncPeriod", &[ProxyMode::Ipvs], MIN_SYNC),
+    ("nftables.minSyncPeriod", &[ProxyMode::Nftables, ProxyMode::Userspace], MIN_SYNC),
+];
+const MIN_SYNC: &str = "kube-proxy: 1s. Headgate: 0s, because it writes only what changed";
+
+/// Checks a file: a `KubeProxyConfiguration`, a ConfigMap that holds one, or a Pod or DaemonSet whose
+/// arguments are kube-proxy's. Errors name the file as `path`. JSON is valid too.
+///
+/// # Errors
+/// The file is not YAML, or holds no configuration of kube-proxy. Invalid settings are no error:
+/// they are lines of the answer.
+pub fn check_file(path: &str, text: &str) -> Result<Checked, ConfigError> {
+    match source(path, text)? {
+        Source::Document(text) => {
+            let (raw, findings) = Raw::from_tree(&super::tree(path, &text)?);
+            Ok(checked(&raw, Vec::new(), findings))
+        }
+        Source::Arguments(arguments) => Ok(check_arguments(&arguments)),
+    }
+}
+
+/// Checks arguments of kube-proxy, without the program's name.
+#[must_use]
+pub fn check_arguments(arguments: &[String]) -> Checked {
+    let (raw, program_flags, findings) = arguments::read(arguments);
+    let line = |(setting, value, what): (String, String, &str)| Line {
+        setting,
+        value,
+        outcome: Outcome::CarriesOver,
+        explanation: what.to_owned(),
+    };
+    checked(&raw, program_flags.into_iter().map(line).collect(), findings)
+}
+
+/// Finds the configuration in a manifest.
+fn source(path: &str, text: &str) -> Result<Source, ConfigError> {
+    let document = super::tree(path, text)?.to_json();
+    let none = |what: String| ConfigError::NoConfiguration { path: path.to_owned(), what };
+    let name = || {
+        let part = |key| document["metadata"][key].as_str().filter(|text| !text.is_empty());
+        [part("namespace"), part("name")].into_iter().flatten().collect::<Vec<_>>().join("/")
+    };
+    match document["kind"].as_str() {
+        Some("ConfigMap") => {
+            let data = document["data"].as_object().cloned().unwrap_or_default();
+            let is_configuration =
+                |text: &&str| super::tree(path, text).is_ok_and(|tree| tree.to_json()["kind"] == super::raw::KIND);
+            let found = data.values().filter_map(Json::as_str).find(is_configuration);
+            let keys = || data.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            let missing =
+                || none(format!("the ConfigMap {} holds no {} in its keys ({})", name(), super::raw::KIND, keys()));
+            found.map(|text| Source::Document(text.to_owned())).ok_or_else(missing)
+        }
+        Some("Pod") => {
+            arguments_of(&document["spec"]).ok_or_else(|| none(format!("the Pod {} runs no kube-proxy", name())))
+        }
+        Some("DaemonSet") => {
+            let missing = || none(format!("the DaemonSet {} runs no kube-proxy", name()));
+            arguments_of(&document["spec"]["template"]["spec"]).ok_or_else(missing)
+        }
+        Some("List") => Err(none("it is a list; pass one object".to_owned())),
+        _ => Ok(Source::Document(text.to_owned())),
+    }
+}
+
+/// The arguments of the container that runs kube-proxy, from the specification of a pod.
+fn arguments_of(spec: &Json) -> Option<Source> {
+    let texts =
+        |json: &Json| json.as_array().into_iter().flatten().filter_map(Json::as_str).map(str::to_owned).collect();
+    let runs = |word: &String| word == "kube-proxy" || word.ends_with("/kube-proxy");
+    spec["containers"]
+        .as_array()?
+        .iter()
+        .find_map(|container| {
+            let mut words: Vec<String> = texts(&container["command"]);
+            words.extend::<Vec<String>>(texts(&container["args"]));
+            match words.iter().position(runs) {
+                Some(program) => Some(words.split_off(program + 1)),
+                // The image itself names the program.
+                None => (container["name"] == "kube-proxy").then_some(words),
+            }
+        })
+        .map(Source::Arguments)
+}
+
+fn checked(raw: &Raw, program_flags: Vec<Line>, findings: Findings) -> Checked {
+    let (settings, mut problems) = Settings::of(raw);
+    problems.extend(findings.problems);
+    let mut notes = settings.notes;
+    notes.extend(findings.notes);
+    let mut lines = Vec::new();
+    for field in FIELDS {
+        let name = raw.name(field.id());
+        let value = raw.given().find(|(given, _)| given.id() == field.id()).map(|(_, value)| value.to_json());
+        let other_default = OTHER_DEFAULTS.iter().find(|(id, modes, _)| {
+            *id == field.id() && value.is_none() && (modes.is_empty() || modes.contains(&settings.mode))
+        });
+        let of_field = |remarks: &mut Vec<Remark>| take(remarks, &name);
+        let (outcome, explanation) = if let Some(problem) = of_field(&mut problems) {
+            (Outcome::Invalid, problem)
+        } else if let Some(note) = of_field(&mut notes) {
+            (Outcome::NoEffect, note)
+        } else if let Some((.., difference)) = other_default {
+            (Outcome::OtherDefault, (*difference).to_owned())
+        } else if value.is_some() {
+            (Outcome::CarriesOver, meaning(field))
+        } else {
+            continue;
+        };
+        let value = value.map(|value| shown(&value)).unwrap_or_default();
+        lines.push(Line { setting: name, value, outcome, explanation });
+    }
+    lines.extend(program_flags);
+    let rest = problems.into_iter().map(|problem| (Outcome::Invalid, problem));
+    for (outcome, Remark { setting, what }) in rest.chain(notes.into_iter().map(|note| (Outcome::NoEffect, note))) {
+        lines.push(Line { setting, value: String::new(), outcome, explanation: what });
+    }
+    Checked { lines, mode: settings.mode }
+}
+
+/// Takes the first remark about a setting.
+fn take(remarks: &mut Vec<Remark>, setting: &str) -> Option<String> {
+    let at = remarks.iter().position(|remark| remark.setting == setting)?;
+    Some(remarks.remove(at).what)
+}
+
+/// The first sentence of a field's meaning.
+fn meaning(field: &Field) -> String {
+    let (Meaning::Used(what) | Meaning::Ignored(what)) = field.meaning;
+    what.split_once(". ").map_or(what, |(first, _)| first).replace('`', "")
+}
+
+/// A value as in a configuration file, without quotation marks around a text.
+fn shown(value: &Json) -> String {
+    match value {
+        Json::String(text) => text.clone(),
+        Json::Array(list) => list.iter().map(shown).collect::<Vec<_>>().join(","),
+        other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::tests::KUBEADM;
+
+    fn lines(checked: &Checked) -> Vec<(&str, &str, Outcome)> {
+        checked.lines.iter().map(|line| (line.setting.as_str(), line.value.as_str(), line.outcome)).collect()
+    }
+
+    fn words(text: &str) -> Vec<String> {
+        text.split_whitespace().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn a_config_map_of_kubeadm_shows_only_what_is_given_and_other_defaults() {
+        let document = format!("apiVersion: {}\nkind: {}\n{KUBEADM}", crate::raw::API_VERSION, crate::raw::KIND);
+        let map = serde_json::json!({
+            "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"namespace": "kube-system", "name": "kube-proxy"},
+            "data": {"kubeconfig.conf": "kind: Config", "config.conf": document},
+        });
+        let checked = check_file("-", &map.to_string()).unwrap();
+        assert_eq!(
+            lines(&checked),
+            [
+                ("mode", "", Outcome::OtherDefault),
+                ("bindAddress", "0.0.0.0", Outcome::CarriesOver),
+                ("clusterCIDR", "10.244.0.0/16", Outcome::CarriesOver),
+                ("iptables.minSyncPeriod", "", Outcome::OtherDefault),
+                ("clientConnection.kubeconfig", "/var/lib/kube-proxy/kubeconfig.conf", Outcome::NoEffect),
+            ]
+        );
+        assert_eq!((checked.mode, checked.count(Outcome::Invalid)), (ProxyMode::Auto, 0));
+        assert_eq!(checked, check_file("-", &document).unwrap());
+    }
+
+    #[test]
+    fn each_invalid_unused_and_unknown_field_has_a_line() {
+        let document = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: ipvs\n\
+                        ipvs: {scheduler: best, minSyncPeriod: 2s}\niptables: {masqueradeBit: 40}\nnftables: {syncPeriod: 9s}\nfoo: 1\n";
+        let checked = check_file("-", document).unwrap();
+        assert_eq!(
+            lines(&checked),
+            [
+                ("mode", "ipvs", Outcome::CarriesOver),
+                ("iptables.masqueradeBit", "", Outcome::Invalid),
+                ("ipvs.scheduler", "best", Outcome::Invalid),
+                ("ipvs.minSyncPeriod", "2s", Outcome::CarriesOver),
+                ("nftables.syncPeriod", "9s", Outcome::NoEffect),
+                ("foo", "", Outcome::NoEffect),
+            ]
+        );
+        assert_eq!(checked.lines[5].explanation, "unknown");
+    }
+
+    #[test]
+    fn arguments_are_read_as_kube_proxy_reads_them() {
+        let arguments = "--proxy_mode ipvs --masquerade-all -v=2 --cluster-cidr=10.244.0.0/16 --hostname-override=$(NODE_NAME) \
+                         --conntrack-min many --new-flag --cleanup stray --oom-score-adj";
+        let checked = check_arguments(&words(arguments));
+        assert_eq!(
+            lines(&checked),
+            [
+                ("--proxy-mode", "ipvs", Outcome::CarriesOver),
+                ("--cluster-cidr", "10.244.0.0/16", Outcome::CarriesOver),
+                ("--masquerade-all", "true", Outcome::CarriesOver),
+                ("--ipvs-min-sync-period", "", Outcome::OtherDefault),
+                ("--conntrack-min", "", Outcome::Invalid),
+                ("--oom-score-adj", "", Outcome::Invalid),
+                ("--v", "2", Outcome::NoEffect),
+                ("--hostname-override", "$(NODE_NAME)", Outcome::CarriesOver),
+                ("--cleanup", "", Outcome::CarriesOver),
+                ("--new-flag", "", Outcome::NoEffect),
+                ("stray", "", Outcome::NoEffect),
+            ]
+        );
+    }
+
+    #[test]
+    fn manifests_of_pods_hold_arguments() {
+        let spec = serde_json::json!({"containers": [
+            {"name": "other", "command": ["sleep"]},
+            {"name": "proxy", "command": ["/usr/local/bin/kube-proxy", "--proxy-mode=nftables"], "args": ["--cluster-cidr=10.0.0.0/8"]},
+        ]});
+        let pod = serde_json::json!({"kind": "Pod", "spec": spec});
+        let set = serde_json::json!({"kind": "DaemonSet", "spec": {"template": {"spec": spec}}});
+        let expected = check_arguments(&words("--proxy-mode=nftables --cluster-cidr=10.0.0.0/8"));
+        assert_eq!(expected.mode, ProxyMode::Nftables);
+        for manifest in [pod, set] {
+            assert_eq!(check_file("-", &manifest.to_string()).unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn files_without_a_configuration_are_errors_that_name_the_object() {
+        let error = |text: &str| check_file("f.yaml", text).unwrap_err().to_string();
+        let map = "kind: ConfigMap\nmetadata: {namespace: a, name: b}\ndata: {x: '1', y: 'kind: Config'}\n";
+        assert_eq!(
+            error(map),
+            "f.yaml has no configuration of kube-proxy: the ConfigMap a/b holds no KubeProxyConfiguration in its keys (x, y)"
+        );
+        assert!(error("kind: Pod\nmetadata: {name: b}\n").ends_with("the Pod b runs no kube-proxy"));
+        assert!(error("kind: List\n").ends_with("it is a list; pass one object"));
+        assert!(error("a: [").starts_with("f.yaml is not YAML: "));
+    }
+}
