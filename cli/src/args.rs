@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use clap::{Parser, Subcommand, ValueEnum};
 
 use crate::certs::{CertsArgs, rotation::CaArgs};
-use crate::migrate::MigrateArgs;
 use crate::units;
 
 /// Shows what a Headgate control plane serves, and what every node has programmed
@@ -123,6 +122,37 @@ pub enum Command {
 
 fn ip_address(text: &str) -> Result<IpAddr, &'static str> {
     text.parse().map_err(|_| "write an IP address, such as 10.244.1.10 or fd00::10")
+}
+
+/// Steps of a move.
+#[derive(Debug, clap::Subcommand)]
+pub enum MigrateArgs {
+    /// Show for each setting of a kube-proxy what the node agent makes of it
+    ///
+    /// FILE is a KubeProxyConfiguration, a ConfigMap that holds one, or a Pod or DaemonSet that
+    /// runs kube-proxy. A setting that is not given, or has its default, has a line only if
+    /// Headgate's default differs. `--output wide` also explains the settings that carry over.
+    /// Examples:
+    ///
+    ///   kubectl -n kube-system get configmap kube-proxy -o yaml | headgatectl migrate check -
+    ///   headgatectl migrate check /var/lib/kube-proxy/config.conf
+    ///   headgatectl migrate check -- --proxy-mode=ipvs --cluster-cidr=10.244.0.0/16
+    ///
+    /// Exit codes: 0 if the agent accepts the settings, 1 if it rejects a value or if there is no
+    /// configuration, 2 for a wrong command line.
+    #[command(verbatim_doc_comment)]
+    Check(CheckArgs),
+}
+
+/// The settings to check.
+#[derive(Debug, clap::Args)]
+pub struct CheckArgs {
+    /// The file, or - for standard input
+    #[arg(value_name = "FILE", required_unless_present = "arguments", conflicts_with = "arguments")]
+    pub file: Option<PathBuf>,
+    /// Arguments of kube-proxy, after --
+    #[arg(last = true, value_name = "ARGUMENT")]
+    pub arguments: Vec<String>,
 }
 
 /// The agents to list, and the number of rows.

@@ -3,7 +3,6 @@
 use std::{
     fs,
     io::{self, Write},
-    path::PathBuf,
 };
 
 use headgate_settings::{
@@ -12,39 +11,8 @@ use headgate_settings::{
 };
 
 use crate::answer::Failure;
-use crate::args::Output;
+use crate::args::{CheckArgs, Output};
 use crate::render::{self, Style};
-
-/// Steps of a move.
-#[derive(Debug, clap::Subcommand)]
-pub enum MigrateArgs {
-    /// Show for each setting of a kube-proxy what the node agent makes of it
-    ///
-    /// FILE is a KubeProxyConfiguration, a ConfigMap that holds one, or a Pod or DaemonSet that runs
-    /// kube-proxy. Settings that are not given have a line only if Headgate's default differs.
-    /// `--output wide` also explains the settings that carry over.
-    /// Examples:
-    ///
-    ///   kubectl -n kube-system get configmap kube-proxy -o yaml | headgatectl migrate check -
-    ///   headgatectl migrate check /var/lib/kube-proxy/config.conf
-    ///   headgatectl migrate check -- --proxy-mode=ipvs --cluster-cidr=10.244.0.0/16
-    ///
-    /// Exit codes: 0 if the agent accepts the settings, 1 if it rejects a value or if there is no
-    /// configuration, 2 for a wrong command line.
-    #[command(verbatim_doc_comment)]
-    Check(CheckArgs),
-}
-
-/// The settings to check.
-#[derive(Debug, clap::Args)]
-pub struct CheckArgs {
-    /// The file, or - for standard input
-    #[arg(value_name = "FILE", required_unless_present = "arguments", conflicts_with = "arguments")]
-    pub file: Option<PathBuf>,
-    /// Arguments of kube-proxy, after --
-    #[arg(last = true, value_name = "ARGUMENT")]
-    pub arguments: Vec<String>,
-}
 
 /// Checks settings, and writes a line for each.
 pub(crate) fn check(args: &CheckArgs, output: Output, style: Style, out: &mut dyn Write) -> Result<(), Failure> {

@@ -9,15 +9,14 @@ use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
 use crate::answer::{Failure, collect, of_status, write_json};
-use crate::args::{Args, Command, Output, Selected, Selection};
+use crate::args::{Args, Command, MigrateArgs, Output, Selected, Selection};
 use crate::certs::{
     self, CertsArgs,
     rotation::{self, CaArgs},
 };
 use crate::client;
-use crate::migrate::{self, MigrateArgs};
 use crate::render::{self, Style};
-use crate::{agents, drain, node, wait};
+use crate::{agents, drain, migrate, node, wait};
 
 /// Runs one command and writes its answer to `out`. If the reader closes the pipe early (`| head`),
 /// the command ends without an error.

@@ -52,8 +52,8 @@ pub struct Line {
 /// The settings of a kube-proxy, checked for the agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Checked {
-    /// The settings in the order of `docs/configuration.md`. After them come the arguments that are
-    /// no settings, and unknown names.
+    /// The settings in the order of `docs/configuration.md`, without those that have their default.
+    /// After them come the arguments that are no settings, and unknown names.
     pub lines: Vec<Line>,
     /// The mode that the settings ask for. `Auto` if they name none.
     pub mode: ProxyMode,
@@ -86,8 +86,8 @@ const OTHER_DEFAULTS: [(&str, &[ProxyMode], &str); 4] = [
 ];
 const MIN_SYNC: &str = "kube-proxy: 1s. Headgate: 0s, because it writes only what changed";
 
-/// Checks a file: a `KubeProxyConfiguration`, a ConfigMap that holds one, or a Pod or DaemonSet whose
-/// arguments are kube-proxy's. Errors name the file as `path`. JSON is valid too.
+/// Checks a file: a `KubeProxyConfiguration`, a ConfigMap that holds one, or a Pod or DaemonSet
+/// whose arguments are kube-proxy's. Errors name the file as `path`. JSON is valid too.
 ///
 /// # Errors
 /// The file is not YAML, or holds no configuration of kube-proxy. Invalid settings are no error:
@@ -185,7 +185,7 @@ fn checked(raw: &Raw, program_flags: Vec<Line>, findings: Findings) -> Checked {
             (Outcome::NoEffect, note)
         } else if let Some((.., difference)) = other_default {
             (Outcome::OtherDefault, (*difference).to_owned())
-        } else if value.is_some() {
+        } else if raw.is_changed(field.id()) {
             (Outcome::CarriesOver, meaning(field))
         } else {
             continue;
@@ -248,7 +248,6 @@ mod tests {
             lines(&checked),
             [
                 ("mode", "", Outcome::OtherDefault),
-                ("bindAddress", "0.0.0.0", Outcome::CarriesOver),
                 ("clusterCIDR", "10.244.0.0/16", Outcome::CarriesOver),
                 ("iptables.minSyncPeriod", "", Outcome::OtherDefault),
                 ("clientConnection.kubeconfig", "/var/lib/kube-proxy/kubeconfig.conf", Outcome::NoEffect),
@@ -318,10 +317,10 @@ mod tests {
     #[test]
     fn files_without_a_configuration_are_errors_that_name_the_object() {
         let error = |text: &str| check_file("f.yaml", text).unwrap_err().to_string();
-        let map = "kind: ConfigMap\nmetadata: {namespace: a, name: b}\ndata: {x: '1', y: 'kind: Config'}\n";
+        let map = "kind: ConfigMap\nmetadata: {namespace: a, name: b}\ndata: {a: '1', b: 'kind: Config'}\n";
         assert_eq!(
             error(map),
-            "f.yaml has no configuration of kube-proxy: the ConfigMap a/b holds no KubeProxyConfiguration in its keys (x, y)"
+            "f.yaml has no configuration of kube-proxy: the ConfigMap a/b holds no KubeProxyConfiguration in its keys (a, b)"
         );
         assert!(error("kind: Pod\nmetadata: {name: b}\n").ends_with("the Pod b runs no kube-proxy"));
         assert!(error("kind: List\n").ends_with("it is a list; pass one object"));

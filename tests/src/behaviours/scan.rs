@@ -7,11 +7,12 @@ use super::rows::{Column, SECTIONS};
 use crate::cases::{Case, table};
 
 /// The folders of the crates, and the package names that nextest uses in binary ids.
-const CRATES: [(&str, &str); 6] = [
+const CRATES: [(&str, &str); 7] = [
     ("core", "headgate-core"),
     ("proto", "headgate-proto"),
     ("control-plane", "headgate-control-plane"),
     ("node-agent", "headgate-node-agent"),
+    ("settings", "headgate-settings"),
     ("cli", "headgatectl"),
     ("tests", "headgate-tests"),
 ];
