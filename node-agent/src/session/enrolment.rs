@@ -15,7 +15,7 @@ use std::{
 
 use axum::body::{Body, to_bytes};
 use headgate_core::errors::chain;
-use headgate_tls::{FileError, Files};
+use headgate_tls::{FileError, Files, explain};
 use hyper::{Method, Request, StatusCode, client::conn::http1, header};
 use hyper_util::rt::TokioIo;
 use rcgen::{CertificateParams, KeyPair};
@@ -62,9 +62,11 @@ enum EnrolmentError {
     Address(String),
     #[error("cannot create a request: {0}")]
     Crypto(String),
-    #[error("cannot connect: {}", chain(.0))]
-    Connect(#[from] io::Error),
-    #[error("the connection failed: {}", chain(.0))]
+    #[error("{0}")]
+    Tls(String),
+    #[error("the connection failed: {}; check the address, and the control plane's log", chain(.0))]
+    Connection(#[from] io::Error),
+    #[error("the connection failed: {}; check the control plane's log", chain(.0))]
     Http(#[from] hyper::Error),
     #[error("no answer in {} s", ATTEMPT_TIMEOUT.as_secs())]
     TimedOut,
@@ -136,7 +138,10 @@ impl Enrolment {
         let stream = TcpStream::connect(address).await?;
         // The handshake fails before the token is sent, unless an authority of --tls-ca has signed
         // the server's certificate.
-        let stream = TlsConnector::from(Arc::new(prepared.config)).connect(name, stream).await?;
+        let stream = TlsConnector::from(Arc::new(prepared.config)).connect(name, stream).await.map_err(|error| {
+            explain(&error, &self.files)
+                .map_or(EnrolmentError::Connection(error), |refusal| EnrolmentError::Tls(refusal.sentence))
+        })?;
         let (mut sender, connection) = http1::handshake::<_, Body>(TokioIo::new(stream)).await?;
         let request = Request::builder()
             .method(Method::POST)

@@ -8,6 +8,8 @@ use std::{
     },
 };
 
+use http::Method;
+
 use super::{kinds::Kind, store::lock};
 
 /// The kind of a request.
@@ -24,6 +26,8 @@ pub enum Verb {
 /// One received request.
 #[derive(Debug, Clone)]
 pub struct RecordedRequest {
+    /// The HTTP method.
+    pub method: Method,
     /// The verb.
     pub verb: Verb,
     /// The kind of objects that the path names, if any.
@@ -51,11 +55,11 @@ pub(super) struct Counters {
 }
 
 impl Counters {
-    pub(super) fn record(&self, verb: Verb, kind: Option<Kind>, path: &str, query: &str) -> usize {
+    pub(super) fn record(&self, method: &Method, verb: Verb, kind: Option<Kind>, path: &str, query: &str) -> usize {
         let mut inner = lock(&self.inner);
         *inner.requests.entry((verb, kind)).or_default() += 1;
-        let (path, query) = (path.to_owned(), query.to_owned());
-        inner.recorded.push(RecordedRequest { verb, kind, path, query, answered: None });
+        let (method, path, query) = (method.clone(), path.to_owned(), query.to_owned());
+        inner.recorded.push(RecordedRequest { method, verb, kind, path, query, answered: None });
         inner.recorded.len() - 1
     }
 

@@ -41,7 +41,7 @@ pub(super) async fn answer(
         Some(_) => Verb::List,
     };
     let kind = target.map(|(kind, _)| kind);
-    let index = shared.counters.record(verb, kind, path, query);
+    let index = shared.counters.record(&head.method, verb, kind, path, query);
     let faulty = match shared.faults.take(verb, kind) {
         Some(fault) => apply_fault(&shared, &connection, fault).await?,
         None => None,

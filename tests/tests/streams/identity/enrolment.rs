@@ -3,6 +3,7 @@
 
 mod limits;
 mod outages;
+mod rights;
 mod tokens;
 
 use std::{
@@ -44,14 +45,17 @@ struct Cluster {
     folder: TempDir,
 }
 
+fn add_node(api: &ApiServer, name: &str, address: &str) {
+    let status = json!({"addresses": [{"type": "InternalIP", "address": address}]});
+    let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "status": status});
+    api.apply(node).unwrap();
+}
+
 impl Cluster {
     fn start(options: &[&str]) -> Self {
         let api = ApiServer::start().unwrap();
-        for (node, address) in [("n1", "127.0.0.1"), ("n2", "192.0.2.2")] {
-            let status = json!({"addresses": [{"type": "InternalIP", "address": address}]});
-            let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}, "status": status});
-            api.apply(node).unwrap();
-        }
+        add_node(&api, "n1", "127.0.0.1");
+        add_node(&api, "n2", "192.0.2.2");
         Self::with_api(api, options)
     }
 
@@ -130,12 +134,14 @@ impl Cluster {
 
 impl Cluster {
     /// Creates a Service, and waits until the agent has programmed it.
-    async fn add_service(&self, agent: &Agent) {
+    async fn add_service(&self, agent: &Agent, number: u8) {
         let is_synced = || agent.kernel.calls().iter().any(|call| matches!(call, Call::Full(..)));
         eventually("the agent has synced", || async { is_synced() }).await;
-        let service = objects::service("default", "web").cluster_ip("10.96.0.1").port("http", "TCP", 80, 80);
+        let (name, address) = (format!("web-{number}"), format!("10.96.0.{number}"));
+        let service = objects::service("default", &name).cluster_ip(&address).port("http", "TCP", 80, 80);
         self.api.apply(service.build()).unwrap();
-        let is_web = |call: &Call| matches!(call, Call::Apply(services, _) if services.contains(&"default/web".into()));
+        let key = format!("default/{name}");
+        let is_web = |call: &Call| matches!(call, Call::Apply(services, _) if services.contains(&key));
         eventually("the Service is programmed", || async { agent.kernel.calls().iter().any(is_web) }).await;
     }
 }
@@ -172,7 +178,9 @@ async fn an_agent_sends_its_token_only_to_a_server_of_its_authority() {
     let token = cluster.api.issue_token(Token::of_agent("n1"));
     let (agent, _) = cluster.agent_with("n1", &token, &other.join("ca.crt")).await;
     cluster.until_enrolments("tls", 1).await;
-    eventually("the agent counts", || async { agent.metric(FAILURE) > 0 }).await;
+    let problem = || agent.status()["tlsProblem"].as_str().unwrap_or_default().to_owned();
+    eventually("the status names the option", || async { problem().contains("--tls-ca") }).await;
+    assert!(agent.metric(FAILURE) > 0);
     assert_eq!(cluster.api.recorded().iter().filter(|request| request.path.contains("tokenreviews")).count(), 0);
 }
 

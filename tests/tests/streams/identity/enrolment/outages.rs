@@ -8,7 +8,7 @@ use headgate_tests::apiserver::{ApiServer, Restart, Token};
 use super::{Cluster, FAILURE, SHORT, SUCCESS, tokens::wrong_tokens};
 use crate::identity::server::eventually;
 
-const KEYS: &str = "headgate_enrolment_keys_total{result=\"success\"}";
+pub(super) const KEYS: &str = "headgate_enrolment_keys_total{result=\"success\"}";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn while_the_api_server_is_down_its_last_keys_confirm_tokens() {
@@ -49,7 +49,7 @@ async fn without_keys_of_the_api_server_no_token_is_confirmed() {
 async fn after_certificates_expired_in_an_outage_agents_keep_their_rules_and_enrol_again() {
     let mut cluster = Cluster::start(&[SHORT]);
     let (agent, _) = cluster.agent("n1", Token::of_agent("n1")).await;
-    cluster.add_service(&agent).await;
+    cluster.add_service(&agent, 1).await;
     let writes = || agent.kernel.calls().iter().filter(|call| **call != Call::Check).count();
     let before_outage = writes();
     cluster.control_plane = None;
