@@ -49,6 +49,9 @@ const CONNECTION_TIMEOUT: Duration = Duration::from_secs(20);
 /// How many requests ask the API server at the same time. The other requests wait.
 const REVIEWS: usize = 8;
 
+/// The maximum size of a token. Tokens of API servers have about 1.5 kB.
+const MAX_TOKEN_BYTES: usize = 16 << 10;
+
 /// The maximum size of a certificate signing request. Requests for P-256 keys have about 250 bytes.
 const MAX_REQUEST_BYTES: usize = 8 << 10;
 
@@ -90,7 +93,7 @@ pub(crate) struct Enrolment {
 enum Refusal {
     #[error("no such page; agents send POST /v1/enrol")]
     NotFound,
-    #[error("the header Authorization contains no bearer token")]
+    #[error("the header Authorization contains no bearer token of at most {MAX_TOKEN_BYTES} bytes")]
     NoToken,
     #[error("the certificate signing request is larger than {MAX_REQUEST_BYTES} bytes, or incomplete")]
     Body,
@@ -228,7 +231,8 @@ impl Enrolment {
             return Err(Refusal::NotFound);
         }
         let header = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-        let token = header.and_then(|value| value.strip_prefix("Bearer ")).ok_or(Refusal::NoToken)?.to_owned();
+        let token = header.and_then(|value| value.strip_prefix("Bearer "));
+        let token = token.filter(|token| token.len() <= MAX_TOKEN_BYTES).ok_or(Refusal::NoToken)?.to_owned();
         let body = to_bytes(Body::new(request.into_body()), MAX_REQUEST_BYTES).await.map_err(|_| Refusal::Body)?;
         let holder = {
             // The semaphore is never closed, so the permit is always there.

@@ -3,6 +3,7 @@
 
 mod limits;
 mod outages;
+mod requests;
 mod rights;
 mod tokens;
 

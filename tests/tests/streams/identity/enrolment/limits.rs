@@ -1,24 +1,18 @@
 //! Clients without certificates take nothing from streams.
 
 use std::{
-    io::{self, Read as _},
-    net::{Ipv4Addr, SocketAddr, TcpStream},
-    sync::Arc,
-    time::{Duration, Instant, SystemTime},
+    io::Read as _,
+    net::{Ipv4Addr, TcpStream},
+    time::{Duration, Instant},
 };
 
 use headgate_tests::apiserver::{ApiServer, Token};
-use headgate_tls::{Files, Side};
-use rcgen::{CertificateParams, KeyPair};
-use rustls::{ClientConfig, crypto::ring, pki_types::ServerName};
-use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::TcpSocket,
-    task::JoinSet,
-};
-use tokio_rustls::TlsConnector;
+use tokio::task::JoinSet;
 
-use super::{Cluster, FAILURE, add_node};
+use super::{
+    Cluster, FAILURE, add_node,
+    requests::{Client, enrol, signing_request},
+};
 use crate::identity::server::eventually;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -40,33 +34,6 @@ async fn silent_clients_are_limited_and_end_and_disturb_no_stream() {
     cluster.until_enrolments("success", 2).await;
 }
 
-/// A client from its own address, which makes one request.
-struct Client {
-    address: Ipv4Addr,
-    server: SocketAddr,
-    config: Arc<ClientConfig>,
-    request: Arc<[u8]>,
-    token: String,
-}
-
-impl Client {
-    async fn enrol(&self) -> io::Result<String> {
-        let socket = TcpSocket::new_v4()?;
-        socket.bind((self.address, 0).into())?;
-        let stream = socket.connect(self.server).await?;
-        let name = ServerName::from(self.server.ip());
-        let mut stream = TlsConnector::from(Arc::clone(&self.config)).connect(name, stream).await?;
-        let (server, token, bytes) = (self.server, &self.token, self.request.len());
-        let head = format!(
-            "POST /v1/enrol HTTP/1.1\r\nHost: {server}\r\nAuthorization: Bearer {token}\r\nContent-Length: {bytes}\r\n\r\n"
-        );
-        stream.write_all(&[head.as_bytes(), &self.request].concat()).await?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await?;
-        Ok(answer)
-    }
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn many_nodes_enrol_at_once_while_streams_carry_changes() {
     const NODES: u32 = 1000;
@@ -79,23 +46,16 @@ async fn many_nodes_enrol_at_once_while_streams_carry_changes() {
     let cluster = Cluster::with_api(api, &[]);
     let (agent, _) = cluster.agent("n1", Token::of_agent("n1")).await;
     agent.until_connected(true).await;
-    let none = cluster.path("none");
-    let files = Files { side: Side::Client, cert: none.clone(), key: none, ca: cluster.path("certs/ca.crt") };
-    let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
-    let builder = builder.with_safe_default_protocol_versions().unwrap();
-    let roots = files.read_authorities(SystemTime::now()).unwrap();
-    let config = Arc::new(builder.with_root_certificates(roots).with_no_client_auth());
-    let request = CertificateParams::default().serialize_request(&KeyPair::generate().unwrap()).unwrap();
-    let request: Arc<[u8]> = request.der().to_vec().into();
+    let (client, body) = (Client::of(&cluster), signing_request());
 
     let (begin, mut clients) = (Instant::now(), JoinSet::new());
     for n in 0..NODES {
         let token = cluster.api.issue_token(Token::of_agent(&format!("m{n}")));
-        let (config, request) = (Arc::clone(&config), Arc::clone(&request));
-        let client = Client { address: address(n), server: cluster.enrolment.address(), config, request, token };
+        let client = client.with_address(address(n));
+        let request = enrol(&token, &body);
         clients.spawn(async move {
             loop {
-                match client.enrol().await {
+                match client.send(&request).await {
                     Ok(answer) => break assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}"),
                     // Too many clients: the server closes the connection.
                     Err(_) => tokio::time::sleep(Duration::from_millis(fastrand::u64(500..2000))).await,
