@@ -13,6 +13,11 @@ use std::{
 
 use crate::stats::{ServiceStats, Stats};
 
+/// A Service may have this many connections for each further connection that the proxy can carry.
+/// So one Service alone gets at most 8/9 of all connections, and others find a free place (dynamic
+/// thresholds, Choudhury and Hahne 1998).
+const PER_FREE_PLACE: u64 = 8;
+
 /// An account.
 #[derive(Debug, Default)]
 pub(crate) struct Account {
@@ -24,15 +29,20 @@ pub(crate) struct Account {
 }
 
 impl Account {
-    /// Counts a connection as open, unless the account has as many as its limit. Returns whether
-    /// the connection is allowed.
-    pub(crate) fn open(&self) -> bool {
-        let is_allowed = self.stats.open.add(1) < self.limit.load(Relaxed);
-        if !is_allowed {
-            self.stats.open.subtract(1);
-            self.stats.over_limit.add(1);
-        }
-        is_allowed
+    /// Counts a connection as open, unless the account has as many as its limit, or too many for
+    /// the number of `free` places of the proxy. Returns whether the connection is allowed.
+    pub(crate) fn open(&self, free: u64) -> bool {
+        let open = self.stats.open.add(1);
+        let refusals = if open >= self.limit.load(Relaxed) {
+            &self.stats.over_limit
+        } else if open >= free.saturating_mul(PER_FREE_PLACE) {
+            &self.stats.over_share
+        } else {
+            return true;
+        };
+        self.stats.open.subtract(1);
+        refusals.add(1);
+        false
     }
 
     /// Sets the limit of open connections. Connections beyond a lower limit continue.
@@ -124,9 +134,22 @@ mod tests {
         let mut accounts = Accounts::default();
         let (one, other) = (accounts.get(&"a".into()), accounts.get(&"a".into()));
         one.set_limit(Some(2));
-        assert_eq!([one.open(), other.open(), one.open()], [true, true, false]);
+        let free = u64::MAX;
+        assert_eq!([one.open(free), other.open(free), one.open(free)], [true, true, false]);
         assert_eq!((one.stats.open.get(), one.stats.over_limit.get()), (2, 1));
         other.set_limit(None);
-        assert!(one.open());
+        assert!(one.open(free));
+    }
+
+    #[test]
+    fn an_account_leaves_places_to_the_others() {
+        let mut accounts = Accounts::default();
+        let (loud, quiet) = (accounts.get(&"loud".into()), accounts.get(&"quiet".into()));
+        let free = |most: u64| most - loud.stats.open.get() - quiet.stats.open.get();
+        assert_eq!((0..2000).filter(|_| loud.open(free(900))).count(), 800);
+        assert_eq!(loud.stats.over_share.get(), 1200);
+        let served = (0..2000).filter(|_| quiet.open(free(900))).count();
+        assert_eq!((served, free(900)), (89, 11));
+        assert!(!loud.open(1) && accounts.get(&"third".into()).open(1), "the last place is free for a third");
     }
 }

@@ -61,6 +61,8 @@ stats! {
     open,
     /// Connections that were reset because the Service had as many as its limit.
     over_limit,
+    /// Connections that were reset because the Service had too large a part of all connections.
+    over_share,
     /// Connections that were reset because the Service had no endpoint.
     without_endpoint,
     /// Connections that were reset because no endpoint that was tried accepted.

@@ -93,6 +93,8 @@ struct Counters {
     unknown_destination: Counter,
     exhausted: Counter,
     accept_pauses: Counter,
+    pipes: Counter,
+    pipes_refused: Counter,
 }
 
 /// The last time at which any thread began a turn of its loop.
@@ -127,6 +129,10 @@ pub struct TcpStats {
     pub exhausted: u64,
     /// How often accepting paused, because of exhaustion or because of `max_connections`.
     pub accept_pauses: u64,
+    /// Pipes, each with two descriptors.
+    pub pipes: u64,
+    /// How often no pipe was left for a transfer, which then used a buffer.
+    pub pipes_refused: u64,
 }
 
 /// A running TCP proxy. Dropping the proxy resets its connections.
@@ -211,12 +217,14 @@ impl TcpProxy {
     /// The counters that belong to no Service.
     #[must_use]
     pub fn stats(&self) -> TcpStats {
-        let Counters { open, unknown_destination, exhausted, accept_pauses } = &*self.counters;
+        let counters = &*self.counters;
         TcpStats {
-            open: open.get(),
-            unknown_destination: unknown_destination.get(),
-            exhausted: exhausted.get(),
-            accept_pauses: accept_pauses.get(),
+            open: counters.open.get(),
+            unknown_destination: counters.unknown_destination.get(),
+            exhausted: counters.exhausted.get(),
+            accept_pauses: counters.accept_pauses.get(),
+            pipes: counters.pipes.get(),
+            pipes_refused: counters.pipes_refused.get(),
         }
     }
 }

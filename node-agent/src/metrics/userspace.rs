@@ -6,7 +6,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
 
-use headgate_userspace::{ServiceStats, TcpStats};
+use headgate_userspace::ServiceStats;
 use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge};
 
 use super::services::{Labels, MAX_SERVICES};
@@ -19,9 +19,14 @@ use crate::{
 type Figure = (&'static str, &'static str, fn(&ServiceStats) -> u64);
 
 /// The counters.
-const COUNTERS: [Figure; 13] = [
+const COUNTERS: [Figure; 14] = [
     ("connections_accepted", "Connections that the proxy accepted, also those that got no endpoint", |s| s.accepted),
     ("connections_over_limit", "Connections that were reset because of headgate.io/max-connections", |s| s.over_limit),
+    (
+        "connections_over_share",
+        "Connections that were reset because their Service had 8 times as many as the node has free places",
+        |s| s.over_share,
+    ),
     ("connections_without_endpoint", "Connections that were reset because the Service had no endpoint", |s| {
         s.without_endpoint
     }),
@@ -80,11 +85,13 @@ pub(crate) struct UserspaceMetrics {
     unknown_destination: Counter,
     exhausted: Counter,
     accept_pauses: Counter,
+    pipes: Gauge,
+    pipes_refused: Counter,
 }
 
 impl UserspaceMetrics {
     pub(super) fn register(&self, registry: &mut MetricRegistry) {
-        let Self { totals, services, unknown_destination, exhausted, accept_pauses } = self;
+        let Self { totals, services, unknown_destination, exhausted, accept_pauses, pipes, pipes_refused } = self;
         let mut add = registry.adder(USERSPACE);
         let labels = "namespace, service";
         let of_service = |help: &str| format!("{help}, for each Service, with --userspace-service-counters");
@@ -108,11 +115,14 @@ impl UserspaceMetrics {
         let help =
             "How often a thread stopped accepting for 100 ms, because of exhaustion or of the limit of open files";
         add.counter("accept_pauses", "", help, accept_pauses.clone());
+        add.gauge("pipes", "", "Pipes of splice(2), each with two descriptors", pipes.clone());
+        let help = "How often a transfer got no pipe, and copied its bytes through a buffer instead";
+        add.counter("pipes_refused", "", help, pipes_refused.clone());
     }
 
     /// Sets all metrics. Services have metrics of their own only if `has_services` is true.
     pub(crate) fn refresh(&self, counts: &ProxyCounts, has_services: bool) {
-        let Self { totals, services, unknown_destination, exhausted, accept_pauses } = self;
+        let Self { totals, services, unknown_destination, exhausted, accept_pauses, pipes, pipes_refused } = self;
         let ProxyCounts { services: counted, totals: sums, tcp } = counts;
         let set = |counter: &Counter, value| counter.inner().store(value, Relaxed);
         COUNTERS.iter().zip(&totals.counters).for_each(|((.., value), counter)| set(counter, value(sums)));
@@ -120,10 +130,11 @@ impl UserspaceMetrics {
             gauge.set(gauge_value(value(sums)));
         }
         totals.connect_seconds.inner().store(connect_seconds(sums).to_bits(), Relaxed);
-        let TcpStats { open: _, unknown_destination: unknown, exhausted: lacking, accept_pauses: pauses } = *tcp;
-        set(unknown_destination, unknown);
-        set(exhausted, lacking);
-        set(accept_pauses, pauses);
+        set(unknown_destination, tcp.unknown_destination);
+        set(exhausted, tcp.exhausted);
+        set(accept_pauses, tcp.accept_pauses);
+        pipes.set(gauge_value(tcp.pipes));
+        set(pipes_refused, tcp.pipes_refused);
         if has_services {
             services.set(&counted.iter().map(|(name, stats)| (&**name, stats)).collect());
         }
@@ -163,6 +174,8 @@ fn connect_seconds(stats: &ServiceStats) -> f64 {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use headgate_userspace::TcpStats;
+
     use super::*;
 
     #[test]

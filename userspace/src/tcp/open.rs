@@ -78,7 +78,7 @@ impl Worker {
         };
         let stats = &service.account.stats;
         stats.accepted.add(1);
-        if !service.account.open() {
+        if !service.account.open(self.free()) {
             return reset(client);
         }
         let now_ms = self.tools.now_ms;
@@ -122,6 +122,8 @@ impl Worker {
                         self.wheel.add(token, self.tools.now_ms + timeout_ms);
                         return;
                     }
+                    // The next accept waits until the process has descriptors again.
+                    Err(Errno::MFILE | Errno::NFILE) if self.reserve.take().is_some() => continue,
                     // This node lacks descriptors or memory. No other endpoint helps.
                     Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
                         self.counters.exhausted.add(1);

@@ -1,8 +1,10 @@
 //! Pipes for `splice`. A connection borrows a pipe only while bytes are in it.
 
-use std::{io, os::fd::OwnedFd};
+use std::{io, os::fd::OwnedFd, sync::Arc};
 
 use rustix::pipe::{PipeFlags, fcntl_getpipe_size, fcntl_setpipe_size, pipe_with};
+
+use super::Counters;
 
 /// The wanted capacity of a pipe. The kernel limits it by `fs.pipe-max-size` and, for users
 /// without `CAP_SYS_RESOURCE`, by `fs.pipe-user-pages-soft`.
@@ -26,13 +28,12 @@ pub(super) struct Pipes {
     /// All pipes, including the borrowed ones.
     count: usize,
     limit: usize,
-    /// How often a pipe could not be made or lent.
-    pub(super) refused: u64,
+    counters: Arc<Counters>,
 }
 
 impl Pipes {
-    pub(super) fn new(limit: usize) -> Self {
-        Self { empty: Vec::new(), count: 0, limit, refused: 0 }
+    pub(super) fn new(limit: usize, counters: Arc<Counters>) -> Self {
+        Self { empty: Vec::new(), count: 0, limit, counters }
     }
 
     /// Ensures that [`Self::borrow`] gives a pipe. Returns false if the limit is reached, or if the
@@ -41,21 +42,15 @@ impl Pipes {
         if !self.empty.is_empty() {
             return true;
         }
-        if self.count >= self.limit {
-            self.refused += 1;
+        let made = if self.count < self.limit { make().ok() } else { None };
+        let Some(pipe) = made else {
+            self.counters.pipes_refused.add(1);
             return false;
-        }
-        match make() {
-            Ok(pipe) => {
-                self.count += 1;
-                self.empty.push(pipe);
-                true
-            }
-            Err(_) => {
-                self.refused += 1;
-                false
-            }
-        }
+        };
+        self.count += 1;
+        self.counters.pipes.add(1);
+        self.empty.push(pipe);
+        true
     }
 
     /// Lends a pipe that [`Self::prepare`] ensured.
@@ -75,6 +70,7 @@ impl Pipes {
     /// Closes a pipe that holds bytes of an ended connection.
     pub(super) fn discard(&mut self, pipe: Pipe) {
         self.count -= 1;
+        self.counters.pipes.subtract(1);
         drop(pipe);
     }
 }

@@ -82,6 +82,9 @@ pub(super) struct Worker {
     pub(super) epoll: OwnedFd,
     pub(super) connections: Slab<Connection>,
     listeners: Slab<Listener>,
+    /// A descriptor for the endpoint of an accepted connection, if the process has no other left.
+    /// Without the reserve, the thread accepts no connection.
+    pub(super) reserve: Option<OwnedFd>,
     /// Listeners are out of epoll until then.
     paused_until_ms: Option<u64>,
     pub(super) wheel: Wheel,
@@ -104,8 +107,9 @@ impl Worker {
         random_state: u64,
     ) -> io::Result<Self> {
         let epoll = epoll_with(&inbox)?;
+        let reserve = Some(epoll.try_clone()?);
         let tools = Tools {
-            pipes: Pipes::new(settings.pipes_per_thread),
+            pipes: Pipes::new(settings.pipes_per_thread, Arc::clone(&counters)),
             buffer: vec![0; BUFFER_BYTES].into_boxed_slice(),
             now_ms: 0,
         };
@@ -117,6 +121,7 @@ impl Worker {
             epoll,
             connections: Slab::new(),
             listeners: Slab::new(),
+            reserve,
             paused_until_ms: None,
             wheel: Wheel::new(0),
             tools,
@@ -269,12 +274,24 @@ impl Worker {
         self.wheel.add(token, connection.active_ms.saturating_add(idle_ms));
     }
 
+    /// The number of further connections that the settings allow.
+    pub(super) fn free(&self) -> u64 {
+        self.settings.max_connections.saturating_sub(self.counters.open.get())
+    }
+
     fn accept(&mut self, listener: usize, count: usize) {
         for _ in 0..count {
             let Some(found) = self.listeners.get(listener) else { return };
             let (scope, destination) = (found.scope, found.destination);
-            if self.counters.open.get() >= self.settings.max_connections {
+            if self.free() == 0 {
                 return self.pause_listeners();
+            }
+            if self.reserve.is_none() {
+                self.reserve = self.epoll.try_clone().ok();
+                if self.reserve.is_none() {
+                    self.counters.exhausted.add(1);
+                    return self.pause_listeners();
+                }
             }
             match acceptfrom_with(&found.socket, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC) {
                 Ok((client, peer)) => self.accepted(client, peer, scope, destination),

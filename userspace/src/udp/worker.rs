@@ -259,7 +259,8 @@ impl Worker {
             return None;
         };
         let client = key.1.ip();
-        let is_full = self.counters.open.get() >= self.settings.max_sessions
+        let free = self.settings.max_sessions.saturating_sub(self.counters.open.get());
+        let is_full = free == 0
             || self.by_client.get(&client).is_some_and(|count| *count >= self.settings.max_sessions_per_client);
         let random = self.random();
         let picked = {
@@ -269,7 +270,7 @@ impl Worker {
             if is_full {
                 stats.over_limit.add(1);
             }
-            if is_full || !service.account.open() {
+            if is_full || !service.account.open(free) {
                 stats.dropped_datagrams.add(datagrams);
                 return None;
             }
