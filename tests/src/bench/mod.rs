@@ -7,6 +7,7 @@
 //! machines differ.
 
 pub mod apiserver_load;
+pub mod barrier;
 mod cgroup;
 pub mod clock;
 pub mod connect;

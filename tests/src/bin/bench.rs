@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Parser;
 use headgate_tests::bench::{
-    apiserver_load, connect, conntrack, control_plane_memory, delta, failover, fleet, growth, iptables, ipvs, lagging,
-    memory, nft_counters, nft_latency, nft_memory, nft_replace, nftables,
+    apiserver_load, barrier, connect, conntrack, control_plane_memory, delta, failover, fleet, growth, iptables, ipvs,
+    lagging, memory, nft_counters, nft_latency, nft_memory, nft_replace, nftables,
     report::{Figure, publish},
     rollouts, slow, snapshots, storm, userspace, warm_restart, wire,
 };
@@ -62,6 +62,9 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         apiserver_load::run(&a.load, a.services)
     }),
     ("lagging", "agents move to a replica whose watch is delayed", |a| lagging::run(&a.load, a.services)),
+    ("barrier", "pods that stop, with thousands of agents at three replicas; fails if an answer is wrong", |a| {
+        barrier::run(&a.load, a.services)
+    }),
     ("failover", "100 agents while replicas lose their API servers; fails if agents are late or move too often", |a| {
         failover::run(a.load.agents, a.services)
     }),

@@ -1,7 +1,7 @@
 //! A certificate authority, and certificates for thousands of nodes. All node certificates share
 //! one key, because generating thousands of keys takes a long time.
 
-use std::{fs, path::Path, sync::Arc};
+use std::{fs, net::IpAddr, path::Path, sync::Arc};
 
 use anyhow::{Context as _, Result};
 use rcgen::{BasicConstraints, Certificate, CertificateParams, DnType, IsCa, Issuer, KeyPair, SanType};
@@ -13,6 +13,7 @@ use rustls::{
     sign::{CertifiedKey, SigningKey, SingleCertAndKey},
     version::TLS13,
 };
+use tonic::transport::{ClientTlsConfig, Identity};
 
 /// The name in the replicas' certificates.
 const SERVER_NAME: &str = "control-plane";
@@ -60,20 +61,23 @@ impl Authority {
         Ok(Self { certificate, issuer: Issuer::new(parameters, key), node_key, signing_key, verifier })
     }
 
-    fn sign(&self, common_name: &str, name: SanType, key: &KeyPair) -> Result<Certificate> {
+    fn sign(&self, common_name: &str, names: Vec<SanType>, key: &KeyPair) -> Result<Certificate> {
         let mut parameters = CertificateParams::default();
         parameters.distinguished_name.push(DnType::CommonName, common_name);
-        parameters.subject_alt_names = vec![name];
+        parameters.subject_alt_names = names;
         Ok(parameters.signed_by(key, &self.issuer)?)
     }
 
-    /// Writes a replica's files into `folder`.
+    /// Writes the files of replicas with this address into `folder`. The replicas may ask each
+    /// other.
     ///
     /// # Errors
     /// A file cannot be written.
-    pub fn write_server_files(&self, folder: &Path) -> Result<ServerFiles> {
+    pub fn write_server_files(&self, folder: &Path, address: IpAddr) -> Result<ServerFiles> {
         let key = KeyPair::generate()?;
-        let certificate = self.sign("control plane", SanType::DnsName(SERVER_NAME.try_into()?), &key)?;
+        let role = SanType::URI("headgate://replica/fleet".try_into()?);
+        let names = vec![SanType::DnsName(SERVER_NAME.try_into()?), SanType::IpAddress(address), role];
+        let certificate = self.sign("control plane", names, &key)?;
         let file = |name: &str, text: String| {
             let path = folder.join(name);
             fs::write(&path, text).with_context(|| format!("writing {}", path.display())).map(|()| path)
@@ -85,6 +89,15 @@ impl Authority {
         })
     }
 
+    /// The TLS configuration of a client that may use `Inspect`.
+    pub(super) fn reader(&self) -> Result<ClientTlsConfig> {
+        let key = KeyPair::generate()?;
+        let certificate = self.sign("reader", vec![SanType::URI("headgate://reader/bench".try_into()?)], &key)?;
+        let own = Identity::from_pem(certificate.pem(), key.serialize_pem());
+        let authority = tonic::transport::Certificate::from_pem(self.certificate.pem());
+        Ok(ClientTlsConfig::new().identity(own).ca_certificate(authority).domain_name(SERVER_NAME))
+    }
+
     /// The TLS configuration of an agent: TLS 1.3, a certificate for its node, and a store for
     /// session tickets.
     ///
@@ -92,7 +105,7 @@ impl Authority {
     /// The node's name cannot be part of a URI.
     pub(super) fn client_config(&self, node: &str) -> Result<Arc<ClientConfig>> {
         let name = SanType::URI(format!("headgate://node/{node}").as_str().try_into()?);
-        let certificate = self.sign("node agent", name, &self.node_key)?;
+        let certificate = self.sign("node agent", vec![name], &self.node_key)?;
         let pair = CertifiedKey::new(vec![certificate.der().clone()], Arc::clone(&self.signing_key));
         let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
         let mut config = builder

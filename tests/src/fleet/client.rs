@@ -24,6 +24,9 @@ use super::{
 
 /// The largest number of earlier versions in an ACK (`Ack.earlier` in discovery.proto).
 const MAX_EARLIER: usize = 64;
+/// The shortest time between two ACKs if a batch asks for an ACK without a pause (discovery.proto,
+/// section 18).
+const AT_ONCE: Duration = Duration::from_millis(20);
 
 /// Why a connection ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -101,6 +104,7 @@ pub struct Client {
     left: Option<SocketAddr>,
     pub(super) failures: u32,
     next_ack: Option<Instant>,
+    last_ack: Option<Instant>,
     /// The versions that the next ACK covers, and the times at which they were received.
     programmed: Vec<(u64, Instant)>,
     pub(super) ack_is_scheduled: bool,
@@ -139,6 +143,7 @@ impl Client {
             left: None,
             failures: 0,
             next_ack: None,
+            last_ack: None,
             programmed: Vec::new(),
             ack_is_scheduled: false,
             violation: None,
@@ -401,7 +406,7 @@ impl Client {
                     _ => self.counts.full_handshakes += 1,
                 }
                 Http2::open("control-plane", plain);
-                self.next_ack = None;
+                (self.next_ack, self.last_ack) = (None, None);
                 let hello = self.agent.hello(reference);
                 if !link.http2.send(&hello, plain) {
                     return Err(Lost::Violation("the server's windows are too small for Hello".to_owned()));
@@ -436,8 +441,10 @@ impl Client {
             send::garbage(garbage, &mut link.http2, &mut scratch.plain, &mut scratch.cipher);
             link.encrypt_and_flush(&mut scratch.plain, &mut scratch.cipher)?;
         }
-        match self.next_ack.filter(|due| *due > Instant::now()) {
-            Some(_) if self.ack_is_scheduled => Ok(Outcome::default()),
+        let is_urgent = self.agent.tracker().is_urgent();
+        let next = if is_urgent { self.last_ack.map(|at| at + AT_ONCE) } else { self.next_ack };
+        match next.filter(|due| *due > Instant::now()) {
+            Some(_) if self.ack_is_scheduled && !is_urgent => Ok(Outcome::default()),
             Some(due) => {
                 self.ack_is_scheduled = true;
                 Ok(Outcome { ack_at: Some(due), ..Outcome::default() })
@@ -452,7 +459,9 @@ impl Client {
         self.ack_is_scheduled = false;
         let Some(ack) = self.agent.ack(&self.programmed).filter(|_| self.is_following()) else { return Ok(()) };
         if self.send(&ack, scratch)? {
-            self.next_ack = Some(Instant::now() + ack_interval.mul_f64(0.6 + 0.8 * fastrand::f64()));
+            let now = Instant::now();
+            self.last_ack = Some(now);
+            self.next_ack = Some(now + ack_interval.mul_f64(0.6 + 0.8 * fastrand::f64()));
             self.programmed.clear();
             self.counts.acks += 1;
         }

@@ -187,6 +187,13 @@ fn event_bytes(object: &Value) -> u64 {
     json!({"type": "MODIFIED", "object": object}).to_string().len() as u64 + 1
 }
 
+/// Namespace and name of the pod of an endpoint of a Service.
+#[must_use]
+pub fn pod_name(service: u32, endpoint: u32) -> (String, String) {
+    let key = workload::key(service);
+    (key.namespace.to_string(), format!("{}-7d4b9c6f5-x{endpoint:04}", key.name))
+}
+
 fn slice_name(service: &str) -> String {
     format!("{service}-x7k2p")
 }
@@ -223,7 +230,7 @@ fn slice_object(number: u32, endpoints: u32, is_first_ready: bool) -> Value {
             "addresses": [address], "conditions": {"ready": ready, "serving": ready, "terminating": false},
             "nodeName": placement.node, "zone": placement.zone,
             "targetRef": {
-                "kind": "Pod", "namespace": namespace, "name": format!("{name}-7d4b9c6f5-x{i:04}"),
+                "kind": "Pod", "namespace": namespace, "name": pod_name(number, i).1,
                 "uid": "0b0f4d5e-3c52-4c0e-9a77-d9a1f5b8c1aa",
             },
         })

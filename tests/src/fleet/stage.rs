@@ -1,8 +1,9 @@
 //! The complete environment of a fleet: machines, a source, replicas and agents.
 
-use std::{sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
+use tonic::transport::ClientTlsConfig;
 
 use super::{
     Fleet, Member, Settings,
@@ -50,6 +51,7 @@ pub struct Stage {
     pub source: Source,
     /// The machines of replicas and agents.
     pub machines: Machines,
+    authority: Arc<Authority>,
     files: ServerFiles,
     folder: tempfile::TempDir,
     setup: Setup,
@@ -78,13 +80,13 @@ impl Stage {
         rig::allow_open_files(FILES_PER_AGENT * setup.agents as u64 + SPARE_FILES)?;
         let folder = tempfile::tempdir().context("creating a folder")?;
         let authority = Arc::new(Authority::new()?);
-        let files = authority.write_server_files(folder.path())?;
         let machines = Machines::create(setup.wire)?;
+        let files = authority.write_server_files(folder.path(), machines.server_address())?;
         let timetable = Arc::new(Timetable::default());
         let source = Source::start(machines.server(), Arc::clone(&timetable), setup.services, setup.endpoints)?;
         let core = setup.is_pinned.then_some(LOAD_CORE);
-        let fleet = Fleet::start(setup.settings.clone(), authority, timetable, machines.agents(), core)?;
-        Ok(Self { fleet, replicas: Vec::new(), source, machines, files, folder, setup, started: 0 })
+        let fleet = Fleet::start(setup.settings.clone(), Arc::clone(&authority), timetable, machines.agents(), core)?;
+        Ok(Self { fleet, replicas: Vec::new(), source, machines, authority, files, folder, setup, started: 0 })
     }
 
     /// Starts a replica, and waits until it has listed the source. Returns its index in
@@ -106,7 +108,7 @@ impl Stage {
         let name = format!("replica-{}", self.started);
         let setup = ReplicaSetup {
             name: &name,
-            port: u16::try_from(7443 + 10 * self.started).context("too many replicas")?,
+            port: self.address_of(self.started)?.port(),
             kubeconfig,
             files: &self.files,
             options,
@@ -115,6 +117,29 @@ impl Stage {
         self.replicas.push(Replica::start(&self.machines, self.folder.path(), &setup)?);
         self.started += 1;
         Ok(self.replicas.len() - 1)
+    }
+
+    /// The address for agents of the replica that is started as the one with this number, from 0.
+    ///
+    /// # Errors
+    /// The number is too large.
+    pub fn address_of(&self, number: usize) -> Result<SocketAddr> {
+        let port = u16::try_from(7443 + 10 * number).context("too many replicas")?;
+        Ok(SocketAddr::new(self.machines.server_address(), port))
+    }
+
+    /// The TLS configuration of a client that may use `Inspect`.
+    ///
+    /// # Errors
+    /// The cryptographic library fails.
+    pub fn reader(&self) -> Result<ClientTlsConfig> {
+        self.authority.reader()
+    }
+
+    /// The name of the node of the agent with this number.
+    #[must_use]
+    pub fn node_name(agent: usize) -> String {
+        format!("node-{agent:05}")
     }
 
     /// Kills a replica with SIGKILL. The other replicas keep their order.
@@ -133,7 +158,7 @@ impl Stage {
     #[must_use]
     pub fn members(&self, first: usize, count: usize, replica: usize) -> Vec<Member> {
         let member = |number: usize| Member {
-            node: format!("node-{number:05}"),
+            node: Self::node_name(number),
             replicas: vec![self.replicas[replica].address()],
             source: Some(self.machines.host(number)),
             is_full: number < self.setup.full_agents,

@@ -169,6 +169,8 @@ pub struct Tracker {
     /// The positions in the received parts of a split batch.
     positions: [u64; KINDS],
     in_batch: bool,
+    /// Whether the last batch asks for an ACK without a pause.
+    is_urgent: bool,
     staged: u64,
     heartbeat_interval_ms: u64,
     node_revision: u64,
@@ -210,6 +212,11 @@ impl Tracker {
     #[must_use]
     pub fn received(&self) -> &Received {
         &self.received
+    }
+
+    /// Whether the last batch asks for an ACK without a pause (discovery.proto, section 18).
+    pub(super) fn is_urgent(&self) -> bool {
+        self.is_urgent
     }
 
     /// `Welcome.heartbeat_interval_ms` of the present stream.
@@ -278,12 +285,14 @@ impl Tracker {
 
     fn on_batch(&mut self, body: &[u8]) -> Result<Effect, Violation> {
         let (mut follows, mut version, mut resources) = (None, 0_u64, 0);
+        self.is_urgent = false;
         for field in Fields(body) {
             match field? {
                 (2, value) => version = value.number()?,
                 (3, value) => read_position(value, &mut self.positions)?,
                 (5, value) => self.positions[ENDPOINT_SLICES] = value.number()?,
                 (6, value) => follows = Some(value.number()?),
+                (7, value) => self.is_urgent = value.number()? != 0,
                 (4, value) => resources += count(value.bytes()?)?.all(),
                 _ => {}
             }

@@ -1,6 +1,7 @@
-//! Clients and endpoints that hold connections, and a process without descriptors. Other Services of
-//! the same thread are served meanwhile. No check depends on the speed of the machine: a neighbour
-//! that waits for a hostile connection waits for ever, and the test then ends with an error.
+//! Clients and endpoints that hold connections, and a process without descriptors. Other Services
+//! of the same thread are served meanwhile. No check depends on the speed of the machine: a
+//! neighbour that waits for a hostile connection waits for ever, and the test then ends with an
+//! error.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
