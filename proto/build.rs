@@ -6,10 +6,12 @@ use std::{env, fs, path::PathBuf};
 use prost::Message as _;
 
 /// The answers of Inspect, and the messages in them. `headgatectl` writes them as JSON.
-const SHOWN_AS_JSON: [&str; 17] = [
+const SHOWN_AS_JSON: [&str; 19] = [
     "AgentInfo",
     "Connections",
     "EndpointInfo",
+    "ExplainedEndpoint",
+    "Explanation",
     "FleetInfo",
     "GetStatusResponse",
     "Laggard",

@@ -33,6 +33,19 @@ pub(crate) async fn run(args: &Args, wanted: &AgentsArgs, style: Style, out: &mu
     }
 }
 
+/// Returns the first connected node by name, among the agents of all replicas that answer.
+pub(crate) async fn first_node(args: &Args) -> Result<String, Failure> {
+    let mut found = ask_all(args, "").await?;
+    match found.agents.into_iter().map(|agent| agent.node).min() {
+        Some(node) => Ok(node),
+        None if found.failures.is_empty() => {
+            Err(Failure::NotFound(format!("no agent is connected to {}", found.asked.join(", "))))
+        }
+        None if found.failures.len() == 1 => Err(found.failures.swap_remove(0)),
+        None => Err(Failure::Missing { replicas: found.asked.len() + found.failures.len(), failures: found.failures }),
+    }
+}
+
 /// The answers of the replicas.
 #[derive(Default)]
 struct Found {

@@ -168,6 +168,8 @@ mod tests {
         assert_eq!(keys(&v1::ServiceCounters::default()), fields_of("ServiceCounters"));
         assert_eq!(keys(&v1::Connections::default()), fields_of("Connections"));
         assert_eq!(keys(&v1::OpenConnection::default()), fields_of("OpenConnection"));
+        assert_eq!(keys(&v1::Explanation::default()), fields_of("Explanation"));
+        assert_eq!(keys(&v1::ExplainedEndpoint::default()), fields_of("ExplainedEndpoint"));
     }
 
     #[test]

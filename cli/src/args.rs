@@ -1,6 +1,6 @@
 //! Command-line arguments.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
@@ -14,8 +14,8 @@ use crate::units;
 pub struct Args {
     /// URL of the replica to query. For several replicas, repeat the option, separate URLs by
     /// commas, or use a name that resolves to several addresses. `agents`, `node`,
-    /// `counters`, `connections` and `wait` query all replicas, other commands only the first.
-    /// http:// works only for loopback and test addresses; for other addresses use https:// with
+    /// `counters`, `connections`, `explain` and `wait` query all replicas, other commands only the
+    /// first. http:// works only for loopback and test addresses; for other addresses use https:// with
     /// the --tls options
     #[arg(
         long,
@@ -30,8 +30,8 @@ pub struct Args {
     #[command(flatten)]
     pub tls: TlsArgs,
     /// Output format: tables, wide tables with more columns, or JSON for programs. `status`,
-    /// `node`, `connections` and `wait` print one JSON object, `watch` prints one object per line,
-    /// other commands print an array
+    /// `node`, `connections`, `explain` and `wait` print one JSON object, `watch` prints one object
+    /// per line, other commands print an array
     #[arg(short, long, global = true, value_enum, default_value_t = Output::Table)]
     pub output: Output,
     /// The command to run.
@@ -92,6 +92,12 @@ pub enum Command {
     /// endpoint, and from the endpoint to the client. AGE is the time since the client connected,
     /// and IDLE the time since the last byte.
     Connections(ConnectionsArgs),
+    /// Explain what a node does with a new connection to a Service, and which endpoints it can
+    /// choose
+    ///
+    /// The node's agent answers from its own state: it names each step, and the reason for each
+    /// endpoint that it leaves out. The command opens no connection, and does not read the kernel.
+    Explain(ExplainArgs),
     /// Wait until every connected node has programmed the current state of a Service or an endpoint
     ///
     /// Exit codes: 0 if all nodes have programmed the state, 1 if a replica does not answer, 2 for
@@ -238,6 +244,56 @@ pub struct ConnectionsArgs {
     pub limit: u32,
 }
 
+/// The connection to explain.
+#[derive(Debug, clap::Args)]
+pub struct ExplainArgs {
+    /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
+    pub service: String,
+    /// Namespace of the service
+    #[arg(short, long)]
+    pub namespace: Option<String>,
+    /// Where the connection comes from: a node, a pod as NAMESPACE/POD, or the address of a pod.
+    /// Only pods with an endpoint are known: for another pod, give its node here and its address as
+    /// --source. Default: the first connected node by name
+    #[arg(long, value_name = "NODE|POD|ADDRESS")]
+    pub from: Option<String>,
+    /// The address of a client whose packets reach the node, such as a client outside of the
+    /// cluster. Default: the node itself
+    #[arg(long, value_name = "ADDRESS", value_parser = ip_address)]
+    pub source: Option<IpAddr>,
+    /// The destination, such as 10.96.0.10:80, 10.96.0.10:53/UDP or [fd00::10]:80, with the address
+    /// of a node for a NodePort. Default: every address and NodePort of the Service
+    #[arg(long, value_name = "ADDRESS:PORT[/PROTOCOL]", value_parser = destination)]
+    pub to: Option<Destination>,
+}
+
+impl ExplainArgs {
+    /// The selected Service. An error describes the correct usage.
+    pub fn resolve(&self) -> Result<Selected, String> {
+        Selection { service: Some(self.service.clone()), namespace: self.namespace.clone() }.resolve()
+    }
+}
+
+/// The destination of a connection.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Destination {
+    /// Address and port.
+    pub at: SocketAddr,
+    /// "TCP", "UDP" or "SCTP". Empty for every protocol.
+    pub protocol: String,
+}
+
+fn destination(text: &str) -> Result<Destination, &'static str> {
+    let usage =
+        "write ADDRESS:PORT or ADDRESS:PORT/PROTOCOL, such as 10.96.0.10:80, 10.96.0.10:53/UDP or [fd00::10]:80";
+    let (at, protocol) = text.split_once('/').unwrap_or((text, ""));
+    let protocol = protocol.to_uppercase();
+    if text.contains('/') && !["TCP", "UDP", "SCTP"].contains(&protocol.as_str()) {
+        return Err(usage);
+    }
+    Ok(Destination { at: at.parse().map_err(|_| usage)?, protocol })
+}
+
 /// The condition to wait for.
 #[derive(Debug, clap::Args)]
 pub struct WaitArgs {
@@ -349,6 +405,17 @@ mod tests {
             assert!(resolve(Some(service), namespace).is_err(), "{service:?} in {namespace:?}");
         }
         assert!(resolve(None, Some("")).is_err());
+    }
+
+    #[test]
+    fn destinations_have_an_address_a_port_and_perhaps_a_protocol() {
+        let parsed = |text: &str| destination(text).map(|to| (to.at.to_string(), to.protocol));
+        assert_eq!(parsed("10.96.0.10:80"), Ok(("10.96.0.10:80".to_owned(), String::new())));
+        assert_eq!(parsed("[fd00::10]:53/udp"), Ok(("[fd00::10]:53".to_owned(), "UDP".to_owned())));
+        for wrong in ["10.96.0.10", "10.96.0.10:80/", "10.96.0.10:80/ICMP", "fd00::10:80", "web:80", "10.96.0.10:65536"]
+        {
+            assert!(parsed(wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]

@@ -9,6 +9,7 @@ pub mod args;
 pub mod certs;
 pub mod client;
 mod drain;
+mod explain;
 mod migrate;
 mod node;
 pub mod render;

@@ -1,6 +1,8 @@
 //! Answers as tables with aligned columns and without borders. A line below a table describes each
 //! problem.
 
+mod explain;
+
 use std::{borrow::Cow, fmt::Write as _};
 
 use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table, presets};
@@ -11,6 +13,7 @@ use headgate_proto::v1::{
 
 use headgate_settings::migration::{Line, Outcome};
 
+pub use self::explain::explanation;
 use crate::units;
 
 /// The decoration of text.
@@ -251,7 +254,11 @@ pub fn endpoints(endpoints: &[EndpointInfo], style: Style) -> String {
 }
 
 fn endpoint_state(endpoint: &EndpointInfo) -> (&'static str, Tone) {
-    match (endpoint.ready, endpoint.serving, endpoint.terminating) {
+    state(endpoint.ready, endpoint.serving, endpoint.terminating)
+}
+
+fn state(ready: bool, serving: bool, terminating: bool) -> (&'static str, Tone) {
+    match (ready, serving, terminating) {
         (_, true, true) => ("terminating, serving", Tone::Attention),
         (_, false, true) => ("terminating", Tone::Bad),
         (true, ..) => ("ready", Tone::Good),

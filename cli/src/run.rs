@@ -16,7 +16,7 @@ use crate::certs::{
 };
 use crate::client;
 use crate::render::{self, Style};
-use crate::{agents, drain, migrate, node, wait};
+use crate::{agents, drain, explain, migrate, node, wait};
 
 /// Runs one command and writes its answer to `out`. If the reader closes the pipe early (`| head`),
 /// the command ends without an error.
@@ -65,6 +65,7 @@ impl<'a> Session<'a> {
                 resolve(selection)?
             }
             Command::Wait(wait) => wait.resolve().map_err(Failure::Usage)?,
+            Command::Explain(explain) => explain.resolve().map_err(Failure::Usage)?,
             Command::Agents(_)
             | Command::Node(_)
             | Command::Counters(_)
@@ -87,6 +88,7 @@ impl<'a> Session<'a> {
                 return node::connections(args, wanted, selected, style, out).await;
             }
             Command::Wait(wait) => return wait::run(args, wait, selected, out).await,
+            Command::Explain(wanted) => return explain::run(args, wanted, selected, style, out).await,
             Command::Drain(pod) => return drain::run(args, pod, out).await,
             _ => {}
         }
@@ -103,6 +105,7 @@ impl<'a> Session<'a> {
             | Command::Node(_)
             | Command::Counters(_)
             | Command::Connections(_)
+            | Command::Explain(_)
             | Command::Wait(_)
             | Command::Drain(_)
             | Command::Certs(_)

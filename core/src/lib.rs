@@ -6,6 +6,7 @@
 //! - `behaviours` computes from the state what one node does for each service port.
 //! - [`endpoint_health`] decides which endpoints fail this node's health checks.
 //! - `dataplane` translates the result to kernel objects and plans the differences.
+//! - [`explain`] describes what a node does with one packet.
 //! - `conventions` defines formats and rules that all programs share.
 //!
 //! This crate opens no sockets, reads no clock, starts no processes and uses no async runtime. A
@@ -15,6 +16,7 @@ mod behaviours;
 mod conventions;
 mod dataplane;
 pub mod endpoint_health;
+pub mod explain;
 mod model;
 mod node_facts;
 mod state;

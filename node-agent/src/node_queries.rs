@@ -1,6 +1,8 @@
 //! Answers queries about this node, which clients of the control plane's `Inspect.QueryNode` ask
 //! (`discovery.proto`, rule 17).
 
+mod explain;
+
 use std::{
     collections::BTreeMap,
     sync::Arc,
@@ -29,17 +31,20 @@ const CONNECTIONS_IN_PART: usize = 100;
 /// The answer to a query for counters if the kernel counts nothing.
 const NO_COUNTERS: &str = "the kernel does not count Services on this node; start the agent in mode nftables, with --nftables-service-counters";
 
+pub(crate) use explain::Explainer;
+
 /// What this agent knows about its node.
 #[derive(Debug)]
 pub(crate) struct Knowledge {
     node: Arc<str>,
     pages: Pages,
+    explainer: Explainer,
 }
 
 impl Knowledge {
-    /// Answers from the data that the agent's pages show.
-    pub(crate) fn new(node: Arc<str>, pages: Pages) -> Self {
-        Self { node, pages }
+    /// Answers from the data that the agent's pages show, and from its state.
+    pub(crate) fn new(node: Arc<str>, pages: Pages, explainer: Explainer) -> Self {
+        Self { node, pages, explainer }
     }
 
     fn status(&self) -> v1::NodeStatus {
@@ -107,6 +112,10 @@ impl NodeKnowledge for Knowledge {
                     let service = service.map(|key| ServiceKey::new(&key.namespace, &key.name));
                     Ok(connections_parts(&proxy.connections(service.as_ref(), limit)))
                 })
+            }
+            node_query::Kind::Explain(query) => {
+                let (explainer, progress) = (self.explainer.clone(), self.pages.progress.borrow().clone());
+                blocking(move || explainer.answer(&query, &progress))
             }
         }
     }

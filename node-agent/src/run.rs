@@ -24,7 +24,7 @@ use crate::{
     interfaces::{self, Interfaces},
     metrics::Metrics,
     node_inputs::NodeSettings,
-    node_queries::Knowledge,
+    node_queries::{Explainer, Knowledge},
     observers::{
         NodePorts, Observer,
         conntrack::ConntrackCleaner,
@@ -180,6 +180,7 @@ async fn run_configured(
     };
     let state = Arc::new(state);
     let Settings { bind_address, allow_external_ips, min_sync_period, sync_period, .. } = settings;
+    let Settings { masquerade_all, localhost_node_ports, .. } = settings;
     state.set_policy(NodePolicy { bind_address, ignores_external_ips: !allow_external_ips });
     let node_settings = NodeSettings::of(&settings);
     if node_settings.needs_node() {
@@ -195,6 +196,7 @@ async fn run_configured(
     let follow = || interfaces::follow(metrics.interfaces.clone(), interfaces::RECEIVE_BUFFER_BYTES);
     let interfaces = needs_interfaces.then(follow).transpose()?;
     let node_ports = NodePorts::of_inputs(reconciler.inputs());
+    let explained_inputs = reconciler.inputs();
     let is_alive = is_alive(&state, sync_period);
     let (health_check_ports, health_check_server) =
         health_check_ports::new(metrics.health_check_ports.clone(), node_ports.clone(), is_alive);
@@ -235,7 +237,9 @@ async fn run_configured(
         let app = http::drain::router(session.barriers(), pages.metrics.drain.clone());
         servers.push(Server::new("/v1/drain", "--drain-address", address, app));
     }
-    let session = session.with_knowledge(Arc::new(Knowledge::new(node_name, pages)));
+    let explainer =
+        Explainer { state: Arc::clone(&state), inputs: explained_inputs, masquerade_all, localhost_node_ports };
+    let session = session.with_knowledge(Arc::new(Knowledge::new(node_name, pages, explainer)));
     if settings.bind_address_hard_fail {
         for server in &mut servers {
             server.bind_now()?;

@@ -10,12 +10,14 @@
 //! 2. The Local set contains the ready endpoints on this node, independent of the topology. If no
 //!    such endpoint exists, the set contains the serving and terminating endpoints on this node.
 //! 3. All other endpoints are in no set.
+//!
+//! [`verdict`] decides this for one endpoint. The renderers and `headgatectl explain` use it.
 
 use std::net::{IpAddr, SocketAddr};
 
 use crate::{
     behaviours::topology::TopologyMode,
-    model::{Endpoint, Family, ServicePort, Weight},
+    model::{Endpoint, Family, PortState, ServicePort, Weight},
     node_facts::NodeFacts,
 };
 
@@ -53,6 +55,80 @@ pub struct EndpointChoice {
     pub has_any: bool,
 }
 
+/// When a set contains an endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turn {
+    /// Always.
+    First,
+    /// Only if the set has no endpoint whose turn is [`Turn::First`].
+    Last,
+}
+
+/// Why a set never contains an endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exclusion {
+    /// The endpoint is not ready and does not terminate.
+    NotReady,
+    /// The endpoint terminates and does not serve any more.
+    NotServing,
+    /// The hints of the endpoint name other nodes.
+    HintsForOtherNodes,
+    /// The hints of the endpoint name other zones.
+    HintsForOtherZones,
+    /// The endpoint does not run on this node, or its node is unknown.
+    NotOnThisNode,
+}
+
+/// The membership of one endpoint in the two sets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Verdict {
+    /// The set for Cluster policy.
+    pub cluster: Result<Turn, Exclusion>,
+    /// The set for Local policy.
+    pub local: Result<Turn, Exclusion>,
+}
+
+/// Decides whether the sets of a node may contain an endpoint. `mode` is the mode of the service
+/// port.
+#[must_use]
+pub fn verdict(candidate: &PortState<'_>, mode: TopologyMode, node: &NodeFacts) -> Verdict {
+    let conditions = candidate.conditions;
+    let turn = match conditions {
+        _ if conditions.ready => Ok(Turn::First),
+        _ if conditions.is_serving_terminating() => Ok(Turn::Last),
+        _ if conditions.terminating => Err(Exclusion::NotServing),
+        _ => Err(Exclusion::NotReady),
+    };
+    let hinted = |turn: Turn| match mode {
+        _ if turn == Turn::Last || mode.admits(candidate, node) => Ok(turn),
+        TopologyMode::SameNode => Err(Exclusion::HintsForOtherNodes),
+        TopologyMode::SameZone | TopologyMode::Any => Err(Exclusion::HintsForOtherZones),
+    };
+    let local = |turn: Turn| if is_local(candidate, node) { Ok(turn) } else { Err(Exclusion::NotOnThisNode) };
+    Verdict { cluster: turn.and_then(hinted), local: turn.and_then(local) }
+}
+
+fn is_local(candidate: &PortState<'_>, node: &NodeFacts) -> bool {
+    candidate.placement.node.as_deref() == Some(&*node.name)
+}
+
+/// Returns the endpoints of a service that belong to one of its ports.
+pub fn candidates<'a>(
+    endpoints: impl Iterator<Item = &'a Endpoint> + Clone,
+    port: &ServicePort,
+    family: Family,
+) -> impl Iterator<Item = PortState<'a>> + Clone {
+    endpoints
+        .filter(move |endpoint| Family::of(endpoint.address) == family)
+        .flat_map(Endpoint::port_states)
+        .filter(move |candidate| belongs_to(candidate.port, port))
+}
+
+/// Decides the topology mode of a service port.
+pub fn topology_mode<'a>(candidates: impl Iterator<Item = PortState<'a>>, node: &NodeFacts) -> TopologyMode {
+    TopologyMode::decide(candidates.filter(|candidate| candidate.conditions.ready), node)
+}
+
 /// Chooses the endpoints of a service for one of its ports.
 pub fn choose<'a>(
     endpoints: impl Iterator<Item = &'a Endpoint> + Clone,
@@ -60,25 +136,15 @@ pub fn choose<'a>(
     family: Family,
     node: &NodeFacts,
 ) -> EndpointChoice {
-    let candidates = endpoints
-        .filter(move |endpoint| Family::of(endpoint.address) == family)
-        .flat_map(Endpoint::port_states)
-        .filter(move |candidate| belongs_to(candidate.port, port));
-    let mode = TopologyMode::decide(candidates.clone().filter(|candidate| candidate.conditions.ready), node);
-
+    let candidates = candidates(endpoints, port, family);
+    let mode = topology_mode(candidates.clone(), node);
     let mut choice = EndpointChoice::default();
-    let mut terminating = EndpointChoice::default();
+    let mut last = EndpointChoice::default();
     for candidate in candidates {
+        let verdict = verdict(&candidate, mode, node);
         let conditions = candidate.conditions;
-        let chosen = if conditions.ready {
-            &mut choice
-        } else if conditions.is_serving_terminating() {
-            &mut terminating
-        } else {
-            continue;
-        };
-        chosen.has_any = true;
-        let is_local = candidate.placement.node.as_deref() == Some(&*node.name);
+        choice.has_any |= conditions.ready || conditions.is_serving_terminating();
+        let is_local = is_local(&candidate, node);
         let destination = Destination {
             address: candidate.address,
             port: candidate.port.port,
@@ -86,20 +152,23 @@ pub fn choose<'a>(
             may_be_local: is_local || candidate.placement.node.is_none(),
             weight: candidate.placement.weight,
         };
-        if !conditions.ready || mode.admits(&candidate, node) {
-            chosen.cluster.push(destination);
+        match verdict.cluster {
+            Ok(Turn::First) => choice.cluster.push(destination),
+            Ok(Turn::Last) => last.cluster.push(destination),
+            Err(_) => {}
         }
-        if is_local {
-            chosen.local.push(destination);
+        match verdict.local {
+            Ok(Turn::First) => choice.local.push(destination),
+            Ok(Turn::Last) => last.local.push(destination),
+            Err(_) => {}
         }
     }
     if choice.cluster.is_empty() {
-        choice.cluster = terminating.cluster;
+        choice.cluster = last.cluster;
     }
     if choice.local.is_empty() {
-        choice.local = terminating.local;
+        choice.local = last.local;
     }
-    choice.has_any |= terminating.has_any;
     choice
 }
 

@@ -11,7 +11,7 @@
 
 use ipnet::IpNet;
 
-use crate::model::Family;
+use crate::model::{Family, TrafficPolicy};
 
 /// How the node recognizes traffic from local pods.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,6 +22,20 @@ pub enum LocalDetector {
     BridgeInterface(String),
     /// Recognizes local pods by a common prefix of the names of their interfaces.
     InterfaceNamePrefix(String),
+}
+
+/// The clients of a frontend whose connections are masqueraded: the address of the node replaces
+/// the source address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum MasqueradeSources {
+    /// No client.
+    Nobody,
+    /// Clients that the detector does not recognise as local pods.
+    Outside,
+    /// The node itself.
+    Node,
+    /// All clients.
+    Everyone,
 }
 
 /// The configuration of masquerading.
@@ -35,6 +49,14 @@ pub struct MasqueradeConfig {
     pub detector_v4: Option<LocalDetector>,
     /// The detector for IPv6.
     pub detector_v6: Option<LocalDetector>,
+}
+
+impl MasqueradeSources {
+    /// Returns the clients of an external destination whose connections are masqueraded.
+    #[must_use]
+    pub fn to_external_destinations(policy: TrafficPolicy) -> Self {
+        if policy.is_local() { Self::Node } else { Self::Everyone }
+    }
 }
 
 impl Default for MasqueradeConfig {
@@ -55,6 +77,18 @@ impl MasqueradeConfig {
     #[must_use]
     pub fn covers_cluster_ips(&self, family: Family) -> bool {
         self.all || self.detector(family).is_some()
+    }
+
+    /// Returns the clients of a ClusterIP whose connections are masqueraded.
+    #[must_use]
+    pub fn sources_to_cluster_ips(&self, family: Family) -> MasqueradeSources {
+        if self.all {
+            MasqueradeSources::Everyone
+        } else if self.covers_cluster_ips(family) {
+            MasqueradeSources::Outside
+        } else {
+            MasqueradeSources::Nobody
+        }
     }
 
     /// Returns the detector of a family.

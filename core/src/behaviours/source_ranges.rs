@@ -37,6 +37,14 @@ impl SourceRanges {
         Self { ranges, admits_node }
     }
 
+    /// True if a client is admitted to `destination`, a load balancer IP.
+    #[must_use]
+    pub fn admits(&self, client: IpAddr, destination: IpAddr) -> bool {
+        self.is_open()
+            || self.ranges.iter().any(|range| range.contains(&client))
+            || (self.admits_node && client == destination)
+    }
+
     /// True if all clients are admitted.
     #[must_use]
     pub fn is_open(&self) -> bool {

@@ -82,7 +82,41 @@ pub struct ServicePortView {
     pub has_any_endpoint: bool,
 }
 
+/// What a node does with a new connection to a frontend of a service port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome<'a> {
+    /// The connection goes to one of these endpoints.
+    Forwarded(&'a [Destination]),
+    /// The client gets an error at once, because no node has a usable endpoint.
+    Rejected,
+    /// The node drops the packet, because the policy is Local and all endpoints are on other nodes.
+    Dropped,
+}
+
 impl ServicePortView {
+    /// Returns what the node does with a new connection when `policy` applies to it.
+    #[must_use]
+    pub fn outcome(&self, policy: TrafficPolicy) -> Outcome<'_> {
+        let endpoints = if policy.is_local() { &self.local_endpoints } else { &self.cluster_endpoints };
+        match (self.has_any_endpoint, endpoints.is_empty()) {
+            (false, _) => Outcome::Rejected,
+            (true, true) => Outcome::Dropped,
+            (true, false) => Outcome::Forwarded(endpoints),
+        }
+    }
+
+    /// Returns the policy for a new connection to an external destination. With Local policy,
+    /// traffic from pods of this node and from the node itself may use all endpoints, because no
+    /// load balancer has chosen this node for this traffic.
+    #[must_use]
+    pub fn external_policy(&self, is_from_inside: bool) -> TrafficPolicy {
+        if is_from_inside && !self.cluster_endpoints.is_empty() {
+            TrafficPolicy::Cluster
+        } else {
+            self.external_traffic_policy
+        }
+    }
+
     /// True if the port has a NodePort, an externalIP or a load balancer IP.
     #[must_use]
     pub fn is_externally_accessible(&self) -> bool {

@@ -11,6 +11,7 @@
 //!   well-behaved clients do not send.
 //! - [`ipvs`], [`nftables`], [`unserved`], [`userspace`], [`datagrams`]: cases of one mode alone.
 //! - [`takeover`]: switches of modes, and the choice of mode `auto`.
+//! - [`explained`]: what agents say about the packets of the table.
 //! - [`live`]: Services that change while connections run. [`lifecycle`]: programs that stop and
 //!   crash, rules of other programs, and `--cleanup`.
 //!
@@ -22,6 +23,7 @@ pub mod affinity;
 pub mod case;
 pub mod changes;
 pub mod datagrams;
+pub mod explained;
 pub mod health;
 mod hints;
 mod intake;

@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use headgate_proto::v1::{ExplainQuery, Explanation};
 
 use super::backend::Backend;
 use super::cluster::{self, AgentInfo, AgentSetup, Glance};
@@ -169,6 +170,11 @@ impl Testbed {
     /// The agents, as the control plane's `Inspect` API lists them.
     pub fn agents(&self) -> Result<Vec<AgentInfo>> {
         Ok(cluster::glance(&self.machines)?.agents)
+    }
+
+    /// Asks the agents of nodes to explain packets. Returns the parts of each answer, in order.
+    pub fn explain(&self, questions: Vec<(&'static str, ExplainQuery)>) -> Result<Vec<Vec<Explanation>>> {
+        cluster::explain(&self.machines, questions)
     }
 
     /// Starts the control plane.

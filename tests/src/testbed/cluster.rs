@@ -4,10 +4,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 pub use headgate_proto::v1::AgentInfo;
 use headgate_proto::v1::inspect_client::InspectClient;
-use headgate_proto::v1::{GetStatusRequest, GetStatusResponse, ListAgentsRequest, ListServicesRequest, ServiceInfo};
+use headgate_proto::v1::{
+    ExplainQuery, Explanation, GetStatusRequest, GetStatusResponse, ListAgentsRequest, ListServicesRequest, NodeQuery,
+    QueryNodeRequest, ServiceInfo, node_answer, node_query,
+};
+use tonic::Code;
 use tonic::transport::{Channel, Endpoint};
 
 use super::backend::Backend;
@@ -143,9 +147,52 @@ pub(super) fn glance(machines: &Machines) -> Result<Glance> {
     })
 }
 
-async fn ask(url: String) -> Result<Glance> {
+/// Asks agents to explain packets. Returns the parts of each answer. An answer about a Service that
+/// agents do not serve has no part.
+pub(super) fn explain(
+    machines: &Machines,
+    questions: Vec<(&'static str, ExplainQuery)>,
+) -> Result<Vec<Vec<Explanation>>> {
+    let url = control_plane_url()?;
+    machines.machine(CONTROL)?.run(move || {
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().context("creating a runtime")?;
+        runtime.block_on(async {
+            let mut inspect = connect(url).await?;
+            let mut answers = Vec::new();
+            for (node, query) in questions {
+                let query = Some(NodeQuery { kind: Some(node_query::Kind::Explain(query)) });
+                let request = QueryNodeRequest { node: node.to_owned(), query };
+                answers.push(explanations(&mut inspect, request).await?);
+            }
+            Ok(answers)
+        })
+    })
+}
+
+async fn explanations(inspect: &mut InspectClient<Channel>, request: QueryNodeRequest) -> Result<Vec<Explanation>> {
+    let mut stream = inspect.query_node(request).await?.into_inner();
+    let mut parts = Vec::new();
+    loop {
+        match stream.message().await {
+            Ok(Some(part)) => match part.kind {
+                Some(node_answer::Kind::Explanation(part)) => parts.push(part),
+                other => bail!("not an explanation: {other:?}"),
+            },
+            Ok(None) => return Ok(parts),
+            Err(status) if status.code() == Code::FailedPrecondition => return Ok(Vec::new()),
+            Err(status) => return Err(status.into()),
+        }
+    }
+}
+
+async fn connect(url: String) -> Result<InspectClient<Channel>> {
     let endpoint = Endpoint::from_shared(url)?.connect_timeout(CALL_TIMEOUT);
-    let mut inspect = InspectClient::new(endpoint.connect().await.context("connecting to the control plane")?);
+    Ok(InspectClient::new(endpoint.connect().await.context("connecting to the control plane")?))
+}
+
+async fn ask(url: String) -> Result<Glance> {
+    let mut inspect = connect(url).await?;
     // The marker is requested first, so that the other answers are at least as new as the marker.
     let marker = marker(&mut inspect).await?;
     let status = inspect.get_status(GetStatusRequest {}).await?.into_inner();

@@ -3,7 +3,7 @@
 
 use anyhow::Result;
 use headgate_tests::cases::{
-    self, affinity, changes, health, lifecycle, live, payloads, raw, rollout, rules, settings, table,
+    self, affinity, changes, explained, health, lifecycle, live, payloads, raw, rollout, rules, settings, table,
 };
 use headgate_tests::testbed::{Backend, Manifests, Testbed};
 use headgate_tests::uml;
@@ -37,10 +37,14 @@ fn on(bed: Result<Testbed>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
     }
 }
 
-/// Runs one group of the case table, named in `table::GROUPS`.
+/// Runs one group of the case table, named in `table::GROUPS`. The agents must also explain the
+/// packets of the group.
 fn group(backend: Backend, name: &str) {
     let (_, cases) = table::GROUPS.iter().find(|(group, _)| *group == name).unwrap();
-    on_testbed(backend, table::services(), |bed| cases::run(bed, &cases()));
+    on_testbed(backend, table::services(), |bed| {
+        cases::run(bed, &cases())?;
+        explained::agree(bed, &cases())
+    });
 }
 
 fn scenario(backend: Backend, scenario: impl FnOnce(&Testbed) -> Result<()>) {

@@ -8,9 +8,9 @@ use std::process::{Command, Output, Stdio};
 use futures::{Stream, StreamExt as _};
 use headgate_proto::v1::inspect_server::{Inspect, InspectServer};
 use headgate_proto::v1::{
-    AgentInfo, BarrierAnswer, DrainPodRequest, EndpointInfo, GetStatusRequest, GetStatusResponse, ListAgentsRequest,
-    ListEndpointsRequest, ListServicesRequest, NodeAnswer, QueryNodeRequest, ServiceInfo, ServicePortInfo,
-    WaitProgress, WaitRequest, WatchEvent, WatchRequest,
+    AgentInfo, BarrierAnswer, DrainPodRequest, EndpointInfo, FindPodRequest, GetStatusRequest, GetStatusResponse,
+    ListAgentsRequest, ListEndpointsRequest, ListServicesRequest, NodeAnswer, PodInfo, QueryNodeRequest, ServiceInfo,
+    ServicePortInfo, WaitProgress, WaitRequest, WatchEvent, WatchRequest,
 };
 use headgate_tests::testbed::{port::ReservedPort, process::program};
 use serde_json::Value;
@@ -125,6 +125,10 @@ impl Inspect for Fake {
     type QueryNodeStream = Items<NodeAnswer>;
     async fn query_node(&self, _: Request<QueryNodeRequest>) -> Result<Response<Items<NodeAnswer>>, Status> {
         Err(Status::unimplemented("streams/query_node.rs tests QueryNode with real replicas"))
+    }
+
+    async fn find_pod(&self, _: Request<FindPodRequest>) -> Result<Response<PodInfo>, Status> {
+        Err(Status::unimplemented("streams/query_node.rs tests FindPod with real replicas"))
     }
 
     type DrainPodStream = Items<BarrierAnswer>;

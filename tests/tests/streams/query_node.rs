@@ -237,3 +237,83 @@ async fn headgatectl_shows_counters_with_the_most_bytes_first() {
     let _client = answering.await.unwrap();
     replica.running.stop().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn headgatectl_explains_with_the_words_of_the_agent() {
+    let replica = Replica::start().await;
+    let mut client = agent(&replica, "a").await;
+    let endpoint = |address: &str, reason: &str| v1::ExplainedEndpoint {
+        address: address.into(),
+        port: 8080,
+        ready: true,
+        serving: true,
+        weight: 1,
+        is_chosen: reason.is_empty(),
+        reason: reason.into(),
+        ..v1::ExplainedEndpoint::default()
+    };
+    let answering = tokio::spawn(async move {
+        for count in 1..=3 {
+            let v1::Query { id, query } = queried(&mut client, count).await;
+            let Some(node_query::Kind::Explain(query)) = query.unwrap().kind else { panic!("not an explanation") };
+            let expected = v1::ExplainQuery {
+                service: Some(v1::ServiceKey { namespace: "ns".into(), name: "web".into() }),
+                source: if count == 2 { vec![203, 0, 113, 9].into() } else { Vec::new().into() },
+                destination: if count == 2 { vec![10, 96, 0, 1].into() } else { Vec::new().into() },
+                port: if count == 2 { 53 } else { 0 },
+                protocol: if count == 2 { "UDP".into() } else { String::new() },
+                ..v1::ExplainQuery::default()
+            };
+            assert_eq!(query, expected);
+            let first = v1::Explanation {
+                destination: "10.96.0.1 port 53/UDP".into(),
+                fate: "forwarded".into(),
+                steps: vec!["A step.".into(), "A longer step. ".repeat(10).trim_end().into()],
+                endpoints: vec![endpoint("10.244.0.1", "")],
+                remarks: vec!["A remark.".into()],
+                ..v1::Explanation::default()
+            };
+            let more = vec![endpoint("10.244.0.2", "not ready"), endpoint("fd00::1", "not ready")];
+            let second = v1::Explanation { endpoints: more, ..v1::Explanation::default() };
+            for (part, is_last) in [(first, false), (second, true)] {
+                let part = Some(v1::NodeAnswer { kind: Some(node_answer::Kind::Explanation(part)) });
+                client.send(Body::Answer(v1::Answer { id, part, is_last, ..v1::Answer::default() })).await;
+            }
+        }
+        client
+    });
+    // Without --from, the first connected node explains.
+    let (code, out, err) = headgatectl(&[&replica], &["explain", "ns/web"]).await;
+    assert_eq!((code, err.as_str()), (Some(0), ""));
+    let expected = [
+        "From node a to Service ns/web",
+        "",
+        "A remark.",
+        "10.96.0.1 port 53/UDP: forwarded",
+        "  1. A step.",
+        "  2. A longer step. A longer step. A longer step. A longer step. A longer step. A longer step. A",
+        "     longer step. A longer step. A longer step. A longer step.",
+        "",
+        "ENDPOINT         STATE  NODE  ZONE  CHOSEN",
+        "10.244.0.1:8080  ready  -     -     yes",
+        "10.244.0.2:8080  ready  -     -     no: not ready",
+        "[fd00::1]:8080   ready  -     -     no: not ready",
+    ];
+    assert_eq!(out.lines().map(str::trim_end).collect::<Vec<_>>(), expected);
+    let packet = ["--from", "a", "--source", "203.0.113.9", "--to", "10.96.0.1:53/udp"];
+    let (_, out, _) = headgatectl(&[&replica], &[&["explain", "web", "-n", "ns"], &packet[..]].concat()).await;
+    assert!(out.starts_with("From 203.0.113.9, at node a, to Service ns/web"), "{out}");
+    let (_, out, _) = headgatectl(&[&replica], &["explain", "ns/web", "--from", "a", "-o", "json"]).await;
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(json["node"], "a");
+    let endpoints = json["explanations"][0]["endpoints"].as_array().unwrap();
+    assert_eq!((endpoints.len(), &endpoints[1]["reason"]), (3, &"not ready".into()));
+    let _client = answering.await.unwrap();
+
+    let (code, _, err) = headgatectl(&[&replica], &["explain", "ns/web", "--from", "ns/nobody"]).await;
+    assert!(code == Some(1) && err.contains("pod ns/nobody: no endpoint belongs to this pod"), "{err}");
+    let mixed = ["explain", "ns/web", "--from", "a", "--source", "::1", "--to", "10.96.0.1:80"];
+    let (code, _, err) = headgatectl(&[&replica], &mixed).await;
+    assert!(code == Some(2) && err.contains("different IP families"), "{err}");
+    replica.running.stop().await;
+}

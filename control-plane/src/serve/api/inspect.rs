@@ -1,7 +1,8 @@
 //! The `Inspect` service: it shows people the state of this replica.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeSet, VecDeque},
+    net::IpAddr,
     pin::Pin,
     sync::{Arc, atomic::Ordering},
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -25,7 +26,7 @@ use crate::{
         context::{Lifecycle, milliseconds},
         fleet::{Agent, Fleet, Progress, Waiter},
     },
-    store::{Store, WatchCursor, positions_to_wire},
+    store::{NoPod, PodName, Store, WatchCursor, positions_to_wire},
     transaction::{Problem, SourceKind},
 };
 
@@ -207,6 +208,23 @@ impl Inspect for Inspector {
         let barrier = Arc::clone(&self.barrier);
         let answer = async move { Ok(barrier.answer(None, request).await) };
         Ok(Response::new(Box::pin(stream::once(answer))))
+    }
+
+    async fn find_pod(&self, request: Request<v1::FindPodRequest>) -> Result<Response<v1::PodInfo>, Status> {
+        let v1::FindPodRequest { namespace, name, address } = request.into_inner();
+        let pod = match (namespace.is_empty() || name.is_empty(), address.parse()) {
+            (false, _) => PodName::Named(namespace, name),
+            (true, Ok(address)) => PodName::Address(address),
+            (true, Err(_)) => return Err(Status::invalid_argument("give namespace and name, or an IP address")),
+        };
+        let found = self.fleet.context.store.pod(&pod).map_err(|problem| match problem {
+            NoPod::Unknown => Status::not_found("no endpoint belongs to this pod"),
+            NoPod::Ambiguous => Status::failed_precondition("several pods share this address or name"),
+        })?;
+        let addresses: BTreeSet<IpAddr> = found.endpoints.iter().map(|(_, address)| *address).collect();
+        let addresses = addresses.iter().map(IpAddr::to_string).collect();
+        let node = found.node.as_deref().unwrap_or_default().to_owned();
+        Ok(Response::new(v1::PodInfo { addresses, node }))
     }
 }
 

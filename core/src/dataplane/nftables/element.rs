@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, net::IpAddr};
 use ipnet::IpNet;
 
 use super::rendezvous::HASHED_SLOTS;
-use crate::state::frontends::Frontend;
+use crate::{behaviours::masquerade::MasqueradeSources, state::frontends::Frontend};
 
 /// The answer to a packet for a frontend that has no endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -14,20 +14,6 @@ pub enum Refusal {
     Reject,
     /// The packet is dropped: the policy is Local, and all endpoints are on other nodes.
     Drop,
-}
-
-/// The clients of a frontend whose connections are masqueraded: the address of the node replaces
-/// the source address.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum MasqueradeSources {
-    /// No client.
-    Nobody,
-    /// Clients that the detector does not recognise as local pods.
-    Outside,
-    /// The node itself.
-    Node,
-    /// All clients.
-    Everyone,
 }
 
 /// What a [`Element::Counter`] counts.

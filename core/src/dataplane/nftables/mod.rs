@@ -37,7 +37,7 @@ mod service;
 mod tests;
 
 pub use config::NftablesConfig;
-pub use element::{Counted, Element, ElementKey, Lookup, MasqueradeSources, Pick, Refusal, Selection, Shape, Target};
+pub use element::{Counted, Element, ElementKey, Lookup, Pick, Refusal, Selection, Shape, Target};
 pub use ledger::{Existing, Ledger, Plan};
 pub use rendezvous::HASHED_SLOTS;
 pub(super) use service::plan as port_plan;

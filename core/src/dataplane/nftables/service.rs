@@ -4,10 +4,14 @@ use std::net::IpAddr;
 
 use super::{
     config::NftablesConfig,
-    element::{Counted, Element, MasqueradeSources, Refusal},
+    element::{Counted, Element, Refusal},
 };
 use crate::{
-    behaviours::{endpoint_choice::Destination, view::ServicePortView},
+    behaviours::{
+        endpoint_choice::Destination,
+        masquerade::MasqueradeSources,
+        view::{Outcome, ServicePortView},
+    },
     model::{Protocol, TrafficPolicy, Weight},
     state::frontends::Frontend,
 };
@@ -41,7 +45,8 @@ pub(in super::super) fn plan(config: &NftablesConfig, view: &ServicePortView) ->
     let at = |address: &IpAddr| Frontend::Address(*address, view.protocol, view.port);
     if let Some(address) = &view.cluster_ip {
         plan.elements.push(Element::ClusterIp(*address));
-        plan.add_frontend(config, view, at(address), view.internal_traffic_policy, cluster_ip_masquerade(config));
+        let sources = config.masquerade.sources_to_cluster_ips(config.family);
+        plan.add_frontend(config, view, at(address), view.internal_traffic_policy, sources);
     }
     // An address may be in several lists. Only its first occurrence counts.
     let mut external: Vec<Frontend> = Vec::new();
@@ -53,11 +58,10 @@ pub(in super::super) fn plan(config: &NftablesConfig, view: &ServicePortView) ->
     if view.node_port != 0 {
         external.push(Frontend::NodePort(view.family, view.protocol, view.node_port));
     }
-    let is_local = view.external_traffic_policy.is_local();
-    let masquerade = if is_local { MasqueradeSources::Node } else { MasqueradeSources::Everyone };
+    let masquerade = MasqueradeSources::to_external_destinations(view.external_traffic_policy);
     for frontend in external {
         plan.add_frontend(config, view, frontend, view.external_traffic_policy, masquerade);
-        if is_local && !view.cluster_endpoints.is_empty() && !refuses(config, view) {
+        if view.external_policy(true) != view.external_traffic_policy && !refuses(config, view) {
             plan.inside.push(frontend);
         }
     }
@@ -76,17 +80,6 @@ pub(in super::super) fn plan(config: &NftablesConfig, view: &ServicePortView) ->
     plan
 }
 
-/// Returns the clients whose connections to ClusterIPs are masqueraded.
-fn cluster_ip_masquerade(config: &NftablesConfig) -> MasqueradeSources {
-    if config.masquerade.all {
-        MasqueradeSources::Everyone
-    } else if config.masquerade.covers_cluster_ips(config.family) {
-        MasqueradeSources::Outside
-    } else {
-        MasqueradeSources::Nobody
-    }
-}
-
 /// Whether the rules refuse all connections to a port: a proxy cannot carry SCTP.
 fn refuses(config: &NftablesConfig, view: &ServicePortView) -> bool {
     config.has_proxy && view.protocol == Protocol::Sctp
@@ -101,17 +94,15 @@ impl PortPlan {
         policy: TrafficPolicy,
         masquerade: MasqueradeSources,
     ) {
-        let is_local = policy.is_local();
-        let endpoints = if is_local { &view.local_endpoints } else { &view.cluster_endpoints };
-        if refuses(config, view) {
-            self.elements.push(Element::Unserved(frontend, Refusal::Reject));
-        } else if endpoints.is_empty() {
-            let refusal = if view.has_any_endpoint { Refusal::Drop } else { Refusal::Reject };
-            self.elements.push(Element::Unserved(frontend, refusal));
-        } else {
-            self.services.push((frontend, is_local));
-            // The rules translate connections for the proxy, and refuse those that are left.
-            self.elements.extend(self.is_proxy_only.then_some(Element::Unserved(frontend, Refusal::Reject)));
+        match view.outcome(policy) {
+            _ if refuses(config, view) => self.elements.push(Element::Unserved(frontend, Refusal::Reject)),
+            Outcome::Rejected => self.elements.push(Element::Unserved(frontend, Refusal::Reject)),
+            Outcome::Dropped => self.elements.push(Element::Unserved(frontend, Refusal::Drop)),
+            Outcome::Forwarded(_) => {
+                self.services.push((frontend, policy.is_local()));
+                // The rules translate connections for the proxy, and refuse those that are left.
+                self.elements.extend(self.is_proxy_only.then_some(Element::Unserved(frontend, Refusal::Reject)));
+            }
         }
         self.elements.push(Element::Masquerade(frontend, masquerade));
     }

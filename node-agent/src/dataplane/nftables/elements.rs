@@ -9,7 +9,8 @@ use std::{
 use headgate_core::{
     Family, Protocol,
     frontends::Frontend,
-    nftables::{Counted, Element, Lookup, MasqueradeSources, Pick, Refusal, Selection, Target},
+    masquerade::MasqueradeSources,
+    nftables::{Counted, Element, Lookup, Pick, Refusal, Selection, Target},
 };
 use ipnet::IpNet;
 use nftables_netlink::{DataType, ElementData, Expression, Set, TableName, Transaction, Value};

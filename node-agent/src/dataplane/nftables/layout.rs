@@ -13,8 +13,8 @@ use std::{
 use headgate_core::{
     Family, Protocol,
     iptables::NodePortAddresses,
-    masquerade::LocalDetector,
-    nftables::{Counted, Lookup, MasqueradeSources, Refusal, Shape},
+    masquerade::{LocalDetector, MasqueradeSources},
+    nftables::{Counted, Lookup, Refusal, Shape},
 };
 use ipnet::IpNet;
 use nftables_netlink::{

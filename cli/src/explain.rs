@@ -1,0 +1,152 @@
+//! `headgatectl explain`: asks the agent of one node what it does with a new connection.
+
+use std::{io::Write, net::IpAddr};
+
+use headgate_proto::v1::{
+    ExplainQuery, Explanation, FindPodRequest, PodInfo, ServiceKey, node_answer::Kind as Part,
+    node_query::Kind as Query,
+};
+use serde_json::json;
+use tonic::Code;
+
+use crate::answer::{Failure, of_status, write_json};
+use crate::args::{Args, ExplainArgs, Output, Selected};
+use crate::render::{self, Style};
+use crate::{agents, client, node};
+
+/// Where the connection comes from.
+struct From {
+    /// The node that explains.
+    node: String,
+    /// The possible source addresses, at most one of each IP family. Empty for the node itself.
+    sources: Vec<IpAddr>,
+    is_pod: bool,
+    /// The first words of the answer.
+    title: String,
+}
+
+pub(crate) async fn run(
+    args: &Args,
+    wanted: &ExplainArgs,
+    selected: Selected,
+    style: Style,
+    out: &mut dyn Write,
+) -> Result<(), Failure> {
+    let from = find(args, wanted).await?;
+    let Selected { namespace, name } = selected;
+    let (destination, port, protocol) = match &wanted.to {
+        Some(to) => (octets(to.at.ip()), to.at.port(), to.protocol.clone()),
+        None => (Vec::new(), 0, String::new()),
+    };
+    let is_possible = |source: &&IpAddr| wanted.to.as_ref().is_none_or(|to| to.at.is_ipv4() == source.is_ipv4());
+    let mut sources: Vec<Vec<u8>> = from.sources.iter().filter(is_possible).copied().map(octets).collect();
+    if sources.is_empty() {
+        if let (Some(source), Some(to)) = (from.sources.first(), &wanted.to) {
+            let text = format!("the source {source} and the destination {} are of different IP families", to.at);
+            return Err(Failure::Usage(text));
+        }
+        sources.push(Vec::new());
+    }
+    let mut explained: Vec<Explanation> = Vec::new();
+    for source in sources {
+        let query = ExplainQuery {
+            service: Some(ServiceKey { namespace: namespace.clone(), name: name.clone() }),
+            source: source.into(),
+            source_is_local_pod: from.is_pod,
+            destination: destination.clone().into(),
+            port: port.into(),
+            protocol: protocol.clone(),
+        };
+        for part in node::ask(args, &from.node, Query::Explain(query)).await? {
+            let Part::Explanation(part) = part else { continue };
+            match explained.last_mut() {
+                // A part without steps continues the endpoints of the part before.
+                Some(last) if part.steps.is_empty() => last.endpoints.extend(part.endpoints),
+                _ => explained.push(part),
+            }
+        }
+    }
+    if args.output == Output::Json {
+        let sources: Vec<String> = from.sources.iter().map(IpAddr::to_string).collect();
+        return write_json(out, &json!({ "node": from.node, "sources": sources, "explanations": explained }));
+    }
+    writeln!(out, "{}", render::plain(&format!("{} to Service {namespace}/{name}", from.title)))?;
+    for explanation in &explained {
+        writeln!(out)?;
+        out.write_all(render::explanation(explanation, style).as_bytes())?;
+    }
+    if explained.is_empty() {
+        writeln!(out, "\nThe Service has no address of this IP family.")?;
+    }
+    Ok(())
+}
+
+fn octets(address: IpAddr) -> Vec<u8> {
+    match address {
+        IpAddr::V4(v4) => v4.octets().to_vec(),
+        IpAddr::V6(v6) => v6.octets().to_vec(),
+    }
+}
+
+/// Finds the node that explains, and the source of the connection.
+async fn find(args: &Args, wanted: &ExplainArgs) -> Result<From, Failure> {
+    let (from, source) = (wanted.from.as_deref(), wanted.source);
+    let is_pod = from.is_some_and(|from| from.contains('/') || from.parse::<IpAddr>().is_ok());
+    if let (Some(from), true) = (from, is_pod) {
+        if source.is_some() {
+            let text = format!("--source needs a node, and --from {from} is a pod: give the node of the pod as --from");
+            return Err(Failure::Usage(text));
+        }
+        return pod(args, from).await;
+    }
+    let node = match from {
+        Some(node) => node.to_owned(),
+        None => agents::first_node(args).await?,
+    };
+    let title = match source {
+        Some(source) => format!("From {source}, at node {node},"),
+        None => format!("From node {node}"),
+    };
+    Ok(From { node, sources: source.into_iter().collect(), is_pod: false, title })
+}
+
+/// Finds a pod by its name or by one of its addresses.
+async fn pod(args: &Args, from: &str) -> Result<From, Failure> {
+    let server = args.server.first().map_or("", String::as_str);
+    let mut client = client::connect(server, &args.tls).await.map_err(Failure::Connect)?;
+    let (namespace, name) = from.split_once('/').unwrap_or_default();
+    let address: Option<IpAddr> = from.parse().ok();
+    let request = FindPodRequest {
+        namespace: namespace.to_owned(),
+        name: name.to_owned(),
+        address: address.map(|address| address.to_string()).unwrap_or_default(),
+    };
+    let PodInfo { addresses, node } = match client.find_pod(request).await {
+        Ok(found) => found.into_inner(),
+        Err(status) if matches!(status.code(), Code::NotFound | Code::FailedPrecondition) => {
+            let text = format!(
+                "pod {from}: {}; give the node of the pod as --from, and its address as --source",
+                status.message()
+            );
+            return Err(Failure::NotFound(render::plain(&text).into_owned()));
+        }
+        Err(status) => return Err(of_status(server, &status)),
+    };
+    if node.is_empty() {
+        let text = format!(
+            "pod {from}: its EndpointSlices name no node; give the node as --from, and the address as --source"
+        );
+        return Err(Failure::NotFound(text));
+    }
+    let mut sources: Vec<IpAddr> = match address {
+        Some(address) => vec![address],
+        None => addresses.iter().filter_map(|address| address.parse().ok()).collect(),
+    };
+    sources.dedup_by_key(|address| address.is_ipv4());
+    let list = sources.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(", ");
+    let title = match address {
+        Some(_) => format!("From pod {from} on node {node}"),
+        None => format!("From pod {from} ({list}) on node {node}"),
+    };
+    Ok(From { node, sources, is_pod: true, title })
+}

@@ -1,0 +1,302 @@
+//! What a node does with a packet to a Service, step by step, and why it leaves out endpoints.
+//!
+//! An explanation takes every decision from the functions that the dataplanes use: the view of the
+//! Service, [`endpoint_choice::verdict`], source ranges and masquerading. It describes what the
+//! node wants to do. It does not read the kernel.
+
+mod endpoints;
+mod steps;
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+pub use self::endpoints::{ExplainedEndpoint, LeftOut};
+use self::steps::Path;
+use crate::{
+    behaviours::{
+        masquerade::MasqueradeConfig,
+        view::{self, ServicePortView},
+    },
+    dataplane::iptables::NodePortAddresses,
+    model::{Family, Protocol, Service, ServiceKey, ServicePort},
+    node_facts::NodeFacts,
+    state::{State, frontends::Frontend},
+};
+
+/// How the node forwards packets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// Rules of iptables.
+    Iptables,
+    /// Virtual servers of IPVS.
+    Ipvs,
+    /// Maps of nftables.
+    Nftables,
+    /// A proxy carries TCP connections and datagrams.
+    Userspace,
+}
+
+/// The settings of the node on which an explanation depends.
+#[derive(Debug, Clone)]
+pub struct NodeSettings {
+    /// How the node forwards packets.
+    pub mode: Mode,
+    /// Masquerading, with the detectors of local pods.
+    pub masquerade: MasqueradeConfig,
+    /// IPv4 addresses that answer NodePorts.
+    pub node_ports_v4: NodePortAddresses,
+    /// IPv6 addresses that answer NodePorts.
+    pub node_ports_v6: NodePortAddresses,
+    /// True if NodePorts also answer on 127.0.0.0/8. Mode IPVS ignores this value.
+    pub localhost_node_ports: bool,
+}
+
+/// Where a packet comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// A program in the network of the node.
+    Node,
+    /// A pod, or a client outside of the cluster.
+    Address {
+        /// The source address of the packet.
+        address: IpAddr,
+        /// The caller knows that the address belongs to a pod of this node. The value counts only
+        /// if rules recognise local pods by their interface.
+        is_local_pod: bool,
+    },
+}
+
+/// A destination address and port. Without a protocol, all protocols match.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct To {
+    /// Address and port.
+    pub at: SocketAddr,
+    /// Protocol.
+    pub protocol: Option<Protocol>,
+}
+
+/// What happens to the packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fate {
+    /// It goes to one of the chosen endpoints.
+    Forwarded,
+    /// The client gets an error at once.
+    Rejected,
+    /// The node drops the packet.
+    Dropped,
+    /// The Service has no rule for the packet. Rules of another Service or of another program, or
+    /// the routes of the node, decide.
+    NotServed,
+}
+
+impl Fate {
+    /// The name in the protocol.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Forwarded => "forwarded",
+            Self::Rejected => "rejected",
+            Self::Dropped => "dropped",
+            Self::NotServed => "not served",
+        }
+    }
+}
+
+/// What a node does with a packet to one address and port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Explanation {
+    /// The destination, such as "10.96.0.10 port 80/TCP".
+    pub destination: String,
+    /// What the node does, in order, one sentence or two for each step.
+    pub steps: Vec<String>,
+    /// What happens to the packet.
+    pub fate: Fate,
+    /// The endpoints of the destination's family, in order of address and port. Empty if the fate
+    /// does not depend on endpoints.
+    pub endpoints: Vec<ExplainedEndpoint>,
+}
+
+/// The kind of a frontend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    ClusterIp,
+    ExternalIp,
+    LoadBalancerIp,
+    NodePort,
+}
+
+impl Kind {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::ClusterIp => "ClusterIP",
+            Self::ExternalIp => "externalIP",
+            Self::LoadBalancerIp => "load balancer IP",
+            Self::NodePort => "NodePort",
+        }
+    }
+}
+
+/// The maximum number of destinations that [`explain`] explains without `to`. The cost of each
+/// destination is linear in the endpoints of the Service.
+pub const MAX_DESTINATIONS: usize = 32;
+
+/// Explains what a node does with a packet to `to`. Without `to`, explains the addresses and
+/// NodePorts of the Service, in the order of its ports, and returns the number of those beyond
+/// [`MAX_DESTINATIONS`]. Returns `None` if the node does not know the Service.
+#[must_use]
+pub fn explain(
+    state: &State,
+    key: &ServiceKey,
+    facts: &NodeFacts,
+    settings: &NodeSettings,
+    source: Source,
+    to: Option<To>,
+) -> Option<(Vec<Explanation>, usize)> {
+    let key = state.key(key)?;
+    let service = state.entry(key)?.service()?;
+    let explainer = Explainer { state, key, service, facts, settings, source };
+    Some(match to {
+        Some(to) => (explainer.to(to), 0),
+        None => explainer.all(),
+    })
+}
+
+/// What the steps of all destinations share.
+struct Explainer<'a> {
+    state: &'a State,
+    key: &'a Arc<ServiceKey>,
+    service: &'a Service,
+    facts: &'a NodeFacts,
+    settings: &'a NodeSettings,
+    source: Source,
+}
+
+impl<'a> Explainer<'a> {
+    fn all(&self) -> (Vec<Explanation>, usize) {
+        let Service { cluster_ips, external_ips, load_balancer_ips, ports, .. } = self.service;
+        let mut frontends = Vec::new();
+        for port in ports {
+            let lists = [
+                (Kind::ClusterIp, cluster_ips),
+                (Kind::ExternalIp, external_ips),
+                (Kind::LoadBalancerIp, load_balancer_ips),
+            ];
+            for (kind, addresses) in lists {
+                let at = |address: &IpAddr| (port, kind, Frontend::Address(*address, port.protocol, port.port));
+                frontends.extend(addresses.iter().map(at));
+            }
+            if port.node_port != 0 {
+                let at = |family| (port, Kind::NodePort, Frontend::NodePort(family, port.protocol, port.node_port));
+                frontends.extend(Family::BOTH.map(at));
+            }
+        }
+        frontends.retain(|(.., frontend)| {
+            let is_possible = match self.source {
+                Source::Node => true,
+                Source::Address { address, .. } => Family::of(address) == frontend.family(),
+            };
+            is_possible && self.service.cluster_ip(frontend.family()).is_some()
+        });
+        let explained = frontends.iter().take(MAX_DESTINATIONS);
+        let explained = explained.filter_map(|(port, kind, frontend)| self.frontend(port, *kind, *frontend, None));
+        (explained.collect(), frontends.len().saturating_sub(MAX_DESTINATIONS))
+    }
+
+    fn to(&self, to: To) -> Vec<Explanation> {
+        let address = to.at.ip();
+        let kind = self.kind_of(address);
+        let ports = self.service.ports.iter();
+        let ports = ports.filter(|port| to.protocol.is_none_or(|protocol| protocol == port.protocol));
+        let found = ports.filter_map(|port| match kind {
+            Some(kind) if port.port == to.at.port() => {
+                self.frontend(port, kind, Frontend::Address(address, port.protocol, port.port), None)
+            }
+            None if port.node_port != 0 && port.node_port == to.at.port() => {
+                let frontend = Frontend::NodePort(Family::of(address), port.protocol, port.node_port);
+                self.frontend(port, Kind::NodePort, frontend, Some(address))
+            }
+            _ => None,
+        });
+        let found: Vec<Explanation> = found.collect();
+        if found.is_empty() { vec![self.unknown(to, kind)] } else { found }
+    }
+
+    fn kind_of(&self, address: IpAddr) -> Option<Kind> {
+        let Service { cluster_ips, external_ips, load_balancer_ips, .. } = self.service;
+        let lists = [
+            (Kind::ClusterIp, cluster_ips),
+            (Kind::LoadBalancerIp, load_balancer_ips),
+            (Kind::ExternalIp, external_ips),
+        ];
+        lists.into_iter().find(|(_, addresses)| addresses.contains(&address)).map(|(kind, _)| kind)
+    }
+
+    /// Explains a frontend of the Service. Returns `None` if the family has no ClusterIP, because
+    /// the Service has no rules in this family.
+    fn frontend(
+        &self,
+        port: &'a ServicePort,
+        kind: Kind,
+        frontend: Frontend,
+        node_address: Option<IpAddr>,
+    ) -> Option<Explanation> {
+        let family = frontend.family();
+        let is_same = |view: &ServicePortView| {
+            (&*view.port_name, view.protocol, view.port) == (&*port.name, port.protocol, port.port)
+        };
+        let view = view::service_views(self.state, self.key, family, self.facts).into_iter().find(is_same)?;
+        let destination = match (frontend, node_address) {
+            (Frontend::NodePort(_, protocol, port), Some(address)) => Frontend::Address(address, protocol, port),
+            _ => frontend,
+        };
+        let mut path = Path { explainer: self, port, view, kind, frontend, node_address, steps: Vec::new() };
+        let (fate, endpoints) = path.walk();
+        Some(Explanation { destination: destination.to_string(), steps: path.steps, fate, endpoints })
+    }
+
+    /// Explains a destination that is no frontend of the Service.
+    fn unknown(&self, to: To, kind: Option<Kind>) -> Explanation {
+        let To { at, protocol } = to;
+        let protocol_text = protocol.map_or_else(String::new, |protocol| format!("/{protocol}"));
+        let destination = format!("{} port {}{protocol_text}", at.ip(), at.port());
+        let all = [Protocol::Tcp, Protocol::Udp, Protocol::Sctp];
+        let protocols = all.into_iter().filter(|one| protocol.is_none_or(|wanted| wanted == *one));
+        let family = Family::of(at.ip());
+        let owner = protocols.flat_map(|protocol| {
+            [Frontend::Address(at.ip(), protocol, at.port()), Frontend::NodePort(family, protocol, at.port())]
+        });
+        let owner = owner.into_iter().find_map(|frontend| Some((frontend, self.state.frontends().owner(&frontend)?)));
+        let is_refused = kind == Some(Kind::ClusterIp) && self.settings.mode != Mode::Iptables
+            || kind.is_some() && self.settings.mode == Mode::Ipvs;
+        let what = kind.map_or("address", Kind::as_str);
+        let (step, fate) = match (owner, kind) {
+            (Some((frontend, owner)), _) => {
+                let text = format!("{frontend} belongs to Service {owner}: explain {owner} instead.");
+                (text, Fate::NotServed)
+            }
+            (None, Some(_)) if is_refused => (
+                format!(
+                    "{} is the {what} of the Service, but the Service has no such port. The node refuses the connection.",
+                    at.ip()
+                ),
+                Fate::Rejected,
+            ),
+            (None, Some(_)) => (
+                format!(
+                    "{} is the {what} of the Service, but the Service has no such port. No rule matches, and the packet follows the routes of the node.",
+                    at.ip()
+                ),
+                Fate::NotServed,
+            ),
+            (None, None) => (
+                format!(
+                    "{destination} is neither an address of the Service nor one of its NodePorts. No rule of the Service matches."
+                ),
+                Fate::NotServed,
+            ),
+        };
+        Explanation { destination, steps: vec![step], fate, endpoints: Vec::new() }
+    }
+}
