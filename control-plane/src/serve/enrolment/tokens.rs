@@ -12,7 +12,7 @@ use std::{
 
 use headgate_core::{ServiceKey, dns_name::check_subdomain, errors::chain};
 use k8s_openapi::api::{
-    authentication::v1::{TokenReview, TokenReviewSpec},
+    authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus},
     core::v1::Pod,
 };
 use kube::{Api, Client, api::PostParams};
@@ -43,6 +43,15 @@ pub(super) struct Holder {
     pub(super) pod: String,
     /// False if the last keys of the API server decided.
     pub(super) is_reviewed: bool,
+}
+
+/// What the API server says about the pod of a token.
+#[derive(Debug, PartialEq, Eq)]
+struct Reviewed {
+    pod: String,
+    uid: String,
+    /// `None` on API servers before 1.30.
+    node: Option<String>,
 }
 
 /// Why a token gives no certificate.
@@ -134,7 +143,16 @@ impl Tokens {
         let review = TokenReview { spec, ..TokenReview::default() };
         let reviews: Api<TokenReview> = Api::all(self.client.clone());
         let review = self.answered(reviews.create(&PostParams::default(), &review)).await?;
-        let status = review.status.unwrap_or_default();
+        let Reviewed { pod, uid, node } = self.reviewed(review.status.unwrap_or_default())?;
+        let node = match node {
+            Some(node) => node,
+            None => self.node_of(&pod, &uid).await?,
+        };
+        valid(node, pod, true)
+    }
+
+    /// Checks the answer to a review.
+    fn reviewed(&self, status: TokenReviewStatus) -> Result<Reviewed, TokenError> {
         let is_for_us = status.audiences.unwrap_or_default().contains(&self.audience);
         if status.authenticated != Some(true) || !is_for_us {
             let why = status.error.unwrap_or_else(|| "it is not valid for this audience".to_owned());
@@ -151,11 +169,7 @@ impl Tokens {
         let (Some(pod), Some(uid)) = (only(&extra, POD_NAME), only(&extra, POD_UID)) else {
             return Err(TokenError::NoPod);
         };
-        let node = match only(&extra, NODE_NAME) {
-            Some(node) => node,
-            None => self.node_of(&pod, &uid).await?,
-        };
-        valid(node, pod, true)
+        Ok(Reviewed { pod, uid, node: only(&extra, NODE_NAME) })
     }
 
     /// Asks for the node of a pod. API servers before 1.30 do not name the node in a TokenReview.
@@ -197,5 +211,60 @@ fn only(extra: &BTreeMap<String, Vec<String>>, key: &str) -> Option<String> {
     match extra.get(key)?.as_slice() {
         [value] if !value.is_empty() => Some(value.clone()),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use kube::Config;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// The result of a review whose status differs from a good one in one field.
+    fn reviewed(field: &str, value: Value) -> Result<Reviewed, &'static str> {
+        let mut status = json!({
+            "authenticated": true, "audiences": ["headgate"],
+            "user": {
+                "username": "system:serviceaccount:headgate-system:agent",
+                "extra": {POD_NAME: ["agent-x"], POD_UID: ["u1"], NODE_NAME: ["n1"]},
+            },
+        });
+        if let Some(key) = field.strip_prefix("extra ") {
+            status["user"]["extra"][key] = value;
+        } else {
+            *status.pointer_mut(field).unwrap() = value;
+        }
+        let client = Client::try_from(Config::new("http://127.0.0.1:1".parse().unwrap())).unwrap();
+        let account = ServiceKey::new("headgate-system", "agent");
+        let tokens = Tokens::new(client, "headgate".to_owned(), account);
+        tokens.reviewed(serde_json::from_value(status).unwrap()).map_err(|error| error.result())
+    }
+
+    #[tokio::test]
+    async fn only_complete_reviews_for_this_audience_and_account_count() {
+        let node = |node: Option<&str>| {
+            Ok(Reviewed { pod: "agent-x".to_owned(), uid: "u1".to_owned(), node: node.map(str::to_owned) })
+        };
+        assert_eq!(reviewed("/authenticated", json!(true)), node(Some("n1")));
+        assert_eq!(reviewed("/audiences", json!(["other", "headgate"])), node(Some("n1")));
+        assert_eq!(reviewed(&format!("extra {NODE_NAME}"), json!([])), node(None));
+        for (field, value, result) in [
+            ("/authenticated", json!(false), "token_rejected"),
+            ("/authenticated", json!(null), "token_rejected"),
+            // An API server that does not know audiences returns none.
+            ("/audiences", json!(null), "token_rejected"),
+            ("/audiences", json!(["other"]), "token_rejected"),
+            ("/user/username", json!("system:serviceaccount:headgate-system:other"), "service_account"),
+            ("/user/username", json!("system:serviceaccount:other:agent"), "service_account"),
+            ("/user", json!(null), "service_account"),
+            (&format!("extra {POD_NAME}"), json!([]), "no_pod"),
+            (&format!("extra {POD_NAME}"), json!(["agent-x", "agent-y"]), "no_pod"),
+            (&format!("extra {POD_UID}"), json!([""]), "no_pod"),
+            ("/user/extra", json!(null), "no_pod"),
+        ] {
+            assert_eq!(reviewed(field, value.clone()), Err(result), "{field} {value}");
+        }
     }
 }
