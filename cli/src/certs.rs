@@ -335,7 +335,7 @@ impl Made {
             line("\nIn a cluster, where agents enrol (repeat after each change; no restart is needed):");
             for object in [
                 format!("secret generic headgate-control-plane-tls --from-file={out}/control-plane"),
-                format!("secret generic headgate-authority --from-file={out}/ca.crt --from-file={out}/ca.key"),
+                format!("secret tls headgate-authority --cert={out}/ca.crt --key={out}/ca.key"),
                 format!("configmap headgate-authority --from-file={out}/ca.crt"),
             ] {
                 line(&format!(

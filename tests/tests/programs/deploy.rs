@@ -301,6 +301,29 @@ fn only_the_control_plane_mounts_secrets_and_accepts_the_agents_account() {
     assert!(strings(&control_plane_pod()["containers"][0]["args"]).contains(account.as_str()));
 }
 
+/// The schemas of cert-manager's kinds are not published with those of Kubernetes. This test
+/// compares the manifests with what the programs expect.
+#[test]
+fn the_manifests_of_cert_manager_fill_the_secrets_of_the_control_plane() {
+    let certificates = documents_of(&deploy().join("cert-manager/certificates.yaml"));
+    let of = |secret: &str| {
+        let is_its = |object: &&Value| object["kind"] == "Certificate" && object["spec"]["secretName"] == secret;
+        certificates.iter().find(is_its).map(|object| object["spec"].clone()).unwrap()
+    };
+    for volume in control_plane_pod()["volumes"].as_array().unwrap() {
+        of(volume["secret"]["secretName"].as_str().unwrap());
+    }
+    let (authority, server) = (of("headgate-authority"), of("headgate-control-plane-tls"));
+    assert_eq!((&authority["isCA"], &authority["privateKey"]["encoding"]), (&json!(true), &json!("PKCS8")));
+    assert_eq!(strings(&server["uris"]), BTreeSet::from(["headgate://replica/headgate-control-plane"]));
+    assert!(strings(&server["usages"]).is_superset(&BTreeSet::from(["server auth", "client auth"])));
+    // cert-manager and `kubectl create secret tls` name the files alike.
+    let args = control_plane_pod()["containers"][0]["args"].clone();
+    for (option, file) in [("--enrolment-ca-cert", "tls.crt"), ("--enrolment-ca-key", "tls.key")] {
+        assert!(strings(&args).contains(format!("{option}=/etc/headgate/authority/{file}").as_str()), "{option}");
+    }
+}
+
 #[test]
 fn agents_have_two_capabilities_and_no_privileges() {
     let pod = agent_pod();

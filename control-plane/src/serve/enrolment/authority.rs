@@ -1,5 +1,5 @@
-//! The authority that signs the certificates of enrolled nodes, in the folder that
-//! `headgatectl ca` writes: the first certificate in `ca.crt` belongs to `ca.key`.
+//! The authority that signs the certificates of enrolled nodes. `headgatectl ca` writes its files:
+//! the first certificate in `ca.crt` belongs to `ca.key`.
 
 use std::time::{Duration, SystemTime};
 
@@ -33,22 +33,27 @@ pub enum IssueError {
 }
 
 impl Authority {
-    /// Reads the contents of `ca.crt` and `ca.key`.
+    /// Reads the contents of the files of `--enrolment-ca-cert` and `--enrolment-ca-key`.
     ///
     /// # Errors
     ///
     /// [`IssueError::Authority`]. Retry after the files have changed.
     pub(super) fn parse(certificates: &str, key: &str, now: SystemTime) -> Result<Self, IssueError> {
         let bad = |problem: String| IssueError::Authority(problem);
-        let key = KeyPair::from_pem(key).map_err(|error| bad(format!("ca.key is not a PEM private key ({error})")))?;
+        let key = KeyPair::from_pem(key)
+            .map_err(|error| bad(format!("--enrolment-ca-key is not a PEM private key in PKCS#8 ({error})")))?;
         let (_, pem) = parse_x509_pem(certificates.as_bytes())
-            .map_err(|error| bad(format!("ca.crt is not a PEM certificate ({error})")))?;
-        let own = pem.parse_x509().map_err(|error| bad(format!("ca.crt is not a certificate ({error})")))?;
+            .map_err(|error| bad(format!("--enrolment-ca-cert is not a PEM certificate ({error})")))?;
+        let own =
+            pem.parse_x509().map_err(|error| bad(format!("--enrolment-ca-cert is not a certificate ({error})")))?;
         if own.public_key().subject_public_key.data.as_ref() != key.der_bytes() {
-            return Err(bad("ca.key is not the key of the first certificate in ca.crt".to_owned()));
+            return Err(bad(
+                "--enrolment-ca-key is not the key of the first certificate of --enrolment-ca-cert: replace both files"
+                    .to_owned(),
+            ));
         }
         if !own.basic_constraints().ok().flatten().is_some_and(|constraints| constraints.value.ca) {
-            return Err(bad("the first certificate in ca.crt does not belong to an authority".to_owned()));
+            return Err(bad("the first certificate of --enrolment-ca-cert does not belong to an authority".to_owned()));
         }
         let not_after = time(own.validity().not_after);
         if not_after <= now {
@@ -162,8 +167,8 @@ mod tests {
             Authority::parse(certificate, key, now).map(drop).unwrap_err().to_string()
         };
         assert!(problem(&certificate, &key, SystemTime::now() + DAY * 3).contains("expired"));
-        assert!(problem("", &key, SystemTime::now()).contains("ca.crt is not a PEM certificate"));
-        assert!(problem(&certificate, "", SystemTime::now()).contains("ca.key is not a PEM private key"));
+        assert!(problem("", &key, SystemTime::now()).contains("--enrolment-ca-cert is not a PEM certificate"));
+        assert!(problem(&certificate, "", SystemTime::now()).contains("--enrolment-ca-key is not a PEM private key"));
         let (leaf, leaf_key) = authority(2, IsCa::ExplicitNoCa);
         assert!(problem(&leaf, &leaf_key, SystemTime::now()).contains("does not belong to an authority"));
     }

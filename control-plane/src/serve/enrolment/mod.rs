@@ -72,7 +72,7 @@ pub enum EnrolmentError {
         error: std::io::Error,
     },
     /// The authority cannot sign.
-    #[error("--enrolment-ca-cert, --enrolment-ca-key: {0}")]
+    #[error(transparent)]
     Authority(#[from] IssueError),
     /// No API server can be asked about tokens.
     #[error("--enrolment-listen needs an API server that reviews tokens: {0}")]
