@@ -10,6 +10,7 @@ use headgate_proto::v1::{ExplainQuery, Explanation};
 
 use super::backend::Backend;
 use super::cluster::{self, AgentInfo, AgentSetup, Glance};
+use super::container;
 use super::machines::Machines;
 use super::manifests::{Manifests, Service, Via};
 use super::plan::{Family, NODES};
@@ -58,20 +59,37 @@ impl Testbed {
     /// Starts machines, control plane and agents, and waits until all nodes have programmed
     /// `manifests`.
     pub fn start(backend: Backend, manifests: Manifests) -> Result<Self> {
+        Self::start_with(backend, manifests, |bed| NODES.iter().try_for_each(|node| bed.start_agent(node.name)))
+    }
+
+    /// Starts a cluster like [`Self::start`], whose agents run as in the manifests: a privileged
+    /// program sets the kernel parameters, and then the agent runs with the rights of its
+    /// container.
+    pub fn start_in_containers(backend: Backend, manifests: Manifests) -> Result<Self> {
+        let setup = AgentSetup { in_container: true, ..AgentSetup::default() };
+        let bed = Self::start_with(backend, manifests, |bed| {
+            NODES.iter().try_for_each(|node| {
+                bed.set_parameters(node.name, &AgentSetup::default())?;
+                bed.start_agent_with(node.name, &setup)
+            })
+        })?;
+        bed.processes().agents.values().try_for_each(|agent| container::check(agent.id()))?;
+        Ok(bed)
+    }
+
+    fn start_with(
+        backend: Backend,
+        manifests: Manifests,
+        start_agents: impl FnOnce(&Self) -> Result<()>,
+    ) -> Result<Self> {
         let bed = Self::machines_only(backend, manifests)?;
-        match bed.start_programs() {
+        match bed.start_control_plane().and_then(|()| start_agents(&bed)).and_then(|()| bed.wait_programmed()) {
             Ok(()) => Ok(bed),
             Err(error) => {
                 bed.machines.keep_folder();
                 Err(error)
             }
         }
-    }
-
-    fn start_programs(&self) -> Result<()> {
-        self.start_control_plane()?;
-        NODES.iter().try_for_each(|node| self.start_agent(node.name))?;
-        self.wait_programmed()
     }
 
     /// Starts the machines and writes the manifests. Control plane and agents are not started.

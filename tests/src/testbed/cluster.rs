@@ -15,6 +15,7 @@ use tonic::Code;
 use tonic::transport::{Channel, Endpoint};
 
 use super::backend::Backend;
+use super::container;
 use super::machines::Machines;
 use super::manifests::{MARKER, NAMESPACE};
 use super::plan::{self, CLUSTER_CIDR, CONTROL, CONTROL_PORT};
@@ -67,6 +68,9 @@ pub struct AgentSetup {
     pub tools: Option<PathBuf>,
     /// Mounts `/proc/sys` read-only, as in a container that is not privileged.
     pub read_only_parameters: bool,
+    /// Runs the agent with the rights of its container in the manifests: their capabilities, no
+    /// new privileges, and a read-only root. The agent can write only to the folder of the testbed.
+    pub in_container: bool,
     /// Omits `--cluster-cidr`, so that the agent cannot tell pods from other clients.
     pub cannot_tell_pods: bool,
     /// Additional arguments.
@@ -80,16 +84,14 @@ impl AgentSetup {
     }
 }
 
-/// A shell script that mounts `/proc/sys` read-only and then replaces itself with its arguments.
-const READ_ONLY_PARAMETERS: &str =
-    r#"mount --bind /proc/sys /proc/sys; mount -o remount,bind,ro /proc/sys; exec "$0" "$@""#;
-
 /// The agent's command line for a node, without the flags for the control plane.
 fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &AgentSetup) -> Result<Command> {
     let program = process::program("headgate-node-agent")?;
-    let mut command = if setup.read_only_parameters {
+    let mut command = if setup.in_container {
+        container::command(&program, machines.folder())?
+    } else if setup.read_only_parameters {
         let mut command = Command::new("unshare");
-        command.args(["--mount", "sh", "-ec", READ_ONLY_PARAMETERS]).arg(program);
+        command.args(["--mount", "sh", "-ec", container::READ_ONLY_PARAMETERS]).arg(program);
         command
     } else {
         Command::new(program)

@@ -25,6 +25,7 @@ pub mod backend;
 mod bed;
 pub mod client;
 mod cluster;
+mod container;
 pub mod flow;
 pub mod iptables;
 pub mod machines;

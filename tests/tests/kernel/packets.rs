@@ -37,13 +37,15 @@ fn on(bed: Result<Testbed>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
     }
 }
 
-/// Runs one group of the case table, named in `table::GROUPS`. The agents must also explain the
-/// packets of the group.
+/// Runs one group of the case table, named in `table::GROUPS`, with agents that have the rights of
+/// the manifests. The agents must also explain the packets of the group.
 fn group(backend: Backend, name: &str) {
     let (_, cases) = table::GROUPS.iter().find(|(group, _)| *group == name).unwrap();
-    on_testbed(backend, table::services(), |bed| {
-        cases::run(bed, &cases())?;
-        explained::agree(bed, &cases())
+    where_it_runs(backend, || {
+        on(table::services().and_then(|services| Testbed::start_in_containers(backend, services)), |bed| {
+            cases::run(bed, &cases())?;
+            explained::agree(bed, &cases())
+        });
     });
 }
 
