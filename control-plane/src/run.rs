@@ -63,6 +63,8 @@ impl ControlPlane {
             shutdown.clone(),
         )
         .await?;
+        let metrics = running.metrics_addr.map(tracing::field::display);
+        tracing::info!(listen = %running.local_addr, metrics, source = %options.source, epoch = format!("{:016x}", store.epoch()), "control plane runs");
         let sink: Arc<dyn Sink> = Arc::<Store>::clone(&store);
         let run = source::run(options.source.clone(), options.source_settings(), sink, shutdown.clone());
         Ok(Self { running, store, source: tokio::spawn(run), shutdown })
@@ -98,9 +100,5 @@ impl ControlPlane {
 ///
 /// [`RunError`]. A retry helps only after the cause that the error names is corrected.
 pub async fn run(options: &Options, shutdown: CancellationToken) -> Result<(), RunError> {
-    let control_plane = ControlPlane::start(options, shutdown).await?;
-    let running = &control_plane.running;
-    let metrics = running.metrics_addr.map(tracing::field::display);
-    tracing::info!(listen = %running.local_addr, metrics, source = %options.source, epoch = format!("{:016x}", control_plane.store.epoch()), "control plane runs");
-    control_plane.run().await
+    ControlPlane::start(options, shutdown).await?.run().await
 }

@@ -33,7 +33,8 @@
 //! 7. The program
 //!    - [`options`]: the command line.
 //!    - [`dataplane_choice`]: chooses, configures and cleans up dataplanes.
-//!    - `run` starts, connects and stops the parts. [`fuzz`] lets fuzzers call every parser.
+//!    - `run` starts, connects and stops the parts. [`program`] has the log, signals and tasks of
+//!      programs. [`fuzz`] lets fuzzers call every parser.
 
 pub mod backoff;
 mod bisect;
@@ -57,6 +58,7 @@ pub mod observers;
 pub mod options;
 pub mod packet_counters;
 pub mod persist;
+pub mod program;
 pub mod progress;
 pub mod reconcile;
 mod run;

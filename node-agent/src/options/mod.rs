@@ -358,7 +358,8 @@ impl Options {
 }
 
 /// Replaces `_` by `-` in the name of a flag. Leaves other arguments and values unchanged.
-fn with_dashes(argument: OsString) -> OsString {
+#[must_use]
+pub fn with_dashes(argument: OsString) -> OsString {
     if !argument.as_bytes().starts_with(b"--") {
         return argument;
     }

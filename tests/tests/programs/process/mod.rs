@@ -2,6 +2,7 @@
 //! that follow the node. The node is a network namespace. The control plane in this namespace reads
 //! a folder of manifests.
 
+mod all_in_one;
 mod config;
 mod counters;
 mod degraded;

@@ -18,7 +18,7 @@ const ENDPOINTS: [&str; 2] = ["10.244.1.1:8080", "[fd00:244::1]:8080"];
 const CLUSTER_IPS: [&str; 2] = ["10.96.0.1:80", "[fd00:96::1]:80"];
 
 /// A node with the Service ns/web and its endpoint, whose addresses belong to the node.
-fn rig() -> Rig {
+pub(super) fn rig() -> Rig {
     let v6 = slice("web", &[], "").replace("name: web-1", "name: web-2").replace("IPv4", "IPv6")
         + "- {addresses: [\"fd00:244::1\"], nodeName: node-a}\n";
     let rig = Rig::serving(&[
@@ -33,7 +33,7 @@ fn rig() -> Rig {
 }
 
 /// Serves the endpoint: sends back what it reads.
-fn serve(rig: &Rig) {
+pub(super) fn serve(rig: &Rig) {
     for address in ENDPOINTS {
         let listener = rig.run(|| TcpListener::bind(address).unwrap());
         thread::spawn(move || {
@@ -51,7 +51,7 @@ fn serve(rig: &Rig) {
 }
 
 /// Opens a connection and exchanges this number of bytes.
-fn exchange(rig: &Rig, address: &str, bytes: usize) -> Result<TcpStream, String> {
+pub(super) fn exchange(rig: &Rig, address: &str, bytes: usize) -> Result<TcpStream, String> {
     let address: SocketAddr = address.parse().unwrap();
     let mut stream = rig.run(|| TcpStream::connect(address)).map_err(|error| error.to_string())?;
     stream.write_all(&vec![b'x'; bytes]).map_err(|error| error.to_string())?;

@@ -224,6 +224,14 @@ impl Rig {
         Program::start(&self.namespace, command, self.path("agent.log"))
     }
 
+    /// Starts `headgate` for node-a with the manifests of this rig.
+    pub(super) fn all_in_one(&self, arguments: &[&str]) -> Program {
+        let mut command = Command::new(program("headgate").unwrap());
+        command.args(["--source", &format!("files:{}", self.path("manifests").display()), "--node-name=node-a"]);
+        command.args(arguments).env("NO_COLOR", "1");
+        Program::start(&self.namespace, command, self.path("headgate.log"))
+    }
+
     /// Runs the agent's program until it ends. The program does not use the machine's state folder.
     pub(super) fn run_agent(&self, arguments: &[&str]) -> (ExitStatus, String) {
         let arguments = [&["--state-dir="], arguments].concat();

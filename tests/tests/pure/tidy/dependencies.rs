@@ -1,6 +1,6 @@
 //! Crates depend only in the allowed direction, and core depends on nothing that could do I/O. The
 //! allowed direction is core ← proto ← {control-plane, node-agent, cli} ← tests, and netlink ←
-//! {ipvs, ipset, nftables} ← node-agent.
+//! {ipvs, ipset, nftables} ← node-agent; {control-plane, node-agent} ← headgate.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -100,6 +100,7 @@ fn packages_of_the_workspace_depend_only_in_the_allowed_direction() {
                 "ipset-netlink",
             ]),
         ),
+        ("headgate", BTreeSet::from(["headgate-control-plane", "headgate-node-agent"])),
         ("headgatectl", BTreeSet::from(["headgate-proto", "headgate-settings", "headgate-tls"])),
         ("headgate-drain", BTreeSet::new()),
         (

@@ -1,0 +1,58 @@
+//! The control plane and the agent of a cluster with one node, in one process. The agent's stream
+//! uses a loopback address, so no certificates are needed.
+
+mod options;
+
+use std::{pin::pin, process::ExitCode};
+
+use headgate_control_plane::run::ControlPlane;
+use headgate_node_agent::program;
+use tokio_util::sync::CancellationToken;
+
+use self::options::Options;
+
+fn main() -> ExitCode {
+    let options = Options::read(std::env::args_os()).unwrap_or_else(|error| error.exit());
+    match start(options) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("headgate: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn start(options: Options) -> anyhow::Result<()> {
+    // The source logs each failed request with its kind and remedy, so the log of the API client is
+    // off unless --log turns it on.
+    program::start_log(&format!("kube_client=off,{}", options.agent.log), options.agent.log_format)?;
+    if program::run_task(&options.agent)? {
+        return Ok(());
+    }
+    tokio::runtime::Runtime::new()?.block_on(run(options))
+}
+
+/// Runs both parts until a signal arrives or a part ends.
+async fn run(Options { control_plane, mut agent }: Options) -> anyhow::Result<()> {
+    let agent_shutdown = program::cancelled_by_signals()?;
+    // The control plane serves until the agent has ended, because an agent in mode userspace
+    // programs changes while its connections end.
+    let shutdown = CancellationToken::new();
+    let control_plane = ControlPlane::start(&control_plane, shutdown.clone()).await?;
+    agent.control_plane = vec![format!("http://{}", control_plane.running.local_addr)];
+    let mut control_plane = tokio::spawn(control_plane.run());
+    let mut agent = pin!(headgate_node_agent::run(agent, agent_shutdown.clone()));
+    tokio::select! {
+        ended = &mut agent => {
+            shutdown.cancel();
+            control_plane.await??;
+            ended?;
+        }
+        ended = &mut control_plane => {
+            agent_shutdown.cancel();
+            agent.await?;
+            ended??;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,77 @@
+//! `headgate`: the control plane and the agent of one node in one process.
+
+use std::io::{Read as _, Write as _};
+
+use super::{
+    proxy::{self, exchange, serve},
+    rig::{Rig, eventually, service, slice},
+};
+
+const CLUSTER_IP: &str = "10.96.0.1:80";
+
+/// A node with the Service ns/web, on which no program runs.
+fn rig() -> Rig {
+    let mut rig = proxy::rig();
+    rig.stop_control_plane();
+    serve(&rig);
+    rig
+}
+
+#[test]
+fn one_program_forwards_connections_by_a_folder_of_manifests_and_serves_all_pages() {
+    let rig = rig();
+    let headgate = rig.all_in_one(&["--state-dir=", "--proxy-mode=nftables"]);
+    eventually("the Service forwards", || exchange(&rig, CLUSTER_IP, 1));
+
+    // headgatectl needs no option, because the address is its default.
+    let agents = rig.headgatectl(&["agents"]).unwrap();
+    assert!(agents.contains("fleet: 1 of 1 up to date"), "{agents}");
+    assert_eq!(rig.until_health("/healthz", 200)["nodeEligible"], true);
+    assert_eq!(rig.replica_page("/readyz").unwrap().0, 200);
+    let (_, of_control_plane) = rig.replica_page("/metrics").unwrap();
+    assert!(of_control_plane.contains("\nheadgate_streams 1\n"), "{of_control_plane}");
+    rig.until_programmed();
+
+    // The program follows edits of the folder, and does not cut connections.
+    let mut open = exchange(&rig, CLUSTER_IP, 1).unwrap();
+    rig.put("more", &(service("more", 2, "") + "---\n" + &slice("more", &[("node-a", 1)], "")));
+    eventually("the new Service forwards", || exchange(&rig, "10.96.0.2:80", 1));
+
+    // The rules stay after the end, so connections continue.
+    let (status, log) = headgate.terminate();
+    assert!(status.success() && log.contains("stopped; the rules stay in the kernel"), "{status}: {log}");
+    open.write_all(b"x").unwrap();
+    open.read_exact(&mut [0]).unwrap();
+    exchange(&rig, CLUSTER_IP, 1).unwrap();
+    let (status, log) = rig.all_in_one(&["--state-dir=", "--cleanup"]).ended();
+    assert!(status.success() && rig.node_port_addresses().is_err(), "{status}: {log}");
+}
+
+#[test]
+fn open_connections_of_mode_userspace_may_end_before_the_program_ends() {
+    let rig = rig();
+    let headgate = rig.all_in_one(&["--state-dir=", "--proxy-mode=userspace"]);
+    let mut open = eventually("the Service forwards", || exchange(&rig, CLUSTER_IP, 1));
+    headgate.signal(nix::sys::signal::Signal::SIGTERM);
+    eventually("the program drains", || if headgate.log().contains("stopping") { Ok(()) } else { Err(headgate.log()) });
+    // The control plane still serves.
+    assert_eq!(rig.replica_page("/readyz").unwrap().0, 200);
+    open.write_all(b"x").unwrap();
+    open.read_exact(&mut [0]).unwrap();
+    drop(open);
+    let (status, log) = headgate.ended();
+    assert!(status.success() && log.contains("all connections of the proxy have ended"), "{status}: {log}");
+}
+
+#[test]
+fn a_part_that_cannot_start_ends_the_program() {
+    let rig = rig();
+    for (argument, reason) in [
+        ("--listen=203.0.113.7:7443", "--listen: cannot listen on 203.0.113.7:7443"),
+        ("--listen=10.0.0.1:7443", "is neither a loopback address nor in a range reserved for tests"),
+        ("--config=/missing.yaml", "/missing.yaml"),
+    ] {
+        let (status, log) = rig.all_in_one(&["--state-dir=", argument]).ended();
+        assert!(status.code() == Some(1) && log.contains(reason), "{argument}: {status}: {log}");
+    }
+}
