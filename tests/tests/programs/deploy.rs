@@ -411,6 +411,32 @@ fn programs_know_the_options_and_references_resolve() {
     }
 }
 
+/// The page says that its commands need a cluster. Without a cluster, this test shows that the
+/// programs of this repository accept their options, and that Helm renders the chart.
+#[test]
+fn programs_accept_the_commands_of_the_page() {
+    let page = std::fs::read_to_string(deploy().join("README.md")).unwrap();
+    let section = page.split("\n## ").find(|section| section.starts_with("Install\n")).unwrap();
+    assert!(section.contains("All commands of this section need a cluster."));
+    assert_eq!(page.matches("```sh").count(), section.matches("```sh").count(), "commands outside of the section");
+    let blocks: String = section.split("```sh\n").skip(1).map(|rest| rest.split_once("```").unwrap().0).collect();
+    let folders = [program("headgate").unwrap(), tool("helm")].map(|path| path.parent().unwrap().display().to_string());
+    let path = format!("{}:{}", folders.join(":"), std::env::var("PATH").unwrap());
+    let mut run_commands = 0;
+    for command in blocks.replace("\\\n", " ").lines().map(str::trim) {
+        let checked = match command.split_once(' ').unwrap().0 {
+            // With --help, the programs check the options before it, and end.
+            "headgate" | "headgatectl" => format!("{command} --help"),
+            "helm" => command.replace("helm install", "helm template"),
+            "docker" | "kubectl" => continue,
+            other => panic!("{other} is neither a known program nor a tool of clusters: {command}"),
+        };
+        run(Command::new("sh").args(["-ec", &checked]).env("PATH", &path).current_dir(deploy().join("..")));
+        run_commands += 1;
+    }
+    assert_eq!(run_commands, 4, "{blocks}");
+}
+
 #[test]
 fn images_carry_the_version_of_the_workspace() {
     let version = env!("CARGO_PKG_VERSION");
