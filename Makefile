@@ -5,7 +5,7 @@
 keep := $(filter-out 0,$(KEEP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test demo bench kernels fmt lint deny descriptor docs behaviours clean-namespaces
+.PHONY: help setup build test demo bench kernels dist skew roots fmt lint deny descriptor docs behaviours clean-namespaces
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,19 @@ kernels: setup ## Test nftables mode on Linux 5.10, 6.1 and 6.12 of Debian, in Q
 	cargo build --workspace --locked
 	cargo test --workspace --locked --test kernel --no-run
 	.ci/kernels $(ONLY)
+
+dist: ## Build static programs, a list of dependencies (SBOM) and checksums. COMPARE=1 builds twice and compares
+	@.ci/setup dist
+	@.ci/dist $(if $(filter-out 0,$(COMPARE)),--compare)
+
+skew: setup ## Test agents of the last release with this control plane, and the other way round. TAG=name takes another release
+	cargo build --workspace --locked
+	@.ci/skew $(TAG) $(ONLY)
+
+roots: setup ## Test the agent of `make dist` in file systems of Debian 11 to 13, with the manifest's capabilities
+	@.ci/setup roots
+	cargo build --workspace --locked
+	@.ci/roots $(ONLY)
 
 fmt: ## Format the code
 	cargo fmt --all

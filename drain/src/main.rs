@@ -34,6 +34,10 @@ fn main() -> ExitCode {
         println!("{USAGE}");
         return ExitCode::SUCCESS;
     }
+    if arguments.first().is_some_and(|first| matches!(first.as_str(), "-V" | "--version")) {
+        println!("headgate-drain {}", env!("CARGO_PKG_VERSION"));
+        return ExitCode::SUCCESS;
+    }
     if let [flag, file] = arguments.as_slice()
         && flag == "--install"
     {

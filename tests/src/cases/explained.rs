@@ -21,6 +21,10 @@ use crate::testbed::{
 /// # Errors
 /// Some explanations disagree with their cases. The error lists all of them.
 pub fn agree(bed: &Testbed, cases: &[Case]) -> Result<()> {
+    if std::env::var_os("HEADGATE_PROGRAMS").is_some() {
+        println!("explanations are not compared: a program of another version may have none (HEADGATE_PROGRAMS)");
+        return Ok(());
+    }
     let mut jobs = Vec::new();
     for case in cases.iter().filter(|case| !case.excluded.iter().any(|(backend, _)| *backend == bed.backend())) {
         for family in case.families {

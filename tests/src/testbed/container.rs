@@ -16,11 +16,19 @@ pub(super) const READ_ONLY_PARAMETERS: &str =
     r#"mount --bind /proc/sys /proc/sys; mount -o remount,bind,ro /proc/sys; exec "$0" "$@""#;
 
 /// A shell script that mounts everything read-only except its first argument, gives up all
-/// capabilities except its second argument, and replaces itself with the other arguments.
-const CONTAINER: &str = r#"folder=$0; kept=$1; shift
+/// capabilities except its second argument, and replaces itself with the other arguments. The root
+/// file system is the machine's, or the folder that `HEADGATE_CHROOT` names (`make roots`).
+const CONTAINER: &str = r#"folder=$0; kept=$1; shift; root=${HEADGATE_CHROOT:-/}
 mount --bind /proc/sys /proc/sys; mount -o remount,bind,ro /proc/sys
-mount --bind "$folder" "$folder"; mount -o remount,bind,ro /
-exec setpriv --bounding-set="-all$kept" --inh-caps=-all --no-new-privs "$@""#;
+mount --bind "$folder" "$folder"
+if [ "$root" != / ]; then
+  mount --bind "$root" "$root"
+  for inside in /proc /sys /dev /run "$folder" "$(dirname "$1")"; do
+    mkdir -p "$root$inside"; mount --rbind "$inside" "$root$inside"
+  done
+fi
+mount -o remount,bind,ro "$root"
+exec chroot "$root" setpriv --bounding-set="-all$kept" --inh-caps=-all --no-new-privs "$@""#;
 
 /// The capabilities of the agent's container.
 fn capabilities() -> Result<Vec<String>> {

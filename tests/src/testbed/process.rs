@@ -15,8 +15,16 @@ use super::netns::Namespace;
 /// How long a program may take to end after SIGTERM. After this time the program receives SIGKILL.
 const TERMINATION_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The path of a program of this workspace, built with the profile of the running test.
+/// The path of a program of this workspace: in the folder that `HEADGATE_PROGRAMS` names, if it is
+/// there, else the one that was built with the profile of the running test. `make skew` and `make
+/// roots` put another build of some programs in such a folder.
 pub fn program(name: &str) -> Result<PathBuf> {
+    if let Some(folder) = std::env::var_os("HEADGATE_PROGRAMS") {
+        let replacement = Path::new(&folder).join(name);
+        if replacement.is_file() {
+            return Ok(replacement);
+        }
+    }
     let own = std::env::current_exe().context("finding the running program")?;
     // target/<profile>/deps/<test>, or target/<profile>/<program>.
     let candidates = own.ancestors().skip(1).take(2).map(|folder| folder.join(name));
