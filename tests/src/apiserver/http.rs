@@ -46,6 +46,9 @@ pub(super) async fn answer(
         Some(fault) => apply_fault(&shared, &connection, fault).await?,
         None => None,
     };
+    let rights = shared.options().rights;
+    let forbidden = rights.and_then(|rights| rights.check(&head.method, path, query).err());
+    let faulty = faulty.or_else(|| forbidden.as_ref().map(refusal));
     let page = match head.method {
         _ if faulty.is_some() => None,
         Method::GET => shared.tokens.page(path).map(|page| (StatusCode::OK, page)),

@@ -18,6 +18,7 @@ mod kinds;
 pub mod objects;
 mod params;
 mod real;
+mod rights;
 mod server;
 mod status;
 mod store;
@@ -49,10 +50,11 @@ pub use self::{
     faults::{Cut, RequestFault, RequestFilter},
     kinds::Kind,
     real::{ASSETS_VARIABLE, RealApiServer, RealServerError},
+    rights::Rights,
     status::{Failure, failure},
     store::Backup,
     tokens::Token,
-    under_test::{ApiUnderTest, ApiUnderTestError},
+    under_test::{ApiUnderTest, ApiUnderTestError, client},
 };
 
 /// Options for behaviour that differs between versions of the real server, and for intervals. Tests
@@ -72,6 +74,8 @@ pub struct Options {
     /// Whether the server answers a watch from a version that is too old with HTTP code 410. If
     /// false, the server answers with code 200 and an ERROR event, like current servers.
     pub gone_as_http_status: bool,
+    /// The rights of clients. Other requests get 403. With `None`, clients may do everything.
+    pub rights: Option<Rights>,
 }
 
 impl Default for Options {
@@ -82,6 +86,7 @@ impl Default for Options {
             service_field_selectors: true,
             service_cidrs: true,
             gone_as_http_status: false,
+            rights: None,
         }
     }
 }

@@ -153,10 +153,15 @@ impl RealApiServer {
     /// The text of a kubeconfig file for this server, with a user in the group `system:masters`.
     /// The file refers to the CA by path, so it is valid only while the server runs.
     pub fn kubeconfig(&self) -> String {
+        self.kubeconfig_with(TOKEN)
+    }
+
+    /// The text of a kubeconfig file with another bearer token, such as that of a ServiceAccount.
+    pub fn kubeconfig_with(&self, token: &str) -> String {
         format!(
             "apiVersion: v1\nkind: Config\ncurrent-context: real\nclusters:\n- name: real\n  cluster:\n    server: {}\n    \
              certificate-authority: {}\ncontexts:\n- name: real\n  context:\n    cluster: real\n    user: tester\nusers:\n\
-             - name: tester\n  user:\n    token: {TOKEN}\n",
+             - name: tester\n  user:\n    token: {token}\n",
             self.url(),
             self.folder.path().join("ca.crt").display()
         )
@@ -205,7 +210,7 @@ impl RealApiServer {
             // Without this flag, the API server would write its own EndpointSlice during the tests.
             "--endpoint-reconciler-type=none".to_owned(),
             "--service-cluster-ip-range=10.96.0.0/16,fd00:10:96::/112".to_owned(),
-            "--authorization-mode=AlwaysAllow".to_owned(),
+            "--authorization-mode=RBAC".to_owned(),
             "--disable-admission-plugins=ServiceAccount".to_owned(),
             "--allow-privileged=true".to_owned(),
             format!("--token-auth-file={}", file("tokens.csv")),

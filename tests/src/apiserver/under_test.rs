@@ -64,15 +64,23 @@ impl ApiUnderTest {
         let stand_in = ApiServer::start()?;
         let client = client(&stand_in.kubeconfig()).await?;
         let mut servers = vec![Self { client, backing: Backing::StandIn(stand_in) }];
-        match RealApiServer::from_environment() {
-            Some(started) => {
-                let server = started?;
-                servers
-                    .push(Self { client: self::client(&server.kubeconfig()).await?, backing: Backing::Real(server) });
-            }
-            None => println!("{ASSETS_VARIABLE} is unset: watch tests run only against the stand-in API server"),
-        }
+        servers.extend(Self::real().await?);
         Ok(servers)
+    }
+
+    /// Starts the real server if [`ASSETS_VARIABLE`] is set, or else prints that the variable is
+    /// unset.
+    ///
+    /// # Errors
+    /// The server does not start.
+    pub async fn real() -> Result<Option<Self>, ApiUnderTestError> {
+        let Some(started) = RealApiServer::from_environment() else {
+            println!("{ASSETS_VARIABLE} is unset: this test does not run against a real API server");
+            return Ok(None);
+        };
+        let server = started?;
+        let client = client(&server.kubeconfig()).await?;
+        Ok(Some(Self { client, backing: Backing::Real(server) }))
     }
 
     /// `stand-in` or `kube-apiserver`, for messages.
@@ -104,6 +112,14 @@ impl ApiUnderTest {
         match &self.backing {
             Backing::StandIn(server) => server.kubeconfig(),
             Backing::Real(server) => server.kubeconfig(),
+        }
+    }
+
+    /// The text of a kubeconfig file with another bearer token. The stand-in does not read tokens.
+    pub fn kubeconfig_with(&self, token: &str) -> String {
+        match &self.backing {
+            Backing::StandIn(server) => server.kubeconfig(),
+            Backing::Real(server) => server.kubeconfig_with(token),
         }
     }
 
@@ -197,7 +213,11 @@ impl ApiUnderTest {
         Ok(())
     }
 
-    async fn send(&self, method: Method, path: &str, body: Option<&Value>) -> Result<Value, ApiUnderTestError> {
+    /// Sends a request, and returns the JSON object of the answer.
+    ///
+    /// # Errors
+    /// The server refuses the request, or the answer is not one JSON object.
+    pub async fn send(&self, method: Method, path: &str, body: Option<&Value>) -> Result<Value, ApiUnderTestError> {
         let bytes = body.map(|body| body.to_string().into_bytes()).unwrap_or_default();
         let request =
             Request::builder().method(method).uri(path).header("content-type", "application/json").body(bytes);
@@ -210,7 +230,11 @@ fn refused(failure: &super::Failure) -> ApiUnderTestError {
     ApiUnderTestError::BadRequest(failure.body.to_string())
 }
 
-async fn client(kubeconfig: &str) -> Result<Client, ApiUnderTestError> {
+/// A kube client for the text of a kubeconfig file.
+///
+/// # Errors
+/// The text is not a kubeconfig.
+pub async fn client(kubeconfig: &str) -> Result<Client, ApiUnderTestError> {
     let kubeconfig = Kubeconfig::from_yaml(kubeconfig)?;
     let options = KubeConfigOptions::default();
     let config = Config::from_custom_kubeconfig(kubeconfig, &options).await?;

@@ -411,30 +411,60 @@ fn programs_know_the_options_and_references_resolve() {
     }
 }
 
-/// The page says that its commands need a cluster. Without a cluster, this test shows that the
-/// programs of this repository accept their options, and that Helm renders the chart.
-#[test]
-fn programs_accept_the_commands_of_the_page() {
-    let page = std::fs::read_to_string(deploy().join("README.md")).unwrap();
-    let section = page.split("\n## ").find(|section| section.starts_with("Install\n")).unwrap();
-    assert!(section.contains("All commands of this section need a cluster."));
-    assert_eq!(page.matches("```sh").count(), section.matches("```sh").count(), "commands outside of the section");
-    let blocks: String = section.split("```sh\n").skip(1).map(|rest| rest.split_once("```").unwrap().0).collect();
+/// The commands in the `sh` blocks of a text, one a line.
+fn commands(text: &str) -> String {
+    let blocks = text.split("```sh\n").skip(1).map(|rest| rest.split_once("```").unwrap().0.trim_end());
+    blocks.collect::<Vec<_>>().join("\n").replace("\\\n", " ")
+}
+
+/// A configuration file of kube-proxy, for `printf` in a shell.
+const CONFIGURATION: &str = r"apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: ipvs\n";
+
+/// Shows without a cluster that the programs of this repository accept the options in these
+/// commands, and that Helm renders the chart. Returns the number of the commands that it ran.
+fn run_without_cluster(commands: &str, folder: &Path) -> usize {
     let folders = [program("headgate").unwrap(), tool("helm")].map(|path| path.parent().unwrap().display().to_string());
     let path = format!("{}:{}", folders.join(":"), std::env::var("PATH").unwrap());
+    let is_start = |line: &&str| !line.starts_with(' ');
+    let lines = commands.lines().map(|line| line.strip_prefix("   ").unwrap_or(line)).filter(is_start);
     let mut run_commands = 0;
-    for command in blocks.replace("\\\n", " ").lines().map(str::trim) {
+    for command in lines {
         let checked = match command.split_once(' ').unwrap().0 {
+            // The configuration of kube-proxy exists only in a cluster.
+            _ if command.ends_with(" | headgatectl migrate check -") => {
+                format!("printf '{CONFIGURATION}' | headgatectl migrate check -")
+            }
+            "headgatectl" if command.contains(" migrate check /") => {
+                format!("printf '{CONFIGURATION}' | headgatectl migrate check /dev/stdin")
+            }
+            "headgatectl" if command.contains(" migrate check") => command.to_owned(),
             // With --help, the programs check the options before it, and end.
-            "headgate" | "headgatectl" => format!("{command} --help"),
+            "headgate" | "headgatectl" | "headgate-control-plane" | "headgate-node-agent" => {
+                format!("{command} --help")
+            }
             "helm" => command.replace("helm install", "helm template"),
             "docker" | "kubectl" => continue,
             other => panic!("{other} is neither a known program nor a tool of clusters: {command}"),
         };
-        run(Command::new("sh").args(["-ec", &checked]).env("PATH", &path).current_dir(deploy().join("..")));
+        run(Command::new("sh").args(["-ec", &checked]).env("PATH", &path).current_dir(folder));
         run_commands += 1;
     }
-    assert_eq!(run_commands, 4, "{blocks}");
+    run_commands
+}
+
+#[test]
+fn programs_accept_the_commands_of_the_pages() {
+    let repository = deploy().join("..");
+    let page = |name: &str| std::fs::read_to_string(repository.join(name)).unwrap();
+    let install = page("deploy/README.md");
+    let section = install.split("\n## ").find(|section| section.starts_with("Install\n")).unwrap();
+    assert!(section.contains("All commands of this section need a cluster."));
+    assert_eq!(install.matches("```sh").count(), section.matches("```sh").count(), "commands outside of the section");
+    let migration = page("docs/migration.md");
+    assert!(migration.contains("The commands with `kubectl` and `helm` need a cluster."));
+    for (text, count) in [(section, 4), (&migration, 4), (&page("docs/security.md"), 2), (&page("docs/tls.md"), 1)] {
+        assert_eq!(run_without_cluster(&commands(text), &repository), count, "{text}");
+    }
 }
 
 #[test]

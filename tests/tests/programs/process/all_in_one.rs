@@ -2,9 +2,11 @@
 
 use std::io::{Read as _, Write as _};
 
+use headgate_tests::apiserver::{ApiServer, Restart};
+
 use super::{
     proxy::{self, exchange, serve},
-    rig::{Rig, eventually, service, slice},
+    rig::{Rig, eventually, node, service, slice},
 };
 
 const CLUSTER_IP: &str = "10.96.0.1:80";
@@ -20,7 +22,7 @@ fn rig() -> Rig {
 #[test]
 fn one_program_forwards_connections_by_a_folder_of_manifests_and_serves_all_pages() {
     let rig = rig();
-    let headgate = rig.all_in_one(&["--state-dir=", "--proxy-mode=nftables"]);
+    let headgate = rig.all_in_one(&["--proxy-mode=nftables"]);
     eventually("the Service forwards", || exchange(&rig, CLUSTER_IP, 1));
 
     // headgatectl needs no option, because the address is its default.
@@ -43,14 +45,33 @@ fn one_program_forwards_connections_by_a_folder_of_manifests_and_serves_all_page
     open.write_all(b"x").unwrap();
     open.read_exact(&mut [0]).unwrap();
     exchange(&rig, CLUSTER_IP, 1).unwrap();
-    let (status, log) = rig.all_in_one(&["--state-dir=", "--cleanup"]).ended();
+    let (status, log) = rig.all_in_one(&["--cleanup"]).ended();
     assert!(status.success() && rig.node_port_addresses().is_err(), "{status}: {log}");
+}
+
+#[test]
+fn one_program_follows_an_api_server_and_forwards_while_the_server_is_down() {
+    let rig = rig();
+    let api = rig.run(|| ApiServer::start().unwrap());
+    let apply = |text: &str| api.apply(serde_saphyr::from_str(text).unwrap()).unwrap();
+    for text in [node(""), service("web", 1, ""), slice("web", &[("node-a", 1)], "")] {
+        apply(&text);
+    }
+    let kubeconfig = format!("--kubeconfig={}", rig.write("kubeconfig", &api.kubeconfig()).display());
+    let _headgate = rig.all_in_one_of("kubernetes", &[&kubeconfig, "--proxy-mode=nftables"]);
+    eventually("the Service forwards", || exchange(&rig, CLUSTER_IP, 1));
+    api.stop();
+    exchange(&rig, CLUSTER_IP, 1).unwrap();
+    rig.run(|| api.restart(&Restart::KeepHistory).unwrap());
+    apply(&service("more", 2, ""));
+    apply(&slice("more", &[("node-a", 1)], ""));
+    eventually("the new Service forwards", || exchange(&rig, "10.96.0.2:80", 1));
 }
 
 #[test]
 fn open_connections_of_mode_userspace_may_end_before_the_program_ends() {
     let rig = rig();
-    let headgate = rig.all_in_one(&["--state-dir=", "--proxy-mode=userspace"]);
+    let headgate = rig.all_in_one(&["--proxy-mode=userspace"]);
     let mut open = eventually("the Service forwards", || exchange(&rig, CLUSTER_IP, 1));
     headgate.signal(nix::sys::signal::Signal::SIGTERM);
     eventually("the program drains", || if headgate.log().contains("stopping") { Ok(()) } else { Err(headgate.log()) });
@@ -71,7 +92,7 @@ fn a_part_that_cannot_start_ends_the_program() {
         ("--listen=10.0.0.1:7443", "is neither a loopback address nor in a range reserved for tests"),
         ("--config=/missing.yaml", "/missing.yaml"),
     ] {
-        let (status, log) = rig.all_in_one(&["--state-dir=", argument]).ended();
+        let (status, log) = rig.all_in_one(&[argument]).ended();
         assert!(status.code() == Some(1) && log.contains(reason), "{argument}: {status}: {log}");
     }
 }

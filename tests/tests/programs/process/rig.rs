@@ -226,9 +226,13 @@ impl Rig {
 
     /// Starts `headgate` for node-a with the manifests of this rig.
     pub(super) fn all_in_one(&self, arguments: &[&str]) -> Program {
+        self.all_in_one_of(&format!("files:{}", self.path("manifests").display()), arguments)
+    }
+
+    /// Starts `headgate` for node-a with another source.
+    pub(super) fn all_in_one_of(&self, source: &str, arguments: &[&str]) -> Program {
         let mut command = Command::new(program("headgate").unwrap());
-        command.args(["--source", &format!("files:{}", self.path("manifests").display()), "--node-name=node-a"]);
-        command.args(arguments).env("NO_COLOR", "1");
+        command.args(["--source", source, "--node-name=node-a", "--state-dir="]).args(arguments).env("NO_COLOR", "1");
         Program::start(&self.namespace, command, self.path("headgate.log"))
     }
 

@@ -1,8 +1,10 @@
 //! Agents that get their certificates for a service-account token, from the real control plane. A
-//! stand-in API server issues and reviews the tokens.
+//! stand-in API server issues and reviews the tokens. A real one does where `KUBEBUILDER_ASSETS`
+//! names it.
 
 mod limits;
 mod outages;
+mod real;
 mod requests;
 mod rights;
 mod tokens;
@@ -15,12 +17,13 @@ use std::{
 
 use headgate_node_agent::dataplane::in_memory::Call;
 use headgate_tests::{
-    apiserver::{ApiServer, Token, objects},
+    apiserver::{ApiServer, Options, Token, objects},
     testbed::port::ReservedPort,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use self::rights::granted;
 use super::{
     agent::Agent,
     certs::{headgatectl, made},
@@ -35,10 +38,11 @@ const FAILURE: &str = "headgate_agent_enrolments_total{result=\"failure\"}";
 /// Certificates for which an agent does not wait long.
 const SHORT: &str = "--enrolment-certificate-seconds=20";
 
-/// A control plane with an authority that has signed for no node, and a stand-in API server. The
-/// Node n1 has the address of this test, and the Node n2 has another address.
-struct Cluster {
-    api: ApiServer,
+/// A control plane with an authority that has signed for no node, and an API server that grants it
+/// the rights of the manifests. The Node n1 has the address of this test, and the Node n2 has
+/// another address.
+struct Cluster<A = ApiServer> {
+    api: A,
     control_plane: Option<ControlPlane>,
     options: Vec<String>,
     listen: ReservedPort,
@@ -46,25 +50,45 @@ struct Cluster {
     folder: TempDir,
 }
 
-fn add_node(api: &ApiServer, name: &str, address: &str) {
+fn node(name: &str, address: &str) -> Value {
     let status = json!({"addresses": [{"type": "InternalIP", "address": address}]});
-    let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "status": status});
-    api.apply(node).unwrap();
+    json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "status": status})
+}
+
+fn add_node(api: &ApiServer, name: &str, address: &str) {
+    api.apply(node(name, address)).unwrap();
 }
 
 impl Cluster {
     fn start(options: &[&str]) -> Self {
-        let api = ApiServer::start().unwrap();
+        let api = ApiServer::start_with(Options { rights: Some(granted()), ..Options::default() }).unwrap();
         add_node(&api, "n1", "127.0.0.1");
         add_node(&api, "n2", "192.0.2.2");
         Self::with_api(api, options)
     }
 
     fn with_api(api: ApiServer, options: &[&str]) -> Self {
+        let kubeconfig = api.kubeconfig();
+        Self::with_kubeconfig(api, &kubeconfig, options)
+    }
+
+    /// Starts an agent of a node that has nothing but the authority and a token.
+    async fn agent(&self, node: &str, token: Token) -> (Agent, PathBuf) {
+        self.agent_with(node, &self.api.issue_token(token), &self.path("certs/ca.crt")).await
+    }
+
+    /// Checks that a token gets nothing, with this result.
+    async fn refuses(&self, name: &str, token: Token, result: &str) {
+        self.refuses_text(name, &self.api.issue_token(token), result).await;
+    }
+}
+
+impl<A> Cluster<A> {
+    fn with_kubeconfig(api: A, kubeconfig: &str, options: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         made(&path("certs"), &["--server-ip=127.0.0.1"]);
-        fs::write(path("kubeconfig"), api.kubeconfig()).unwrap();
+        fs::write(path("kubeconfig"), kubeconfig).unwrap();
         let [listen, enrolment] = [(); 2].map(|()| ReservedPort::reserve().unwrap());
         let mut all = vec![
             format!("--listen={}", listen.address()),
@@ -87,11 +111,6 @@ impl Cluster {
 
     fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
-    }
-
-    /// Starts an agent of a node that has nothing but the authority and a token.
-    async fn agent(&self, node: &str, token: Token) -> (Agent, PathBuf) {
-        self.agent_with(node, &self.api.issue_token(token), &self.path("certs/ca.crt")).await
     }
 
     async fn agent_with(&self, node: &str, token: &str, authority: &Path) -> (Agent, PathBuf) {
@@ -117,11 +136,6 @@ impl Cluster {
 
     async fn until_enrolments(&self, result: &str, count: u64) {
         eventually(result, || async { self.enrolments(result) >= count }).await;
-    }
-
-    /// Checks that a token gets nothing, with this result.
-    async fn refuses(&self, name: &str, token: Token, result: &str) {
-        self.refuses_text(name, &self.api.issue_token(token), result).await;
     }
 
     async fn refuses_text(&self, name: &str, token: &str, result: &str) {
