@@ -85,12 +85,13 @@ pub enum Command {
     /// the command shows each of its addresses and NodePorts. Without a Service, the table leaves
     /// out Services without traffic.
     Counters(CountersArgs),
-    /// Show the open connections that the agent of one node carries, the most bytes first
+    /// Show the open connections and UDP sessions that the agent of one node carries, the most
+    /// bytes first
     ///
     /// The node's agent must run in mode userspace. The column ADDRESS shows the address of the
     /// Service that the client used. SENT and RECEIVED are the bytes from the client to the
     /// endpoint, and from the endpoint to the client. AGE is the time since the client connected,
-    /// and IDLE the time since the last byte.
+    /// and IDLE the time since the last byte. DATAGRAMS counts the datagrams in both directions.
     Connections(ConnectionsArgs),
     /// Explain what a node does with a new connection to a Service, and which endpoints it can
     /// choose

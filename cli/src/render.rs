@@ -457,15 +457,25 @@ pub fn counters(rows: &[ServiceCounters], style: Style) -> String {
 
 /// Formats open connections, with a remark below about those that are left out.
 pub fn connections(list: &Connections, style: Style) -> String {
-    let headers = ["SERVICE", "CLIENT", "ADDRESS", "ENDPOINT", "STATE", ">AGE", ">IDLE", ">SENT", ">RECEIVED"];
+    let has_datagrams = list.connections.iter().any(|connection| connection.protocol == "UDP");
+    let mut headers =
+        vec!["SERVICE", "PROTOCOL", "CLIENT", "ADDRESS", "ENDPOINT", "STATE", ">AGE", ">IDLE", ">SENT", ">RECEIVED"];
+    headers.extend(has_datagrams.then_some(">DATAGRAMS"));
     let rows = list.connections.iter().map(|connection| {
         let tone = match connection.state.as_str() {
-            "open" => Tone::Good,
-            "connecting" => Tone::Attention,
+            "open" | "answered" => Tone::Good,
+            "connecting" | "awaits reply" => Tone::Attention,
             _ => Tone::Faint,
         };
-        vec![
+        // Agents before 0.2 do not name the protocol.
+        let protocol = if connection.protocol.is_empty() { "TCP" } else { &connection.protocol };
+        let datagrams = || match protocol {
+            "UDP" => format!("{}/{}", connection.datagrams_to_endpoint, connection.datagrams_to_client),
+            _ => String::new(),
+        };
+        let mut cells = vec![
             cell(&connection.service),
+            cell(protocol),
             cell(&connection.client),
             cell(&connection.address),
             cell(&connection.endpoint),
@@ -474,7 +484,9 @@ pub fn connections(list: &Connections, style: Style) -> String {
             cell(units::duration(connection.idle_ms)),
             cell(units::bytes(connection.bytes_to_endpoint)),
             cell(units::bytes(connection.bytes_to_client)),
-        ]
+        ];
+        cells.extend(has_datagrams.then(|| cell(datagrams())));
+        cells
     });
     let mut output = table(&headers, rows, style);
     if list.left_out > 0 {

@@ -162,6 +162,9 @@ fn connections_parts(list: &ConnectionList) -> Vec<node_answer::Kind> {
         idle_ms: connection.idle_ms,
         bytes_to_endpoint: connection.bytes_to_endpoint,
         bytes_to_client: connection.bytes_to_client,
+        protocol: connection.protocol.to_string(),
+        datagrams_to_endpoint: connection.datagrams_to_endpoint,
+        datagrams_to_client: connection.datagrams_to_client,
     };
     let left_out = std::iter::once(list.left_out).chain(std::iter::repeat(0));
     let parts = list.connections.chunks(CONNECTIONS_IN_PART).zip(left_out).map(|(connections, left_out)| {

@@ -4,6 +4,7 @@
 mod accounts;
 pub mod balance;
 mod inbox;
+mod list;
 mod proxy_header;
 pub mod relay;
 mod services;
@@ -14,11 +15,9 @@ pub mod udp;
 mod wheel;
 
 pub use balance::Algorithm;
+pub use list::{ConnectionInfo, ConnectionList, ConnectionState, HowEnded, ListFilter};
 pub use proxy_header::ProxyVersion;
 pub use services::{Protocol, Scope, ServiceId, ServiceSettings, Services};
 pub use stats::ServiceStats;
-pub use tcp::{
-    ConnectionInfo, ConnectionList, ConnectionState, Destination, HowEnded, ListFilter, ListenerId, TcpProxy,
-    TcpSettings, TcpStats,
-};
-pub use udp::{UdpListenerId, UdpProxy, UdpSessionInfo, UdpSettings, UdpStats};
+pub use tcp::{Destination, ListenerId, TcpProxy, TcpSettings, TcpStats};
+pub use udp::{UdpListenerId, UdpProxy, UdpSettings, UdpStats};

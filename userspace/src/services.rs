@@ -9,6 +9,7 @@
 
 use std::{
     collections::{HashMap, HashSet},
+    fmt,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
@@ -34,6 +35,15 @@ pub enum Protocol {
     Tcp,
     /// UDP.
     Udp,
+}
+
+impl fmt::Display for Protocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Tcp => "TCP",
+            Self::Udp => "UDP",
+        })
+    }
 }
 
 /// A space of addresses. A listener finds the Services of one scope, so the same address can lead

@@ -54,6 +54,21 @@ macro_rules! stats {
     };
 }
 
+impl ServiceStats {
+    /// The datagrams that the proxy dropped, for every reason.
+    #[must_use]
+    pub fn dropped_datagrams(&self) -> u64 {
+        self.dropped_by_limit
+            + self.dropped_without_endpoint
+            + self.dropped_by_loop
+            + self.dropped_by_exhaustion
+            + self.dropped_unreachable
+            + self.dropped_by_full_buffer
+            + self.dropped_by_refusal
+            + self.dropped_after_end
+    }
+}
+
 stats! {
     /// Accepted connections, including those that got no endpoint.
     accepted,
@@ -83,8 +98,32 @@ stats! {
     bytes_to_endpoints,
     /// Bytes from endpoints to clients.
     bytes_to_clients,
-    /// Datagrams that were dropped, because a limit was reached or the kernel refused to send them.
-    dropped_datagrams,
+    /// Open UDP sessions.
+    udp_sessions,
+    /// Datagrams from clients that were sent to endpoints.
+    datagrams_to_endpoints,
+    /// Datagrams from endpoints that were sent to clients.
+    datagrams_to_clients,
+    /// The bytes of the datagrams that were sent to endpoints.
+    datagram_bytes_to_endpoints,
+    /// The bytes of the datagrams that were sent to clients.
+    datagram_bytes_to_clients,
+    /// Datagrams that were dropped because a limit of sessions was reached.
+    dropped_by_limit,
+    /// Datagrams that were dropped because the Service had no endpoint.
+    dropped_without_endpoint,
+    /// Datagrams that were dropped because the address of the endpoint is the address of a Service.
+    dropped_by_loop,
+    /// Datagrams that were dropped because the kernel had no descriptor or memory for a session.
+    dropped_by_exhaustion,
+    /// Datagrams that were dropped because nobody listened at the endpoint, or no route led there.
+    dropped_unreachable,
+    /// Datagrams that were dropped because the buffer of the socket was full.
+    dropped_by_full_buffer,
+    /// Datagrams that were dropped because the kernel refused to send them for another reason.
+    dropped_by_refusal,
+    /// Datagrams of endpoints that were dropped because the session had ended.
+    dropped_after_end,
     /// Clients whose affinity was forgotten early, because the table was full.
     affinity_evicted,
 }

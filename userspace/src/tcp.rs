@@ -7,7 +7,6 @@
 //! their source, so that slow clients cannot use up memory or descriptors.
 
 mod connection;
-mod list;
 mod open;
 mod pipes;
 #[cfg(test)]
@@ -25,11 +24,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-pub use list::{ConnectionInfo, ConnectionList, ConnectionState, HowEnded, ListFilter};
 use rustix::net::sockopt;
 use worker::{Command, Worker};
 
 use crate::{
+    list::{ConnectionInfo, ConnectionList, HowEnded, ListFilter},
     services::{Scope, Services},
     stats::Counter,
     threads::{Threads, milliseconds},

@@ -25,7 +25,8 @@ use std::{
 use worker::{Command, Worker};
 
 use crate::{
-    services::{Scope, ServiceId, Services},
+    list::{ConnectionList, ListFilter},
+    services::{Scope, Services},
     stats::Counter,
     threads::{Threads, milliseconds},
 };
@@ -54,44 +55,9 @@ impl Default for UdpSettings {
     }
 }
 
-/// An open session.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct UdpSessionInfo {
-    /// The Service.
-    pub service: ServiceId,
-    /// The client's address.
-    pub client: SocketAddr,
-    /// The address of the Service that the client used.
-    pub destination: SocketAddr,
-    /// The endpoint.
-    pub endpoint: SocketAddr,
-    /// Bytes from the client to the endpoint.
-    pub bytes_to_endpoint: u64,
-    /// Bytes from the endpoint to the client.
-    pub bytes_to_client: u64,
-    /// The time since the first datagram.
-    pub age_ms: u64,
-    /// The time since the last datagram.
-    pub idle_ms: u64,
-    /// Whether the last datagram came from the client.
-    pub awaits_reply: bool,
-}
-
 /// A listener of the proxy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct UdpListenerId(u64);
-
-/// A session without a datagram for this time has ended, unless it awaits a reply.
-const QUIET_MS: u64 = 500;
-/// After this time, a client does not wait for a reply: resolvers repeat a question after 5 s.
-const REPLY_MS: u64 = 5_000;
-
-impl UdpSessionInfo {
-    /// Whether datagrams for the client may still come.
-    fn is_busy(&self) -> bool {
-        self.idle_ms < if self.awaits_reply { REPLY_MS } else { QUIET_MS }
-    }
-}
 
 /// The last time at which each thread began a turn of its loop. A thread without listeners does not
 /// turn, and has the time [`u64::MAX`].
@@ -120,7 +86,8 @@ struct Counters {
 pub struct UdpStats {
     /// Open sessions.
     pub open: u64,
-    /// Datagrams that were dropped, because their destination is the address of no Service.
+    /// Datagrams that were dropped, because their destination is the address of no Service, or of
+    /// a Service that was removed.
     pub unknown_destination: u64,
     /// How often the kernel had no descriptor or no memory for a session or for a listener.
     pub exhausted: u64,
@@ -202,18 +169,21 @@ impl UdpProxy {
     pub fn drain(&self, deadline: Duration) -> u64 {
         let until = Instant::now() + deadline;
         loop {
-            let busy = self.sessions().iter().filter(|session| session.is_busy()).count();
+            let busy = self.threads.ask(Command::CountBusy).iter().sum();
             if busy == 0 || Instant::now() >= until {
-                return busy as u64;
+                return busy;
             }
             std::thread::sleep(Duration::from_millis(50));
         }
     }
 
-    /// All open sessions. Each thread copies its list, so this is for people and for a drain.
+    /// Open sessions, the most bytes first. Each thread walks over its sessions, so this is for
+    /// people and not for a loop.
     #[must_use]
-    pub fn sessions(&self) -> Vec<UdpSessionInfo> {
-        self.threads.ask(Command::List).iter().flatten().collect()
+    pub fn sessions(&self, filter: ListFilter) -> ConnectionList {
+        let filter = Arc::new(filter);
+        let lists = self.threads.ask(|answer| Command::List(Arc::clone(&filter), answer));
+        ConnectionList::join(lists.iter(), filter.limit)
     }
 
     /// The counters that belong to no Service.

@@ -358,19 +358,33 @@ fn connections_are_a_table_with_a_remark_below() {
         idle_ms: 40,
         bytes_to_endpoint: 812,
         bytes_to_client: bytes,
+        ..OpenConnection::default()
+    };
+    let session = OpenConnection {
+        protocol: "UDP".into(),
+        datagrams_to_endpoint: 12,
+        datagrams_to_client: 11,
+        ..connection("192.0.2.1:5353", "awaits reply", 900)
     };
     let connections =
         vec![connection("10.244.1.20:51324", "open", 33_000_000), connection("192.0.2.1:1025", "client done", 4_300)];
     let mut list = Connections { connections, left_out: 7 };
     let expected = "\
-SERVICE        CLIENT             ADDRESS        ENDPOINT         STATE          AGE  IDLE   SENT  RECEIVED
-demo/web:http  10.244.1.20:51324  10.96.0.10:80  10.244.1.7:8080  open         3m12s  40ms  812 B    31 MiB
-demo/web:http  192.0.2.1:1025     10.96.0.10:80  10.244.1.7:8080  client done  3m12s  40ms  812 B   4.1 KiB
+SERVICE        PROTOCOL  CLIENT             ADDRESS        ENDPOINT         STATE          AGE  IDLE   SENT  RECEIVED
+demo/web:http  TCP       10.244.1.20:51324  10.96.0.10:80  10.244.1.7:8080  open         3m12s  40ms  812 B    31 MiB
+demo/web:http  TCP       192.0.2.1:1025     10.96.0.10:80  10.244.1.7:8080  client done  3m12s  40ms  812 B   4.1 KiB
 7 more connections with fewer bytes: name a Service, or raise --limit
 ";
     assert_eq!(connections_text(&list), expected);
     list.left_out = 0;
     assert_eq!(connections_text(&list).lines().count(), 3);
+    list.connections = vec![connection("10.244.1.20:51324", "open", 33_000_000), session];
+    let expected = "\
+SERVICE        PROTOCOL  CLIENT             ADDRESS        ENDPOINT         STATE           AGE  IDLE   SENT  RECEIVED  DATAGRAMS
+demo/web:http  TCP       10.244.1.20:51324  10.96.0.10:80  10.244.1.7:8080  open          3m12s  40ms  812 B    31 MiB
+demo/web:http  UDP       192.0.2.1:5353     10.96.0.10:80  10.244.1.7:8080  awaits reply  3m12s  40ms  812 B     900 B      12/11
+";
+    assert_eq!(connections_text(&list), expected);
 }
 
 fn connections_text(list: &Connections) -> String {

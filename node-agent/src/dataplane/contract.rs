@@ -11,7 +11,7 @@ use std::{
 };
 
 use headgate_core::{Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, view::NoLocalEndpoints};
-use headgate_userspace::{ConnectionList, ServiceStats, TcpStats};
+use headgate_userspace::{ConnectionList, ServiceStats, TcpStats, UdpStats};
 
 use super::{DataplaneError, StateSource, metrics::DataplaneMetrics};
 use crate::node_inputs::NodeInputs;
@@ -169,8 +169,8 @@ pub trait ConnectionProxy: fmt::Debug + Send + Sync {
     /// Returns what the proxy has counted. The cost grows with the number of Services.
     fn counts(&self) -> ProxyCounts;
 
-    /// Returns open connections of all Services or of one Service, at most `limit`. The cost grows
-    /// with the number of open connections.
+    /// Returns open connections and UDP sessions of all Services or of one Service, at most
+    /// `limit`. The cost grows with the number of open connections.
     fn connections(&self, service: Option<&ServiceKey>, limit: usize) -> ConnectionList;
 }
 
@@ -183,6 +183,8 @@ pub struct ProxyCounts {
     pub totals: ServiceStats,
     /// The counts that belong to no Service.
     pub tcp: TcpStats,
+    /// The counts of datagrams that belong to no Service.
+    pub udp: UdpStats,
 }
 
 /// Wakes the reconcile loop, so that it verifies the rules.

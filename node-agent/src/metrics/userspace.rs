@@ -12,14 +12,14 @@ use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge}
 use super::services::{Labels, MAX_SERVICES};
 use crate::{
     dataplane::ProxyCounts,
-    metric_registry::{MetricRegistry, USERSPACE},
+    metric_registry::{self, MetricRegistry, USERSPACE},
 };
 
 /// A counter or gauge: its name, its meaning, and its value among the counts of a Service.
 type Figure = (&'static str, &'static str, fn(&ServiceStats) -> u64);
 
 /// The counters.
-const COUNTERS: [Figure; 14] = [
+const COUNTERS: [Figure; 18] = [
     ("connections_accepted", "Connections that the proxy accepted, also those that got no endpoint", |s| s.accepted),
     ("connections_over_limit", "Connections that were reset because of headgate.io/max-connections", |s| s.over_limit),
     (
@@ -43,20 +43,48 @@ const COUNTERS: [Figure; 14] = [
     ("affinity_evictions", "Clients whose ClientIP affinity was forgotten early, because the table was full", |s| {
         s.affinity_evicted
     }),
-    ("datagrams_dropped", "Datagrams that the proxy dropped, because of a limit or of the kernel", |s| {
-        s.dropped_datagrams
+    ("datagrams_to_endpoints", "Datagrams from clients that the proxy sent to endpoints", |s| s.datagrams_to_endpoints),
+    ("datagrams_to_clients", "Datagrams from endpoints that the proxy sent to clients", |s| s.datagrams_to_clients),
+    ("datagram_bytes_to_endpoints", "Bytes of datagrams from clients to endpoints, without headers", |s| {
+        s.datagram_bytes_to_endpoints
+    }),
+    ("datagram_bytes_to_clients", "Bytes of datagrams from endpoints to clients, without headers", |s| {
+        s.datagram_bytes_to_clients
+    }),
+    ("datagrams_dropped", "Datagrams that the proxy dropped, for every reason of datagrams_dropped_by_reason", |s| {
+        s.dropped_datagrams()
     }),
 ];
 
+/// A reason, and the number of datagrams that the proxy dropped for it.
+type Drop = (&'static str, fn(&ProxyCounts) -> u64);
+
+/// Why the proxy drops datagrams.
+const DROPS: [Drop; 9] = [
+    ("unknown_destination", |counts| counts.udp.unknown_destination),
+    ("limit", |counts| counts.totals.dropped_by_limit),
+    ("no_endpoint", |counts| counts.totals.dropped_without_endpoint),
+    ("loop", |counts| counts.totals.dropped_by_loop),
+    ("exhausted", |counts| counts.totals.dropped_by_exhaustion),
+    ("unreachable", |counts| counts.totals.dropped_unreachable),
+    ("full_buffer", |counts| counts.totals.dropped_by_full_buffer),
+    ("refused", |counts| counts.totals.dropped_by_refusal),
+    ("session_ended", |counts| counts.totals.dropped_after_end),
+];
+
 /// The gauges.
-const GAUGES: [Figure; 3] = [
-    ("connections_open", "Open connections", |s| s.open),
+const GAUGES: [Figure; 4] = [
+    ("connections_open", "Open connections and UDP sessions", |s| s.open),
+    ("udp_sessions", "Open UDP sessions", |s| s.udp_sessions),
     ("endpoints_resting", "Endpoints that get no connections for a while, after failures", |s| s.resting_endpoints),
     ("affinity_clients", "Clients with ClientIP affinity", |s| s.affinity_clients),
 ];
 
 const CONNECT_SECONDS: (&str, &str) =
     ("endpoint_connect_seconds", "The sum of the times that endpoints took to accept connections");
+
+/// The label `reason`.
+type Reason = metric_registry::Labels<1>;
 
 type Seconds = Counter<f64, AtomicU64>;
 
@@ -84,6 +112,7 @@ pub(crate) struct UserspaceMetrics {
     services: Services,
     unknown_destination: Counter,
     exhausted: Counter,
+    dropped: Family<Reason, Counter>,
     accept_pauses: Counter,
     pipes: Gauge,
     pipes_refused: Counter,
@@ -91,7 +120,8 @@ pub(crate) struct UserspaceMetrics {
 
 impl UserspaceMetrics {
     pub(super) fn register(&self, registry: &mut MetricRegistry) {
-        let Self { totals, services, unknown_destination, exhausted, accept_pauses, pipes, pipes_refused } = self;
+        let Self { totals, services, unknown_destination, exhausted, dropped, accept_pauses, pipes, pipes_refused } =
+            self;
         let mut add = registry.adder(USERSPACE);
         let labels = "namespace, service";
         let of_service = |help: &str| format!("{help}, for each Service, with --userspace-service-counters");
@@ -110,8 +140,10 @@ impl UserspaceMetrics {
         add.gauge("services_without_counters", "", help, services.omitted.clone());
         let help = "Connections that were reset because no Service has their destination, such as connections to a listener itself";
         add.counter("connections_unknown_destination", "", help, unknown_destination.clone());
-        let help = "How often the kernel had no descriptor or no memory for a connection";
+        let help = "How often the kernel had no descriptor or no memory for a connection or a UDP session";
         add.counter("descriptors_exhausted", "", help, exhausted.clone());
+        let help = "Datagrams that the proxy dropped";
+        add.counter("datagrams_dropped_by_reason", "reason", help, dropped.clone());
         let help =
             "How often a thread stopped accepting for 100 ms, because of exhaustion or of the limit of open files";
         add.counter("accept_pauses", "", help, accept_pauses.clone());
@@ -122,8 +154,9 @@ impl UserspaceMetrics {
 
     /// Sets all metrics. Services have metrics of their own only if `has_services` is true.
     pub(crate) fn refresh(&self, counts: &ProxyCounts, has_services: bool) {
-        let Self { totals, services, unknown_destination, exhausted, accept_pauses, pipes, pipes_refused } = self;
-        let ProxyCounts { services: counted, totals: sums, tcp } = counts;
+        let Self { totals, services, unknown_destination, exhausted, dropped, accept_pauses, pipes, pipes_refused } =
+            self;
+        let ProxyCounts { services: counted, totals: sums, tcp, udp } = counts;
         let set = |counter: &Counter, value| counter.inner().store(value, Relaxed);
         COUNTERS.iter().zip(&totals.counters).for_each(|((.., value), counter)| set(counter, value(sums)));
         for ((.., value), gauge) in GAUGES.iter().zip(&totals.gauges) {
@@ -131,7 +164,8 @@ impl UserspaceMetrics {
         }
         totals.connect_seconds.inner().store(connect_seconds(sums).to_bits(), Relaxed);
         set(unknown_destination, tcp.unknown_destination);
-        set(exhausted, tcp.exhausted);
+        set(exhausted, tcp.exhausted + udp.exhausted);
+        DROPS.iter().for_each(|(reason, value)| set(&dropped.get_or_create(&[("reason", reason)]), value(counts)));
         set(accept_pauses, tcp.accept_pauses);
         pipes.set(gauge_value(tcp.pipes));
         set(pipes_refused, tcp.pipes_refused);
@@ -174,7 +208,7 @@ fn connect_seconds(stats: &ServiceStats) -> f64 {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use headgate_userspace::TcpStats;
+    use headgate_userspace::{TcpStats, UdpStats};
 
     use super::*;
 
@@ -184,7 +218,8 @@ mod tests {
         metrics.register(&mut registry);
         let stats = ServiceStats { accepted: 7, open: 2, connect_microseconds: 1_500_000, ..ServiceStats::default() };
         let tcp = TcpStats { exhausted: 3, ..TcpStats::default() };
-        let mut counts = ProxyCounts { services: [("ns/web".into(), stats)].into(), totals: stats, tcp };
+        let udp = UdpStats { unknown_destination: 4, ..UdpStats::default() };
+        let mut counts = ProxyCounts { services: [("ns/web".into(), stats)].into(), totals: stats, tcp, udp };
         metrics.refresh(&counts, false);
         let text = registry.encode().unwrap();
         for line in [
@@ -192,6 +227,7 @@ mod tests {
             "headgate_userspace_connections_open 2",
             "headgate_userspace_endpoint_connect_seconds_total 1.5",
             "headgate_userspace_descriptors_exhausted_total 3",
+            "headgate_userspace_datagrams_dropped_by_reason_total{reason=\"unknown_destination\"} 4",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }

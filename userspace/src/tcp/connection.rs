@@ -16,8 +16,9 @@ use rustix::{
 use super::pipes::{MIN_CAPACITY_BYTES, Pipe, Pipes};
 use crate::{
     balance::{EndpointKey, Picked},
+    list::{ConnectionInfo, ConnectionState, Listed},
     relay::{Action, End, Moved, Relay, Side, SinkState, SourceState},
-    services::Service,
+    services::{Protocol, Service},
 };
 
 /// The size of the buffer that the connections of a thread share. A read that fills the buffer
@@ -69,6 +70,40 @@ pub(super) struct Connection {
     pub(super) active_ms: u64,
     pub(super) opened_ms: u64,
     pub(super) bytes: [u64; 2],
+}
+
+impl Listed for Connection {
+    fn account(&self) -> &Arc<str> {
+        &self.service.account.name
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes.iter().sum()
+    }
+
+    fn info(&self, now_ms: u64) -> ConnectionInfo {
+        let state = match Side::BOTH.map(|side| self.relay.has_ended(side)) {
+            _ if !self.is_connected => ConnectionState::Connecting,
+            [false, false] => ConnectionState::Open,
+            [true, false] => ConnectionState::ClientDone,
+            [false, true] => ConnectionState::EndpointDone,
+            [true, true] => ConnectionState::Closing,
+        };
+        ConnectionInfo {
+            protocol: Protocol::Tcp,
+            service: Arc::clone(&self.service.state().settings.name),
+            client: self.client_address,
+            destination: self.destination,
+            endpoint: self.picked.address,
+            state,
+            bytes_to_endpoint: self.bytes[Side::Client as usize],
+            bytes_to_client: self.bytes[Side::Endpoint as usize],
+            datagrams_to_endpoint: 0,
+            datagrams_to_client: 0,
+            age_ms: now_ms.saturating_sub(self.opened_ms),
+            idle_ms: now_ms.saturating_sub(self.active_ms),
+        }
+    }
 }
 
 /// What a visit found.

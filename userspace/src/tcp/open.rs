@@ -21,6 +21,7 @@ use super::{
 };
 use crate::{
     balance::mix,
+    list::Listed as _,
     proxy_header,
     relay::{End, Side},
     services::{Protocol, Scope, plain},

@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::*;
-use crate::{Protocol, ProxyVersion, Scope, ServiceId, ServiceSettings};
+use crate::{ConnectionState, Protocol, ProxyVersion, Scope, ServiceId, ServiceSettings};
 
 mod hostile;
 mod lists;

@@ -18,12 +18,13 @@ use rustix::{
 use slab::Slab;
 
 use super::{
-    ConnectionList, Counters, Destination, Heartbeat, HowEnded, ListFilter, ListenerId, TcpSettings,
+    Counters, Destination, Heartbeat, HowEnded, ListenerId, TcpSettings,
     connection::{BUFFER_BYTES, Connection, Tools, Visit},
     pipes::Pipes,
 };
 use crate::{
     inbox::Inbox,
+    list::{ConnectionList, ListFilter},
     relay::{End, Side},
     services::{Scope, Services},
     threads::{self, HEARTBEAT_MS, LISTENER, WAKE, epoll_timeout, epoll_with, milliseconds},

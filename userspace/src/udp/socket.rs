@@ -3,10 +3,13 @@
 use std::{
     io::{self, IoSliceMut},
     net::{IpAddr, SocketAddr},
-    os::fd::OwnedFd,
+    os::fd::{AsRawFd as _, OwnedFd},
 };
 
-use nix::sys::socket::{setsockopt, sockopt::Ipv6DontFrag};
+use nix::{
+    cmsg_space,
+    sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, setsockopt, sockopt::Ipv6DontFrag},
+};
 use quinn_udp::{RecvMeta, Transmit, UdpSocketState};
 use rustix::{
     io::Errno,
@@ -22,6 +25,8 @@ const BATCH: usize = quinn_udp::BATCH_SIZE;
 const BUFFER_BYTES: usize = 65_535;
 /// The most bytes of joined datagrams.
 const JOINED_BYTES: usize = 32_000;
+/// The most datagrams or GRO batches that are counted when a socket closes.
+const MOST_DISCARDED: usize = 100_000;
 /// The wanted size of the kernel's receive buffer. `net.core.rmem_max` limits it.
 const RECEIVE_BUFFER_BYTES: usize = 2 << 20;
 
@@ -125,9 +130,35 @@ impl Socket {
         Ok(())
     }
 
-    /// Sends the datagrams of a batch to `to`, from `source` if given. Returns the first error and
-    /// the number of datagrams that were not sent.
-    pub(super) fn send_to(&self, batch: Batch<'_>, to: SocketAddr, source: Option<IpAddr>) -> (u64, Option<io::Error>) {
+    /// Takes what waits, and returns the number of datagrams. For a socket that closes.
+    pub(super) fn discard(&self) -> u64 {
+        let mut count = 0;
+        // Room for all messages, because the stride comes last.
+        let mut control = cmsg_space!([u64; 32]);
+        for _ in 0..MOST_DISCARDED {
+            let (mut byte, flags) = ([0], MsgFlags::MSG_TRUNC | MsgFlags::MSG_DONTWAIT);
+            let mut buffers = [IoSliceMut::new(&mut byte)];
+            match recvmsg::<()>(self.fd.as_raw_fd(), &mut buffers, Some(&mut control), flags) {
+                // The length of all datagrams, and the length of one of them.
+                Ok(message) => {
+                    let stride = message.cmsgs().ok().and_then(|mut found| {
+                        found.find_map(|found| match found {
+                            ControlMessageOwned::UdpGroSegments(bytes) => usize::try_from(bytes).ok(),
+                            _ => None,
+                        })
+                    });
+                    count += stride.map_or(1, |stride| message.bytes.div_ceil(stride.max(1)).max(1) as u64);
+                }
+                Err(nix::Error::EAGAIN) => break,
+                // The ICMP error of an earlier datagram.
+                Err(_) => {}
+            }
+        }
+        count
+    }
+
+    /// Sends the datagrams of a batch to `to`, from `source` if given.
+    pub(super) fn send_to(&self, batch: Batch<'_>, to: SocketAddr, source: Option<IpAddr>) -> Result<(), Lost> {
         self.send_pieces(batch, |contents, segment_size| {
             self.state.try_send(
                 (&self.fd).into(),
@@ -137,7 +168,7 @@ impl Socket {
     }
 
     /// Sends the datagrams of a batch to the address to which the socket is connected.
-    pub(super) fn send(&self, batch: Batch<'_>, connected_to: SocketAddr) -> (u64, Option<io::Error>) {
+    pub(super) fn send(&self, batch: Batch<'_>, connected_to: SocketAddr) -> Result<(), Lost> {
         self.send_pieces(batch, |contents, segment_size| {
             if segment_size.is_some() {
                 let transmit = Transmit { destination: connected_to, ecn: None, contents, segment_size, src_ip: None };
@@ -149,44 +180,58 @@ impl Socket {
 
     /// Sends pieces of as many datagrams as GSO allows. Some drivers and paths refuse GSO only at
     /// the first send, with EIO or EINVAL: the datagrams of that piece are then sent one by one. If
-    /// the endpoint is unreachable, the whole batch counts as not sent.
-    fn send_pieces(
-        &self,
-        batch: Batch<'_>,
-        send: impl Fn(&[u8], Option<usize>) -> io::Result<()>,
-    ) -> (u64, Option<io::Error>) {
+    /// the endpoint is unreachable, the rest of the batch is not sent.
+    fn send_pieces(&self, batch: Batch<'_>, send: impl Fn(&[u8], Option<usize>) -> io::Result<()>) -> Result<(), Lost> {
         let Batch { bytes, stride, .. } = batch;
         if bytes.len() <= stride || stride == 0 {
-            return match send(bytes, None) {
-                Ok(()) => (0, None),
-                Err(error) => (1, Some(error)),
-            };
+            return send(bytes, None).map_err(|error| Lost { datagrams: 1, bytes: bytes.len() as u64, error });
         }
-        let (mut lost, mut first_error, mut rest) = (0, None, bytes);
-        while !rest.is_empty() {
+        let (mut lost, mut rest): (Option<Lost>, _) = (None, bytes);
+        let mut lose = |not_sent: &[u8], error| {
+            let lost = lost.get_or_insert(Lost { datagrams: 0, bytes: 0, error });
+            lost.datagrams += not_sent.len().div_ceil(stride) as u64;
+            lost.bytes += not_sent.len() as u64;
+        };
+        'pieces: while !rest.is_empty() {
             let segments = self.state.max_gso_segments().min(BUFFER_BYTES / 2 / stride).max(1);
             let (piece, after) = rest.split_at((segments * stride).min(rest.len()));
-            rest = after;
             if piece.len() > stride {
                 match send(piece, Some(stride)) {
-                    Ok(()) => continue,
-                    Err(error) if is_unreachable(&error) => return (batch.count(), Some(error)),
+                    Ok(()) => {
+                        rest = after;
+                        continue;
+                    }
+                    Err(error) if is_unreachable(&error) => {
+                        lose(rest, error);
+                        break;
+                    }
                     Err(_) => {}
                 }
             }
-            for datagram in piece.chunks(stride) {
+            while rest.len() > after.len() {
+                let (datagram, others) = rest.split_at(stride.min(rest.len()));
                 match send(datagram, None) {
                     Ok(()) => {}
-                    Err(error) if is_unreachable(&error) => return (batch.count(), Some(error)),
-                    Err(error) => {
-                        lost += 1;
-                        first_error.get_or_insert(error);
+                    Err(error) if is_unreachable(&error) => {
+                        lose(rest, error);
+                        break 'pieces;
                     }
+                    Err(error) => lose(datagram, error),
                 }
+                rest = others;
             }
         }
-        (lost, first_error)
+        lost.map_or(Ok(()), Err)
     }
+}
+
+/// The datagrams of a batch that the kernel did not send.
+#[derive(Debug)]
+pub(super) struct Lost {
+    pub(super) datagrams: u64,
+    pub(super) bytes: u64,
+    /// The first reason.
+    pub(super) error: io::Error,
 }
 
 /// Whether an error says that nobody listens at the endpoint, or that no route leads there. The

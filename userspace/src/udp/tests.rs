@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{unreachable::Reporter, *};
-use crate::{Protocol, Scope, ServiceSettings, ServiceStats};
+use crate::{ConnectionInfo, ConnectionState, Protocol, Scope, ServiceId, ServiceSettings, ServiceStats};
 
 const SERVICE: ServiceId = ServiceId(1);
 
@@ -51,6 +51,16 @@ impl Bed {
     fn stats(&self) -> ServiceStats {
         self.services.stats().1
     }
+
+    /// The sessions. The list waits for the thread, which counts a datagram after it sent it.
+    fn sessions(&self) -> Vec<ConnectionInfo> {
+        self.proxy.sessions(ListFilter { account: None, limit: 100 }).connections
+    }
+
+    /// The number of dropped datagrams, for every reason.
+    fn dropped(&self) -> u64 {
+        self.stats().dropped_datagrams() + self.proxy.stats().unknown_destination
+    }
 }
 
 /// An endpoint that answers each datagram with its name and the datagram.
@@ -85,12 +95,17 @@ fn datagrams_of_every_size_go_both_ways_in_one_session() {
         let question = vec![9; size];
         assert_eq!(ask(&client, &question), (1, question));
     }
-    // The list waits for the thread, which counts the last reply after it sent it.
-    assert_eq!(bed.proxy.sessions().len(), 1);
+    let sessions = bed.sessions();
     let stats = bed.stats();
-    assert_eq!((stats.accepted, stats.open, stats.dropped_datagrams), (1, 1, 0));
-    assert_eq!(stats.bytes_to_clients, stats.bytes_to_endpoints + 6);
-    assert_eq!(bed.proxy.sessions()[0].destination, bed.address);
+    assert_eq!((stats.accepted, stats.open, stats.udp_sessions, bed.dropped()), (1, 1, 1, 0));
+    assert_eq!((stats.datagrams_to_endpoints, stats.datagrams_to_clients), (6, 6));
+    assert_eq!(stats.datagram_bytes_to_clients, stats.datagram_bytes_to_endpoints + 6);
+    assert_eq!(sessions.len(), 1);
+    let session = &sessions[0];
+    assert_eq!((session.protocol, session.client), (Protocol::Udp, client.local_addr().unwrap()));
+    assert_eq!((session.destination, session.state), (bed.address, ConnectionState::Answered));
+    assert_eq!((session.bytes_to_endpoint, session.bytes_to_client), (70_985, 70_991));
+    assert_eq!((session.datagrams_to_endpoint, session.datagrams_to_client), (6, 6));
 }
 
 #[test]
@@ -125,7 +140,7 @@ fn many_clients_and_bursts_lose_nothing_that_is_not_counted() {
         received.sort_unstable();
         assert!(received.into_iter().eq(0..50));
     }
-    assert_eq!((bed.stats().open, bed.stats().dropped_datagrams), (20, 0));
+    assert_eq!((bed.stats().open, bed.dropped()), (20, 0));
 }
 
 #[test]
@@ -143,7 +158,7 @@ fn sessions_of_a_removed_endpoint_move_with_the_next_datagram() {
     client.send(b"x").unwrap();
     client.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
     assert!(client.recv(&mut [0]).is_err());
-    assert_eq!((bed.stats().open, bed.stats().dropped_datagrams), (0, 1));
+    assert_eq!((bed.stats().open, bed.stats().dropped_without_endpoint, bed.dropped()), (0, 1, 1));
 }
 
 #[test]
@@ -187,6 +202,7 @@ fn sessions_have_limits_and_end_when_they_are_idle() {
     }
     let answered = clients.iter().filter(|client| client.recv(&mut [0; 9]).is_ok()).count();
     assert_eq!(answered, 5, "a client has five sessions");
+    assert_eq!((bed.stats().dropped_by_limit, bed.dropped()), (12, 12));
     assert_eq!(bed.proxy.drain(Duration::from_secs(7)), 0);
 }
 
@@ -218,9 +234,67 @@ fn a_closed_listener_serves_nobody_and_does_not_keep_the_thread_alive() {
     assert!(bed.proxy.since_last_turn() < Duration::from_millis(250), "the thread turns while it listens");
     bed.proxy.stop_listening(bed.listener);
     // The list waits until the thread has closed the socket.
-    assert_eq!(bed.proxy.sessions().len(), 1);
+    assert_eq!(bed.sessions().len(), 1);
     client.send(b"x").unwrap();
     assert_eq!(client.recv(&mut [0; 9]).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
     thread::sleep(Duration::from_millis(300));
     assert_eq!(bed.proxy.since_last_turn(), Duration::ZERO, "nothing has to turn");
+}
+
+#[test]
+fn every_datagram_that_the_proxy_drops_has_a_reason() {
+    // Nobody listens at the endpoint.
+    let closed = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let bed = Bed::simple(&[closed.local_addr().unwrap()]);
+    drop(closed);
+    let client = bed.client();
+    client.send(b"reaches the endpoint's kernel").unwrap();
+    thread::sleep(Duration::from_millis(100));
+    assert_eq!((bed.sessions().len(), bed.stats().failed), (0, 1));
+
+    // The endpoint is an address of a Service.
+    let bed = Bed::simple(&[]);
+    bed.services.set_endpoint(SERVICE, bed.address, 1);
+    bed.client().send(b"x").unwrap();
+    eventually("a loop", || bed.stats().dropped_by_loop == 1);
+
+    // An endpoint answers after its session has lost the listener.
+    let late = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let bed = Bed::simple(&[late.local_addr().unwrap()]);
+    let client = bed.client();
+    client.send(b"x").unwrap();
+    let (_, session) = late.recv_from(&mut [0; 9]).unwrap();
+    bed.proxy.stop_listening(bed.listener);
+    assert_eq!(bed.sessions().len(), 1);
+    late.send_to(b"late", session).unwrap();
+    eventually("the session ends", || bed.sessions().is_empty());
+    assert_eq!((bed.stats().dropped_after_end, bed.dropped()), (1, 1));
+
+    // The kernel has no route to the endpoint, which is a broadcast address.
+    let bed = Bed::simple(&["255.255.255.255:9".parse().unwrap()]);
+    bed.client().send(b"x").unwrap();
+    eventually("no route", || bed.stats().dropped_unreachable == 1);
+    assert_eq!((bed.stats().open, bed.stats().udp_sessions), (0, 0));
+}
+
+#[test]
+fn a_socket_counts_the_datagrams_that_it_discards() {
+    let receiver = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let (to, sender) = (receiver.local_addr().unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
+    sender.connect(to).unwrap();
+    let [receiver, sender] = [receiver, sender].map(|socket| socket::Socket::new(socket.into(), true).unwrap());
+    // Seven datagrams in one GSO batch, a single one, and an empty one.
+    for (bytes, stride) in [(&[1; 650][..], 100), (&[1; 90], 90), (&[], 0)] {
+        let batch = socket::Batch { bytes, stride, sender: to, destination: None };
+        sender.send(batch, to).unwrap();
+    }
+    assert_eq!((receiver.discard(), receiver.discard()), (9, 0));
+}
+
+fn eventually(what: &str, is_true: impl Fn() -> bool) {
+    let until = Instant::now() + Duration::from_secs(20);
+    while !is_true() {
+        assert!(Instant::now() < until, "not in time: {what}");
+        thread::sleep(Duration::from_millis(10));
+    }
 }

@@ -17,14 +17,16 @@ use rustix::{
 use slab::Slab;
 
 use super::{
-    Counters, Heartbeats, UdpSessionInfo, UdpSettings,
-    socket::{Batch, Buffers, Socket, is_unreachable},
+    Counters, Heartbeats, UdpSettings,
+    socket::{Batch, Buffers, Lost, Socket, is_unreachable},
     unreachable::Reporter,
 };
 use crate::{
     balance::{Picked, mix},
     inbox::Inbox,
+    list::{ConnectionInfo, ConnectionList, ConnectionState, ListFilter, Listed},
     services::{Protocol, Scope, Service, Services, plain},
+    stats::{Counter, Stats},
     threads::{End, HEARTBEAT_MS, LISTENER, MAX_GENERATION, WAKE, epoll_timeout, epoll_with, milliseconds},
     wheel::Wheel,
 };
@@ -32,13 +34,24 @@ use crate::{
 const EVENTS: usize = 128;
 /// Receives of one socket before others act.
 const RECEIVES_PER_VISIT: usize = 8;
+/// A session without a datagram for this time has ended, unless it awaits a reply.
+const QUIET_MS: u64 = 500;
+/// After this time, a client does not wait for a reply: resolvers repeat a question after 5 s.
+const REPLY_MS: u64 = 5_000;
 
 /// A command of another thread to a worker.
 #[derive(Debug)]
 pub(super) enum Command {
-    Listen { id: u64, socket: OwnedFd, scope: Scope, destination: SocketAddr },
+    Listen {
+        id: u64,
+        socket: OwnedFd,
+        scope: Scope,
+        destination: SocketAddr,
+    },
     StopListening(u64),
-    List(mpsc::Sender<Vec<UdpSessionInfo>>),
+    List(Arc<ListFilter>, mpsc::Sender<ConnectionList>),
+    /// Asks for the number of sessions for which datagrams may still come.
+    CountBusy(mpsc::Sender<u64>),
     End,
 }
 
@@ -71,7 +84,9 @@ struct Session {
     active_ms: u64,
     began_ms: u64,
     generation: u32,
+    /// Bytes and datagrams that were sent to the endpoint, and to the client.
     bytes: [u64; 2],
+    datagrams: [u64; 2],
     awaits_reply: bool,
 }
 
@@ -79,6 +94,38 @@ impl Session {
     /// The address of the Service that the client used.
     fn destination(&self) -> SocketAddr {
         SocketAddr::new(self.key.2, self.port)
+    }
+
+    /// Whether datagrams for the client may still come.
+    fn is_busy(&self, now_ms: u64) -> bool {
+        now_ms.saturating_sub(self.active_ms) < if self.awaits_reply { REPLY_MS } else { QUIET_MS }
+    }
+}
+
+impl Listed for Session {
+    fn account(&self) -> &Arc<str> {
+        &self.service.account.name
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes.iter().sum()
+    }
+
+    fn info(&self, now_ms: u64) -> ConnectionInfo {
+        ConnectionInfo {
+            protocol: Protocol::Udp,
+            service: Arc::clone(&self.service.state().settings.name),
+            client: self.key.1,
+            destination: self.destination(),
+            endpoint: self.picked.address,
+            state: if self.awaits_reply { ConnectionState::AwaitsReply } else { ConnectionState::Answered },
+            bytes_to_endpoint: self.bytes[0],
+            bytes_to_client: self.bytes[1],
+            datagrams_to_endpoint: self.datagrams[0],
+            datagrams_to_client: self.datagrams[1],
+            age_ms: now_ms.saturating_sub(self.began_ms),
+            idle_ms: now_ms.saturating_sub(self.active_ms),
+        }
     }
 }
 
@@ -152,7 +199,7 @@ impl Worker {
                 let token = event.data.u64();
                 if token == WAKE {
                     for command in self.inbox.take() {
-                        self.obey(command);
+                        self.obey(command, &mut buffers);
                     }
                 } else if token & LISTENER != 0 {
                     self.serve_clients(token & !LISTENER, &mut buffers);
@@ -192,7 +239,7 @@ impl Worker {
         (u64::from(session.generation) == token >> 32).then_some(slot)
     }
 
-    fn obey(&mut self, command: Command) {
+    fn obey(&mut self, command: Command, buffers: &mut Buffers) {
         match command {
             Command::Listen { id, socket, scope, destination } => {
                 let added = Socket::new(socket, destination.is_ipv4()).and_then(|socket| {
@@ -206,21 +253,20 @@ impl Worker {
                 self.beat();
             }
             // The sessions of the listener end when they are idle, or when their endpoint answers.
-            Command::StopListening(id) => drop(self.listeners.remove(&id)),
-            Command::List(answer) => {
-                let list = self.sessions.iter().map(|(_, session)| UdpSessionInfo {
-                    service: session.service.id,
-                    client: session.key.1,
-                    destination: session.destination(),
-                    endpoint: session.picked.address,
-                    bytes_to_endpoint: session.bytes[0],
-                    bytes_to_client: session.bytes[1],
-                    age_ms: self.now_ms.saturating_sub(session.began_ms),
-                    idle_ms: self.now_ms.saturating_sub(session.active_ms),
-                    awaits_reply: session.awaits_reply,
-                });
+            Command::StopListening(id) => {
+                self.serve_clients(id, buffers);
+                if let Some(listener) = self.listeners.remove(&id) {
+                    self.counters.unknown_destination.add(listener.socket.discard());
+                }
+            }
+            Command::List(filter, answer) => {
+                let sessions = self.sessions.iter().map(|(_, session)| session);
                 // The caller may have stopped waiting.
-                let _ = answer.send(list.collect());
+                let _ = answer.send(ConnectionList::of(sessions, &filter, self.now_ms));
+            }
+            Command::CountBusy(answer) => {
+                let busy = self.sessions.iter().filter(|(_, session)| session.is_busy(self.now_ms)).count();
+                let _ = answer.send(busy as u64);
             }
             Command::End => self.is_ending = true,
         }
@@ -238,7 +284,10 @@ impl Worker {
                 let sender = plain(batch.sender);
                 let is_for_all = destination.ip().is_unspecified();
                 let used = if is_for_all { batch.destination } else { Some(destination.ip()) };
-                let Some(used) = used else { continue };
+                let Some(used) = used else {
+                    self.counters.unknown_destination.add(batch.count());
+                    continue;
+                };
                 let key = (id, sender, used.to_canonical());
                 if let Some(slot) = self.session(key, scope, destination.port(), batch.count()) {
                     self.send_to_endpoint(slot, batch);
@@ -271,34 +320,27 @@ impl Worker {
                 stats.over_limit.add(1);
             }
             if is_full || !service.account.open(free) {
-                stats.dropped_datagrams.add(datagrams);
+                stats.dropped_by_limit.add(datagrams);
                 return None;
             }
             stats.accepted.add(1);
             let Some(picked) = state.pool.pick(client, &[], affinity_ms, self.now_ms, random) else {
                 stats.open.subtract(1);
                 stats.without_endpoint.add(1);
-                stats.dropped_datagrams.add(datagrams);
+                stats.dropped_without_endpoint.add(datagrams);
                 return None;
             };
             picked
         };
         let removals = service.removals();
-        let opened = if self.services.has_address(Protocol::Udp, picked.address) {
-            service.account.stats.loops.add(1);
-            None
-        } else {
-            let opened = open(picked.address);
-            if opened.is_err() {
-                self.counters.exhausted.add(1);
+        let socket = match self.open(&service, picked.address) {
+            Ok(socket) => socket,
+            Err(reason) => {
+                service.state().pool.release(picked.key);
+                service.account.stats.open.subtract(1);
+                reason(&service.account.stats).add(datagrams);
+                return None;
             }
-            opened.ok()
-        };
-        let Some(socket) = opened else {
-            service.state().pool.release(picked.key);
-            service.account.stats.open.subtract(1);
-            service.account.stats.dropped_datagrams.add(datagrams);
-            return None;
         };
         self.next_generation = self.next_generation.wrapping_add(1) & MAX_GENERATION;
         let slot = self.sessions.insert(Session {
@@ -312,19 +354,39 @@ impl Worker {
             began_ms: self.now_ms,
             generation: self.next_generation,
             bytes: [0; 2],
+            datagrams: [0; 2],
             awaits_reply: true,
         });
         self.by_key.insert(key, slot);
         *self.by_client.entry(client).or_default() += 1;
         self.counters.open.add(1);
+        self.sessions[slot].service.account.stats.udp_sessions.add(1);
         let token = self.token(slot);
         self.wheel.add(token, self.now_ms + self.idle_ms());
         if epoll::add(&self.epoll, &self.sessions[slot].socket.fd, EventData::new_u64(token), EventFlags::IN).is_err() {
             self.counters.exhausted.add(1);
+            self.sessions[slot].service.account.stats.dropped_by_exhaustion.add(datagrams);
             self.close(slot);
             return None;
         }
         Some(slot)
+    }
+
+    /// Opens the socket of a session. The error is the counter for the dropped datagrams.
+    fn open(&self, service: &Service, endpoint: SocketAddr) -> Result<Socket, fn(&Stats) -> &Counter> {
+        if self.services.has_address(Protocol::Udp, endpoint) {
+            service.account.stats.loops.add(1);
+            return Err(|stats| &stats.dropped_by_loop);
+        }
+        match open(endpoint) {
+            Ok(socket) => Ok(socket),
+            // The node has no route to the endpoint.
+            Err(error) if is_unreachable(&error) => Err(|stats| &stats.dropped_unreachable),
+            Err(_) => {
+                self.counters.exhausted.add(1);
+                Err(|stats| &stats.dropped_by_exhaustion)
+            }
+        }
     }
 
     /// Ensures that the endpoint of a session still belongs to its Service. Otherwise the session
@@ -375,35 +437,39 @@ impl Worker {
         let session = &mut self.sessions[slot];
         session.active_ms = self.now_ms;
         session.awaits_reply = true;
-        let (mut lost, error) = session.socket.send(batch, session.picked.address);
-        if error.is_some_and(|error| is_unreachable(&error)) {
-            // The kernel reports the ICMP error of an earlier datagram, and sent less than this
-            // batch. Endpoints of datagrams may get a datagram twice, as networks may repeat it.
-            if !self.endpoint_failed(slot) {
+        let mut sent = session.socket.send(batch, session.picked.address);
+        if sent.as_ref().is_err_and(|lost| is_unreachable(&lost.error)) {
+            // The kernel reports the ICMP error of an earlier datagram. What it sent of this batch
+            // is also lost.
+            if !self.endpoint_failed(slot, batch.count()) {
                 return;
             }
             let session = &self.sessions[slot];
-            (lost, _) = session.socket.send(batch, session.picked.address);
+            sent = session.socket.send(batch, session.picked.address);
         }
         let session = &mut self.sessions[slot];
-        session.bytes[0] += batch.bytes.len() as u64;
         let stats = &session.service.account.stats;
-        stats.bytes_to_endpoints.add(batch.bytes.len() as u64);
-        if lost > 0 {
-            stats.dropped_datagrams.add(lost);
-        }
+        let (datagrams, bytes) = count_sent(stats, batch, sent);
+        stats.datagrams_to_endpoints.add(datagrams);
+        stats.datagram_bytes_to_endpoints.add(bytes);
+        stats.bytes_to_endpoints.add(bytes);
+        session.datagrams[0] += datagrams;
+        session.bytes[0] += bytes;
     }
 
     /// Nobody listens at the endpoint of a session: the client learns that a datagram is lost, and
-    /// the session moves, or ends. Returns whether the session continues.
-    fn endpoint_failed(&mut self, slot: usize) -> bool {
+    /// the session moves, or ends. Returns whether the session continues. Otherwise `datagrams` of
+    /// the client were dropped.
+    fn endpoint_failed(&mut self, slot: usize, datagrams: u64) -> bool {
         let session = &self.sessions[slot];
         self.reporter.report(session.key.1, session.destination());
         session.service.state().pool.failed(session.picked.key, self.now_ms);
         if self.move_session(slot) {
             return true;
         }
-        self.sessions[slot].service.account.stats.failed.add(1);
+        let stats = &self.sessions[slot].service.account.stats;
+        stats.failed.add(1);
+        stats.dropped_unreachable.add(datagrams);
         self.close(slot);
         false
     }
@@ -415,23 +481,32 @@ impl Worker {
             match session.socket.receive(buffers) {
                 Ok(()) => {}
                 Err(error) if is_unreachable(&error) => {
-                    self.endpoint_failed(slot);
+                    self.endpoint_failed(slot, 0);
                     return;
                 }
                 Err(_) => return,
             }
-            let Some(listener) = self.listeners.get(&session.key.0) else { return self.close(slot) };
+            let listener = self.listeners.get(&session.key.0);
             session.active_ms = self.now_ms;
             session.awaits_reply = false;
-            let source = listener.destination.ip().is_unspecified().then_some(session.key.2);
+            let stats = &session.service.account.stats;
             let mut at = 0;
             while let Some(batch) = buffers.next_batch(&mut at) {
-                let (lost, _) = listener.socket.send_to(batch, session.key.1, source);
-                session.bytes[1] += batch.bytes.len() as u64;
-                session.service.account.stats.bytes_to_clients.add(batch.bytes.len() as u64);
-                if lost > 0 {
-                    session.service.account.stats.dropped_datagrams.add(lost);
-                }
+                let Some(listener) = listener else {
+                    stats.dropped_after_end.add(batch.count());
+                    continue;
+                };
+                let source = listener.destination.ip().is_unspecified().then_some(session.key.2);
+                let sent = listener.socket.send_to(batch, session.key.1, source);
+                let (datagrams, bytes) = count_sent(stats, batch, sent);
+                stats.datagrams_to_clients.add(datagrams);
+                stats.datagram_bytes_to_clients.add(bytes);
+                stats.bytes_to_clients.add(bytes);
+                session.datagrams[1] += datagrams;
+                session.bytes[1] += bytes;
+            }
+            if listener.is_none() {
+                return self.close(slot);
             }
         }
     }
@@ -462,9 +537,11 @@ impl Worker {
             }
         }
         self.counters.open.subtract(1);
-        let mut state = session.service.state();
-        state.pool.release(session.picked.key);
-        session.service.account.stats.open.subtract(1);
+        session.service.state().pool.release(session.picked.key);
+        let stats = &session.service.account.stats;
+        stats.open.subtract(1);
+        stats.udp_sessions.subtract(1);
+        stats.dropped_after_end.add(session.socket.discard());
     }
 
     fn random(&mut self) -> u64 {
@@ -480,6 +557,20 @@ impl Drop for Worker {
             self.close(slot);
         }
     }
+}
+
+/// Counts the datagrams of a batch that the kernel did not send. Returns the number of datagrams
+/// and bytes that it sent.
+fn count_sent(stats: &Stats, batch: Batch<'_>, sent: Result<(), Lost>) -> (u64, u64) {
+    let (datagrams, bytes) = (batch.count(), batch.bytes.len() as u64);
+    let Err(lost) = sent else { return (datagrams, bytes) };
+    let reason = match Errno::from_io_error(&lost.error) {
+        Some(Errno::AGAIN | Errno::NOBUFS) => &stats.dropped_by_full_buffer,
+        _ if is_unreachable(&lost.error) => &stats.dropped_unreachable,
+        _ => &stats.dropped_by_refusal,
+    };
+    reason.add(lost.datagrams);
+    (datagrams - lost.datagrams, bytes - lost.bytes)
 }
 
 /// A socket that is connected to an endpoint, so that the kernel reports ICMP errors and drops

@@ -206,11 +206,12 @@ impl ConnectionProxy for Proxy {
 
     fn counts(&self) -> ProxyCounts {
         let (services, totals) = self.services.stats();
-        ProxyCounts { services, totals, tcp: self.tcp.stats() }
+        ProxyCounts { services, totals, tcp: self.tcp.stats(), udp: self.udp.stats() }
     }
 
     fn connections(&self, service: Option<&ServiceKey>, limit: usize) -> ConnectionList {
-        self.tcp.connections(ListFilter { account: service.map(|key| key.to_string().into()), limit })
+        let filter = ListFilter { account: service.map(|key| key.to_string().into()), limit };
+        ConnectionList::join([self.tcp.connections(filter.clone()), self.udp.sessions(filter)], limit)
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::{
     io::{ErrorKind, Read as _, Write as _},
-    net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream},
+    net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket},
     thread,
     time::Duration,
 };
@@ -86,11 +86,14 @@ fn headgatectl_metrics_and_the_access_log_show_the_connections_of_the_proxy() {
     println!("{list}");
     let rows: Vec<Vec<&str>> =
         list.lines().map(|line| line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect()).collect();
-    assert_eq!(rows[0], ["SERVICE", "CLIENT", "ADDRESS", "ENDPOINT", "STATE", "AGE", "IDLE", "SENT", "RECEIVED"]);
+    assert_eq!(
+        rows[0],
+        ["SERVICE", "PROTOCOL", "CLIENT", "ADDRESS", "ENDPOINT", "STATE", "AGE", "IDLE", "SENT", "RECEIVED"]
+    );
     let client = open[1].local_addr().unwrap().to_string();
-    assert_eq!(rows[1][..5], ["ns/web:http", &client, CLUSTER_IPS[1], ENDPOINTS[1], "open"]);
-    assert_eq!(rows[1][7..], ["4.8 KiB", "4.8 KiB"]);
-    assert_eq!((rows.len(), rows[3][7]), (4, "5 B"));
+    assert_eq!(rows[1][..6], ["ns/web:http", "TCP", &client, CLUSTER_IPS[1], ENDPOINTS[1], "open"]);
+    assert_eq!(rows[1][8..], ["4.8 KiB", "4.8 KiB"]);
+    assert_eq!((rows.len(), rows[3][8]), (4, "5 B"));
     let json = rig.headgatectl(&["connections", "node-a", "--limit", "1", "-o", "json"]).unwrap();
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!((&json["connections"][0]["bytes_to_client"], &json["left_out"]), (&5000.into(), &2.into()));
@@ -134,6 +137,86 @@ fn headgatectl_metrics_and_the_access_log_show_the_connections_of_the_proxy() {
     ] {
         assert!(line.contains(part), "{part} is not in {line}");
     }
+}
+
+/// Sends a datagram of this length to the Service and waits for the answer of the endpoint.
+fn ask(client: &UdpSocket, bytes: usize) -> Result<(), String> {
+    let failed = |error: std::io::Error| error.to_string();
+    client.send(&vec![b'x'; bytes]).map_err(failed)?;
+    let received = client.recv(&mut [0; 4096]).map_err(failed)?;
+    if received == bytes { Ok(()) } else { Err(format!("{received} bytes")) }
+}
+
+#[test]
+fn headgatectl_and_metrics_show_the_sessions_and_the_dropped_datagrams_of_the_proxy() {
+    let rig = rig();
+    let udp = |text: String| text.replace("TCP", "UDP").replace("name: http", "name: dns");
+    rig.put("web", &udp(service("web", 1, "")));
+    rig.put("web-1", &udp(slice("web", &[("node-a", 1)], "")));
+    rig.put(
+        "web-2",
+        &udp(slice("web", &[], "").replace("name: web-1", "name: web-2").replace("IPv4", "IPv6")
+            + "- {addresses: [\"fd00:244::1\"], nodeName: node-a}\n"),
+    );
+    for address in ENDPOINTS {
+        let socket = rig.run(|| UdpSocket::bind(address).unwrap());
+        thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            while let Ok((count, from)) = socket.recv_from(&mut buffer) {
+                socket.send_to(&buffer[..count], from).unwrap();
+            }
+        });
+    }
+    let _agent = rig.agent(&["--proxy-mode=userspace", "--userspace-service-counters"]);
+    let clients = ["0.0.0.0:0", "[::]:0"].map(|local| rig.run(|| UdpSocket::bind(local).unwrap()));
+    for (client, address) in clients.iter().zip(CLUSTER_IPS) {
+        rig.run(|| client.connect(address).unwrap());
+        client.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
+        eventually("the agent carries datagrams", || {
+            ask(client, 1)?;
+            let list = rig.headgatectl(&["connections", "node-a"])?;
+            if list.contains(address) { Ok(()) } else { Err(list) }
+        });
+    }
+    for _ in 0..9 {
+        ask(&clients[1], 600).unwrap();
+    }
+    let list = rig.headgatectl(&["connections", "node-a", "ns/web"]).unwrap();
+    println!("{list}");
+    let rows: Vec<Vec<&str>> =
+        list.lines().map(|line| line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect()).collect();
+    let client = clients[1].local_addr().unwrap().to_string();
+    assert_eq!(rows[0].last(), Some(&"DATAGRAMS"));
+    assert_eq!(rows[1][..6], ["ns/web:dns", "UDP", &client, CLUSTER_IPS[1], ENDPOINTS[1], "answered"]);
+    assert_eq!(rows[1][8..10], ["5.2 KiB", "5.2 KiB"]);
+    let json = rig.headgatectl(&["connections", "node-a", "--limit", "1", "-o", "json"]).unwrap();
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    let session = &json["connections"][0];
+    assert_eq!((&session["protocol"], &json["left_out"]), (&"UDP".into(), &1.into()));
+    assert!(session["datagrams_to_client"].as_u64().unwrap() >= 10, "{json}");
+    assert_eq!(session["datagrams_to_client"], session["datagrams_to_endpoint"]);
+    let other = rig.headgatectl(&["connections", "node-a", "ns/other"]).unwrap();
+    assert_eq!(other, "Node node-a carries no such connection.\n");
+
+    let of_service = |name: &str| format!("headgate_userspace_service_{name}{{namespace=\"ns\",service=\"web\"}}");
+    assert_eq!(rig.metric("headgate_userspace_udp_sessions"), 2.0);
+    assert_eq!(rig.metric(&of_service("udp_sessions")), 2.0);
+    for direction in ["to_endpoints", "to_clients"] {
+        assert!(rig.metric(&format!("headgate_userspace_datagrams_{direction}_total")) >= 11.0);
+        assert!(rig.metric(&of_service(&format!("datagram_bytes_{direction}_total"))) >= 5402.0);
+    }
+    assert_eq!(rig.metric("headgate_userspace_datagrams_dropped_total"), 0.0);
+    // The limit covers the sessions of both families, so a third client gets none.
+    rig.put("web", &udp(annotated("max-connections", "2")));
+    let limited = "headgate_userspace_datagrams_dropped_by_reason_total{reason=\"limit\"}";
+    eventually("the third client has no session", || {
+        let third = rig.run(|| UdpSocket::bind("0.0.0.0:0").unwrap());
+        rig.run(|| third.connect(CLUSTER_IPS[0]).unwrap());
+        third.send(b"x").unwrap();
+        if rig.metric(limited) > 0.0 { Ok(()) } else { Err("no datagram was dropped".to_owned()) }
+    });
+    assert_eq!(rig.metric(limited), rig.metric("headgate_userspace_datagrams_dropped_total"));
+    assert_eq!(rig.metric(limited), rig.metric(&of_service("datagrams_dropped_total")));
 }
 
 #[test]

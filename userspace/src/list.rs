@@ -1,9 +1,8 @@
-//! Lists of open connections, and what is known of a connection at its end.
+//! Lists of open connections and UDP sessions, and what is known of a connection at its end.
 
 use std::{cmp::Reverse, net::SocketAddr, sync::Arc};
 
-use super::connection::Connection;
-use crate::relay::Side;
+use crate::services::Protocol;
 
 /// Which connections a list has.
 #[derive(Debug, Clone)]
@@ -14,7 +13,7 @@ pub struct ListFilter {
     pub limit: usize,
 }
 
-/// Open connections, the most bytes first.
+/// Open connections and UDP sessions, the most bytes first.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ConnectionList {
     /// The connections.
@@ -36,6 +35,10 @@ pub enum ConnectionState {
     EndpointDone,
     /// Both sides have sent their last byte, and some bytes have not arrived.
     Closing,
+    /// The last datagram of a UDP session came from the client.
+    AwaitsReply,
+    /// The last datagram of a UDP session came from the endpoint.
+    Answered,
 }
 
 impl ConnectionState {
@@ -48,6 +51,8 @@ impl ConnectionState {
             Self::ClientDone => "client done",
             Self::EndpointDone => "endpoint done",
             Self::Closing => "closing",
+            Self::AwaitsReply => "awaits reply",
+            Self::Answered => "answered",
         }
     }
 }
@@ -81,9 +86,11 @@ impl HowEnded {
     }
 }
 
-/// A connection.
+/// A TCP connection or a UDP session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectionInfo {
+    /// The protocol.
+    pub protocol: Protocol,
     /// The name of the Service.
     pub service: Arc<str>,
     /// The client's address.
@@ -98,9 +105,13 @@ pub struct ConnectionInfo {
     pub bytes_to_endpoint: u64,
     /// Bytes from the endpoint to the client.
     pub bytes_to_client: u64,
-    /// The time since the connection was accepted.
+    /// Datagrams from the client to the endpoint; 0 for a TCP connection.
+    pub datagrams_to_endpoint: u64,
+    /// Datagrams from the endpoint to the client; 0 for a TCP connection.
+    pub datagrams_to_client: u64,
+    /// The time since the connection was accepted, or since the first datagram.
     pub age_ms: u64,
-    /// The time since the last byte.
+    /// The time since the last byte or datagram.
     pub idle_ms: u64,
 }
 
@@ -110,38 +121,28 @@ impl ConnectionInfo {
     }
 }
 
-impl Connection {
+/// What a thread carries and lists.
+pub(crate) trait Listed {
+    /// The name of the Service's account.
+    fn account(&self) -> &Arc<str>;
+
+    /// The bytes in both directions.
+    fn bytes(&self) -> u64;
+
     /// What lists and logs show.
-    pub(super) fn info(&self, now_ms: u64) -> ConnectionInfo {
-        let state = match Side::BOTH.map(|side| self.relay.has_ended(side)) {
-            _ if !self.is_connected => ConnectionState::Connecting,
-            [false, false] => ConnectionState::Open,
-            [true, false] => ConnectionState::ClientDone,
-            [false, true] => ConnectionState::EndpointDone,
-            [true, true] => ConnectionState::Closing,
-        };
-        ConnectionInfo {
-            service: Arc::clone(&self.service.state().settings.name),
-            client: self.client_address,
-            destination: self.destination,
-            endpoint: self.picked.address,
-            state,
-            bytes_to_endpoint: self.bytes[Side::Client as usize],
-            bytes_to_client: self.bytes[Side::Endpoint as usize],
-            age_ms: now_ms.saturating_sub(self.opened_ms),
-            idle_ms: now_ms.saturating_sub(self.active_ms),
-        }
-    }
+    fn info(&self, now_ms: u64) -> ConnectionInfo;
 }
 
 impl ConnectionList {
     /// The list of one thread. Apart from the result, it needs 16 bytes for each connection.
-    pub(super) fn of<'a>(connections: impl Iterator<Item = &'a Connection>, filter: &ListFilter, now_ms: u64) -> Self {
-        let is_wanted = |connection: &&Connection| {
-            filter.account.as_ref().is_none_or(|name| connection.service.account.name == *name)
-        };
-        let mut wanted: Vec<(u64, &Connection)> =
-            connections.filter(is_wanted).map(|connection| (connection.bytes.iter().sum(), connection)).collect();
+    pub(crate) fn of<'a, L: Listed + 'a>(
+        connections: impl Iterator<Item = &'a L>,
+        filter: &ListFilter,
+        now_ms: u64,
+    ) -> Self {
+        let is_wanted = |connection: &&L| filter.account.as_ref().is_none_or(|name| connection.account() == name);
+        let mut wanted: Vec<(u64, &L)> =
+            connections.filter(is_wanted).map(|connection| (connection.bytes(), connection)).collect();
         let left_out = wanted.len().saturating_sub(filter.limit);
         if left_out > 0 {
             wanted.select_nth_unstable_by_key(filter.limit, |(bytes, _)| Reverse(*bytes));
@@ -151,9 +152,10 @@ impl ConnectionList {
         Self { connections, left_out: left_out as u64 }
     }
 
-    /// Joins the lists of all threads.
-    pub(super) fn join(lists: impl Iterator<Item = Self>, limit: usize) -> Self {
-        let mut joined = lists.fold(Self::default(), |mut joined, list| {
+    /// Joins lists of several threads or proxies.
+    #[must_use]
+    pub fn join(lists: impl IntoIterator<Item = Self>, limit: usize) -> Self {
+        let mut joined = lists.into_iter().fold(Self::default(), |mut joined, list| {
             joined.connections.extend(list.connections);
             joined.left_out += list.left_out;
             joined
