@@ -381,7 +381,7 @@ demo/web:http  TCP       192.0.2.1:1025     10.96.0.10:80  10.244.1.7:8080  clie
     list.connections = vec![connection("10.244.1.20:51324", "open", 33_000_000), session];
     let expected = "\
 SERVICE        PROTOCOL  CLIENT             ADDRESS        ENDPOINT         STATE           AGE  IDLE   SENT  RECEIVED  DATAGRAMS
-demo/web:http  TCP       10.244.1.20:51324  10.96.0.10:80  10.244.1.7:8080  open          3m12s  40ms  812 B    31 MiB
+demo/web:http  TCP       10.244.1.20:51324  10.96.0.10:80  10.244.1.7:8080  open          3m12s  40ms  812 B    31 MiB          -
 demo/web:http  UDP       192.0.2.1:5353     10.96.0.10:80  10.244.1.7:8080  awaits reply  3m12s  40ms  812 B     900 B      12/11
 ";
     assert_eq!(connections_text(&list), expected);

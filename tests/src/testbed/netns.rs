@@ -45,7 +45,8 @@ pub fn check_prerequisites() -> Result<()> {
     Ok(())
 }
 
-/// Removes namespaces that dead test processes left behind.
+/// Removes namespaces that dead test processes left behind. A namespace that cannot be removed does
+/// not prevent a test: the function prints a warning.
 pub fn sweep_stale() -> Result<()> {
     if !Path::new(NAMESPACES).exists() {
         return Ok(());
@@ -53,8 +54,10 @@ pub fn sweep_stale() -> Result<()> {
     for entry in std::fs::read_dir(NAMESPACES).with_context(|| format!("listing {NAMESPACES}"))? {
         let name = entry?.file_name().to_string_lossy().into_owned();
         let Some(process) = owner(&name) else { continue };
-        if !Path::new(&format!("/proc/{process}")).exists() {
-            remove(&name)?;
+        if !Path::new(&format!("/proc/{process}")).exists()
+            && let Err(error) = remove(&name)
+        {
+            eprintln!("warning: a namespace of an earlier run stays: {error:#}");
         }
     }
     Ok(())
@@ -68,7 +71,7 @@ fn owner(name: &str) -> Option<u32> {
 impl Namespace {
     /// Creates a namespace called `name`, as `ip netns add` does, without starting a program.
     pub fn create(name: String) -> Result<Self> {
-        std::fs::create_dir_all(NAMESPACES).with_context(|| format!("creating {NAMESPACES}"))?;
+        prepare_folder().with_context(|| format!("preparing {NAMESPACES}"))?;
         let path: PathBuf = Path::new(NAMESPACES).join(&name);
         let context = || format!("creating the network namespace {name}");
         OpenOptions::new().write(true).create_new(true).open(&path).with_context(context)?;
@@ -179,6 +182,24 @@ impl Drop for Namespace {
         if let Err(error) = remove(&self.name) {
             eprintln!("warning: the namespace {} cannot be removed: {error:#}", self.name);
         }
+    }
+}
+
+/// Makes the folder a shared mount of its own, as `ip netns add` does with the same lock. If `ip`
+/// did this later, its mount would hide the namespaces that exist by then, and nobody could remove
+/// them.
+fn prepare_folder() -> Result<()> {
+    std::fs::create_dir_all(NAMESPACES)?;
+    let folder = File::open(NAMESPACES)?;
+    folder.lock()?;
+    let change = |flags| mount(Some(NAMESPACES), NAMESPACES, None::<&str>, flags | MsFlags::MS_REC, None::<&str>);
+    match change(MsFlags::MS_SHARED) {
+        // The folder is not a mount yet.
+        Err(Errno::EINVAL) => {
+            change(MsFlags::MS_BIND)?;
+            Ok(change(MsFlags::MS_SHARED)?)
+        }
+        result => Ok(result?),
     }
 }
 
