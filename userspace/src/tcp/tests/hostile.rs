@@ -158,63 +158,66 @@ fn fill_descriptors(free: usize) -> Vec<std::fs::File> {
     filling
 }
 
-/// Runs in a process of its own, because the limit of descriptors belongs to the process.
+/// Runs in processes of its own, because the limit of descriptors belongs to the process, and because
+/// no descriptor of an earlier part may close meanwhile.
 #[test]
 fn without_descriptors_open_connections_work_and_the_others_wait() {
-    const CHILD: &str = "HEADGATE_TEST_FEW_DESCRIPTORS";
-    if std::env::var_os(CHILD).is_none() {
+    const FREE: &str = "HEADGATE_TEST_FREE_DESCRIPTORS";
+    let Ok(free) = std::env::var(FREE) else {
         let name = "tcp::tests::hostile::without_descriptors_open_connections_work_and_the_others_wait";
         let program = std::env::current_exe().unwrap();
-        let output = std::process::Command::new(program).args(["--exact", name]).env(CHILD, "1").output().unwrap();
-        let text = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+        for free in 0..4 {
+            let mut child = std::process::Command::new(&program);
+            let output = child.args(["--exact", name]).env(FREE, free.to_string()).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && text.contains("1 passed"), "{text}");
+        }
         return;
-    }
+    };
+    let free: usize = free.parse().unwrap();
     let old = getrlimit(Resource::Nofile);
     let works = |stream: &mut TcpStream| {
         stream.write_all(b"x").unwrap();
         stream.read_exact(&mut [0]).unwrap();
     };
-    for free in 0..4 {
-        let bed = Bed::new(&TcpSettings::default(), loud(None), &[echo()]);
-        let mut first = bed.connect();
-        works(&mut first);
-        // The kernel completes connections to this endpoint, which accepts them later.
-        let late_endpoint = TcpListener::bind("127.0.0.1:0").unwrap();
-        let quiet = Neighbour::beside(&bed, late_endpoint.local_addr().unwrap());
-        // The clients of this process need descriptors too.
-        let socket = |_| rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::STREAM, None);
-        let pending: Vec<OwnedFd> = (0..5).map(|number| socket(number).unwrap()).collect();
-        setrlimit(Resource::Nofile, Rlimit { current: Some(200), maximum: old.maximum }).unwrap();
-        let filling = fill_descriptors(free);
-        let (began, cpu_before) = (Instant::now(), cpu_time());
-        for socket in &pending {
-            rustix::net::connect(socket, &quiet.address).unwrap();
-        }
-        eventually("exhaustion is counted", || bed.proxy.stats().exhausted > 2);
-        works(&mut first);
-        let (stats, cpu) = (bed.proxy.stats(), cpu_time().saturating_sub(cpu_before));
-        let most_attempts = began.elapsed().as_millis() / 100 + 2;
-        assert!(u128::from(stats.exhausted) <= most_attempts && stats.accept_pauses > 0, "{stats:?}");
-        assert!(cpu < Duration::from_millis(500), "the loop spins: {cpu:?}");
-        let of_quiet = stats_of(&bed, "default/quiet");
-        // Each connection takes two descriptors. The reserve is the second one of the last.
-        assert_eq!((of_quiet.connected, of_quiet.failed), (free.div_ceil(2) as u64, 0), "{free}");
-        drop(filling);
-        setrlimit(Resource::Nofile, old).unwrap();
-        thread::spawn(move || {
-            let mut accepted: Vec<TcpStream> = late_endpoint.incoming().take(5).map(Result::unwrap).collect();
-            accepted.iter_mut().for_each(|stream| {
-                stream.read_exact(&mut [0]).unwrap();
-                stream.write_all(b"y").unwrap();
-            });
-        });
-        let mut late: Vec<TcpStream> = pending.into_iter().map(TcpStream::from).collect();
-        late.iter_mut().for_each(|stream| stream.write_all(b"x").unwrap());
-        late.iter_mut().for_each(|stream| stream.read_exact(&mut [0]).unwrap());
-        let of_quiet = stats_of(&bed, "default/quiet");
-        assert_eq!((of_quiet.connected, of_quiet.failed), (5, 0));
+    let bed = Bed::new(&TcpSettings::default(), loud(None), &[echo()]);
+    let mut first = bed.connect();
+    works(&mut first);
+    // The kernel completes connections to this endpoint, which accepts them later.
+    let late_endpoint = TcpListener::bind("127.0.0.1:0").unwrap();
+    let quiet = Neighbour::beside(&bed, late_endpoint.local_addr().unwrap());
+    // The clients of this process need descriptors too.
+    let socket = |_| rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::STREAM, None);
+    let pending: Vec<OwnedFd> = (0..5).map(|number| socket(number).unwrap()).collect();
+    setrlimit(Resource::Nofile, Rlimit { current: Some(200), maximum: old.maximum }).unwrap();
+    let filling = fill_descriptors(free);
+    let (began, cpu_before) = (Instant::now(), cpu_time());
+    for socket in &pending {
+        rustix::net::connect(socket, &quiet.address).unwrap();
     }
+    eventually("exhaustion is counted", || bed.proxy.stats().exhausted > 2);
+    works(&mut first);
+    let (stats, cpu) = (bed.proxy.stats(), cpu_time().saturating_sub(cpu_before));
+    let most_attempts = began.elapsed().as_millis() / 100 + 2;
+    assert!(u128::from(stats.exhausted) <= most_attempts && stats.accept_pauses > 0, "{stats:?}");
+    assert!(cpu < Duration::from_millis(500), "the loop spins: {cpu:?}");
+    let of_quiet = stats_of(&bed, "default/quiet");
+    // Each connection takes two descriptors. The reserve is the second one of the last.
+    assert_eq!((of_quiet.connected, of_quiet.failed), (free.div_ceil(2) as u64, 0), "{free}");
+    drop(filling);
+    setrlimit(Resource::Nofile, old).unwrap();
+    thread::spawn(move || {
+        let mut accepted: Vec<TcpStream> = late_endpoint.incoming().take(5).map(Result::unwrap).collect();
+        accepted.iter_mut().for_each(|stream| {
+            stream.read_exact(&mut [0]).unwrap();
+            stream.write_all(b"y").unwrap();
+        });
+    });
+    let mut late: Vec<TcpStream> = pending.into_iter().map(TcpStream::from).collect();
+    late.iter_mut().for_each(|stream| stream.write_all(b"x").unwrap());
+    late.iter_mut().for_each(|stream| stream.read_exact(&mut [0]).unwrap());
+    let of_quiet = stats_of(&bed, "default/quiet");
+    assert_eq!((of_quiet.connected, of_quiet.failed), (5, 0));
 }
 
 /// The processor time of this process so far. It needs no descriptor.
