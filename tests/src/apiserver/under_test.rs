@@ -167,6 +167,29 @@ impl ApiUnderTest {
         self.send(Method::DELETE, &kind.object_path(namespace, name), None).await.map(drop)
     }
 
+    /// Creates an object of any kind at a real server. The server checks the object against its
+    /// schema, so an unknown or repeated field is an error.
+    ///
+    /// # Errors
+    /// The server refuses the object. The stand-in refuses every object.
+    pub async fn create(&self, object: &Value) -> Result<(), ApiUnderTestError> {
+        self.create_with(object, "fieldValidation=Strict").await
+    }
+
+    /// Asks a real server whether it would create an object. The server makes all checks of
+    /// [`Self::create`], and stores nothing.
+    ///
+    /// # Errors
+    /// The server would refuse the object. The stand-in refuses every object.
+    pub async fn would_create(&self, object: &Value) -> Result<(), ApiUnderTestError> {
+        self.create_with(object, "fieldValidation=Strict&dryRun=All").await
+    }
+
+    async fn create_with(&self, object: &Value, query: &str) -> Result<(), ApiUnderTestError> {
+        let path = format!("{}?{query}", collection(object)?);
+        self.send(Method::POST, &path, Some(object)).await.map(drop)
+    }
+
     /// Creates a namespace if it does not exist. The stand-in needs no namespaces.
     pub async fn ensure_namespace(&self, namespace: &str) -> Result<(), ApiUnderTestError> {
         if matches!(self.backing, Backing::StandIn(_)) {
@@ -250,4 +273,15 @@ fn names(object: &Value) -> Result<(Kind, String, String), ApiUnderTestError> {
     })?;
     let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
     Ok((kind, text("namespace"), text("name")))
+}
+
+/// The path of the collection that an object of any kind belongs to.
+fn collection(object: &Value) -> Result<String, ApiUnderTestError> {
+    let (Some(version), Some(kind)) = (object["apiVersion"].as_str(), object["kind"].as_str()) else {
+        return Err(ApiUnderTestError::BadRequest(format!("the object has no version or no kind: {object}")));
+    };
+    let root = if version == "v1" { "/api/v1".to_owned() } else { format!("/apis/{version}") };
+    let namespace = object["metadata"]["namespace"].as_str();
+    let namespace = namespace.map(|namespace| format!("/namespaces/{namespace}")).unwrap_or_default();
+    Ok(format!("{root}{namespace}/{}s", kind.to_lowercase()))
 }

@@ -7,9 +7,12 @@ use std::process::{Command, Stdio};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-use headgate_tests::testbed::{
-    port::ReservedPort,
-    process::{KilledOnDrop, program, tool},
+use headgate_tests::{
+    apiserver::ApiUnderTest,
+    testbed::{
+        port::ReservedPort,
+        process::{KilledOnDrop, program, tool},
+    },
 };
 use serde_json::{Value, json};
 
@@ -64,16 +67,21 @@ fn chart(settings: &Value) -> Command {
     command
 }
 
+/// The objects of the chart with the values that correspond to an overlay.
+fn objects_of_chart(name: &str, from_overlay: &Objects) -> Objects {
+    let settings = &from_overlay[&("ConfigMap".to_owned(), "headgate-settings".to_owned())];
+    let mut command = chart(settings);
+    if name == "production" {
+        command.arg("--values").arg(deploy().join("chart/values-production.yaml"));
+    }
+    by_name(&run(&mut command))
+}
+
 #[test]
 fn the_chart_and_the_overlays_create_the_same_objects() {
     for name in ["trial", "production"] {
         let mut from_overlay = by_name(&overlay(name));
-        let settings = &from_overlay[&("ConfigMap".to_owned(), "headgate-settings".to_owned())];
-        let mut command = chart(settings);
-        if name == "production" {
-            command.arg("--values").arg(deploy().join("chart/values-production.yaml"));
-        }
-        let from_chart = by_name(&run(&mut command));
+        let from_chart = objects_of_chart(name, &from_overlay);
         // Helm cannot create the namespace that it stores the release in.
         from_overlay.remove(&("Namespace".to_owned(), "headgate-system".to_owned())).unwrap();
         let kinds = |objects: &Objects| objects.keys().cloned().collect::<Vec<_>>();
@@ -146,6 +154,36 @@ fn manifests_are_valid_by_the_schemas_of_kubernetes() {
     }
     let misspelt = overlay("trial").replace("terminationGracePeriodSeconds", "terminationGracePeriod");
     assert!(!validate("1.37.0", &misspelt).0, "the validator accepts a field that does not exist");
+}
+
+/// Also checks what the schemas do not say, such as names that occur twice and selectors that match
+/// nothing.
+#[tokio::test]
+async fn a_real_api_server_accepts_the_manifests() {
+    let Some(api) = ApiUnderTest::real().await.unwrap() else { return };
+    let mut all = Vec::new();
+    for name in ["trial", "production"] {
+        let from_overlay = by_name(&overlay(name));
+        all.extend(objects_of_chart(name, &from_overlay).into_values());
+        all.extend(from_overlay.into_values());
+    }
+    let (namespaces, namespaced): (Vec<_>, Vec<_>) = all.into_iter().partition(|object| object["kind"] == "Namespace");
+    assert!(namespaces.len() == 2 && namespaced.len() > 40, "{} other objects", namespaced.len());
+    let accept = async |object: &Value| {
+        let answer = api.would_create(object).await;
+        answer.unwrap_or_else(|error| panic!("{} {}: {error}", object["kind"], object["metadata"]["name"]));
+    };
+    for namespace in &namespaces {
+        accept(namespace).await;
+    }
+    api.ensure_namespace("headgate-system").await.unwrap();
+    for object in &namespaced {
+        accept(object).await;
+    }
+    let mut misspelt = object("DaemonSet", "headgate-node-agent");
+    misspelt["spec"]["template"]["spec"]["terminationGracePeriod"] = json!(30);
+    let error = api.would_create(&misspelt).await.unwrap_err().to_string();
+    assert!(error.contains("unknown field \"spec.template.spec.terminationGracePeriod\""), "{error}");
 }
 
 /// The blocks of docs/drain.md are parts of the specification of a pod.

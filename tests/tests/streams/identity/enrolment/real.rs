@@ -11,29 +11,15 @@ use crate::identity::server::eventually;
 
 const SYSTEM: &str = "/api/v1/namespaces/headgate-system";
 
-fn collection(object: &Value) -> String {
-    let namespace = object["metadata"]["namespace"].as_str();
-    let namespace = namespace.map(|namespace| format!("/namespaces/{namespace}")).unwrap_or_default();
-    let plural = format!("{}s", object["kind"].as_str().unwrap().to_lowercase());
-    match object["apiVersion"].as_str().unwrap() {
-        "v1" => format!("/api/v1{namespace}/{plural}"),
-        version => format!("/apis/{version}{namespace}/{plural}"),
-    }
-}
-
-async fn create(api: &ApiUnderTest, object: &Value) {
-    api.send(Method::POST, &collection(object), Some(object)).await.unwrap();
-}
-
 /// A server with the manifest's accounts and roles, two Nodes and the agent's pod on each Node.
 async fn installed() -> Option<ApiUnderTest> {
     let api = ApiUnderTest::real().await.unwrap()?;
     api.ensure_namespace("headgate-system").await.unwrap();
     for object in manifest() {
-        create(&api, &object).await;
+        api.create(&object).await.unwrap();
     }
     for (name, address) in [("n1", "127.0.0.1"), ("n2", "192.0.2.2")] {
-        create(&api, &node(name, address)).await;
+        api.create(&node(name, address)).await.unwrap();
         create_agent_pod(&api, name).await;
     }
     Some(api)
@@ -45,7 +31,8 @@ async fn create_agent_pod(api: &ApiUnderTest, node: &str) {
         "containers": [{"name": "agent", "image": "headgate-node-agent"}],
     });
     let metadata = json!({"name": format!("agent-{node}"), "namespace": "headgate-system"});
-    create(api, &json!({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})).await;
+    let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec});
+    api.create(&pod).await.unwrap();
 }
 
 /// Asks for a token of a ServiceAccount, as the kubelet does for a projected volume.
