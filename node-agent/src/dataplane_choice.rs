@@ -47,7 +47,7 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
 
 fn iptables(options: &Options, settings: &Settings) -> Result<iptables::IptablesDataplane, DataplaneError> {
     let dataplane = iptables::IptablesDataplane::new(iptables_config(options, settings))?;
-    Ok(dataplane.with_leftovers(leftovers(settings), options.takeover_limit))
+    Ok(dataplane.with_leftovers(leftovers(settings, None), options.takeover_limit))
 }
 
 fn boxed<D: Dataplane + 'static>(
@@ -55,7 +55,7 @@ fn boxed<D: Dataplane + 'static>(
     options: &Options,
     settings: &Settings,
 ) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
-    Ok(Box::new(chosen?.with_leftovers(leftovers(settings), options.takeover_limit)))
+    Ok(Box::new(chosen?.with_leftovers(leftovers(settings, None), options.takeover_limit)))
 }
 
 /// Returns nftables if this machine can run this mode without a difference to iptables. Otherwise
@@ -70,7 +70,7 @@ fn automatic(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
         Some((reason, Ok(iptables))) => Box::new(iptables.because(reason.clone())),
         Some((reason, Err(error))) => {
             let sentence = format!("mode nftables runs although iptables suits this node better: {reason}; {error}");
-            let nftables = nftables()?.with_leftovers(leftovers(settings), options.takeover_limit);
+            let nftables = nftables()?.with_leftovers(leftovers(settings, None), options.takeover_limit);
             Box::new(nftables.in_place_of(sentence))
         }
         None => match nftables() {
@@ -80,7 +80,7 @@ fn automatic(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
             nftables => {
                 let reason =
                     "this kernel has all expressions that mode nftables needs, and no firewall needs accept rules";
-                let nftables = nftables?.with_leftovers(leftovers(settings), options.takeover_limit);
+                let nftables = nftables?.with_leftovers(leftovers(settings, None), options.takeover_limit);
                 Box::new(nftables.because(reason.to_owned()))
             }
         },
@@ -129,17 +129,23 @@ pub fn prepare(settings: &Settings) -> Result<(), DataplaneError> {
 
 /// Everything that an earlier run may have left in the kernel, in the order of removal. Rules are
 /// removed first, because the kernel does not delete a set or a counter that a rule refers to.
+/// Leaves out what a proxy that runs in the mode `running` uses, because kube-proxy's objects have
+/// the same names.
 #[must_use]
-pub fn leftovers(settings: &Settings) -> Vec<Leftover> {
-    vec![
-        xtables::rules_of(iptables::Variant::Legacy),
-        xtables::rules_of(iptables::Variant::Nft),
-        xtables::packet_counters(),
-        nftables::tables(),
-        nftables::kube_proxys_tables(),
-        userspace::routes(),
-        ipvs::servers_and_sets(settings.ipvs.exclude_cidrs.clone()),
-    ]
+pub fn leftovers(settings: &Settings, running: Option<&str>) -> Vec<Leftover> {
+    let is_used_by = |modes: &[&str]| running.is_some_and(|mode| modes.contains(&mode));
+    let mut leftovers = vec![nftables::tables(), userspace::routes()];
+    if !is_used_by(&["iptables", "ipvs"]) {
+        leftovers.extend([iptables::Variant::Legacy, iptables::Variant::Nft].map(xtables::rules_of));
+        leftovers.push(xtables::packet_counters());
+    }
+    if !is_used_by(&["nftables"]) {
+        leftovers.push(nftables::kube_proxys_tables());
+    }
+    if !is_used_by(&["ipvs"]) {
+        leftovers.push(ipvs::servers_and_sets(settings.ipvs.exclude_cidrs.clone()));
+    }
+    leftovers
 }
 
 fn masquerade(settings: &Settings) -> MasqueradeConfig {

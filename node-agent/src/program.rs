@@ -1,6 +1,10 @@
 //! What the programs that contain an agent share: the log, the signals, and the tasks that end.
 
-use std::io::{IsTerminal as _, stderr};
+use std::{
+    io::{self, IsTerminal as _, Read as _, Write as _, stderr},
+    net::{SocketAddr, TcpStream},
+    time::Duration,
+};
 
 use anyhow::{Context as _, anyhow};
 use headgate_settings as settings;
@@ -73,8 +77,13 @@ pub fn run_task(options: &Options) -> anyhow::Result<bool> {
 }
 
 fn clean(options: &Options) -> anyhow::Result<()> {
+    let settings = options.configured()?.settings;
+    let running = settings.metrics_bind_address.map(running_mode).transpose()?.flatten();
+    if let Some(mode) = &running {
+        info!(mode, "a service proxy runs on this node: its rules and other objects stay");
+    }
     let mut failed = Vec::new();
-    for leftover in dataplane_choice::leftovers(&options.configured()?.settings) {
+    for leftover in dataplane_choice::leftovers(&settings, running.as_deref()) {
         let backend = leftover.name;
         match leftover.remove() {
             Ok(()) => info!(backend, "no rules or other objects of this backend remain"),
@@ -100,4 +109,78 @@ fn clean(options: &Options) -> anyhow::Result<()> {
         failed.join(", ")
     );
     Ok(())
+}
+
+/// How long a proxy may take to answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The mode of the service proxy that runs on this node, which is kube-proxy when a node leaves
+/// Headgate. kube-proxy answers `/proxyMode` at the address of its metrics. `None` if nothing
+/// listens at this address.
+fn running_mode(address: SocketAddr) -> anyhow::Result<Option<String>> {
+    let remedy = || {
+        format!(
+            "--cleanup: cannot ask {address} which service proxy runs on this node; write the address of \
+             kube-proxy's metrics as --metrics-bind-address, or stop the program at this address"
+        )
+    };
+    match ask_mode(address) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(None),
+        answer => answer.map(Some).with_context(remedy),
+    }
+}
+
+fn ask_mode(address: SocketAddr) -> io::Result<String> {
+    // Linux connects 0.0.0.0 and [::] to the node itself.
+    let mut stream = TcpStream::connect_timeout(&address, ANSWER_TIMEOUT)?;
+    stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+    stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
+    write!(stream, "GET /proxyMode HTTP/1.0\r\nHost: {address}\r\n\r\n")?;
+    let mut answer = String::new();
+    stream.take(4096).read_to_string(&mut answer)?;
+    let mode = answer.split_once("\r\n\r\n").map(|(_, body)| body.trim()).unwrap_or_default();
+    let is_mode = !mode.is_empty() && mode.bytes().all(|byte| byte.is_ascii_lowercase());
+    if answer.split(' ').nth(1) == Some("200") && is_mode {
+        Ok(mode.to_owned())
+    } else {
+        Err(io::Error::other(format!(
+            "the answer to GET /proxyMode is {:?}",
+            answer.lines().next().unwrap_or_default()
+        )))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{net::TcpListener, thread};
+
+    use super::*;
+
+    fn asked(answer: &'static str) -> anyhow::Result<Option<String>> {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let server = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = [0; 4];
+            stream.read_exact(&mut request).unwrap();
+            stream.write_all(answer.as_bytes()).unwrap();
+            // Otherwise closing the socket would reset the connection before the answer is read.
+            stream.shutdown(std::net::Shutdown::Write).unwrap();
+            stream.read_to_end(&mut Vec::new()).unwrap();
+        });
+        let mode = running_mode(address);
+        server.join().unwrap();
+        mode
+    }
+
+    #[test]
+    fn a_running_proxy_tells_its_mode_and_other_programs_are_an_error() {
+        assert_eq!(asked("HTTP/1.0 200 OK\r\nDate: now\r\n\r\niptables").unwrap().as_deref(), Some("iptables"));
+        for answer in ["HTTP/1.0 404 Not Found\r\n\r\nnone", "HTTP/1.0 200 OK\r\n\r\n<html>", "", "220 ready\r\n"] {
+            let error = format!("{:#}", asked(answer).unwrap_err());
+            assert!(error.contains("--metrics-bind-address"), "{answer:?}: {error}");
+        }
+        let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        assert_eq!(running_mode(closed).unwrap(), None);
+    }
 }

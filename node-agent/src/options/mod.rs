@@ -215,7 +215,8 @@ pub struct Options {
     pub kube_proxy: KubeProxyFlags,
 
     /// Remove all rules and other kernel objects that any backend of Headgate created on this node,
-    /// and exit
+    /// and exit. What a running kube-proxy uses stays: its page /proxyMode, at
+    /// --metrics-bind-address, tells its mode
     #[arg(long, action = ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
         hide_default_value = true, value_name = "BOOL", value_parser = truth)]
     pub cleanup: bool,

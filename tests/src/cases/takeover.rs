@@ -1,29 +1,26 @@
 //! Takeover between modes and from kube-proxy: connections survive, and the old rules go away.
 
-use std::fmt::Write as _;
-use std::net::{IpAddr, SocketAddr};
-
 use anyhow::{Context, Result, ensure};
 
 use super::case::{SourceAddress, ask};
 use super::changes::eventually;
 use super::ipvs::{restart, tool};
+use super::recorded;
 use super::run::run;
-use crate::bench::kube_proxy_nft_shape;
 use crate::testbed::client::HeldConnection;
 use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::Via;
-use crate::testbed::{AgentSetup, Backend, Family, Testbed, plan};
+use crate::testbed::{AgentSetup, Backend, Family, Testbed};
 
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, NodePort};
 
 /// Clients whose connections pass through node-a. The node masquerades connections of the node
 /// itself and of `outside-1`.
-const CLIENTS: [&str; 3] = ["a3", "node-a", "outside-1"];
+pub(super) const CLIENTS: [&str; 3] = ["a3", "node-a", "outside-1"];
 
 /// Opens a connection of each client over each family.
-fn open(bed: &Testbed) -> Result<Vec<HeldConnection>> {
+pub(super) fn open(bed: &Testbed) -> Result<Vec<HeldConnection>> {
     let mut held = Vec::new();
     for family in Family::BOTH {
         let to = bed.address("steady", ClusterIp, family, "tcp")?;
@@ -36,7 +33,7 @@ fn open(bed: &Testbed) -> Result<Vec<HeldConnection>> {
     Ok(held)
 }
 
-fn answers(bed: &Testbed) -> Result<()> {
+pub(super) fn answers(bed: &Testbed) -> Result<()> {
     run(
         bed,
         &[
@@ -44,59 +41,6 @@ fn answers(bed: &Testbed) -> Result<()> {
             ask("outside-1", "steady", ClusterIp).answered(&["a1", "b1"], Masqueraded("node-a")),
         ],
     )
-}
-
-/// Loads rules of kube-proxy's nftables shape for the Service `steady` on node-a.
-fn load_kube_proxys_rules(bed: &Testbed) -> Result<()> {
-    let mut rules = String::new();
-    for family in Family::BOTH {
-        let shared = kube_proxy_nft_shape::SHARED.to_owned();
-        let (name, shared) = match family {
-            Family::V4 => ("ip", shared),
-            Family::V6 => {
-                let shared = shared.replace(" ip kube-proxy", " ip6 kube-proxy").replace("ipv4_addr", "ipv6_addr");
-                ("ip6", shared.replace("ip daddr", "ip6 daddr").replace("10.96.0.0/12", "fd00:10:96::/112"))
-            }
-        };
-        rules.push_str(&shared);
-        let servers = ["a1", "b1"].map(|pod| plan::address(pod).map(|address| address.of(family)));
-        let mut endpoints = Vec::new();
-        for server in servers {
-            endpoints.push(SocketAddr::new(server.context("the plan has no address")?, plan::LINE_PORT));
-        }
-        let to = bed.address("steady", ClusterIp, family, "tcp")?;
-        let node_port = bed.address("steady", NodePort("node-a"), family, "tcp")?;
-        let pods = plan::CLUSTER_CIDR.split(',').find(|range| range.contains("::") == (family == Family::V6));
-        let pods = pods.context("the cluster has no range of pods")?;
-        let table = format!("{name} kube-proxy");
-        // Writing to a String cannot fail.
-        let _ = writeln!(rules, "add chain {table} service-steady\nadd chain {table} external-steady");
-        for (number, endpoint) in endpoints.iter().enumerate() {
-            let _ = writeln!(rules, "add chain {table} endpoint-{number}");
-            let _ = writeln!(
-                rules,
-                "add rule {table} endpoint-{number} {name} saddr {} jump mark-for-masquerade",
-                endpoint.ip()
-            );
-            let _ = writeln!(rules, "add rule {table} endpoint-{number} meta l4proto tcp dnat to {endpoint}");
-        }
-        let choice = "numgen random mod 2 vmap { 0 : goto endpoint-0 , 1 : goto endpoint-1 }";
-        let at = |address: IpAddr, port: u16| format!("{address} . tcp . {port}");
-        let _ = writeln!(rules, "add rule {table} service-steady {name} saddr != {pods} jump mark-for-masquerade");
-        let _ = writeln!(rules, "add rule {table} service-steady {choice}");
-        let _ = writeln!(rules, "add rule {table} external-steady jump mark-for-masquerade");
-        let _ = writeln!(rules, "add rule {table} external-steady {choice}");
-        let _ = writeln!(rules, "add element {table} cluster-ips {{ {} }}", to.ip());
-        let _ =
-            writeln!(rules, "add element {table} service-ips {{ {} : goto service-steady }}", at(to.ip(), to.port()));
-        let _ = writeln!(rules, "add element {table} nodeport-ips {{ {} }}", node_port.ip());
-        let _ = writeln!(
-            rules,
-            "add element {table} service-nodeports {{ tcp . {} : goto external-steady }}",
-            node_port.port()
-        );
-    }
-    bed.machines().machine("node-a")?.run(|| kube_proxy_nft_shape::load(&rules))
 }
 
 /// Waits until the tables of nftables on node-a include `ours` only if `has_ours`, and no table of
@@ -120,14 +64,14 @@ fn check_no_rules_of_iptables(bed: &Testbed) -> Result<()> {
     })
 }
 
-fn check(held: &mut [HeldConnection]) -> Result<()> {
+pub(super) fn check(held: &mut [HeldConnection]) -> Result<()> {
     held.iter_mut().try_for_each(HeldConnection::check)
 }
 
 /// A node that runs kube-proxy in mode nftables switches to `setup`. The connections that
 /// kube-proxy's rules established survive, and the agent removes kube-proxy's tables.
 fn from_kube_proxy(bed: &Testbed, setup: &AgentSetup, has_ours: bool) -> Result<Vec<HeldConnection>> {
-    load_kube_proxys_rules(bed)?;
+    recorded::load_nftables(bed)?;
     let mut held = open(bed).context("through the rules of kube-proxy")?;
     bed.start_agent_with("node-a", setup)?;
     bed.wait_programmed()?;

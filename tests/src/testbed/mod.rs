@@ -28,6 +28,7 @@ mod cluster;
 mod container;
 pub mod flow;
 pub mod iptables;
+pub mod kube_proxy;
 pub mod machines;
 pub mod manifests;
 pub mod netns;

@@ -4,74 +4,27 @@
 //! The tests need `kube-proxy` beside `etcd` and `kube-apiserver` in the folder that
 //! `KUBEBUILDER_ASSETS` names. If `kube-proxy` is missing, the tests print a message and pass.
 
-use std::{
-    collections::BTreeSet,
-    env, fmt,
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::{collections::BTreeSet, fmt, path::Path, process::Command};
 
-use headgate_tests::{
-    apiserver::{ASSETS_VARIABLE, Kind, RealApiServer},
-    testbed::{
-        Backend, Machines, Manifests,
-        manifests::{NAMESPACE, Service, ServiceType, Via},
-        plan::{self, CLUSTER_CIDR, CONTROL, CONTROL_PORT},
-        process::{Process, program},
-    },
+use headgate_tests::testbed::{
+    Backend, Machines, Manifests,
+    kube_proxy::{self, Mode, RealKubeProxies},
+    manifests::{Service, ServiceType, Via},
+    plan::{self, CLUSTER_CIDR, CONTROL, CONTROL_PORT},
+    process::{Process, program},
 };
-use http::Method;
-use kube::config::{KubeConfigOptions, Kubeconfig};
-use serde_json::{Value, json};
 
 use crate::mirrored::{self, Question, Seen};
 
 /// The number of random Services. Each random Service also has a mirror image.
 const PAIRS: usize = 24;
 
-/// Creates objects at an API server. Call this function in the network namespace of the server.
-async fn create(kubeconfig: &str, objects: Vec<Value>) {
-    let kubeconfig = Kubeconfig::from_yaml(kubeconfig).unwrap();
-    let config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await.unwrap();
-    let client = kube::Client::try_from(config).unwrap();
-    let send = async |method: Method, path: String, content_type: &str, body: &Value| {
-        let request = http::Request::builder().method(method).uri(&path).header("content-type", content_type);
-        let sent = client.request::<Value>(request.body(body.to_string().into_bytes()).unwrap()).await;
-        sent.unwrap_or_else(|error| panic!("{path}: {error}: {body}"))
-    };
-    let namespace = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}});
-    send(Method::POST, "/api/v1/namespaces".into(), "application/json", &namespace).await;
-    for object in objects {
-        let kind = Kind::of(&object).unwrap();
-        send(Method::POST, kind.collection_path(Some(NAMESPACE)), "application/json", &object).await;
-        // The API server ignores the status when it creates a Service, so a second request sets it.
-        if let (Kind::Service, Some(status)) = (kind, object.get("status")) {
-            let path = kind.object_path(NAMESPACE, object["metadata"]["name"].as_str().unwrap()) + "/status";
-            send(Method::PATCH, path, "application/merge-patch+json", &json!({ "status": status })).await;
-        }
-    }
-}
-
-/// Returns the folder with all three binaries. If the variable is unset or `kube-proxy` is missing,
-/// prints the reason and returns `None`.
-fn assets() -> Option<PathBuf> {
-    let Some(folder) = env::var_os(ASSETS_VARIABLE).filter(|value| !value.is_empty()).map(PathBuf::from) else {
-        println!("{ASSETS_VARIABLE} is unset: skipping the comparison with kube-proxy");
-        return None;
-    };
-    if !folder.join("kube-proxy").is_file() {
-        println!("{} is not a file: skipping the comparison with kube-proxy", folder.join("kube-proxy").display());
-        return None;
-    }
-    Some(folder)
-}
-
 struct Programs {
     agent: Process,
     kube_proxy: Process,
     control_plane: Process,
     // Fields are dropped in order, so the API server stops last.
-    _api: RealApiServer,
+    _server: RealKubeProxies,
 }
 
 impl fmt::Debug for Programs {
@@ -82,26 +35,14 @@ impl fmt::Debug for Programs {
 
 impl Programs {
     fn start(machines: &Machines, assets: &Path, manifests: &Manifests, backend: Backend) -> Self {
-        let control = machines.machine(CONTROL).unwrap();
         let address = plan::address(CONTROL).unwrap().v4;
-        let api = control.run(|| Ok(RealApiServer::start_at(assets, address)?)).unwrap();
-        let kubeconfig = api.kubeconfig();
-        let objects = manifests.documents().unwrap();
-        control
-            .run(|| {
-                let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-                runtime.block_on(create(&kubeconfig, objects));
-                Ok(())
-            })
-            .unwrap();
-        let path = machines.folder().join("kubeconfig");
-        std::fs::write(&path, &kubeconfig).unwrap();
+        let server = RealKubeProxies::start(machines, assets, manifests).unwrap();
         let start = |name: &str, machine: &str, command: Command| {
             let log = machines.folder().join(format!("{name}.log"));
             Process::start(name, machines.machine(machine).unwrap(), command, &log).unwrap()
         };
         let mut command = Command::new(program("headgate-control-plane").unwrap());
-        command.arg("--source=kubernetes").arg("--kubeconfig").arg(&path);
+        command.arg("--source=kubernetes").arg("--kubeconfig").arg(server.kubeconfig());
         command.args(["--listen", &format!("{address}:{CONTROL_PORT}"), "--insecure-loopback"]);
         let control_plane = start("headgate-control-plane", CONTROL, command);
         let mut command = Command::new(program("headgate-node-agent").unwrap());
@@ -109,14 +50,8 @@ impl Programs {
         command.args(["--control-plane", &format!("http://{address}:{CONTROL_PORT}")]);
         command.args(backend.agent_arguments());
         let agent = start("headgate-node-agent", "node-a", command);
-        let mut command = Command::new(assets.join("kube-proxy"));
-        command.arg("--kubeconfig").arg(&path).args(["--hostname-override=node-b", "--proxy-mode=iptables"]);
-        command.args(["--cluster-cidr", CLUSTER_CIDR, "--detect-local-mode=ClusterCIDR"]);
-        command.args(["--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0"]);
-        command.arg("--conntrack-tcp-timeout-close-wait=0");
-        command.env("XTABLES_LOCKFILE", machines.xtables_lock("node-b"));
-        let kube_proxy = start("kube-proxy", "node-b", command);
-        Self { agent, kube_proxy, control_plane, _api: api }
+        let kube_proxy = server.run(machines, "node-b", Mode::Iptables).unwrap();
+        Self { agent, kube_proxy, control_plane, _server: server }
     }
 
     fn check_running(&mut self) {
@@ -137,7 +72,7 @@ fn random_services_are_served_as_kube_proxy_serves_them_in_the_compact_layout() 
 }
 
 fn compare_random_services(backend: Backend) {
-    let Some(assets) = assets() else { return };
+    let Some(assets) = kube_proxy::assets() else { return };
     let mut rng = mirrored::rng();
     let mut manifests = Manifests::default();
     // The API server assigns the first address of the range to the Service `kubernetes`. The first

@@ -568,6 +568,36 @@ mod tables {
     }
 }
 
+/// Tests of nodes that move from kube-proxy to Headgate and back.
+mod migration {
+    use headgate_tests::cases::from_kube_proxy;
+    use headgate_tests::testbed::kube_proxy::Mode;
+
+    use super::*;
+
+    fn there_and_back(from: Mode, to: Backend) {
+        on_machines(to, from_kube_proxy::services(), |bed| from_kube_proxy::there_and_back(bed, from, to));
+    }
+
+    macro_rules! migrations {
+        ($($name:ident: $from:expr, $to:expr;)*) => { $(
+            #[test]
+            fn $name() {
+                there_and_back($from, $to);
+            }
+        )* };
+    }
+
+    migrations! {
+        kube_proxy_iptables_to_iptables_and_back: Mode::Iptables, Backend::IptablesNft;
+        kube_proxy_iptables_to_nftables_and_back: Mode::Iptables, Backend::Nftables;
+        kube_proxy_iptables_to_userspace_and_back: Mode::Iptables, Backend::Userspace;
+        kube_proxy_nftables_to_iptables_and_back: Mode::Nftables, Backend::IptablesNft;
+        kube_proxy_nftables_to_nftables_and_back: Mode::Nftables, Backend::Nftables;
+        kube_proxy_nftables_to_userspace_and_back: Mode::Nftables, Backend::Userspace;
+    }
+}
+
 /// Tests of connections that the agent carries.
 mod carried {
     use headgate_tests::cases::{datagrams, userspace};

@@ -1,0 +1,205 @@
+//! A node moves from kube-proxy to Headgate and back, while clients hold and open connections. With
+//! a real kube-proxy if there is one, else with rules as kube-proxy writes them.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::changes::eventually;
+use super::ipvs::{restart, tool};
+use super::live::while_asking;
+use super::recorded;
+use super::run::shares;
+use super::takeover::{CLIENTS, answers, check, open};
+use crate::testbed::iptables;
+use crate::testbed::kube_proxy::{self, Mode, RealKubeProxies};
+use crate::testbed::manifests::{Service, ServiceType, Via};
+use crate::testbed::process::Process;
+use crate::testbed::{AgentSetup, Backend, Family, Manifests, Testbed};
+
+/// The Services of this module's scenario. A real API server uses the first address itself.
+pub fn services() -> Result<Manifests> {
+    let mut manifests = Manifests::default();
+    manifests.add(Service { service_type: ServiceType::ExternalName, ..Service::new("first", &[]) })?;
+    manifests.add(Service::new("steady", &["a1", "b1"]))?;
+    Ok(manifests)
+}
+
+/// kube-proxy of node-a.
+struct KubeProxy<'a> {
+    bed: &'a Testbed,
+    mode: Mode,
+    source: Source,
+}
+
+/// Where the rules of kube-proxy come from.
+enum Source {
+    Real { server: Box<RealKubeProxies>, process: Option<Process> },
+    Recorded(Option<ModePage>),
+}
+
+impl<'a> KubeProxy<'a> {
+    fn start(bed: &'a Testbed, mode: Mode) -> Result<Self> {
+        let source = match kube_proxy::assets() {
+            Some(assets) => {
+                let server = RealKubeProxies::start(bed.machines(), &assets, &services()?)?;
+                Source::Real { server: Box::new(server), process: None }
+            }
+            None => Source::Recorded(None),
+        };
+        let mut kube_proxy = Self { bed, mode, source };
+        kube_proxy.start_again()?;
+        Ok(kube_proxy)
+    }
+
+    /// Starts kube-proxy, and waits until its rules are in the kernel.
+    fn start_again(&mut self) -> Result<()> {
+        match &mut self.source {
+            Source::Real { server, process } => {
+                *process = Some(server.run(self.bed.machines(), "node-a", self.mode)?);
+            }
+            Source::Recorded(page) => {
+                match self.mode {
+                    Mode::Iptables => recorded::load_iptables(self.bed)?,
+                    Mode::Nftables => recorded::load_nftables(self.bed)?,
+                }
+                *page = Some(ModePage::serve(self.bed, self.mode)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends kube-proxy. Its rules stay.
+    fn stop(&mut self) -> Result<()> {
+        match &mut self.source {
+            Source::Real { process, .. } => process.take().context("kube-proxy does not run")?.terminate().map(drop),
+            Source::Recorded(page) => {
+                drop(page.take());
+                Ok(())
+            }
+        }
+    }
+}
+
+/// The page `/proxyMode` of a kube-proxy on node-a. Dropping it closes its port.
+struct ModePage {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ModePage {
+    fn serve(bed: &Testbed, mode: Mode) -> Result<Self> {
+        let listener = bed.machines().machine("node-a")?.run(|| Ok(TcpListener::bind("127.0.0.1:10249")?))?;
+        listener.set_nonblocking(true)?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let thread = std::thread::spawn(move || {
+            while !stopped.load(Ordering::Relaxed) {
+                let Ok((mut stream, _)) = listener.accept() else {
+                    std::thread::sleep(Duration::from_millis(20));
+                    continue;
+                };
+                let answer = format!("HTTP/1.0 200 OK\r\n\r\n{}", mode.name());
+                // If this fails, the client fails, too.
+                let _ = stream.set_nonblocking(false);
+                let _ = stream.read(&mut [0; 1024]);
+                let _ = stream.write_all(answer.as_bytes());
+            }
+        });
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for ModePage {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            eprintln!("warning: the page /proxyMode has panicked");
+        }
+    }
+}
+
+/// The addresses that clients use. All packets pass through node-a.
+fn targets(bed: &Testbed) -> Result<Vec<(&'static str, SocketAddr)>> {
+    let mut targets = Vec::new();
+    for family in Family::BOTH {
+        for client in CLIENTS {
+            targets.push((client, bed.address("steady", Via::ClusterIp, family, "tcp")?));
+        }
+        targets.push(("outside-1", bed.address("steady", Via::NodePort("node-a"), family, "tcp")?));
+    }
+    Ok(targets)
+}
+
+/// Waits until the kernel of node-a has the rules of kube-proxy only if `has_theirs`, and tables of
+/// Headgate only if `has_ours`.
+fn check_rules(bed: &Testbed, mode: Mode, has_theirs: bool, has_ours: bool) -> Result<()> {
+    let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
+    eventually(|| {
+        let tables = tool(node, "nft", &["list", "tables"])?;
+        let has = |name: &str| tables.lines().any(|line| line.ends_with(name));
+        ensure!(has(" headgate") == has_ours, "the tables are\n{tables}");
+        let has_chains = iptables::save_all(node, &lock)?.contains("-j KUBE-SVC-");
+        let (theirs, others) = match mode {
+            Mode::Iptables => (has_chains, has(" kube-proxy")),
+            Mode::Nftables => (has(" kube-proxy"), has_chains),
+        };
+        ensure!(theirs == has_theirs && !others, "kube-proxy's rules: {theirs}; rules of other modes: {others}");
+        Ok(())
+    })
+}
+
+/// A node moves from kube-proxy to Headgate and back, as docs/migration.md says. Every new
+/// connection succeeds. Connections that kube-proxy's rules established survive both moves.
+/// Connections that Headgate established survive the way back, except those that mode userspace
+/// carries, which end with the agent.
+///
+/// Needs machines with [`services`] and no running programs.
+pub fn there_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
+    let mut kube_proxy = KubeProxy::start(bed, from)?;
+    bed.start_control_plane()?;
+    let mut held = open(bed).context("through the rules of kube-proxy")?;
+    let asked = while_asking(bed, &targets(bed)?, || {
+        kube_proxy.stop()?;
+        let arguments = ["--userspace-drain-limit=3s"];
+        let setup = |backend| AgentSetup { backend: Some(backend), ..AgentSetup::with(&arguments) };
+        bed.start_agent_with("node-a", &setup(to))?;
+        bed.wait_programmed()?;
+        // kube-proxy and mode iptables use the same names.
+        if to.uses_nftables() {
+            check_rules(bed, from, false, true)?;
+        }
+        check(&mut held).context("after the move to Headgate")?;
+        answers(bed)?;
+        let mut of_headgate = open(bed).context("through Headgate")?;
+
+        if from == Mode::Nftables && !to.uses_nftables() {
+            // kube-proxy in this mode removes the rules of mode iptables before it writes its own.
+            restart(bed, &setup(Backend::Nftables))?;
+        }
+        bed.stop_agent("node-a")?;
+        kube_proxy.start_again().context("going back to kube-proxy")?;
+        bed.clean_up("node-a")?;
+        check_rules(bed, from, true, false)?;
+        check(&mut held).context("after the way back")?;
+        if to.carries_tcp() {
+            let left = of_headgate.iter_mut().filter_map(|connection| connection.check().ok()).count();
+            ensure!(left == 0, "{left} connections of mode userspace survive: docs/migration.md says otherwise");
+            return Ok(());
+        }
+        check(&mut of_headgate).context("connections of Headgate, after the way back")
+    })?;
+    println!("{} new connections, {} held connections", asked.len(), held.len());
+    ensure!(shares(&asked).len() == 2, "{:?} answered", shares(&asked));
+    let afterwards = while_asking(bed, &targets(bed)?, || {
+        std::thread::sleep(Duration::from_secs(1));
+        Ok(())
+    })?;
+    ensure!(shares(&afterwards).len() == 2, "{:?} answered at the end", shares(&afterwards));
+    Ok(())
+}

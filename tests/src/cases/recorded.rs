@@ -1,0 +1,138 @@
+//! Rules for the Service `steady` on node-a as kube-proxy writes them, for tests without a real
+//! kube-proxy.
+
+use std::fmt::Write as _;
+use std::net::{IpAddr, SocketAddr};
+
+use anyhow::{Context, Result};
+
+use crate::bench::kube_proxy_nft_shape;
+use crate::testbed::iptables::{self, Variant};
+use crate::testbed::manifests::Via::{ClusterIp, NodePort};
+use crate::testbed::{Family, Testbed, plan};
+
+/// What the rules of one family contain.
+struct Steady {
+    to: SocketAddr,
+    node_port: SocketAddr,
+    endpoints: Vec<SocketAddr>,
+    /// The range of pods.
+    pods: &'static str,
+}
+
+impl Steady {
+    fn of(bed: &Testbed, family: Family) -> Result<Self> {
+        let mut endpoints = Vec::new();
+        for server in ["a1", "b1"] {
+            let address = plan::address(server).context("the plan has no address")?.of(family);
+            endpoints.push(SocketAddr::new(address, plan::LINE_PORT));
+        }
+        let pods = plan::CLUSTER_CIDR.split(',').find(|range| range.contains("::") == (family == Family::V6));
+        Ok(Self {
+            to: bed.address("steady", ClusterIp, family, "tcp")?,
+            node_port: bed.address("steady", NodePort("node-a"), family, "tcp")?,
+            endpoints,
+            pods: pods.context("the cluster has no range of pods")?,
+        })
+    }
+}
+
+/// Loads rules of kube-proxy's iptables shape for the Service `steady` on node-a, in the nft
+/// variant.
+pub(super) fn load_iptables(bed: &Testbed) -> Result<()> {
+    let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
+    for family in Family::BOTH {
+        let Steady { to, node_port, endpoints, pods } = Steady::of(bed, family)?;
+        let mut rules = String::from(SHARED_IPTABLES);
+        let at = format!("-p tcp -m tcp --dport {}", to.port());
+        // Writing to a String cannot fail.
+        let _ = writeln!(rules, ":KUBE-SVC-STEADYSTEADYSTEA - [0:0]\n:KUBE-EXT-STEADYSTEADYSTEA - [0:0]");
+        let _ = writeln!(rules, "-A KUBE-SERVICES -d {} {at} -j KUBE-SVC-STEADYSTEADYSTEA", to.ip());
+        let _ = writeln!(rules, "-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS");
+        let _ = writeln!(
+            rules,
+            "-A KUBE-NODEPORTS -p tcp -m tcp --dport {} -j KUBE-EXT-STEADYSTEADYSTEA",
+            node_port.port()
+        );
+        let _ = writeln!(
+            rules,
+            "-A KUBE-EXT-STEADYSTEADYSTEA -j KUBE-MARK-MASQ\n-A KUBE-EXT-STEADYSTEADYSTEA -j KUBE-SVC-STEADYSTEADYSTEA"
+        );
+        let _ = writeln!(rules, "-A KUBE-SVC-STEADYSTEADYSTEA ! -s {pods} -d {} {at} -j KUBE-MARK-MASQ", to.ip());
+        let chains = [("-m statistic --mode random --probability 0.5 ", "STEADYSTEADYONEA"), ("", "STEADYSTEADYTWOA")];
+        for ((chance, endpoint_name), endpoint) in chains.into_iter().zip(endpoints) {
+            let _ = writeln!(rules, ":KUBE-SEP-{endpoint_name} - [0:0]");
+            let _ = writeln!(rules, "-A KUBE-SVC-STEADYSTEADYSTEA {chance}-j KUBE-SEP-{endpoint_name}");
+            let _ = writeln!(rules, "-A KUBE-SEP-{endpoint_name} -s {} -j KUBE-MARK-MASQ", endpoint.ip());
+            let _ = writeln!(rules, "-A KUBE-SEP-{endpoint_name} -p tcp -m tcp -j DNAT --to-destination {endpoint}");
+        }
+        rules.push_str("COMMIT\n");
+        let script = bed.machines().folder().join("recorded.rules");
+        std::fs::write(&script, rules).context("writing recorded rules")?;
+        iptables::restore(node, Variant::Nft, family, &lock, &script)?;
+    }
+    Ok(())
+}
+
+/// The chains that all Services share, and the jumps to them. Like kube-proxy, it empties chains
+/// that exist.
+const SHARED_IPTABLES: &str = "\
+*nat
+:KUBE-SERVICES - [0:0]
+:KUBE-NODEPORTS - [0:0]
+:KUBE-POSTROUTING - [0:0]
+:KUBE-MARK-MASQ - [0:0]
+:KUBE-PROXY-CANARY - [0:0]
+-I PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES
+-I OUTPUT -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES
+-I POSTROUTING -m comment --comment \"kubernetes postrouting rules\" -j KUBE-POSTROUTING
+-A KUBE-POSTROUTING -m mark ! --mark 0x4000/0x4000 -j RETURN
+-A KUBE-POSTROUTING -j MARK --xor-mark 0x4000
+-A KUBE-POSTROUTING -m comment --comment \"kubernetes service traffic requiring SNAT\" -j MASQUERADE --random-fully
+-A KUBE-MARK-MASQ -j MARK --or-mark 0x4000
+";
+
+/// Loads rules of kube-proxy's nftables shape for the Service `steady` on node-a.
+pub(super) fn load_nftables(bed: &Testbed) -> Result<()> {
+    let mut rules = String::new();
+    for family in Family::BOTH {
+        let shared = kube_proxy_nft_shape::SHARED.to_owned();
+        let (name, shared) = match family {
+            Family::V4 => ("ip", shared),
+            Family::V6 => {
+                let shared = shared.replace(" ip kube-proxy", " ip6 kube-proxy").replace("ipv4_addr", "ipv6_addr");
+                ("ip6", shared.replace("ip daddr", "ip6 daddr").replace("10.96.0.0/12", "fd00:10:96::/112"))
+            }
+        };
+        rules.push_str(&shared);
+        let Steady { to, node_port, endpoints, pods } = Steady::of(bed, family)?;
+        let table = format!("{name} kube-proxy");
+        // Writing to a String cannot fail.
+        let _ = writeln!(rules, "add chain {table} service-steady\nadd chain {table} external-steady");
+        for (number, endpoint) in endpoints.iter().enumerate() {
+            let _ = writeln!(rules, "add chain {table} endpoint-{number}");
+            let _ = writeln!(
+                rules,
+                "add rule {table} endpoint-{number} {name} saddr {} jump mark-for-masquerade",
+                endpoint.ip()
+            );
+            let _ = writeln!(rules, "add rule {table} endpoint-{number} meta l4proto tcp dnat to {endpoint}");
+        }
+        let choice = "numgen random mod 2 vmap { 0 : goto endpoint-0 , 1 : goto endpoint-1 }";
+        let at = |address: IpAddr, port: u16| format!("{address} . tcp . {port}");
+        let _ = writeln!(rules, "add rule {table} service-steady {name} saddr != {pods} jump mark-for-masquerade");
+        let _ = writeln!(rules, "add rule {table} service-steady {choice}");
+        let _ = writeln!(rules, "add rule {table} external-steady jump mark-for-masquerade");
+        let _ = writeln!(rules, "add rule {table} external-steady {choice}");
+        let _ = writeln!(rules, "add element {table} cluster-ips {{ {} }}", to.ip());
+        let _ =
+            writeln!(rules, "add element {table} service-ips {{ {} : goto service-steady }}", at(to.ip(), to.port()));
+        let _ = writeln!(rules, "add element {table} nodeport-ips {{ {} }}", node_port.ip());
+        let _ = writeln!(
+            rules,
+            "add element {table} service-nodeports {{ tcp . {} : goto external-steady }}",
+            node_port.port()
+        );
+    }
+    bed.machines().machine("node-a")?.run(|| kube_proxy_nft_shape::load(&rules))
+}
