@@ -37,8 +37,8 @@ pub fn while_asking(
     Ok(all.into_iter().flatten().collect())
 }
 
-/// Like [`while_asking`]. Returns the outcomes of each target, also of requests that failed: at least
-/// ten for each target, the last ones after the end of `work` on a slow machine.
+/// Like [`while_asking`]. Returns the outcomes of each target, also of requests that failed: at
+/// least ten for each target, the last ones after the end of `work` on a slow machine.
 ///
 /// # Errors
 /// `work` fails.

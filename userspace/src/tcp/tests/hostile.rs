@@ -158,8 +158,8 @@ fn fill_descriptors(free: usize) -> Vec<std::fs::File> {
     filling
 }
 
-/// Runs in processes of its own, because the limit of descriptors belongs to the process, and because
-/// no descriptor of an earlier part may close meanwhile.
+/// Runs in processes of its own, because the limit of descriptors belongs to the process, and
+/// because no descriptor of an earlier part may close meanwhile.
 #[test]
 fn without_descriptors_open_connections_work_and_the_others_wait() {
     const FREE: &str = "HEADGATE_TEST_FREE_DESCRIPTORS";
