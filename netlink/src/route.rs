@@ -113,6 +113,14 @@ pub enum Change {
         /// The address.
         address: Prefix,
     },
+    /// Makes the kernel avoid an IPv6 address as a source address, like those of
+    /// [`Self::AddAddress`].
+    DeprecateAddress {
+        /// The index of the link.
+        link: u32,
+        /// The address.
+        address: Prefix,
+    },
     /// Removes an address. Fails with `EADDRNOTAVAIL` if the link does not have the address.
     RemoveAddress {
         /// The index of the link.
@@ -171,7 +179,17 @@ impl Routing {
     /// # Errors
     /// The kernel does not list the addresses, or changes interrupt every attempt to list them.
     pub fn addresses(&mut self, link: u32) -> Result<Vec<Prefix>, NetlinkError> {
-        let found = self.list_addresses(link, |found| found.link == link)?;
+        let found = self.list_addresses(link, |found, _| found.link == link)?;
+        Ok(found.into_iter().map(|found| found.address).collect())
+    }
+
+    /// The IPv6 addresses of a link that the kernel does not avoid as source addresses.
+    ///
+    /// # Errors
+    /// The errors of [`Routing::addresses`].
+    pub fn preferred_addresses(&mut self, link: u32) -> Result<Vec<Prefix>, NetlinkError> {
+        let found =
+            self.list_addresses(link, |found, payload| found.link == link && wire::is_preferred(found, payload))?;
         Ok(found.into_iter().map(|found| found.address).collect())
     }
 
@@ -184,7 +202,7 @@ impl Routing {
         &mut self,
         is_wanted: impl Fn(&LinkAddress) -> bool,
     ) -> Result<Vec<LinkAddress>, NetlinkError> {
-        self.list_addresses(0, is_wanted)
+        self.list_addresses(0, |found, _| is_wanted(found))
     }
 
     /// Executes changes, many in one send. `refused` receives the index of each change that the
@@ -219,17 +237,17 @@ impl Routing {
     }
 
     /// Lists the addresses of a link, or of all links for index 0. Kernels before 4.20 always list
-    /// the addresses of all links.
+    /// the addresses of all links. `is_wanted` also receives the message about the address.
     fn list_addresses(
         &mut self,
         link: u32,
-        is_wanted: impl Fn(&LinkAddress) -> bool,
+        is_wanted: impl Fn(&LinkAddress, &[u8]) -> bool,
     ) -> Result<Vec<LinkAddress>, NetlinkError> {
         let mut all = Vec::new();
         for family in [libc::AF_INET, libc::AF_INET6] {
             let request = wire::list_addresses(family, link);
             let found: Result<_, NetlinkError> = self.connection.list(&request, |found: &mut Vec<_>, payload| {
-                found.extend(wire::address(payload)?.filter(&is_wanted));
+                found.extend(wire::address(payload)?.filter(|found| is_wanted(found, payload)));
                 Ok(())
             });
             all.append(&mut found?);

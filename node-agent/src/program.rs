@@ -135,7 +135,7 @@ fn ask_mode(address: SocketAddr) -> io::Result<String> {
     let mut stream = TcpStream::connect_timeout(&address, ANSWER_TIMEOUT)?;
     stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
     stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
-    write!(stream, "GET /proxyMode HTTP/1.0\r\nHost: {address}\r\n\r\n")?;
+    stream.write_all(format!("GET /proxyMode HTTP/1.0\r\nHost: {address}\r\n\r\n").as_bytes())?;
     let mut answer = String::new();
     stream.take(4096).read_to_string(&mut answer)?;
     let mode = answer.split_once("\r\n\r\n").map(|(_, body)| body.trim()).unwrap_or_default();

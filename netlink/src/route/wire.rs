@@ -31,6 +31,7 @@ const ROUTE_DESTINATION: u16 = 1;
 const ROUTE_LINK: u16 = 4;
 
 const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
+const FLAG_REPLACE: u16 = libc::NLM_F_REPLACE as u16;
 const FLAG_CREATE: u16 = (libc::NLM_F_CREATE | libc::NLM_F_EXCL) as u16;
 
 fn family_of(address: IpAddr) -> u8 {
@@ -131,6 +132,12 @@ pub(super) fn address(payload: &[u8]) -> Result<Option<LinkAddress>, Malformed> 
     Ok(local.or(other).map(|address| LinkAddress { link, address: prefix(address), peer }))
 }
 
+/// Whether the kernel may choose an IPv6 address as a source address, by its address message.
+pub(super) fn is_preferred(address: &LinkAddress, payload: &[u8]) -> bool {
+    let is_deprecated = payload.get(2).is_some_and(|flags| u32::from(*flags) & libc::IFA_F_DEPRECATED != 0);
+    address.address.address.is_ipv6() && !is_deprecated
+}
+
 /// Returns the event that a notification reports, or `None` if the notification does not report a
 /// change of a link or an address.
 pub(super) fn event(kind: u16, payload: &[u8]) -> Result<Option<Event>, Malformed> {
@@ -158,15 +165,18 @@ fn deprecated_lifetimes() -> [u8; 16] {
 }
 
 pub(super) fn change(change: &Change) -> Request {
+    let deprecated = |request: Request| {
+        request
+            .attribute(ADDRESS_FLAGS, &(libc::IFA_F_NODAD | libc::IFA_F_NOPREFIXROUTE).to_ne_bytes())
+            .attribute(ADDRESS_LIFETIMES, &deprecated_lifetimes())
+    };
     match *change {
         Change::AddAddress { link, address } => {
             let request = address_request(libc::RTM_NEWADDR, FLAG_CREATE, link, address);
-            match address.address {
-                IpAddr::V4(_) => request,
-                IpAddr::V6(_) => request
-                    .attribute(ADDRESS_FLAGS, &(libc::IFA_F_NODAD | libc::IFA_F_NOPREFIXROUTE).to_ne_bytes())
-                    .attribute(ADDRESS_LIFETIMES, &deprecated_lifetimes()),
-            }
+            if address.address.is_ipv4() { request } else { deprecated(request) }
+        }
+        Change::DeprecateAddress { link, address } => {
+            deprecated(address_request(libc::RTM_NEWADDR, FLAG_REPLACE, link, address))
         }
         Change::RemoveAddress { link, address } => address_request(libc::RTM_DELADDR, 0, link, address),
     }

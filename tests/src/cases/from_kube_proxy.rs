@@ -16,11 +16,12 @@ use super::live::while_asking;
 use super::recorded;
 use super::run::shares;
 use super::takeover::{CLIENTS, answers, check, open};
-use crate::testbed::iptables;
+use crate::testbed::iptables::{self, Variant};
 use crate::testbed::kube_proxy::{self, Mode, RealKubeProxies};
 use crate::testbed::manifests::{Service, ServiceType, Via};
 use crate::testbed::process::Process;
 use crate::testbed::{AgentSetup, Backend, Family, Manifests, Testbed};
+use crate::uml;
 
 /// The Services of this module's scenario. A real API server uses the first address itself.
 pub fn services() -> Result<Manifests> {
@@ -65,7 +66,9 @@ impl<'a> KubeProxy<'a> {
             }
             Source::Recorded(page) => {
                 match self.mode {
-                    Mode::Iptables => recorded::load_iptables(self.bed)?,
+                    Mode::Iptables if has_ipvs() => recorded::load_iptables(self.bed, Variant::Legacy)?,
+                    Mode::Iptables => recorded::load_iptables(self.bed, Variant::Nft)?,
+                    Mode::Ipvs => recorded::load_ipvs(self.bed)?,
                     Mode::Nftables => recorded::load_nftables(self.bed)?,
                 }
                 *page = Some(ModePage::serve(self.bed, self.mode)?);
@@ -124,11 +127,13 @@ impl Drop for ModePage {
     }
 }
 
-/// The addresses that clients use. All packets pass through node-a.
+/// The addresses that clients use. All packets pass through node-a. Where mode ipvs runs, node-a
+/// itself opens no connections: while it has the address of a Service, it also uses this address as
+/// the source, and such a connection ends with the address.
 fn targets(bed: &Testbed) -> Result<Vec<(&'static str, SocketAddr)>> {
     let mut targets = Vec::new();
     for family in Family::BOTH {
-        for client in CLIENTS {
+        for client in CLIENTS.into_iter().filter(|client| !(has_ipvs() && *client == "node-a")) {
             targets.push((client, bed.address("steady", Via::ClusterIp, family, "tcp")?));
         }
         targets.push(("outside-1", bed.address("steady", Via::NodePort("node-a"), family, "tcp")?));
@@ -136,28 +141,54 @@ fn targets(bed: &Testbed) -> Result<Vec<(&'static str, SocketAddr)>> {
     Ok(targets)
 }
 
-/// Waits until the kernel of node-a has the rules of kube-proxy only if `has_theirs`, and tables of
-/// Headgate only if `has_ours`.
+/// Whether this kernel has IPVS, and then only the legacy variant of iptables.
+fn has_ipvs() -> bool {
+    uml::guest::is_here()
+}
+
+/// The mode that agents of the modes iptables and ipvs change to before kube-proxy starts.
+fn before_going_back(to: Mode) -> Backend {
+    match to {
+        Mode::Iptables if has_ipvs() => Backend::IptablesLegacy,
+        Mode::Iptables => Backend::IptablesNft,
+        Mode::Ipvs | Mode::Nftables => Backend::Nftables,
+    }
+}
+
+/// Waits until the kernel of node-a has the rules of this mode of kube-proxy only if `has_theirs`,
+/// tables of Headgate only if `has_ours`, and nothing of other modes.
 fn check_rules(bed: &Testbed, mode: Mode, has_theirs: bool, has_ours: bool) -> Result<()> {
     let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
     eventually(|| {
-        let tables = tool(node, "nft", &["list", "tables"])?;
-        let has = |name: &str| tables.lines().any(|line| line.ends_with(name));
-        ensure!(has(" headgate") == has_ours, "the tables are\n{tables}");
-        let has_chains = iptables::save_all(node, &lock)?.contains("-j KUBE-SVC-");
-        let (theirs, others) = match mode {
-            Mode::Iptables => (has_chains, has(" kube-proxy")),
-            Mode::Nftables => (has(" kube-proxy"), has_chains),
-        };
-        ensure!(theirs == has_theirs && !others, "kube-proxy's rules: {theirs}; rules of other modes: {others}");
+        let (program, arguments) = if has_ipvs() { ("ipvsadm", ["-S", "-n"]) } else { ("nft", ["list", "tables"]) };
+        let listed = tool(node, program, &arguments)?;
+        let has = |end: &str| listed.lines().any(|line| line.ends_with(end));
+        ensure!(has(" headgate") == has_ours, "the tables are\n{listed}");
+        let chains = iptables::save_all(node, &lock)?.contains("-j KUBE-SVC-");
+        let found = [(Mode::Iptables, chains), (Mode::Ipvs, has(" -w 1")), (Mode::Nftables, has(" kube-proxy"))];
+        let found: Vec<Mode> = found.into_iter().filter(|(_, is_there)| *is_there).map(|(mode, _)| mode).collect();
+        ensure!(found.iter().all(|found| *found == mode) && found.is_empty() != has_theirs, "rules of {found:?}");
         Ok(())
     })
 }
 
-/// A node moves from kube-proxy to Headgate and back, as docs/migration.md says. Every new
+/// Waits until the agent of node-a reports no connections of another mode. Its limit for them
+/// passes.
+fn wait_until_drained(bed: &Testbed) -> Result<()> {
+    let node = bed.machines().machine("node-a")?;
+    eventually(|| {
+        let status = tool(node, "curl", &["-sS", "--max-time", "10", "http://127.0.0.1:10249/status"])?;
+        ensure!(!status.contains("open connections"), "the page /status says {status}");
+        Ok(())
+    })
+}
+
+/// A node moves from kube-proxy to Headgate and back, as docs/migration.md says. The way back to
+/// mode ipvs is left out: it needs mode nftables, which the kernel with IPVS lacks. Every new
 /// connection succeeds. Connections that kube-proxy's rules established survive both moves.
-/// Connections that Headgate established survive the way back, except those that mode userspace
-/// carries, which end with the agent.
+/// Connections that Headgate established survive the way back, with two exceptions. Those that mode
+/// userspace carries end with the agent. Those of mode ipvs survive the change to another mode, and
+/// end at the limit.
 ///
 /// Needs machines with [`services`] and no running programs.
 pub fn there_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
@@ -166,21 +197,28 @@ pub fn there_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
     let mut held = open(bed).context("through the rules of kube-proxy")?;
     let asked = while_asking(bed, &targets(bed)?, || {
         kube_proxy.stop()?;
-        let arguments = ["--userspace-drain-limit=3s"];
+        let arguments = ["--userspace-drain-limit=3s", "--takeover-limit=30s"];
         let setup = |backend| AgentSetup { backend: Some(backend), ..AgentSetup::with(&arguments) };
         bed.start_agent_with("node-a", &setup(to))?;
         bed.wait_programmed()?;
-        // kube-proxy and mode iptables use the same names.
+        // Otherwise, both use the same names.
         if to.uses_nftables() {
             check_rules(bed, from, false, true)?;
         }
         check(&mut held).context("after the move to Headgate")?;
         answers(bed)?;
+        if from == Mode::Ipvs {
+            return Ok(());
+        }
         let mut of_headgate = open(bed).context("through Headgate")?;
 
-        if from == Mode::Nftables && !to.uses_nftables() {
-            // kube-proxy in this mode removes the rules of mode iptables before it writes its own.
-            restart(bed, &setup(Backend::Nftables))?;
+        if !to.uses_nftables() && to != before_going_back(from) {
+            restart(bed, &setup(before_going_back(from)))?;
+            check(&mut of_headgate).context("connections of Headgate, after the change of the mode")?;
+        }
+        if to == Backend::Ipvs {
+            wait_until_drained(bed)?;
+            of_headgate.clear();
         }
         bed.stop_agent("node-a")?;
         kube_proxy.start_again().context("going back to kube-proxy")?;

@@ -6,6 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use anyhow::{Context, Result};
 
+use super::ipvs::tool;
 use crate::bench::kube_proxy_nft_shape;
 use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::Via::{ClusterIp, NodePort};
@@ -37,10 +38,8 @@ impl Steady {
     }
 }
 
-/// Loads rules of kube-proxy's iptables shape for the Service `steady` on node-a, in the nft
-/// variant.
-pub(super) fn load_iptables(bed: &Testbed) -> Result<()> {
-    let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
+/// Loads rules of kube-proxy's iptables shape for the Service `steady` on node-a.
+pub(super) fn load_iptables(bed: &Testbed, variant: Variant) -> Result<()> {
     for family in Family::BOTH {
         let Steady { to, node_port, endpoints, pods } = Steady::of(bed, family)?;
         let mut rules = String::from(SHARED_IPTABLES);
@@ -66,10 +65,51 @@ pub(super) fn load_iptables(bed: &Testbed) -> Result<()> {
             let _ = writeln!(rules, "-A KUBE-SEP-{endpoint_name} -s {} -j KUBE-MARK-MASQ", endpoint.ip());
             let _ = writeln!(rules, "-A KUBE-SEP-{endpoint_name} -p tcp -m tcp -j DNAT --to-destination {endpoint}");
         }
-        rules.push_str("COMMIT\n");
-        let script = bed.machines().folder().join("recorded.rules");
-        std::fs::write(&script, rules).context("writing recorded rules")?;
-        iptables::restore(node, Variant::Nft, family, &lock, &script)?;
+        restore(bed, variant, family, &rules)?;
+    }
+    Ok(())
+}
+
+fn restore(bed: &Testbed, variant: Variant, family: Family, rules: &str) -> Result<()> {
+    let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
+    let script = bed.machines().folder().join("recorded.rules");
+    std::fs::write(&script, format!("{rules}COMMIT\n")).context("writing recorded rules")?;
+    iptables::restore(node, variant, family, &lock, &script)
+}
+
+/// Creates the virtual servers, the sets and the device of kube-proxy's mode ipvs for the Service
+/// `steady` on node-a, and its rules in the legacy variant.
+pub(super) fn load_ipvs(bed: &Testbed) -> Result<()> {
+    let node = bed.machines().machine("node-a")?;
+    let run = |program: &str, line: &str| tool(node, program, &line.split(' ').collect::<Vec<_>>());
+    node.set_sysctls(&[("ipv4/vs/conntrack", "1")])?;
+    node.ip_batch("link add kube-ipvs0 type dummy\n")?;
+    for family in Family::BOTH {
+        let Steady { to, node_port, endpoints, pods } = Steady::of(bed, family)?;
+        let (infix, of_sets, bits) = if family == Family::V4 { ("", "inet", 32) } else { ("6-", "inet6", 128) };
+        node.ip_batch(&format!("addr add {}/{bits} dev kube-ipvs0\n", to.ip()))?;
+        let [services, node_ports] = ["CLUSTER-IP", "NODE-PORT-TCP"].map(|set| format!("KUBE-{infix}{set}"));
+        run("ipset", &format!("create {services} hash:ip,port family {of_sets} hashsize 1024 maxelem 65536"))?;
+        run("ipset", &format!("create {node_ports} bitmap:port range 0-65535"))?;
+        run("ipset", &format!("add {services} {},tcp:{}", to.ip(), to.port()))?;
+        run("ipset", &format!("add {node_ports} {}", node_port.port()))?;
+        for server in [to, node_port] {
+            run("ipvsadm", &format!("-A -t {server} -s rr"))?;
+            for endpoint in &endpoints {
+                run("ipvsadm", &format!("-a -t {server} -r {endpoint} -m -w 1"))?;
+            }
+        }
+        let mut rules = String::from(SHARED_IPTABLES);
+        // Writing to a String cannot fail.
+        let _ = writeln!(
+            rules,
+            ":KUBE-NODE-PORT - [0:0]\n\
+             -A KUBE-SERVICES ! -s {pods} -m set --match-set {services} dst,dst -j KUBE-MARK-MASQ\n\
+             -A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODE-PORT\n\
+             -A KUBE-SERVICES -m set --match-set {services} dst,dst -j ACCEPT\n\
+             -A KUBE-NODE-PORT -p tcp -m set --match-set {node_ports} dst -j KUBE-MARK-MASQ"
+        );
+        restore(bed, Variant::Legacy, family, &rules)?;
     }
     Ok(())
 }

@@ -20,11 +20,13 @@ use crate::apiserver::{ASSETS_VARIABLE, Kind, RealApiServer, client};
 /// How long kube-proxy may take until its first rules are in the kernel.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A mode of kube-proxy. Mode ipvs needs a kernel with IPVS.
+/// A mode of kube-proxy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
     /// `--proxy-mode=iptables`, with the `iptables` that the machine prefers.
     Iptables,
+    /// `--proxy-mode=ipvs`, with legacy iptables.
+    Ipvs,
     /// `--proxy-mode=nftables`.
     Nftables,
 }
@@ -34,6 +36,7 @@ impl Mode {
     pub fn name(self) -> &'static str {
         match self {
             Self::Iptables => "iptables",
+            Self::Ipvs => "ipvs",
             Self::Nftables => "nftables",
         }
     }

@@ -576,7 +576,8 @@ mod migration {
     use super::*;
 
     fn there_and_back(from: Mode, to: Backend) {
-        on_machines(to, from_kube_proxy::services(), |bed| from_kube_proxy::there_and_back(bed, from, to));
+        let bed = from_kube_proxy::services().and_then(|services| Testbed::machines_only(to, services));
+        on(bed, |bed| from_kube_proxy::there_and_back(bed, from, to));
     }
 
     macro_rules! migrations {
@@ -586,6 +587,21 @@ mod migration {
                 there_and_back($from, $to);
             }
         )* };
+    }
+
+    #[test]
+    fn kube_proxy_iptables_to_ipvs_and_back() {
+        uml::inside(|| there_and_back(Mode::Iptables, Backend::Ipvs));
+    }
+
+    #[test]
+    fn kube_proxy_ipvs_to_ipvs() {
+        uml::inside(|| there_and_back(Mode::Ipvs, Backend::Ipvs));
+    }
+
+    #[test]
+    fn kube_proxy_ipvs_to_iptables() {
+        uml::inside(|| there_and_back(Mode::Ipvs, Backend::IptablesLegacy));
     }
 
     migrations! {

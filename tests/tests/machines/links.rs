@@ -72,6 +72,12 @@ fn addresses_of_one_link_are_changed_and_listed() {
         assert_eq!(BTreeSet::from_iter(routing.addresses(link).unwrap()), BTreeSet::from([all[0], all[2]]));
         output("ip", &["addr", "add", "10.97.0.1/32", "dev", NAME]);
         assert!(routing.addresses(link).unwrap().contains(&host("10.97.0.1")));
+        // Another program added this address, and the kernel may choose it.
+        let address = host("fd00:96::c");
+        output("ip", &["addr", "add", "fd00:96::c/128", "dev", NAME]);
+        assert_eq!(routing.preferred_addresses(link).unwrap(), [address]);
+        execute_all(&mut routing, &[Change::DeprecateAddress { link, address }]);
+        assert_eq!(routing.preferred_addresses(link).unwrap(), []);
     });
 }
 

@@ -38,8 +38,11 @@ pub(crate) fn remove_all(exclude_cidrs: &[IpNet], leaves_busy: bool) -> Result<u
         let removed = removed.map(|left| connections += left).map_err(|error| error.of(family));
         result = DataplaneError::join(result, removed);
     }
-    if let Some(device) = device.filter(|_| connections == 0) {
-        let removed = kernel.routing().and_then(|routing| routing.remove_link(device).map_err(of_routing));
+    if let Some(device) = device {
+        let removed = match connections {
+            0 => kernel.routing().and_then(|routing| routing.remove_link(device).map_err(of_routing)),
+            _ => kernel.deprecate_addresses(device),
+        };
         result = DataplaneError::join(result, removed);
     }
     // An agent that was killed while it used the temporary device leaves this device behind.

@@ -120,7 +120,18 @@ impl Kernel {
         if link.is_up() || addresses.iter().any(|prefix| is_without_route(prefix.address)) {
             return self.replace_device(link.index, &addresses);
         }
+        self.deprecate_addresses(link.index)?;
         Ok(link.index)
+    }
+
+    /// Makes the kernel avoid the IPv6 addresses of our device as source addresses. kube-proxy adds
+    /// addresses that the kernel may choose, for example when it masquerades.
+    pub(super) fn deprecate_addresses(&mut self, link: u32) -> Result<(), DataplaneError> {
+        let preferred = self.routing()?.preferred_addresses(link).map_err(of_routing)?;
+        let hosts = preferred.iter().filter(|prefix| **prefix == Prefix::host(prefix.address));
+        let changes: Vec<Change> = hosts.map(|address| Change::DeprecateAddress { link, address: *address }).collect();
+        // A rejected change means that somebody has removed the address meanwhile.
+        self.routing()?.change(&changes, |_, _| {}).map_err(of_routing)
     }
 
     fn make_device(&mut self, name: &str) -> Result<Link, DataplaneError> {
