@@ -3,6 +3,7 @@
 
 use std::env;
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -16,6 +17,7 @@ use super::manifests::{Manifests, NAMESPACE};
 use super::plan::{self, CLUSTER_CIDR, CONTROL};
 use super::process::{Process, log_tail};
 use crate::apiserver::{ASSETS_VARIABLE, Kind, RealApiServer, client};
+use crate::uml::guest;
 
 /// How long kube-proxy may take until its first rules are in the kernel.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
@@ -105,7 +107,7 @@ impl RealKubeProxies {
         let program = self.assets.join("kube-proxy");
         let mut command = Command::new(&program);
         command.arg("--kubeconfig").arg(&self.kubeconfig).arg(format!("--hostname-override={node}"));
-        command.args(["--proxy-mode", mode.name(), "--cluster-cidr", CLUSTER_CIDR, "--v=2"]);
+        command.args(["--proxy-mode", mode.name(), "--cluster-cidr", CLUSTER_CIDR, "--v=4"]);
         command.args(["--detect-local-mode=ClusterCIDR", "--nodeport-addresses=0.0.0.0/0,::/0"]);
         command.args(["--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0"]);
         command.arg("--conntrack-tcp-timeout-close-wait=0");
@@ -113,6 +115,9 @@ impl RealKubeProxies {
             command.arg("--feature-gates=NFTablesProxyMode=true");
         }
         command.env("XTABLES_LOCKFILE", machines.xtables_lock(node));
+        if guest::is_here() {
+            command.env("PATH", with_legacy_iptables(machines)?);
+        }
         let log = machines.folder().join(format!("kube-proxy-{node}.log"));
         let earlier = fs::metadata(&log).map_or(0, |metadata| metadata.len());
         let mut process = Process::start("kube-proxy", machines.machine(node)?, command, &log)?;
@@ -121,8 +126,8 @@ impl RealKubeProxies {
             process.check_running()?;
             let text = fs::read(&log).context("reading the log of kube-proxy")?;
             let text = String::from_utf8_lossy(&text[usize::try_from(earlier)?..]);
-            // One sync for each family.
-            if text.matches("SyncProxyRules complete").count() >= 2 {
+            // One sync for each family. Mode ipvs writes the first letter small.
+            if text.matches("yncProxyRules complete").count() >= 2 {
                 return Ok(process);
             }
             if Instant::now() > until {
@@ -131,6 +136,26 @@ impl RealKubeProxies {
             std::thread::sleep(Duration::from_millis(50));
         }
     }
+}
+
+/// A `PATH` on which the programs of iptables are the legacy variant, which is the only one that
+/// works in User-Mode Linux.
+fn with_legacy_iptables(machines: &Machines) -> Result<String> {
+    let path = env::var("PATH").context("PATH is not set")?;
+    let folder = machines.folder().join("legacy");
+    fs::create_dir_all(&folder).context("creating a folder of programs")?;
+    for family in ["iptables", "ip6tables"] {
+        for suffix in ["", "-save", "-restore"] {
+            let legacy = format!("{family}-legacy{suffix}");
+            let found = env::split_paths(&path).map(|folder| folder.join(&legacy)).find(|file| file.is_file());
+            let found = found.with_context(|| format!("{legacy} is not on PATH"))?;
+            let link = folder.join(format!("{family}{suffix}"));
+            if !link.exists() {
+                symlink(found, link).context("linking a program of iptables")?;
+            }
+        }
+    }
+    Ok(format!("{}:{path}", folder.display()))
 }
 
 /// Whether a feature gate turns on mode nftables, as before Kubernetes 1.31.
