@@ -247,7 +247,22 @@ fn from_a_port<T>(request: &Request, bind: impl Fn(SocketAddr) -> io::Result<T>)
     }
 }
 
+/// How many ports [`connect`] tries that an earlier connection to the same target holds.
+const HELD_PORTS: usize = 20;
+
 fn connect(request: &Request) -> io::Result<TcpStream> {
+    let mut left = if request.from_port.is_some() { 0 } else { HELD_PORTS };
+    loop {
+        match connect_from_one_port(request) {
+            // An earlier connection from this port is in the state TIME_WAIT: the process has sent
+            // more requests than there are ports.
+            Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable && left > 0 => left -= 1,
+            result => return result,
+        }
+    }
+}
+
+fn connect_from_one_port(request: &Request) -> io::Result<TcpStream> {
     let domain = Domain::for_address(request.to);
     let socket = Socket::new(domain, Type::STREAM, Some(Protocol::TCP))?;
     socket.set_reuse_address(true)?;
