@@ -249,7 +249,7 @@ impl Page {
     }
 
     /// The sum of a metric over its labels.
-    fn value(&self, name: &str) -> f64 {
+    pub(super) fn value(&self, name: &str) -> f64 {
         let lines = self.0.lines().filter(|line| line.starts_with(name));
         lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
     }

@@ -117,6 +117,16 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     ("userspace", "connections through the agent's proxy and through HAProxy behind the same rules", |_| {
         userspace::run()
     }),
+    (
+        "userspace-udp",
+        "datagrams through the agent's proxy and direct; fails if datagrams are lost without a count or the goal is missed",
+        |_| userspace::datagrams::run(),
+    ),
+    (
+        "userspace-failures",
+        "an agent in mode userspace hangs, is killed and is upgraded with 2,000 connections; fails if the upgrade loses one",
+        |_| userspace::failures::run(),
+    ),
 ];
 
 fn main() -> Result<()> {

@@ -64,6 +64,11 @@ impl Buffers {
         Self { bytes, metas, count: 0, joined: Vec::with_capacity(JOINED_BYTES) }
     }
 
+    /// Whether the last receive filled all buffers, so that more datagrams may wait.
+    pub(super) fn is_full(&self) -> bool {
+        self.count == BATCH
+    }
+
     /// The received datagrams from buffer `at` on, and moves `at` behind them. Neighbouring buffers
     /// of one sender are joined, so that one send with GSO suffices for them.
     pub(super) fn next_batch(&mut self, at: &mut usize) -> Option<Batch<'_>> {

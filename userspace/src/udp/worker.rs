@@ -293,6 +293,11 @@ impl Worker {
                     self.send_to_endpoint(slot, batch);
                 }
             }
+            // A further receive would only find that nothing waits. If datagrams have arrived
+            // meanwhile, epoll reports the socket again.
+            if !buffers.is_full() {
+                return;
+            }
         }
     }
 
@@ -507,6 +512,9 @@ impl Worker {
             }
             if listener.is_none() {
                 return self.close(slot);
+            }
+            if !buffers.is_full() {
+                return;
             }
         }
     }

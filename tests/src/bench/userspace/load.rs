@@ -21,9 +21,10 @@ use nix::{
 
 /// The processor of client and server. The proxy has processor 0.
 const OTHER_PROCESSOR: usize = 1;
-const MOST_IDLE_CONNECTIONS: usize = 10_000;
-/// Descriptors that the proxies and this process need for everything else.
-const OTHER_DESCRIPTORS: u64 = 3_000;
+pub(super) const IDLE_CONNECTIONS: usize = 10_000;
+/// Open files of a process. HAProxy, and this process with client and server, need two for each
+/// idle connection. The agent uses three of four for connections.
+const OPEN_FILES: u64 = IDLE_CONNECTIONS as u64 * 8 / 3 + 3_000;
 const ACCEPTING_THREADS: usize = 4;
 /// After this time, the threads of a load have opened their connections.
 const WARM_UP: Duration = Duration::from_millis(300);
@@ -38,22 +39,18 @@ pub(super) const ONCE: u8 = b'c';
 pub(super) const KEEP: u8 = b'k';
 
 /// Moves the calling thread, and threads that it starts later, to the processor that the proxy does
-/// not use. Raises the limit of open files to the hard limit.
+/// not use.
 pub(super) fn use_the_other_processor() -> Result<()> {
     let mut processors = CpuSet::new();
     processors.set(OTHER_PROCESSOR)?;
-    sched_setaffinity(Pid::from_raw(0), &processors).context("the bench needs two processors")?;
-    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).context("raising the limit of open files")
+    sched_setaffinity(Pid::from_raw(0), &processors).context("the bench needs two processors")
 }
 
-/// The number of idle connections: [`MOST_IDLE_CONNECTIONS`], or fewer if the limit of open files
-/// is lower. HAProxy, and this process with client and server, need two descriptors for each. The
-/// agent uses three of four descriptors for connections.
-pub(super) fn idle_connections() -> Result<usize> {
+/// Raises the limit of open files of this process, and of the programs that it starts later.
+pub(super) fn raise_open_files() -> Result<()> {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    let allowed = hard.saturating_sub(OTHER_DESCRIPTORS) * 3 / 8;
-    Ok(usize::try_from(allowed)?.min(MOST_IDLE_CONNECTIONS))
+    let limit = hard.max(OPEN_FILES);
+    setrlimit(Resource::RLIMIT_NOFILE, limit, limit).context("raising the limit of open files, which needs root")
 }
 
 /// Starts the server in the namespace of the calling thread.

@@ -5,6 +5,8 @@
 //! gate of its rules closed by hand, and HAProxy listens at the addresses of the agent's listeners.
 //! The proxy has one processor. The client and the server share another processor.
 
+pub mod datagrams;
+pub mod failures;
 mod load;
 
 use std::{
@@ -18,7 +20,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 
-use self::load::{ECHO, KEEP, ONCE, SOURCE, Work, open};
+use self::load::{ECHO, IDLE_CONNECTIONS, KEEP, ONCE, SOURCE, Work, open};
 use super::{
     memory::{self, Mode, Page, status_mb},
     report::{Figure, median},
@@ -70,7 +72,6 @@ pub fn run() -> Result<Vec<Figure>> {
         costs[0].push(bench.headgate()?);
         costs[1].push(bench.haproxy()?);
     }
-    eprintln!("each proxy held {} idle connections", bench.idle_connections);
     let figure = |(name, unit, field): (&str, &'static str, Field)| {
         let [ours, theirs] = [0, 1].map(|which: usize| median(costs[which].iter().map(field).collect()));
         Figure::against(format!("userspace/{name}"), ours, unit, "HAProxy behind the same rules", theirs)
@@ -84,12 +85,12 @@ struct Bench {
     namespace: Namespace,
     /// The Service's address.
     target: SocketAddr,
-    idle_connections: usize,
     _control_plane: Process,
 }
 
 impl Bench {
     fn new() -> Result<Self> {
+        load::raise_open_files()?;
         let folder = tempfile::tempdir().context("creating a folder")?;
         let manifests = folder.path().join("manifests");
         fs::create_dir(&manifests)?;
@@ -109,16 +110,16 @@ impl Bench {
         let log = folder.path().join("control-plane.log");
         let control_plane = Process::start("control plane", &namespace, control_plane, &log)?;
         let target = SocketAddr::new(workload::cluster_ip(0), 80);
-        Ok(Self {
-            folder,
-            namespace,
-            target,
-            idle_connections: load::idle_connections()?,
-            _control_plane: control_plane,
-        })
+        Ok(Self { folder, namespace, target, _control_plane: control_plane })
     }
 
-    fn headgate(&self) -> Result<Costs> {
+    /// Adds objects to the manifests of the control plane.
+    fn add_manifest(&self, text: &str) -> Result<()> {
+        Ok(fs::write(self.folder.path().join("manifests/more.yaml"), text)?)
+    }
+
+    /// Starts an agent, and waits until it has programmed its rules.
+    fn start_agent(&self) -> Result<Process> {
         let mut agent = memory::start_agent(&self.namespace, self.folder.path(), Mode::Userspace)?;
         let started = Instant::now();
         while !Page::of(&self.namespace).is_some_and(|page| page.is_programmed(1, ENDPOINTS)) {
@@ -126,6 +127,16 @@ impl Bench {
             ensure!(started.elapsed() < LONGEST_START, "the agent did not program its rules in time");
             std::thread::sleep(Duration::from_millis(20));
         }
+        Ok(agent)
+    }
+
+    /// The value of a metric of the agent.
+    fn agent_counter(&self, name: &str) -> Result<f64> {
+        Ok(Page::of(&self.namespace).context("the agent serves no metrics")?.value(name))
+    }
+
+    fn headgate(&self) -> Result<Costs> {
+        let agent = self.start_agent()?;
         std::thread::sleep(SETTLE);
         let costs = self.measure(agent.id());
         let log = agent.log_tail();
@@ -138,7 +149,7 @@ impl Bench {
         // The last element of the killed agent expires.
         std::thread::sleep(SETTLE * 2);
         let configuration = self.folder.path().join("haproxy.cfg");
-        fs::write(&configuration, configuration_of_haproxy(self.idle_connections))?;
+        fs::write(&configuration, configuration_of_haproxy())?;
         let mut haproxy = memory::on_one_processor(Path::new("haproxy"));
         haproxy.args(["-db", "-f"]).arg(&configuration);
         let mut haproxy = Process::start("HAProxy", &self.namespace, haproxy, &self.folder.path().join("haproxy.log"))?;
@@ -162,7 +173,7 @@ impl Bench {
     }
 
     fn measure(&self, proxy: u32) -> Result<Costs> {
-        let (target, idle_connections) = (self.target, self.idle_connections);
+        let target = self.target;
         self.namespace.run(move || {
             load::use_the_other_processor()?;
             let mut times = round_trips(target)?;
@@ -174,20 +185,20 @@ impl Bench {
                 cpu_us_per_connection: connections.cpu_seconds * 1e6 / connections.count,
                 p50_us: times[times.len() / 2],
                 p99_us: times[times.len() * 99 / 100],
-                bytes_per_idle_connection: idle(proxy, target, idle_connections)?,
+                bytes_per_idle_connection: idle(proxy, target)?,
             })
         })
     }
 }
 
-fn configuration_of_haproxy(idle_connections: usize) -> String {
+fn configuration_of_haproxy() -> String {
     let [first, second] = LISTENERS;
     let mut text = format!(
         "global\n  nbthread 1\n  maxconn {}\n  maxpipes 100\n  tune.pipesize 262144\n\
          defaults\n  mode tcp\n  option splice-request\n  option splice-response\n\
          timeout connect 3s\n  timeout client 1h\n  timeout server 1h\n\
          listen test\n  bind {first} backlog 4096\n  bind {second} backlog 4096\n  balance random\n",
-        idle_connections + 200
+        IDLE_CONNECTIONS + 200
     );
     for number in 0..ENDPOINTS {
         text += &format!("  server s{number} {}:8080\n", workload::endpoint_ip(0, number));
@@ -229,14 +240,14 @@ fn connect(target: SocketAddr, work: &Work) -> Result<()> {
 }
 
 /// The resident memory of the proxy for each idle connection, in bytes.
-fn idle(proxy: u32, target: SocketAddr, number: usize) -> Result<f64> {
+fn idle(proxy: u32, target: SocketAddr) -> Result<f64> {
     let resident = || {
         std::thread::sleep(SETTLE);
         status_mb(proxy, "VmRSS")
     };
     let before = resident()?;
     let mut idle = Vec::new();
-    for _ in 0..number {
+    for _ in 0..IDLE_CONNECTIONS {
         let mut stream = open(target, KEEP)?;
         stream.read_exact(&mut [0])?;
         idle.push(stream);
@@ -244,6 +255,6 @@ fn idle(proxy: u32, target: SocketAddr, number: usize) -> Result<f64> {
     let grown = resident()? - before;
     // The proxy has a descriptor for each side of a connection.
     let held = fs::read_dir(Path::new("/proc").join(proxy.to_string()).join("fd"))?.count();
-    ensure!(held > 2 * number, "the proxy does not carry the connections: it has {held} descriptors");
-    Ok(grown * 1e6 / number as f64)
+    ensure!(held > 2 * IDLE_CONNECTIONS, "the proxy does not carry the connections: it has {held} descriptors");
+    Ok(grown * 1e6 / IDLE_CONNECTIONS as f64)
 }
