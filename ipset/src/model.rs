@@ -32,14 +32,16 @@ pub enum SetType {
     HashIpPortIp,
     /// `hash:ip,port,net`
     HashIpPortNet,
+    /// `hash:net`
+    HashNet,
     /// `bitmap:port`
     BitmapPort,
 }
 
 impl SetType {
     /// All supported types.
-    pub const ALL: [Self; 5] =
-        [Self::HashIp, Self::HashIpPort, Self::HashIpPortIp, Self::HashIpPortNet, Self::BitmapPort];
+    pub const ALL: [Self; 6] =
+        [Self::HashIp, Self::HashIpPort, Self::HashIpPortIp, Self::HashIpPortNet, Self::HashNet, Self::BitmapPort];
 
     /// The kernel's name for the type.
     #[must_use]
@@ -49,6 +51,7 @@ impl SetType {
             Self::HashIpPort => "hash:ip,port",
             Self::HashIpPortIp => "hash:ip,port,ip",
             Self::HashIpPortNet => "hash:ip,port,net",
+            Self::HashNet => "hash:net",
             Self::BitmapPort => "bitmap:port",
         }
     }
@@ -67,6 +70,7 @@ impl SetType {
             Self::HashIp => 4,
             Self::HashIpPort | Self::HashIpPortIp => 5,
             Self::HashIpPortNet => 7,
+            Self::HashNet => 6,
             Self::BitmapPort => 3,
         }
     }
@@ -106,16 +110,20 @@ pub struct Specification {
     /// Hash types: the maximum number of entries. None uses the kernel's default (65,536). Since
     /// Linux 5.6 sets with many buckets accept somewhat more.
     pub max_elements: Option<u32>,
+    /// The time after which an entry expires, in seconds. Adding the entry again renews the time.
+    /// None creates a set whose entries do not expire.
+    pub timeout_seconds: Option<u32>,
 }
 
 impl Specification {
     /// Bitmap types: the first and the last port.
     pub(crate) const PORT_RANGE: (u16, u16) = (0, u16::MAX);
 
-    /// A set without comments and with the kernel's default sizes. A port bitmap covers all ports.
+    /// A set without comments and timeout, with the kernel's default sizes. A port bitmap covers all
+    /// ports.
     #[must_use]
     pub fn new(name: impl Into<String>, set_type: SetType, family: Family) -> Self {
-        Self { name: name.into(), set_type, family, hash_size: None, max_elements: None }
+        Self { name: name.into(), set_type, family, hash_size: None, max_elements: None, timeout_seconds: None }
     }
 
     /// Sets the sizes of the hash.
@@ -123,6 +131,13 @@ impl Specification {
     pub fn with_sizes(mut self, hash_size: u32, max_elements: u32) -> Self {
         self.hash_size = Some(hash_size);
         self.max_elements = Some(max_elements);
+        self
+    }
+
+    /// Makes entries expire.
+    #[must_use]
+    pub fn expiring_after(mut self, timeout_seconds: u32) -> Self {
+        self.timeout_seconds = Some(timeout_seconds);
         self
     }
 }
@@ -139,6 +154,8 @@ pub enum Element {
     /// An entry of `hash:ip,port,net`. The last two fields are the network and its prefix length,
     /// at least 1.
     IpPortNet(IpAddr, Protocol, u16, IpAddr, u8),
+    /// An entry of `hash:net`: the network and its prefix length, at least 1.
+    Net(IpAddr, u8),
     /// An entry of `bitmap:port`.
     Port(u16),
 }
@@ -161,6 +178,9 @@ impl fmt::Display for Element {
             Self::Ip(ip) => write!(f, "{ip}"),
             Self::IpPort(ip, protocol, port) => write!(f, "{ip},{protocol}:{port}"),
             Self::IpPortIp(ip, protocol, port, other) => write!(f, "{ip},{protocol}:{port},{other}"),
+            Self::Net(net, 32) if net.is_ipv4() => write!(f, "{net}"),
+            Self::Net(net, 128) => write!(f, "{net}"),
+            Self::Net(net, length) => write!(f, "{net}/{length}"),
             Self::IpPortNet(ip, protocol, port, net, 32) if net.is_ipv4() => write!(f, "{ip},{protocol}:{port},{net}"),
             Self::IpPortNet(ip, protocol, port, net, 128) => write!(f, "{ip},{protocol}:{port},{net}"),
             Self::IpPortNet(ip, protocol, port, net, length) => write!(f, "{ip},{protocol}:{port},{net}/{length}"),
@@ -198,9 +218,11 @@ pub struct Header {
     pub port_range: Option<(u16, u16)>,
     /// True if entries may have comments.
     pub comments: bool,
-    /// An option changes the entries of the set: entries expire (`timeout`), addresses are masked
-    /// (`netmask`, `bitmask`), or a full set evicts entries (`forceadd`). Sets that this crate
-    /// creates have none of these options.
+    /// The default time after which an entry expires, in seconds. None if entries do not expire.
+    pub timeout_seconds: Option<u32>,
+    /// An option changes the entries of the set: addresses are masked (`netmask`, `bitmask`), or a
+    /// full set evicts entries (`forceadd`). Sets that this crate creates have none of these
+    /// options.
     pub changes_entries: bool,
     /// The number of rules and other sets that use this set. The kernel destroys a set only if this
     /// number is 0.
@@ -228,6 +250,7 @@ impl Header {
         self.is_of_type(wanted)
             && !self.comments
             && !self.changes_entries
+            && self.timeout_seconds == wanted.timeout_seconds
             && (!is_bitmap || self.port_range == Some(Specification::PORT_RANGE))
             && wanted.max_elements.is_none_or(|wanted| self.max_elements == Some(wanted))
     }

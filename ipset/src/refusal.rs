@@ -95,6 +95,7 @@ fn type_of(element: &crate::Element) -> SetType {
         Element::IpPort(..) => SetType::HashIpPort,
         Element::IpPortIp(..) => SetType::HashIpPortIp,
         Element::IpPortNet(..) => SetType::HashIpPortNet,
+        Element::Net(..) => SetType::HashNet,
         Element::Port(_) => SetType::BitmapPort,
     }
 }

@@ -42,6 +42,7 @@ mod top {
 /// `IPSET_ATTR_…` within `DATA`.
 mod data {
     pub(super) const IP: u16 = 1;
+    pub(super) const CIDR: u16 = 3;
     pub(super) const PORT: u16 = 4;
     pub(super) const PORT_TO: u16 = 5;
     pub(super) const TIMEOUT: u16 = 6;
@@ -148,6 +149,9 @@ pub(crate) fn create(protocol: u8, revision: u8, of: &Specification) -> Request 
         .attribute(top::REVISION, &[revision])
         .attribute(top::FAMILY, &[family_number(of.set_type, of.family)])
         .nested(top::DATA, |mut request| {
+            if let Some(seconds) = of.timeout_seconds {
+                request = put_u32(request, data::TIMEOUT, seconds);
+            }
             if of.set_type == SetType::BitmapPort {
                 let (first, last) = Specification::PORT_RANGE;
                 return put_u16(put_u16(request, data::PORT, first), data::PORT_TO, last);
@@ -197,6 +201,7 @@ fn put_element(request: Request, element: &Element) -> Request {
         Element::IpPortNet(ip, protocol, port, net, length) => {
             put_ip(put_ip_port(request, ip, protocol, port), data::IP2, net).attribute(data::CIDR2, &[length])
         }
+        Element::Net(net, length) => put_ip(request, data::IP, net).attribute(data::CIDR, &[length]),
         Element::Port(port) => put_u16(request, data::PORT, port),
     }
 }

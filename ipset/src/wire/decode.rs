@@ -92,7 +92,7 @@ fn read_header(name: String, type_name: String, family: u8, revision: u8, bytes:
     let is_bitmap = type_name == SetType::BitmapPort.name();
     let (mut hash_size, mut max_elements, mut elements) = (None, None, None);
     let (mut first, mut last) = (None, None);
-    let (mut flags, mut references, mut changes_entries) = (0, 0, false);
+    let (mut flags, mut references, mut changes_entries, mut timeout_seconds) = (0, 0, false, None);
     for attribute in checked_attributes(bytes) {
         match attribute? {
             (data::HASHSIZE, value) => hash_size = Some(read_be32(value)?),
@@ -100,7 +100,8 @@ fn read_header(name: String, type_name: String, family: u8, revision: u8, bytes:
             (data::ELEMENTS, value) => elements = Some(read_be32(value)?),
             (data::REFERENCES, value) => references = read_be32(value)?,
             (data::CADT_FLAGS, value) => flags = read_be32(value)?,
-            (data::TIMEOUT | data::NETMASK | data::BITMASK, _) => changes_entries = true,
+            (data::TIMEOUT, value) => timeout_seconds = Some(read_be32(value)?),
+            (data::NETMASK | data::BITMASK, _) => changes_entries = true,
             (data::PORT, value) if is_bitmap => first = Some(read_be16(value)?),
             (data::PORT_TO, value) if is_bitmap => last = Some(read_be16(value)?),
             _ => {}
@@ -115,6 +116,7 @@ fn read_header(name: String, type_name: String, family: u8, revision: u8, bytes:
         max_elements,
         port_range: first.zip(last),
         comments: flags & WITH_COMMENT != 0,
+        timeout_seconds,
         changes_entries: changes_entries || flags & WITH_FORCEADD != 0,
         references,
         elements,
@@ -138,7 +140,7 @@ fn entry(set_type: SetType, bytes: &[u8]) -> Result<Entry, Malformed> {
         match attribute? {
             (data::IP, value) => first = Some(ip(value)?),
             (data::IP2, value) => second = Some(ip(value)?),
-            (data::CIDR2, value) => length = Some(read_u8(value)?),
+            (data::CIDR | data::CIDR2, value) => length = Some(read_u8(value)?),
             (data::PORT, value) => port = Some(read_be16(value)?),
             (data::PROTO, value) => protocol = Some(Protocol::of_number(read_u8(value)?)),
             (data::CADT_FLAGS, value) => flags = read_be32(value)?,
@@ -149,15 +151,19 @@ fn entry(set_type: SetType, bytes: &[u8]) -> Result<Entry, Malformed> {
     let second = || second.ok_or(Malformed("an entry without its second address"));
     let port = || port.ok_or(Malformed("an entry without its port"));
     let protocol = || protocol.ok_or(Malformed("an entry without its protocol"));
+    // The kernel omits the prefix length of a single address.
+    let length_of = |net: IpAddr| length.unwrap_or(if net.is_ipv4() { 32 } else { 128 });
     let element = match set_type {
         SetType::HashIp => Element::Ip(first()?),
         SetType::HashIpPort => Element::IpPort(first()?, protocol()?, port()?),
         SetType::HashIpPortIp => Element::IpPortIp(first()?, protocol()?, port()?, second()?),
         SetType::HashIpPortNet => {
             let net = second()?;
-            // The kernel omits the prefix length of a single address.
-            let length = length.unwrap_or(if net.is_ipv4() { 32 } else { 128 });
-            Element::IpPortNet(first()?, protocol()?, port()?, net, length)
+            Element::IpPortNet(first()?, protocol()?, port()?, net, length_of(net))
+        }
+        SetType::HashNet => {
+            let net = first()?;
+            Element::Net(net, length_of(net))
         }
         SetType::BitmapPort => Element::Port(port()?),
     };

@@ -73,6 +73,7 @@ fn any_entry() -> impl Strategy<Value = (SetType, Entry)> {
                 SetType::HashIpPort => Element::IpPort(ip, protocol, port),
                 SetType::HashIpPortIp => Element::IpPortIp(ip, protocol, port, other),
                 SetType::HashIpPortNet => Element::IpPortNet(ip, protocol, port, other, length),
+                SetType::HashNet => Element::Net(ip, length),
                 SetType::BitmapPort => Element::Port(port),
             };
             (set_type, Entry { element, nomatch })

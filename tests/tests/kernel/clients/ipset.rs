@@ -44,6 +44,8 @@ fn table() -> (Vec<(Specification, Vec<Element>)>, &'static str) {
             vec![Element::IpPortNet(v4, tcp, 80, other, 16), Element::IpPortNet(v4, tcp, 80, v4, 32)],
         ),
         (of("sources6", SetType::HashIpPortNet, Family::V6), vec![Element::IpPortNet(v6, tcp, 80, net6, 64)]),
+        (of("nets", SetType::HashNet, Family::V4), vec![Element::Net([0, 0, 0, 0].into(), 1), Element::Net(v4, 32)]),
+        (of("nets6", SetType::HashNet, Family::V6), vec![Element::Net("8000::".parse().unwrap(), 1)]),
         (Specification::new("ports", SetType::BitmapPort, Family::V4), vec![Element::Port(30_080), Element::Port(0)]),
     ];
     let text = "\
@@ -62,6 +64,11 @@ fn table() -> (Vec<(Specification, Vec<Element>)>, &'static str) {
         add sources 10.0.0.1,tcp:80,10.0.0.1\n\
         create sources6 hash:ip,port,net family inet6 hashsize 1024 maxelem 65536\n\
         add sources6 fd00::1,tcp:80,fd00:1::/64\n\
+        create nets hash:net family inet hashsize 1024 maxelem 65536\n\
+        add nets 0.0.0.0/1\n\
+        add nets 10.0.0.1\n\
+        create nets6 hash:net family inet6 hashsize 1024 maxelem 65536\n\
+        add nets6 8000::/1\n\
         create ports bitmap:port range 0-65535\n\
         add ports 30080\n\
         add ports 0\n";
@@ -139,11 +146,18 @@ fn headers_show_options_that_change_or_remove_entries() {
             output("ipset", &["add", name, "10.0.0.1"]);
             let found = sets.set(name)?.unwrap();
             assert_eq!((found.header.fits(&wanted(name)), found.entries.len()), (fits, 1), "{:?}", found.header);
-            assert_eq!(found.header.changes_entries, !fits && name != "comment", "{:?}", found.header);
+            let is_changing = ["masked", "evicting"].contains(&name);
+            assert_eq!(found.header.changes_entries, is_changing, "{:?}", found.header);
+            let expires = found.header.fits(&wanted(name).expiring_after(600));
+            assert_eq!(expires, name == "expiring", "{:?}", found.header);
             assert!(found.header.is_of_type(&wanted(name)));
             let of_v6 = Specification::new(name, SetType::HashIp, Family::V6);
             assert!(!found.header.is_of_type(&of_v6) && !found.header.fits(&of_v6));
         }
+        sets.create(&wanted("ours").expiring_after(600))?;
+        execute_all(&mut sets, &[Change::add("ours", Element::Ip([10, 0, 0, 1].into()))]);
+        let saved = output("ipset", &["save", "ours"]);
+        assert_eq!(saved.lines().filter(|line| line.contains(" timeout ")).count(), 2, "{saved}");
         Ok(())
     });
 }
