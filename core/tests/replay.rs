@@ -9,6 +9,7 @@ use headgate_core::{
     iptables::{
         ExistingTables, Layout, Ledger, RenderConfig, Table,
         fake_kernel::FakeKernel,
+        names::GateChain,
         ruleset,
         script::{Piece, Writing},
     },
@@ -25,6 +26,14 @@ use flat::flat;
 fn config(family: Family, layout: Layout) -> RenderConfig {
     let mut config = RenderConfig { layout, ..RenderConfig::new(family) };
     config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap()));
+    config
+}
+
+/// The configuration of mode userspace.
+fn with_proxy(mut config: RenderConfig) -> RenderConfig {
+    let address: IpAddr = if config.family == Family::V4 { "169.254.77.1" } else { "fd00::1" }.parse().unwrap();
+    config.listeners =
+        GateChain::ALL.into_iter().zip(10245..).map(|(chain, port)| (chain, (address, port).into())).collect();
     config
 }
 
@@ -124,9 +133,11 @@ proptest! {
         chunk in 1usize..10,
         layout in prop_oneof![Just(Layout::Classic), Just(Layout::Compact)],
         family in prop_oneof![Just(Family::V4), Just(Family::V6)],
+        has_proxy in any::<bool>(),
     ) {
+        let config = if has_proxy { with_proxy(config(family, layout)) } else { config(family, layout) };
         // A single full script for the final state produces the wanted rules.
-        let mut wanted = Rig::new(config(family, layout));
+        let mut wanted = Rig::new(config.clone());
         changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default()));
         wanted.full();
 
@@ -134,7 +145,7 @@ proptest! {
         let mut reversed = squashed.clone();
         reversed.reverse();
         for sequence in [&changes, &squashed, &reversed] {
-            let mut rig = Rig::new(config(family, layout));
+            let mut rig = Rig::new(config.clone());
             rig.full();
             for part in sequence.chunks(chunk) {
                 let (planned, dirty) = rig.step(part);
@@ -150,7 +161,7 @@ proptest! {
             rig.full();
             prop_assert_eq!(flat(&rig.rules()), flat(&wanted.rules()));
             // Nothing is left to do, also after a restart of the agent.
-            rig.ledger = Ledger::new(ruleset(config(family, layout)));
+            rig.ledger = Ledger::new(ruleset(config.clone()));
             prop_assert_eq!(rig.full(), 0);
             prop_assert_eq!(rig.step(&[]), (0, 0));
             prop_assert!(rig.is_intact());

@@ -10,7 +10,7 @@ use std::{
 use headgate_core::{
     Dirty, Family, NodeFacts, Protocol, State,
     nftables::Lookup,
-    userspace::{Ledger, Operation, Plan, PoolSettings},
+    userspace::{Ledger, Listening, Operation, Plan, PoolSettings},
 };
 use proptest::prelude::*;
 
@@ -75,8 +75,9 @@ struct Rig {
 }
 
 impl Rig {
-    fn new(family: Family) -> Self {
-        Self { table: Table::default(), ledger: Ledger::new(family), state: State::default(), node: node() }
+    fn new(family: Family, listening: Listening) -> Self {
+        let ledger = Ledger::new(family, listening);
+        Self { table: Table::default(), ledger, state: State::default(), node: node() }
     }
 
     fn full(&mut self) {
@@ -100,8 +101,9 @@ proptest! {
         changes in prop::collection::vec(any_event(8), 1..60),
         chunk in 1usize..10,
         family in prop_oneof![Just(Family::V4), Just(Family::V6)],
+        listening in prop_oneof![Just(Listening::PerMap), Just(Listening::PerPolicy)],
     ) {
-        let mut wanted = Rig::new(family);
+        let mut wanted = Rig::new(family, listening);
         changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default()));
         wanted.full();
 
@@ -109,7 +111,7 @@ proptest! {
         let mut reversed = squashed.clone();
         reversed.reverse();
         for sequence in [&changes, &squashed, &reversed] {
-            let mut rig = Rig::new(family);
+            let mut rig = Rig::new(family, listening);
             rig.full();
             for part in sequence.chunks(chunk) {
                 rig.step(part);

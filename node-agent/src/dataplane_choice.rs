@@ -29,10 +29,7 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
             "nftables",
             boxed(nftables::NftablesDataplane::new(&nftables_config(options, settings)), options, settings),
         ),
-        ProxyMode::Userspace => (
-            "userspace",
-            boxed(userspace::UserspaceDataplane::new(&userspace_config(options, settings)), options, settings),
-        ),
+        ProxyMode::Userspace => ("userspace", userspace(options, settings)),
     };
     match chosen {
         Err(error) if error.kind == ErrorKind::Unavailable => {
@@ -56,6 +53,25 @@ fn boxed<D: Dataplane + 'static>(
     settings: &Settings,
 ) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
     Ok(Box::new(chosen?.with_leftovers(leftovers(settings, None), options.takeover_limit)))
+}
+
+/// Returns mode userspace with the rules that the options ask for. With `auto`, these are rules of
+/// nftables, or of iptables if this machine cannot run those of nftables.
+fn userspace(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
+    let has_access_log = options.userspace_access_log;
+    let over_iptables = || userspace::over_iptables(&iptables_config(options, settings), has_access_log);
+    let obstacle = match options.userspace_rules {
+        userspace::Rules::Iptables => return boxed(over_iptables(), options, settings),
+        rules => match userspace::over_nftables(nftables_config(options, settings), has_access_log) {
+            Err(error) if error.kind == ErrorKind::Unavailable && rules == userspace::Rules::Auto => error,
+            chosen => return boxed(chosen, options, settings),
+        },
+    };
+    let chosen =
+        over_iptables().map_err(|error| DataplaneError { message: format!("{obstacle}; {error}"), ..error })?;
+    let reason = format!("mode userspace uses rules of iptables on this node: {obstacle}");
+    info!(backend = chosen.name(), reason, "chose the rules of mode userspace");
+    Ok(Box::new(chosen.with_leftovers(leftovers(settings, None), options.takeover_limit).because(reason)))
 }
 
 /// Returns nftables if this machine can run this mode without a difference to iptables. Otherwise
@@ -139,6 +155,7 @@ pub fn leftovers(settings: &Settings, running: Option<&str>) -> Vec<Leftover> {
         leftovers.extend([iptables::Variant::Legacy, iptables::Variant::Nft].map(xtables::rules_of));
         leftovers.push(xtables::packet_counters());
     }
+    leftovers.push(userspace::gates());
     if !is_used_by(&["nftables"]) {
         leftovers.push(nftables::kube_proxys_tables());
     }
@@ -165,10 +182,6 @@ fn nftables_config(options: &Options, settings: &Settings) -> nftables::Config {
         counts_services: options.nftables_service_counters,
         has_proxy: false,
     }
-}
-
-fn userspace_config(options: &Options, settings: &Settings) -> userspace::Config {
-    userspace::Config { nftables: nftables_config(options, settings), has_access_log: options.userspace_access_log }
 }
 
 fn ipvs_config(options: &Options, settings: &Settings) -> ipvs::Config {

@@ -24,7 +24,7 @@ pub struct Target {
 pub struct Progress {
     /// The name of the backend, and the problems that the operator has to fix.
     pub status: v1::AgentStatus,
-    /// Why mode `auto` chose the backend.
+    /// Why the agent chose the backend, if the configuration leaves a choice.
     pub mode_reason: Option<Arc<str>>,
     /// The newest state that is in the kernel.
     pub programmed: Option<Programmed>,

@@ -33,7 +33,7 @@ pub enum ProxyMode {
     Ipvs,
     /// The agent uses maps of nftables.
     Nftables,
-    /// The agent uses maps of nftables, and carries TCP connections itself.
+    /// The agent carries connections itself, behind rules of nftables or iptables.
     Userspace,
 }
 

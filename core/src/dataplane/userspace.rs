@@ -1,8 +1,8 @@
 //! Mode userspace: the pools of endpoints among which a proxy on the node chooses.
 //!
-//! The rules of mode userspace are the rules of mode nftables. While the proxy accepts connections,
-//! rules send the TCP connections and the datagrams for a frontend to the proxy, which finds the
-//! [`Pool`] of the frontend. The [`Ledger`] records the pools and plans only the differences. A
+//! The rules of mode userspace are the rules of mode nftables, or those of mode iptables. While the proxy accepts connections,
+//! rules send the TCP connections (with nftables, also the datagrams) for a frontend to the proxy,
+//! which finds the [`Pool`] of the frontend. The [`Ledger`] records the pools and plans only the differences. A
 //! pool has the endpoints of one [group of mode nftables](super::nftables).
 
 use std::{
@@ -11,7 +11,10 @@ use std::{
     sync::Arc,
 };
 
-use super::nftables::{Lookup, NftablesConfig, port_plan};
+use super::{
+    nftables::{Lookup, NftablesConfig, port_plan},
+    rules::names::GateChain,
+};
 use crate::{
     behaviours::view::{ServicePortView, service_views},
     model::{Family, LoadBalancing, Protocol, ProxyProtocol, ServiceKey},
@@ -85,10 +88,34 @@ struct Pool {
 
 type Pools = BTreeMap<PoolKey, Pool>;
 
+/// How the rules choose the listener of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Listening {
+    /// Rules of nftables. A listener gets what matches in one map of frontends.
+    PerMap,
+    /// Rules of iptables. A listener gets the connections that one policy applies to, either those
+    /// to addresses or those to NodePorts. [`Lookup::Inside`] and [`Lookup::InsideNodePort`] are
+    /// the listeners for policy Cluster, and the others those for policy Local. Datagrams go
+    /// straight to endpoints.
+    PerPolicy,
+}
+
+/// The listener to which a chain of the rules of iptables leads.
+#[must_use]
+pub fn listener_of(chain: GateChain) -> Lookup {
+    match chain {
+        GateChain::Cluster => Lookup::Inside,
+        GateChain::NodePortCluster => Lookup::InsideNodePort,
+        GateChain::Local => Lookup::Service,
+        GateChain::NodePortLocal => Lookup::NodePort,
+    }
+}
+
 /// The pools of one family that the proxy has.
 #[derive(Debug)]
 pub struct Ledger {
     config: NftablesConfig,
+    listening: Listening,
     /// The pools of each Service. A Service without endpoints has none.
     programmed: HashMap<Arc<ServiceKey>, Pools>,
     last_number: u64,
@@ -98,9 +125,9 @@ impl Ledger {
     /// Creates a ledger without pools. The numbers of pools are even for IPv4 and odd for IPv6, so
     /// that one table can contain both families.
     #[must_use]
-    pub fn new(family: Family) -> Self {
+    pub fn new(family: Family, listening: Listening) -> Self {
         let last_number = if family == Family::V4 { 0 } else { 1 };
-        Self { config: NftablesConfig::new(family), programmed: HashMap::new(), last_number }
+        Self { config: NftablesConfig::new(family), listening, programmed: HashMap::new(), last_number }
     }
 
     /// Plans the changes of the dirty Services. The cost depends only on these Services.
@@ -134,7 +161,7 @@ impl Ledger {
         let (mut ports, mut node_ports) = (HashSet::new(), HashSet::new());
         for mut view in service_views(state, key, self.config.family, node) {
             // A malformed Service may list a port twice. Only the first entry counts.
-            if !is_carried(&view) || !ports.insert((view.protocol, view.port)) {
+            if !self.is_carried(&view) || !ports.insert((view.protocol, view.port)) {
                 continue;
             }
             if view.node_port != 0 && !node_ports.insert((view.protocol, view.node_port)) {
@@ -165,9 +192,14 @@ impl Ledger {
             }
             let key = PoolKey { protocol: view.protocol, port: view.port, is_local };
             let number = old.get(&key).map_or_else(|| self.next_number(), |pool| pool.number);
+            let is_per_policy = self.listening == Listening::PerPolicy;
             let outside = plan.services.iter().filter(|(_, local)| *local == is_local);
-            let outside = outside.map(|(frontend, _)| address(*frontend, false));
+            let outside = outside.map(|(frontend, _)| address(*frontend, is_per_policy && !is_local));
             let inside = plan.inside.iter().filter(|_| !is_local).map(|frontend| address(*frontend, true));
+            // The rules of iptables take all connections with this port for those of the NodePort.
+            let has_one_port = is_per_policy && view.port == view.node_port;
+            let node_port = Frontend::NodePort(view.family, view.protocol, view.node_port);
+            let node_port = has_one_port.then(|| address(node_port, !is_local));
             let pool = Pool {
                 number,
                 settings: PoolSettings {
@@ -179,9 +211,20 @@ impl Ledger {
                     max_connections: view.max_connections,
                 },
                 endpoints: endpoints.iter().map(|((ip, port), weight)| ((*ip, *port).into(), weight.get())).collect(),
-                addresses: outside.chain(inside).collect(),
+                addresses: outside.chain(inside).chain(node_port).collect(),
             };
             new.insert(key, pool);
+        }
+    }
+
+    /// Whether the proxy carries a port. The other ports go straight to endpoints. Datagrams for
+    /// NodePorts always do, and records of clients are shared between all addresses of a port.
+    fn is_carried(&self, view: &ServicePortView) -> bool {
+        match view.protocol {
+            Protocol::Tcp => true,
+            Protocol::Udp if self.listening == Listening::PerPolicy => false,
+            Protocol::Udp => view.node_port == 0 || view.affinity_timeout_seconds.is_none(),
+            Protocol::Sctp => false,
         }
     }
 
@@ -212,16 +255,6 @@ impl Pool {
 
     fn remove_address(&self, (lookup, protocol, at): (Lookup, Protocol, SocketAddr)) -> Operation {
         Operation::RemoveAddress(self.number, lookup, protocol, at)
-    }
-}
-
-/// Whether the proxy carries a port. The other ports go straight to endpoints. Datagrams for
-/// NodePorts always do, and records of clients are shared between all addresses of a port.
-fn is_carried(view: &ServicePortView) -> bool {
-    match view.protocol {
-        Protocol::Tcp => true,
-        Protocol::Udp => view.node_port == 0 || view.affinity_timeout_seconds.is_none(),
-        Protocol::Sctp => false,
     }
 }
 

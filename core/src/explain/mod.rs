@@ -34,8 +34,10 @@ pub enum Mode {
     Ipvs,
     /// Maps of nftables.
     Nftables,
-    /// A proxy carries TCP connections and datagrams.
+    /// A proxy carries TCP connections and datagrams, behind rules of nftables.
     Userspace,
+    /// A proxy carries TCP connections, behind rules of iptables.
+    UserspaceIptables,
 }
 
 /// The settings of the node on which an explanation depends.
@@ -268,8 +270,9 @@ impl<'a> Explainer<'a> {
             [Frontend::Address(at.ip(), protocol, at.port()), Frontend::NodePort(family, protocol, at.port())]
         });
         let owner = owner.into_iter().find_map(|frontend| Some((frontend, self.state.frontends().owner(&frontend)?)));
-        let is_refused = kind == Some(Kind::ClusterIp) && self.settings.mode != Mode::Iptables
-            || kind.is_some() && self.settings.mode == Mode::Ipvs;
+        let mode = self.settings.mode;
+        let is_refused = kind == Some(Kind::ClusterIp) && !matches!(mode, Mode::Iptables | Mode::UserspaceIptables)
+            || kind.is_some() && mode == Mode::Ipvs;
         let what = kind.map_or("address", Kind::as_str);
         let (step, fate) = match (owner, kind) {
             (Some((frontend, owner)), _) => {

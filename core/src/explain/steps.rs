@@ -86,7 +86,8 @@ impl<'a> Path<'a> {
     }
 
     fn is_refused_sctp(&self) -> bool {
-        self.explainer.settings.mode == Mode::Userspace && self.view.protocol == Protocol::Sctp
+        let has_proxy = matches!(self.explainer.settings.mode, Mode::Userspace | Mode::UserspaceIptables);
+        has_proxy && self.view.protocol == Protocol::Sctp
     }
 
     /// Classifies the source as the rules do.
@@ -312,9 +313,12 @@ impl<'a> Path<'a> {
             MasqueradeSources::Node => class == Class::Node,
             MasqueradeSources::Everyone => true,
         };
-        // Datagrams to NodePorts go straight to the endpoints.
-        let is_carried =
-            settings.mode == Mode::Userspace && (self.view.protocol == Protocol::Tcp || self.kind != Kind::NodePort);
+        let is_carried = match settings.mode {
+            // Datagrams to NodePorts go straight to the endpoints.
+            Mode::Userspace => self.view.protocol == Protocol::Tcp || self.kind != Kind::NodePort,
+            Mode::UserspaceIptables => self.view.protocol == Protocol::Tcp,
+            Mode::Iptables | Mode::Ipvs | Mode::Nftables => false,
+        };
         let is_on_node = |endpoint: &&Destination| self.explainer.facts.addresses.contains(&endpoint.address);
         let on_node = chosen.iter().filter(is_on_node).count();
         let is_hairpin = |client: &IpAddr| chosen.iter().any(|endpoint| endpoint.address == *client) && !is_masqueraded;

@@ -38,7 +38,7 @@ pub trait NodeDataplane: Send {
     /// The name, such as "iptables-legacy". The part before the first `-` is the proxy mode.
     fn name(&self) -> &str;
 
-    /// Why mode `auto` chose this dataplane. `None` if the configuration names the mode.
+    /// Why the agent chose this dataplane. `None` if the configuration leaves no choice.
     fn reason(&self) -> Option<&str> {
         None
     }
@@ -150,7 +150,7 @@ pub struct DualStack<D: Dataplane> {
     is_without_ipv6: bool,
     /// Why this dataplane runs in place of the configured dataplane.
     in_place_of: Option<String>,
-    /// Why mode `auto` chose this dataplane.
+    /// Why the agent chose this dataplane, if the configuration leaves a choice.
     reason: Option<String>,
 }
 

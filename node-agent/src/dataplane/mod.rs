@@ -12,6 +12,7 @@ pub(crate) mod firewalls;
 mod first_services;
 #[doc(hidden)]
 pub mod in_memory;
+mod ip_sets;
 pub mod iptables;
 pub mod ipvs;
 mod kernel_modules;

@@ -61,6 +61,7 @@ impl Explainer {
             "iptables" => Mode::Iptables,
             "ipvs" => Mode::Ipvs,
             "nftables" => Mode::Nftables,
+            "userspace" if backend.contains("iptables") => Mode::UserspaceIptables,
             "userspace" => Mode::Userspace,
             other => return Err(format!("the agent cannot explain the backend {other:?}")),
         };

@@ -23,7 +23,7 @@ use headgate_tls::{Files, Side};
 use self::kube_proxy::KubeProxyFlags;
 use crate::{
     control_planes::{AddressError, ControlPlane},
-    dataplane::iptables::Variant,
+    dataplane::{iptables::Variant, userspace},
 };
 pub use headgate_settings::ProxyMode;
 
@@ -154,6 +154,11 @@ pub struct Options {
     #[arg(long, action = ArgAction::Set, default_value_t = false, num_args = 0..=1, require_equals = true,
         default_missing_value = "true", value_name = "BOOL", value_parser = truth)]
     pub nftables_service_counters: bool,
+
+    /// Mode userspace: the rules that lead to the proxy; auto chooses iptables if the kernel lacks
+    /// nftables, or an expression that the rules of nftables need
+    #[arg(long, value_enum, default_value = "auto")]
+    pub userspace_rules: userspace::Rules,
 
     /// How long an agent in mode userspace that stops carries its open connections on. The pod's
     /// terminationGracePeriodSeconds must be longer

@@ -116,7 +116,7 @@ impl SyncMetrics {
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
         add.gauge("version_programmed", "", "Version that is in the kernel", self.version_programmed.clone());
-        let help = "Always 1. The labels say which backend runs, and why mode auto chose this backend; `reason` is empty if the configuration names the mode";
+        let help = "Always 1. The labels say which backend runs, and why the agent chose it; `reason` is empty if the configuration leaves no choice";
         add.gauge("mode_info", "backend, reason", help, self.mode.clone());
         let help = "Time from the start of a sync until the kernel has accepted the rules";
         add.histogram("apply_duration_seconds", "kind (partial, full)", help, self.apply_duration.clone());
@@ -142,7 +142,7 @@ impl SyncMetrics {
         self.dataplane.register(registry);
     }
 
-    /// Records which backend runs, and why mode `auto` chose this backend.
+    /// Records which backend runs, and why the agent chose this backend.
     pub(super) fn set_mode(&self, backend: &str, reason: Option<&str>) {
         let labels = [("backend", backend.to_owned()), ("reason", reason.unwrap_or_default().to_owned())];
         self.mode.get_or_create(&labels).set(1);

@@ -130,7 +130,7 @@ impl Drop for ModePage {
 /// The addresses that clients use. All packets pass through node-a. Where mode ipvs runs, node-a
 /// itself opens no connections: while it has the address of a Service, it also uses this address as
 /// the source, and such a connection ends with the address.
-fn targets(bed: &Testbed) -> Result<Vec<(&'static str, SocketAddr)>> {
+pub(super) fn targets(bed: &Testbed) -> Result<Vec<(&'static str, SocketAddr)>> {
     let mut targets = Vec::new();
     for family in Family::BOTH {
         for client in CLIENTS.into_iter().filter(|client| !(has_ipvs() && *client == "node-a")) {

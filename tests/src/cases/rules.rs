@@ -204,7 +204,7 @@ pub fn host_bits_of_ranges_are_cleared(bed: &Testbed) -> Result<()> {
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn rules_of_the_other_variant_are_removed(bed: &Testbed) -> Result<()> {
     let (other, other_variant) = match bed.backend() {
-        Backend::IptablesLegacy | Backend::Ipvs => (Backend::IptablesNft, Variant::Nft),
+        Backend::IptablesLegacy | Backend::Ipvs | Backend::UserspaceIptables => (Backend::IptablesNft, Variant::Nft),
         Backend::IptablesNft | Backend::IptablesNftCompact | Backend::Nftables | Backend::Userspace => {
             (Backend::IptablesLegacy, Variant::Legacy)
         }

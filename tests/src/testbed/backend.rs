@@ -19,17 +19,20 @@ pub enum Backend {
     Nftables,
     /// A proxy in the agent, behind rules of nftables.
     Userspace,
+    /// A proxy in the agent, behind rules of iptables over the legacy kernel interface.
+    UserspaceIptables,
 }
 
 impl Backend {
     /// All backends.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::IptablesLegacy,
         Self::IptablesNft,
         Self::IptablesNftCompact,
         Self::Ipvs,
         Self::Nftables,
         Self::Userspace,
+        Self::UserspaceIptables,
     ];
 
     /// The agent's flags that choose this backend.
@@ -39,16 +42,18 @@ impl Backend {
         let mode = match self {
             Self::Ipvs => "ipvs",
             Self::Nftables => "nftables",
-            Self::Userspace => "userspace",
+            Self::Userspace | Self::UserspaceIptables => "userspace",
             _ => "iptables",
         };
-        vec!["--proxy-mode", mode, "--iptables-variant", variant, "--iptables-layout", layout]
+        let mut arguments = vec!["--proxy-mode", mode, "--iptables-variant", variant, "--iptables-layout", layout];
+        arguments.extend((self == Self::UserspaceIptables).then_some("--userspace-rules=iptables"));
+        arguments
     }
 
     /// The variant of iptables that the agent runs.
     pub fn variant(self) -> Variant {
         match self {
-            Self::IptablesLegacy | Self::Ipvs => Variant::Legacy,
+            Self::IptablesLegacy | Self::Ipvs | Self::UserspaceIptables => Variant::Legacy,
             Self::IptablesNft | Self::IptablesNftCompact | Self::Nftables | Self::Userspace => Variant::Nft,
         }
     }
@@ -78,19 +83,20 @@ impl Backend {
     /// Whether a proxy carries TCP connections. Endpoints then see the address of a node in place
     /// of the client's address, and the proxy tries another endpoint if an endpoint refuses.
     pub fn carries_tcp(self) -> bool {
-        self == Self::Userspace
+        matches!(self, Self::Userspace | Self::UserspaceIptables)
     }
 
     /// Whether the backend refuses connections of SCTP.
     pub fn refuses_sctp(self) -> bool {
-        self == Self::Userspace
+        self.carries_tcp()
     }
 
-    /// Whether a proxy carries what a client sends by `via`. Datagrams for node ports go straight
-    /// to endpoints.
+    /// Whether a proxy carries what a client sends by `via`. Datagrams go straight to endpoints if
+    /// they are for node ports, or if the rules are those of iptables.
     pub fn carries(self, transport: Transport, via: Via) -> bool {
         let is_node_port = matches!(via, Via::NodePort(_) | Via::Localhost);
-        self.carries_tcp() && (transport.is_tcp() || (transport == Transport::Udp && !is_node_port))
+        let carries_udp = self == Self::Userspace && transport == Transport::Udp && !is_node_port;
+        carries_udp || (self.carries_tcp() && transport.is_tcp())
     }
 
     /// Whether the backend uses the layout for large clusters.
@@ -108,6 +114,7 @@ impl fmt::Display for Backend {
             Self::Ipvs => "ipvs",
             Self::Nftables => "nftables",
             Self::Userspace => "userspace",
+            Self::UserspaceIptables => "userspace, iptables-legacy",
         })
     }
 }

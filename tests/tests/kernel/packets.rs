@@ -614,6 +614,46 @@ mod migration {
     }
 }
 
+/// Tests of mode userspace behind rules of iptables. The rules are those of mode iptables, and the
+/// proxy is the one behind rules of nftables, so these tests cover what joins them.
+mod carried_behind_iptables {
+    use headgate_tests::cases::{forms, userspace};
+
+    use super::*;
+
+    const BACKEND: Backend = Backend::UserspaceIptables;
+
+    #[test]
+    fn all_groups_of_the_table() {
+        let cases: Vec<_> = table::GROUPS.iter().flat_map(|(_, cases)| cases()).collect();
+        on(table::services().and_then(|services| Testbed::start_in_containers(BACKEND, services)), |bed| {
+            cases::run(bed, &cases)?;
+            explained::agree(bed, &cases)
+        });
+    }
+
+    #[test]
+    fn new_connections_need_no_agent() {
+        on_testbed(BACKEND, lifecycle::some_services(), userspace::new_connections_need_no_agent);
+    }
+
+    #[test]
+    fn an_upgrade_loses_no_connection() {
+        on_testbed(BACKEND, lifecycle::some_services(), userspace::an_upgrade_loses_no_connection);
+    }
+
+    #[test]
+    fn forms_switch_without_losing_connections() {
+        on_machines(BACKEND, lifecycle::some_services(), forms::forms_switch_without_losing_connections);
+    }
+
+    // The kernel with IPVS has no nftables.
+    #[test]
+    fn iptables_where_nftables_is_missing_as_beside_ipvs() {
+        on_machines(Backend::Ipvs, lifecycle::some_services(), forms::iptables_where_nftables_is_missing);
+    }
+}
+
 /// Tests of connections that the agent carries.
 mod carried {
     use headgate_tests::cases::{datagrams, userspace};

@@ -1,25 +1,31 @@
 //! The rules of iptables mode.
 
 use super::service_rules;
-use crate::dataplane::rules::{
-    FixedChain, Jump, RenderConfig, Ruleset, Table,
-    line::Line,
-    names::{
-        DispatchChain, EXTERNAL_SERVICES, FORWARD, LOCALNET_GUARD, NODE_PORTS, POSTROUTING, PROXY_FIREWALL, SERVICES,
+use crate::{
+    dataplane::rules::{
+        FixedChain, Jump, RenderConfig, Ruleset, Table,
+        line::Line,
+        names::{
+            DispatchChain, EXTERNAL_SERVICES, FORWARD, GATE_INPUT, LOCALNET_GUARD, NODE_PORTS, POSTROUTING,
+            PROXY_FIREWALL, SERVICES,
+        },
+        ruleset::{canaries, drop_invalid, forward, jump, mark_masq, node_ports_jumps, postrouting},
     },
-    ruleset::{canaries, drop_invalid, forward, jump, mark_masq, node_ports_jumps, postrouting},
+    model::Protocol,
 };
 
 /// Returns the rules of iptables mode for one family.
 #[must_use]
 pub fn ruleset(config: RenderConfig) -> Ruleset {
     let mut chains = vec![mark_masq(&config)];
+    chains.extend(gate_chains(&config));
+    chains.extend(gate_input(&config));
     chains.extend(has_localnet_guard(&config).then(localnet_guard));
     chains.extend(canaries());
     let drop_invalid = if config.conntrack_tcp_be_liberal { String::new() } else { drop_invalid(&config) };
     Ruleset {
         chains,
-        postrouting: postrouting(&config),
+        postrouting: keep_clients(&config) + &postrouting(&config),
         forward: drop_invalid + &forward(&config),
         dispatch: &DispatchChain::ALL,
         last_service_rules: node_ports_jumps(&config),
@@ -34,6 +40,43 @@ pub fn ruleset(config: RenderConfig) -> Ruleset {
 #[must_use]
 pub fn has_localnet_guard(config: &RenderConfig) -> bool {
     config.node_port_addresses.include_localhost(config.family, config.localhost_node_ports)
+}
+
+/// Creates the chains that lead to the listeners of a proxy. The gate is a set with elements that
+/// expire, which the proxy renews while it accepts connections.
+fn gate_chains(config: &RenderConfig) -> impl Iterator<Item = FixedChain> {
+    config.listeners.iter().map(|(chain, listener)| {
+        let mut rules = String::new();
+        Line::append(&mut rules, chain.name())
+            .protocol(Protocol::Tcp)
+            .comment("the proxy, while it accepts connections")
+            .while_gate_is_closed(config.family)
+            .jump(format_args!("DNAT --to-destination {listener}"));
+        FixedChain { table: Table::Nat, name: chain.name(), rules }
+    })
+}
+
+/// Creates the chain that accepts connections that the rules sent to the proxy. Mode iptables
+/// accepts them in KUBE-FORWARD, but here the node itself is their destination.
+fn gate_input(config: &RenderConfig) -> Option<FixedChain> {
+    let listener = config.listeners.values().next()?;
+    let mut rules = String::new();
+    Line::append(&mut rules, GATE_INPUT)
+        .destination_host(listener.ip())
+        .protocol(Protocol::Tcp)
+        .add("-m conntrack --ctstate DNAT")
+        .jump("ACCEPT");
+    Some(FixedChain { table: Table::Filter, name: GATE_INPUT, rules })
+}
+
+/// Renders the rule of KUBE-POSTROUTING that excludes connections to the proxy from masquerading,
+/// because the proxy needs the addresses of its clients.
+fn keep_clients(config: &RenderConfig) -> String {
+    let mut rule = String::new();
+    if let Some(listener) = config.listeners.values().next() {
+        Line::append(&mut rule, POSTROUTING).destination_host(listener.ip()).jump("RETURN");
+    }
+    rule
 }
 
 fn jumps(config: &RenderConfig) -> Vec<Jump> {
@@ -56,6 +99,9 @@ fn jumps(config: &RenderConfig) -> Vec<Jump> {
     ]);
     for from in ["INPUT", "FORWARD", "OUTPUT"] {
         jumps.push(jump(filter, from, PROXY_FIREWALL, firewall, true));
+    }
+    if config.has_proxy() {
+        jumps.push(jump(filter, "INPUT", GATE_INPUT, "connections to the proxy", false));
     }
     jumps.push(jump(filter, "INPUT", NODE_PORTS, "kubernetes health check service ports", false));
     jumps.push(jump(filter, "INPUT", EXTERNAL_SERVICES, visible, true));

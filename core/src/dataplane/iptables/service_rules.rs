@@ -11,6 +11,9 @@ use crate::{
 
 /// Renders a service port.
 pub(super) fn render_port(port: &PortRules<'_>, rules: &mut ServiceRules) {
+    if port.is_refused() {
+        return render_refusals(port, rules);
+    }
     let view = port.view;
     let is_internal_local = view.internal_traffic_policy.is_local();
     let is_external_local = view.external_traffic_policy.is_local();
@@ -37,25 +40,37 @@ pub(super) fn render_port(port: &PortRules<'_>, rules: &mut ServiceRules) {
     if let Some(address) = view.cluster_ip {
         let selector = Selector::ClusterIp(address);
         let target = if is_internal_local { port.local_policy } else { port.cluster_policy };
-        let refused =
-            reject_or_drop(port, DispatchChain::FilterServices, selector, view.outcome(view.internal_traffic_policy));
-        let forwarded = || port.dispatch_jump(DispatchChain::NatServices, selector, "cluster IP", target);
-        rules.dispatch.push(refused.unwrap_or_else(forwarded));
+        let internal = view.outcome(view.internal_traffic_policy);
+        if matches!(internal, Outcome::Forwarded(_)) {
+            rules.dispatch.push(port.dispatch_jump(DispatchChain::NatServices, selector, "cluster IP", target));
+        }
+        rules.dispatch.extend(reject_or_drop(port, DispatchChain::FilterServices, selector, internal));
     }
     if view.has_any_endpoint {
         port.external_jumps(rules);
     }
-    if !matches!(external, Outcome::Forwarded(_)) {
-        let refused = |selector| reject_or_drop(port, DispatchChain::FilterExternalServices, selector, external);
-        rules.dispatch.extend(port.external_selectors().into_iter().filter_map(refused));
-    }
+    let refused = |selector| reject_or_drop(port, DispatchChain::FilterExternalServices, selector, external);
+    rules.dispatch.extend(port.external_selectors().into_iter().filter_map(refused));
     if port.uses_firewall {
         let addresses = view.load_balancer_ips.iter().map(|address| Selector::Address(*address));
         rules.dispatch.extend(addresses.map(|selector| drop_not_admitted(port, selector)));
     }
 }
 
-/// Renders the rule that refuses connections. Returns `None` if connections are forwarded.
+/// Renders the rules that refuse all connections to a port that the proxy of mode userspace cannot
+/// carry.
+fn render_refusals(port: &PortRules<'_>, rules: &mut ServiceRules) {
+    let cluster_ip = port.view.cluster_ip.map(Selector::ClusterIp);
+    let cluster_ip = cluster_ip.into_iter().map(|selector| (DispatchChain::FilterServices, selector));
+    let external = port.external_selectors().into_iter();
+    let external = external.map(|selector| (DispatchChain::FilterExternalServices, selector));
+    let refused = cluster_ip.chain(external);
+    let refused = refused.filter_map(|(chain, selector)| reject_or_drop(port, chain, selector, Outcome::Rejected));
+    rules.dispatch.extend(refused);
+}
+
+/// Renders the rule that refuses connections. Returns `None` if connections are forwarded. If only
+/// a proxy can carry the connections, the rule refuses those that are left.
 fn reject_or_drop(
     port: &PortRules<'_>,
     chain: DispatchChain,
@@ -63,7 +78,9 @@ fn reject_or_drop(
     outcome: Outcome<'_>,
 ) -> Option<DispatchLine> {
     let comment = match outcome {
+        Outcome::Forwarded(_) if port.is_proxy_only() => "needs the proxy",
         Outcome::Forwarded(_) => return None,
+        Outcome::Rejected if port.is_refused() => "cannot be carried by the proxy",
         Outcome::Rejected => "has no endpoints",
         Outcome::Dropped => "has no local endpoints",
     };
@@ -72,10 +89,10 @@ fn reject_or_drop(
     if matches!(selector, Selector::NodePort(..)) {
         line = line.destination_is_node();
     }
-    if outcome == Outcome::Rejected {
-        line.reject(port.view.family);
-    } else {
+    if outcome == Outcome::Dropped {
         line.jump("DROP");
+    } else {
+        line.reject(port.view.family);
     }
     Some(DispatchLine { chain, selector, rule })
 }

@@ -1,5 +1,6 @@
 #![allow(clippy::unwrap_used)]
 
+mod proxy;
 mod scripts;
 
 use std::{collections::HashMap, net::IpAddr, sync::Arc};

@@ -1,7 +1,11 @@
 //! The configuration of rules.
 
-use std::net::IpAddr;
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+};
 
+use super::names::GateChain;
 use crate::{behaviours::masquerade::MasqueradeConfig, model::Family};
 
 /// How rules are distributed over chains.
@@ -68,6 +72,9 @@ pub struct RenderConfig {
     /// Leaves out the rules of SCTP ports, because iptables cannot match SCTP on this machine. A
     /// single rule for SCTP would make the kernel reject the rules of other protocols too.
     pub leaves_out_sctp: bool,
+    /// The listener of the proxy of mode userspace for each chain. All listeners have one IP
+    /// address. Empty in other modes.
+    pub listeners: BTreeMap<GateChain, SocketAddr>,
     /// Layout.
     pub layout: Layout,
 }
@@ -91,8 +98,16 @@ impl RenderConfig {
             conntrack_tcp_be_liberal: false,
             counts_packets: false,
             leaves_out_sctp: false,
+            listeners: BTreeMap::new(),
             layout: Layout::Auto,
         }
+    }
+
+    /// True in mode userspace: a proxy carries TCP connections. Rules then send no connection
+    /// straight to endpoints that expect the PROXY protocol, and refuse SCTP.
+    #[must_use]
+    pub fn has_proxy(&self) -> bool {
+        !self.listeners.is_empty()
     }
 
     /// True if a cluster of this size has the compact layout.

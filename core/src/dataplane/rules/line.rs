@@ -8,7 +8,7 @@ use std::{
 
 use crate::{
     behaviours::masquerade::{LocalDetector, MasqueradeConfig},
-    dataplane::ipsets::Set,
+    dataplane::{ipsets::Set, rules::names::gate_set},
     model::{Family, Protocol},
 };
 
@@ -115,6 +115,11 @@ impl<'a> Line<'a> {
     /// ports to compare, for example `dst,dst`.
     pub(in crate::dataplane) fn in_set(self, set: Set, family: Family, flags: &str) -> Self {
         self.add(format_args!("-m set --match-set {} {flags}", set.name(family)))
+    }
+
+    /// Matches packets while the gate of mode userspace is closed.
+    pub(in crate::dataplane) fn while_gate_is_closed(self, family: Family) -> Self {
+        self.add(format_args!("-m set --match-set {} src", gate_set(family)))
     }
 
     /// Matches packets whose addresses and ports are not in a set.

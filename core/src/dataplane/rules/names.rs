@@ -11,7 +11,7 @@ use data_encoding::BASE32_NOPAD;
 use sha2::{Digest as _, Sha256};
 
 use super::Table;
-use crate::{behaviours::endpoint_choice::Destination, behaviours::view::ServicePortView};
+use crate::{behaviours::endpoint_choice::Destination, behaviours::view::ServicePortView, model::Family};
 
 /// `KUBE-SERVICES`, in nat and filter.
 pub const SERVICES: &str = "KUBE-SERVICES";
@@ -43,6 +43,51 @@ pub const INVALID_COUNTER: &str = "ct_state_invalid_dropped_pkts";
 /// The nfacct counter of packets to NodePorts on 127.0.0.0/8. kube-proxy uses this name too.
 pub const LOCALHOST_COUNTER: &str = "localhost_nps_accepted_pkts";
 
+/// The chains of mode userspace in nat. Each leads TCP connections to one listener of the proxy
+/// while the gate is closed, and else returns. A listener belongs to a policy, and to addresses of
+/// Services or to NodePorts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum GateChain {
+    /// `KUBE-GATE-CLUSTER`.
+    Cluster,
+    /// `KUBE-GATE-LOCAL`.
+    Local,
+    /// `KUBE-GATE-NODEPORT-CLUSTER`.
+    NodePortCluster,
+    /// `KUBE-GATE-NODEPORT-LOCAL`.
+    NodePortLocal,
+}
+
+impl GateChain {
+    /// All chains.
+    pub const ALL: [Self; 4] = [Self::Cluster, Self::Local, Self::NodePortCluster, Self::NodePortLocal];
+
+    /// The name of the chain.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cluster => "KUBE-GATE-CLUSTER",
+            Self::Local => "KUBE-GATE-LOCAL",
+            Self::NodePortCluster => "KUBE-GATE-NODEPORT-CLUSTER",
+            Self::NodePortLocal => "KUBE-GATE-NODEPORT-LOCAL",
+        }
+    }
+}
+
+/// `KUBE-GATE-INPUT`, in filter: accepts connections to the proxy of mode userspace, even if the
+/// host's firewall would drop them.
+pub const GATE_INPUT: &str = "KUBE-GATE-INPUT";
+
+/// The set that is the gate of mode userspace. While the gate is closed, the set contains all
+/// addresses.
+#[must_use]
+pub fn gate_set(family: Family) -> &'static str {
+    match family {
+        Family::V4 => "KUBE-GATE",
+        Family::V6 => "KUBE-6-GATE",
+    }
+}
+
 /// `KUBE-LOAD-BALANCER`, in nat: masquerades traffic to load balancer IPs with Cluster policy.
 pub const LOAD_BALANCER: &str = "KUBE-LOAD-BALANCER";
 /// `KUBE-NODE-PORT`: in nat it masquerades traffic to NodePorts with Cluster policy. In filter it
@@ -63,7 +108,24 @@ pub const OUT_FILTER: &str = "KUBE-IPVS-OUT-FILTER";
 pub fn all(table: Table) -> &'static [&'static str] {
     match table {
         Table::Mangle => &[CANARY, OUT_FILTER, SOURCE_RANGES],
-        Table::Nat => &[SERVICES, NODE_PORTS, POSTROUTING, HAIRPIN, MARK_MASQ, CANARY, LOAD_BALANCER, NODE_PORT],
+        Table::Nat => {
+            const {
+                &[
+                    SERVICES,
+                    NODE_PORTS,
+                    POSTROUTING,
+                    HAIRPIN,
+                    MARK_MASQ,
+                    CANARY,
+                    LOAD_BALANCER,
+                    NODE_PORT,
+                    GateChain::Cluster.name(),
+                    GateChain::Local.name(),
+                    GateChain::NodePortCluster.name(),
+                    GateChain::NodePortLocal.name(),
+                ]
+            }
+        }
         Table::Filter => &[
             SERVICES,
             EXTERNAL_SERVICES,
@@ -77,6 +139,7 @@ pub fn all(table: Table) -> &'static [&'static str] {
             SOURCE_RANGES,
             IN_FILTER,
             OUT_FILTER,
+            GATE_INPUT,
         ],
     }
 }
@@ -231,6 +294,12 @@ impl ChainName {
     pub fn of_endpoint(view: &ServicePortView, destination: &Destination) -> Self {
         let endpoint = destination.socket_address();
         Self::of(ChainKind::Endpoint, &format!("{}{endpoint}", port_text(view)))
+    }
+
+    /// The purpose of the chain.
+    #[must_use]
+    pub fn kind(self) -> ChainKind {
+        self.kind
     }
 
     /// Returns the name of another kind of chain for the same service port.

@@ -7,7 +7,7 @@ use super::{
     Table,
     config::RenderConfig,
     line::Line,
-    names::{ChainKind, ChainName, DispatchChain, LOCALHOST_COUNTER, MARK_MASQ},
+    names::{ChainKind, ChainName, DispatchChain, GateChain, LOCALHOST_COUNTER, MARK_MASQ},
 };
 use crate::{
     behaviours::{
@@ -126,9 +126,22 @@ impl<'a> PortRules<'a> {
         }
     }
 
+    /// True if the rules refuse all connections to the port: a proxy cannot carry SCTP.
+    pub(in crate::dataplane) fn is_refused(&self) -> bool {
+        self.config.has_proxy() && self.view.protocol == Protocol::Sctp
+    }
+
+    /// True if only a proxy can carry connections to the endpoints.
+    pub(in crate::dataplane) fn is_proxy_only(&self) -> bool {
+        self.config.has_proxy() && self.view.proxy_protocol.is_some()
+    }
+
     /// Adds the chains of single endpoints, or in the compact layout the lines for hairpin
     /// connections.
     pub(in crate::dataplane) fn endpoint_rules(&self, endpoints: &BTreeSet<Destination>, rules: &mut ServiceRules) {
+        if self.is_proxy_only() {
+            return;
+        }
         if self.is_compact {
             self.hairpin_lines(endpoints, rules);
         } else {
@@ -177,9 +190,11 @@ impl<'a> PortRules<'a> {
         is_internal: bool,
     ) -> Chain {
         let mut rules = String::new();
+        self.gate_jumps(chain, &mut rules);
         if is_internal && !self.is_compact {
             self.cluster_ip_masquerade(chain, &mut rules);
         }
+        let endpoints: &[Destination] = if self.is_proxy_only() { &[] } else { endpoints };
         if let Some(timeout_seconds) = self.view.affinity_timeout_seconds {
             let check = format!("--rcheck --seconds {timeout_seconds} --reap");
             for destination in endpoints {
@@ -197,6 +212,26 @@ impl<'a> PortRules<'a> {
             remaining -= weight;
         }
         Chain { name: chain, rules }
+    }
+
+    /// Renders the rules that lead to the listeners of the proxy while the gate is closed. The proxy
+    /// finds the endpoints of a NodePort by the port alone, because the address may be any address
+    /// of the node, also one that is an address of another service.
+    fn gate_jumps(&self, chain: ChainName, rules: &mut String) {
+        let protocol = self.view.protocol;
+        if !self.config.has_proxy() || protocol != Protocol::Tcp {
+            return;
+        }
+        let (service, node_port) = match chain.kind() {
+            ChainKind::LocalPolicy => (GateChain::Local, GateChain::NodePortLocal),
+            _ => (GateChain::Cluster, GateChain::NodePortCluster),
+        };
+        let ports = [(self.view.port, service), (self.view.node_port, node_port)];
+        // If both ports are equal, all connections with this port count as those of the NodePort.
+        let used = ports.into_iter().skip(usize::from(self.view.port == self.view.node_port));
+        for (port, gate) in used.filter(|(port, _)| *port != 0) {
+            Line::append(rules, chain).protocol(protocol).port(protocol, port).jump(gate.name());
+        }
     }
 
     /// Begins a rule that selects an endpoint. Only the classic layout has comments.

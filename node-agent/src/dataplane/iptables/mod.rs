@@ -11,11 +11,19 @@ mod sysctl;
 pub use config::Config;
 pub(super) use sysctl::route_localnet;
 
-use std::{collections::BTreeSet, mem, sync::Arc, time::Instant};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    mem,
+    net::SocketAddr,
+    sync::Arc,
+    time::Instant,
+};
 
 use headgate_core::{
     Demand, Dirty, Family, NodeFacts, ServiceKey, State,
-    iptables::{ExistingTables, Ledger, RenderConfig, Script, has_localnet_guard, ledger::LateChange, ruleset},
+    iptables::{
+        ExistingTables, Ledger, RenderConfig, Script, has_localnet_guard, ledger::LateChange, names::GateChain, ruleset,
+    },
 };
 
 pub use super::xtables::Variant;
@@ -66,22 +74,9 @@ impl DualStack<IptablesFamily> {
     pub fn new(config: Config) -> Result<Self, DataplaneError> {
         let variant = xtables::choose(config.variant)?;
         let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
-        let make = |family| {
-            let render = RenderConfig {
-                masquerade: config.masquerade.clone(),
-                layout: config.layout,
-                localhost_node_ports: config.localhost_node_ports && family == Family::V4,
-                conntrack_tcp_be_liberal: config.conntrack_tcp_be_liberal,
-                counts_packets: config.count_packets,
-                ..RenderConfig::new(family)
-            };
-            IptablesFamily {
-                rules: Rules::new(family, variant),
-                ledger: Ledger::new(ruleset(render)),
-                has_counted: false,
-            }
-        };
-        Ok(Self::assemble(name, (), xtables::leftovers(variant), config.families, make))
+        let families = config.families.clone();
+        let make = move |family| IptablesFamily::new(&config, family, variant);
+        Ok(Self::assemble(name, (), xtables::leftovers(variant), families, make))
     }
 }
 
@@ -201,6 +196,24 @@ impl FindFaults<()> for IptablesFamily {
 }
 
 impl IptablesFamily {
+    /// Creates the dataplane of a family for a variant, which must not be `Auto`.
+    pub(super) fn new(config: &Config, family: Family, variant: Variant) -> Self {
+        let render = RenderConfig {
+            masquerade: config.masquerade.clone(),
+            layout: config.layout,
+            localhost_node_ports: config.localhost_node_ports && family == Family::V4,
+            conntrack_tcp_be_liberal: config.conntrack_tcp_be_liberal,
+            counts_packets: config.count_packets,
+            ..RenderConfig::new(family)
+        };
+        Self { rules: Rules::new(family, variant), ledger: Ledger::new(ruleset(render)), has_counted: false }
+    }
+
+    /// Makes the rules send TCP connections to the listeners of a proxy while the gate is closed.
+    pub(super) fn set_listeners(&mut self, listeners: BTreeMap<GateChain, SocketAddr>) {
+        self.ledger.set_ruleset(ruleset(RenderConfig { listeners, ..self.ledger.config().clone() }));
+    }
+
     /// Leaves SCTP ports out of the rules while iptables cannot match SCTP on this machine.
     fn leave_out_sctp(&mut self) {
         let leaves_out_sctp = self.rules.sctp.is_missing();

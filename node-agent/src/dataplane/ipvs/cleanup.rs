@@ -9,7 +9,10 @@ use headgate_core::{
 use ipnet::IpNet;
 
 use super::{
-    super::{DataplaneError, ErrorKind},
+    super::{
+        DataplaneError, ErrorKind,
+        ip_sets::{destroy_if_there, has_sets},
+    },
     convert,
     kernel::{self, Kernel, of_ipvs, of_routing},
     read::{self, MismatchedSets, NetworkAddresses},
@@ -65,8 +68,8 @@ fn remove(
     if let Some(device) = device {
         read::read_device(kernel.routing()?, device, family, NetworkAddresses::Keep, &mut existing)?;
     }
-    if kernel::has_sets() {
-        read::destroy_if_there(kernel.sets()?, read::DRAFT)?;
+    if has_sets() {
+        destroy_if_there(kernel.sets()?, read::DRAFT)?;
         read::read_sets(kernel.sets()?, family, MismatchedSets::Accept, &mut existing)?;
     }
     if kernel::has_ipvs() {

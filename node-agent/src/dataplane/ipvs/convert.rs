@@ -9,6 +9,8 @@ use ipset_netlink::{self as ipset, SetType, Specification};
 use ipvs_netlink::{self as ipvs, SchedulerFlags, ServiceId};
 use std::net::SocketAddr;
 
+use super::super::ip_sets::family_of_sets;
+
 /// The kernel's identity of a virtual server.
 pub(super) fn service_id(key: ServerKey) -> ServiceId {
     let protocol = match key.protocol {
@@ -67,13 +69,6 @@ pub(super) fn weight(found: &ipvs::Destination) -> u32 {
     if is_ours { found.weight } else { u32::MAX }
 }
 
-fn ipset_family(family: Family) -> ipset::Family {
-    match family {
-        Family::V4 => ipset::Family::V4,
-        Family::V6 => ipset::Family::V6,
-    }
-}
-
 /// The specification with which a set is created.
 pub(super) fn specification(set: Set, family: Family) -> Specification {
     let set_type = match set.kind() {
@@ -83,7 +78,7 @@ pub(super) fn specification(set: Set, family: Family) -> Specification {
         SetKind::IpPortIp => SetType::HashIpPortIp,
         SetKind::IpPortNet => SetType::HashIpPortNet,
     };
-    let wanted = Specification::new(set.name(family), set_type, ipset_family(family));
+    let wanted = Specification::new(set.name(family), set_type, family_of_sets(family));
     match set_type {
         SetType::BitmapPort => wanted,
         _ => wanted.with_sizes(SetKind::HASH_SIZE, SetKind::MAX_ELEMENTS),
@@ -131,6 +126,7 @@ pub(super) fn known_element(found: &ipset::Element) -> Option<Element> {
         ipset::Element::IpPortNet(address, protocol, port, net, length) => {
             Element::IpPortNet(address, known(protocol)?, port, IpNet::new(net, length).ok()?)
         }
+        ipset::Element::Net(..) => return None,
     })
 }
 

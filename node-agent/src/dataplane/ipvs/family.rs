@@ -17,11 +17,12 @@ use super::{
     super::{
         Dataplane, DataplaneError, Degradation, ErrorKind, Fault, FindFaults, Maintain, Report, StateSource,
         Statistics,
+        ip_sets::of_sets,
         retries::{PAUSES, PAUSES_OF_MODULES, Retries},
         xtables::{self, Rules, bisect},
     },
     Config, convert,
-    kernel::{Kernel, is_without_route, of_ipvs, of_sets},
+    kernel::{Kernel, is_without_route, of_ipvs},
     probe, read,
     sysctl::Sysctls,
     write::{self, Outcome, RejectedOp},

@@ -13,12 +13,15 @@ use headgate_netlink::{
     NetlinkError,
     route::{Change, Link, Prefix, Routing},
 };
-use ipset_netlink::{IpSetError, IpSets};
+use ipset_netlink::IpSets;
 use ipvs_netlink::{Ipvs, IpvsError, Timeouts};
 use tracing::info;
 
 use super::{
-    super::{DataplaneError, ErrorKind, KernelHandle},
+    super::{
+        DataplaneError, ErrorKind, KernelHandle,
+        ip_sets::{kind_of_netlink, of_sets},
+    },
     sysctl::Sysctls,
 };
 use headgate_settings::IpvsSettings;
@@ -213,34 +216,16 @@ pub(super) fn has_ipvs() -> bool {
     Path::new("/proc/thread-self/net/ip_vs").exists()
 }
 
-/// True if the module of IP sets is loaded. Does not make the kernel load the module.
-pub(super) fn has_sets() -> bool {
-    Path::new("/sys/module/ip_set").exists()
-}
-
-fn kind(error: &NetlinkError) -> ErrorKind {
-    if error.is_transient() { ErrorKind::Retry } else { ErrorKind::NeedsFullSync }
-}
-
 pub(super) fn of_ipvs(error: IpvsError) -> DataplaneError {
     let kind = match &error {
         IpvsError::Missing => ErrorKind::Unavailable,
-        IpvsError::Netlink(error) => kind(error),
+        IpvsError::Netlink(error) => kind_of_netlink(error),
         IpvsError::Malformed(_) => ErrorKind::NeedsFullSync,
-    };
-    DataplaneError::new(kind, error)
-}
-
-pub(super) fn of_sets(error: IpSetError) -> DataplaneError {
-    let kind = match &error {
-        IpSetError::Missing | IpSetError::MissingType(_) | IpSetError::Protocol(..) => ErrorKind::Unavailable,
-        IpSetError::Netlink(error) => kind(error),
-        _ => ErrorKind::NeedsFullSync,
     };
     DataplaneError::new(kind, error)
 }
 
 #[allow(clippy::needless_pass_by_value)] // for `map_err`
 pub(super) fn of_routing(error: NetlinkError) -> DataplaneError {
-    DataplaneError::new(kind(&error), format_args!("device {DEVICE} and its addresses: {error}"))
+    DataplaneError::new(kind_of_netlink(&error), format_args!("device {DEVICE} and its addresses: {error}"))
 }

@@ -11,9 +11,9 @@ use ipset_netlink::IpSets;
 use ipvs_netlink::{Command, Ipvs};
 
 use super::{
-    super::{DataplaneError, ErrorKind},
+    super::{DataplaneError, ErrorKind, ip_sets::of_sets},
     convert,
-    kernel::{NO_DUMMY_DEVICES, of_ipvs, of_routing, of_sets},
+    kernel::{NO_DUMMY_DEVICES, of_ipvs, of_routing},
     sysctl::Sysctls,
 };
 

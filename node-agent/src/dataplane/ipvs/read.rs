@@ -12,9 +12,12 @@ use ipset_netlink::{Change, IpSets, Specification};
 use ipvs_netlink::Ipvs;
 
 use super::{
-    super::{DataplaneError, ErrorKind},
+    super::{
+        DataplaneError, ErrorKind,
+        ip_sets::{destroy_if_there, of_sets},
+    },
     convert,
-    kernel::{Kernel, of_ipvs, of_routing, of_sets},
+    kernel::{Kernel, of_ipvs, of_routing},
 };
 
 /// Reads all objects of one family. The cost grows with the number of objects. If a set has our
@@ -132,14 +135,6 @@ pub(super) fn read_sets(
 
 /// The name of a new set until it replaces an existing set.
 pub(super) const DRAFT: &str = "KUBE-DRAFT";
-
-/// Destroys a set if it exists.
-pub(super) fn destroy_if_there(sets: &mut IpSets, name: &str) -> Result<(), DataplaneError> {
-    match sets.destroy(name) {
-        Err(error) if error.refusal_code() == Some(libc::ENOENT) => Ok(()),
-        result => result.map_err(of_sets),
-    }
-}
 
 /// Replaces a set by a new set with these elements. Swapping is atomic, so rules that refer to the
 /// set always see all elements.

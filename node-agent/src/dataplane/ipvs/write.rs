@@ -12,9 +12,9 @@ use ipset_netlink::{Change as SetChange, IpSetError};
 use ipvs_netlink::{Command, Refusal};
 
 use super::{
-    super::{DataplaneError, ErrorKind},
+    super::{DataplaneError, ErrorKind, ip_sets::of_sets},
     convert,
-    kernel::{Kernel, of_ipvs, of_routing, of_sets},
+    kernel::{Kernel, of_ipvs, of_routing},
 };
 
 /// A step that the kernel rejected.

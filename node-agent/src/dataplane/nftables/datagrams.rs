@@ -19,13 +19,13 @@ use super::{
 
 /// Sends the datagrams for an address of a Service to a listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in super::super) struct Redirect {
+pub struct Redirect {
     /// The map of frontends that has the address.
-    pub(in super::super) lookup: Lookup,
+    pub lookup: Lookup,
     /// The address and port of the Service.
-    pub(in super::super) frontend: SocketAddr,
+    pub frontend: SocketAddr,
     /// The port of the listener.
-    pub(in super::super) listener_port: u16,
+    pub listener_port: u16,
 }
 
 impl Redirect {

@@ -18,9 +18,10 @@ use tracing::warn;
 use super::{
     super::{
         DataplaneError,
-        nftables::{Connection, Redirect, can_redirect, change_redirects},
+        nftables::{Redirect, can_redirect},
     },
     route::listener_address,
+    rules::GatedRules,
     sockets::{bind, scope},
 };
 
@@ -85,10 +86,11 @@ impl Listeners {
     ///
     /// # Errors
     /// The kernel refuses the changes. The error says what the caller must do.
-    pub(super) fn write(
+    pub(super) fn write<R: GatedRules>(
         &mut self,
         udp: &UdpProxy,
-        kernel: &mut Connection,
+        rules: &R,
+        kernel: &mut R::Kernel,
         is_full: bool,
     ) -> Result<(), DataplaneError> {
         if is_full {
@@ -98,7 +100,7 @@ impl Listeners {
             self.added = self.all.values().flatten().map(|listener| listener.redirect).collect();
         }
         let removed: Vec<Redirect> = self.removed.iter().map(|listener| listener.redirect).collect();
-        change_redirects(kernel, self.family, is_full, &removed, &self.added)?;
+        rules.change_redirects(kernel, is_full, &removed, &self.added)?;
         self.added.clear();
         self.removed.drain(..).for_each(|listener| udp.stop_listening(listener.id));
         Ok(())

@@ -1,18 +1,20 @@
-//! The userspace dataplane: the rules of the nftables dataplane, and a proxy in this process that
-//! carries TCP connections and datagrams.
+//! The userspace dataplane: the rules of the nftables dataplane or of the iptables dataplane, and a
+//! proxy in this process that carries TCP connections, and with nftables also datagrams.
 //!
-//! The rules that lead straight to endpoints are always installed. A constant number of further
-//! rules leads TCP connections and datagrams to the proxy while the gate is closed. The proxy keeps
-//! the gate closed while it accepts connections (`proxy.rs`). `docs/userspace.md` shows the way of
-//! a packet.
+//! The rules that lead straight to endpoints are always installed. Further rules lead TCP
+//! connections and datagrams to the proxy while the gate is closed. The proxy keeps the gate closed
+//! while it accepts connections (`proxy.rs`). `docs/userspace.md` shows the way of a packet.
 
 mod access_log;
 mod datagrams;
 mod proxy;
 mod route;
+mod rules;
+mod set_gate;
 mod sockets;
 
 pub(crate) use route::routes;
+pub(crate) use set_gate::gates;
 
 use std::{collections::BTreeSet, sync::Arc, time::Instant};
 
@@ -21,40 +23,47 @@ use headgate_core::{
     userspace::{Ledger, Operation, Plan},
 };
 
-use self::{datagrams::Listeners, proxy::Proxy};
+use self::{
+    datagrams::Listeners,
+    proxy::{Connect, Proxy, connect_to_nftables},
+    rules::GatedRules,
+    set_gate::SetGate,
+};
 use super::{
-    ConnectionProxy, Dataplane, DataplaneError, Degradation, DualStack, Fault, FindFaults, KernelHandle, Maintain,
-    Report, StateSource, Statistics, Wake,
+    ConnectionProxy, Dataplane, DataplaneError, Degradation, DualStack, Fault, FindFaults, KernelHandle, Leftover,
+    Maintain, Report, StateSource, Statistics, Wake,
+    iptables::{self, IptablesFamily, Variant},
     metrics::DataplaneMetrics,
-    nftables::{self, Connection, Found, NftablesFamily},
+    nftables::{self, NftablesFamily},
+    xtables,
 };
 use crate::node_inputs::NodeInputs;
 
-/// Programs the kernel's nftables, and a proxy.
-pub type UserspaceDataplane = DualStack<UserspaceFamily>;
-
-/// The configuration of both families.
-#[derive(Debug, Clone)]
-pub struct Config {
-    /// The configuration of the rules.
-    pub nftables: nftables::Config,
-    /// True if the log has a line for each connection that ends.
-    pub has_access_log: bool,
+/// The rules that lead to the proxy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum Rules {
+    /// Rules of nftables, or of iptables if the node cannot run those of nftables.
+    #[default]
+    Auto,
+    /// Rules of nftables.
+    Nftables,
+    /// Rules of iptables.
+    Iptables,
 }
 
-/// The connection to nftables, and the proxy that both families share.
-pub struct UserspaceKernel {
-    nftables: Connection,
+/// The connection of the rules to the kernel, and the proxy that both families share.
+pub struct UserspaceKernel<K> {
+    rules: K,
     proxy: Arc<Proxy>,
 }
 
-impl KernelHandle for UserspaceKernel {
+impl<K: KernelHandle> KernelHandle for UserspaceKernel<K> {
     fn reset(&mut self) {
-        self.nftables.reset();
+        self.rules.reset();
     }
 
     fn follow(&mut self, wake: Wake, metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
-        self.nftables.follow(wake, metrics)
+        self.rules.follow(wake, metrics)
     }
 
     fn proxy(&self) -> Option<Arc<dyn ConnectionProxy>> {
@@ -64,9 +73,9 @@ impl KernelHandle for UserspaceKernel {
 
 /// One family.
 #[derive(Debug)]
-pub struct UserspaceFamily {
+pub struct UserspaceFamily<R> {
     /// The rules that lead to endpoints, and the redirects.
-    direct: NftablesFamily,
+    direct: R,
     ledger: Ledger,
     proxy: Arc<Proxy>,
     /// The listeners for datagrams.
@@ -77,49 +86,81 @@ pub struct UserspaceFamily {
 
 /// The changes of one step.
 #[derive(Debug)]
-pub struct Step {
-    direct: nftables::Step,
+pub struct Step<P> {
+    direct: P,
     pools: Plan,
 }
 
-impl DualStack<UserspaceFamily> {
-    /// Connects to nftables and starts the proxy, which listens and gets no connections yet.
-    /// Changes no rules.
-    ///
-    /// # Errors
-    /// [`super::ErrorKind::Unavailable`] if the kernel lacks nftables or an expression, or refuses
-    /// the proxy a socket or a thread. The message names it.
-    pub fn new(config: &Config) -> Result<Self, DataplaneError> {
-        let Config { nftables: config, has_access_log } = config;
-        // The proxy changes the gate with a connection of its own, so no connection owns the
-        // tables. The rules would not count the packets of connections that the proxy carries.
-        let config = nftables::Config { owns_tables: false, counts_services: false, has_proxy: true, ..config.clone() };
-        let (nftables, make_direct) = nftables::open(&config)?;
-        let (proxy, listeners) = Proxy::start(&config.families, *has_access_log)?;
-        let proxy = Arc::new(proxy);
-        let kernel = UserspaceKernel { nftables, proxy: Arc::clone(&proxy) };
-        let make = |family| {
-            let mut direct = make_direct(family);
-            direct.set_listeners(listeners.get(&family).cloned().unwrap_or_default());
-            UserspaceFamily {
-                direct,
-                ledger: Ledger::new(family),
-                proxy: Arc::clone(&proxy),
-                datagrams: Listeners::new(family),
-                obsolete: Vec::new(),
-            }
-        };
-        let own = vec![nftables::tables(), routes()];
-        Ok(Self::assemble("userspace", kernel, own, config.families.clone(), make))
-    }
+/// Connects to nftables and starts the proxy behind its rules, which listens and gets no
+/// connections yet. Changes no rules.
+///
+/// # Errors
+/// [`super::ErrorKind::Unavailable`] if the kernel lacks nftables or an expression, or refuses the
+/// proxy a socket or a thread. The message names it.
+pub fn over_nftables(
+    config: nftables::Config,
+    has_access_log: bool,
+) -> Result<DualStack<UserspaceFamily<NftablesFamily>>, DataplaneError> {
+    // The proxy changes the gate with a connection of its own, so no connection owns the tables.
+    // The rules would not count the packets of connections that the proxy carries.
+    let config = nftables::Config { owns_tables: false, counts_services: false, has_proxy: true, ..config };
+    let (kernel, make) = nftables::open(&config)?;
+    let own = vec![nftables::tables()];
+    assemble("userspace", kernel, own, config.families, (connect_to_nftables, has_access_log), make)
 }
 
-impl Dataplane for UserspaceFamily {
-    type Kernel = UserspaceKernel;
-    type Found = Found;
-    type Plan = Step;
+/// Finds the programs of iptables and starts the proxy behind their rules, which listens and gets
+/// no connections yet. Changes no rules in chains that receive packets.
+///
+/// # Errors
+/// [`super::ErrorKind::Unavailable`] if this machine lacks iptables or IP sets, or refuses the proxy
+/// a socket or a thread. The message names it.
+pub fn over_iptables(
+    config: &iptables::Config,
+    has_access_log: bool,
+) -> Result<DualStack<UserspaceFamily<IptablesFamily>>, DataplaneError> {
+    let variant = xtables::choose(config.variant)?;
+    set_gate::require(&config.families, variant)?;
+    let name = if variant == Variant::Legacy { "userspace-iptables-legacy" } else { "userspace-iptables-nft" };
+    let make = |family| IptablesFamily::new(config, family, variant);
+    // The rules come before the set that they refer to.
+    let own = xtables::leftovers(variant).into_iter().chain([gates()]).collect();
+    assemble(name, (), own, config.families.clone(), (SetGate::connect, has_access_log), make)
+}
 
-    const NEEDS_INTERFACES: bool = NftablesFamily::NEEDS_INTERFACES;
+fn assemble<R: GatedRules>(
+    name: &'static str,
+    rules: R::Kernel,
+    mut own: Vec<Leftover>,
+    families: Vec<Family>,
+    (connect, has_access_log): (Connect, bool),
+    make_direct: impl Fn(Family) -> R,
+) -> Result<DualStack<UserspaceFamily<R>>, DataplaneError> {
+    let (proxy, listeners) = Proxy::start(&families, connect, has_access_log)?;
+    let proxy = Arc::new(proxy);
+    let kernel = UserspaceKernel { rules, proxy: Arc::clone(&proxy) };
+    let make = |family| {
+        let mut direct = make_direct(family);
+        direct.set_listeners(listeners.get(&family).cloned().unwrap_or_default());
+        UserspaceFamily {
+            direct,
+            ledger: Ledger::new(family, R::LISTENING),
+            proxy: Arc::clone(&proxy),
+            datagrams: Listeners::new(family),
+            obsolete: Vec::new(),
+        }
+    };
+    own.push(routes());
+    Ok(DualStack::assemble(name, kernel, own, families, make))
+}
+
+impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
+    type Kernel = UserspaceKernel<R::Kernel>;
+    type Found = R::Found;
+    type Plan = Step<R::Plan>;
+
+    /// The proxy needs the addresses of the node.
+    const NEEDS_INTERFACES: bool = true;
     const HAS_PROXY: bool = true;
 
     fn family(&self) -> Family {
@@ -135,24 +176,25 @@ impl Dataplane for UserspaceFamily {
         self.direct.configure(inputs)
     }
 
-    fn prepare(&mut self, kernel: &mut UserspaceKernel) -> Result<Vec<String>, DataplaneError> {
+    fn prepare(&mut self, kernel: &mut UserspaceKernel<R::Kernel>) -> Result<Vec<String>, DataplaneError> {
         route::add(self.family())?;
-        self.direct.prepare(&mut kernel.nftables)
+        self.direct.prepare_gate()?;
+        self.direct.prepare(&mut kernel.rules)
     }
 
-    fn starts_with_first_services(&self, kernel: &mut UserspaceKernel) -> Result<bool, DataplaneError> {
-        self.direct.starts_with_first_services(&mut kernel.nftables)
+    fn starts_with_first_services(&self, kernel: &mut UserspaceKernel<R::Kernel>) -> Result<bool, DataplaneError> {
+        self.direct.starts_with_first_services(&mut kernel.rules)
     }
 
-    fn read(&mut self, kernel: &mut UserspaceKernel) -> Result<Found, DataplaneError> {
-        self.direct.read(&mut kernel.nftables)
+    fn read(&mut self, kernel: &mut UserspaceKernel<R::Kernel>) -> Result<R::Found, DataplaneError> {
+        self.direct.read(&mut kernel.rules)
     }
 
-    fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut Found) -> Step {
+    fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut R::Found) -> Step<R::Plan> {
         Step { direct: self.direct.plan_full(state, node, found), pools: self.ledger.full(state, node) }
     }
 
-    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Step {
+    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Step<R::Plan> {
         Step { direct: self.direct.plan(state, node, dirty), pools: self.ledger.changed(state, node, dirty) }
     }
 
@@ -160,35 +202,35 @@ impl Dataplane for UserspaceFamily {
     /// rules do not.
     fn apply(
         &mut self,
-        kernel: &mut UserspaceKernel,
-        step: Step,
+        kernel: &mut UserspaceKernel<R::Kernel>,
+        step: Step<R::Plan>,
         source: Option<&dyn StateSource>,
     ) -> Result<Report, DataplaneError> {
         let Step { direct, pools } = step;
         self.obsolete.extend(pools.after);
         self.proxy.execute(pools.before, &mut self.datagrams);
-        let report = self.direct.apply(&mut kernel.nftables, direct, source)?;
+        let report = self.direct.apply(&mut kernel.rules, direct, source)?;
         self.proxy.execute(std::mem::take(&mut self.obsolete), &mut self.datagrams);
-        self.proxy.write_redirects(&mut self.datagrams, &mut kernel.nftables, source.is_some())?;
+        self.proxy.write_redirects(&mut self.datagrams, &self.direct, &mut kernel.rules, source.is_some())?;
         if source.is_some() {
             self.proxy.serve(self.family());
         }
         Ok(report)
     }
 
-    fn check(&mut self, kernel: &mut UserspaceKernel) -> Result<Option<String>, DataplaneError> {
-        self.direct.check(&mut kernel.nftables)
+    fn check(&mut self, kernel: &mut UserspaceKernel<R::Kernel>) -> Result<Option<String>, DataplaneError> {
+        self.direct.check(&mut kernel.rules)
     }
 
-    fn compare(&mut self, kernel: &mut UserspaceKernel) -> Result<Vec<String>, DataplaneError> {
-        self.direct.compare(&mut kernel.nftables)
+    fn compare(&mut self, kernel: &mut UserspaceKernel<R::Kernel>) -> Result<Vec<String>, DataplaneError> {
+        self.direct.compare(&mut kernel.rules)
     }
 
-    fn maintenance(&mut self) -> Option<&mut dyn Maintain<UserspaceKernel>> {
+    fn maintenance(&mut self) -> Option<&mut dyn Maintain<UserspaceKernel<R::Kernel>>> {
         Some(self)
     }
 
-    fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<UserspaceKernel>> {
+    fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<UserspaceKernel<R::Kernel>>> {
         Some(self)
     }
 
@@ -200,28 +242,28 @@ impl Dataplane for UserspaceFamily {
         let sctp = demand.of(self.family()).with_sctp;
         let refused = (sctp > 0).then(|| format!("mode userspace refuses connections of SCTP, and {sctp} Services have a port of SCTP: use mode nftables on this node, or remove the ports"));
         let problems = self.proxy.problem().into_iter().chain(self.datagrams.problem());
-        problems.chain(refused).map(Into::into).collect()
+        problems.chain(refused).map(Into::into).chain(self.direct.degraded(demand)).collect()
     }
 }
 
-impl Maintain<UserspaceKernel> for UserspaceFamily {
+impl<R: GatedRules> Maintain<UserspaceKernel<R::Kernel>> for UserspaceFamily<R> {
     fn due_at(&self) -> Option<Instant> {
         self.direct.due_at()
     }
 
-    fn maintain(&mut self, kernel: &mut UserspaceKernel, now: Instant) -> Result<(), DataplaneError> {
-        self.direct.maintain(&mut kernel.nftables, now)
+    fn maintain(&mut self, kernel: &mut UserspaceKernel<R::Kernel>, now: Instant) -> Result<(), DataplaneError> {
+        self.direct.maintain(&mut kernel.rules, now)
     }
 }
 
-impl FindFaults<UserspaceKernel> for UserspaceFamily {
+impl<R: GatedRules> FindFaults<UserspaceKernel<R::Kernel>> for UserspaceFamily<R> {
     fn find_faults(
         &mut self,
-        kernel: &mut UserspaceKernel,
+        kernel: &mut UserspaceKernel<R::Kernel>,
         source: &dyn StateSource,
         suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
     ) -> Result<Vec<Fault>, DataplaneError> {
-        self.direct.find_faults(&mut kernel.nftables, source, suspects)
+        self.direct.find_faults(&mut kernel.rules, source, suspects)
     }
 
     fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {

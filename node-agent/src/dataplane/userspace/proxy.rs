@@ -28,12 +28,10 @@ use socket2::Type;
 use tracing::warn;
 
 use super::{
-    super::{
-        ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts,
-        nftables::{Connection, Gate},
-    },
+    super::{ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts, nftables},
     access_log, datagrams,
     route::listener_address,
+    rules::GatedRules,
     sockets::{bind, scope},
 };
 
@@ -41,7 +39,8 @@ use super::{
 const FIRST_PORT: u16 = 10245;
 /// Connections that wait until the proxy accepts them.
 const BACKLOG: i32 = 4096;
-/// How often the gate is renewed. The element of the gate expires after 800 ms.
+/// How often the gate is renewed. The elements of the gate expire after 800 ms (nftables) or 1 s
+/// (IP sets).
 const RENEWAL: Duration = Duration::from_millis(200);
 /// The gate is renewed only if a thread of the proxy has begun a turn of its loop within this time.
 const HANG: Duration = Duration::from_millis(400);
@@ -51,6 +50,40 @@ const LONGEST_CLOSING: Duration = Duration::from_secs(1);
 const OTHER_DESCRIPTORS: u64 = 2_000;
 /// The most threads of the proxy.
 const MAX_THREADS: usize = 4;
+
+/// A connection that changes only the gate. The connection belongs to one network namespace.
+pub(super) trait Gate {
+    /// Closes the gate for some protocols, or keeps it closed.
+    ///
+    /// # Errors
+    /// The kernel has no gate, or does not answer. Try again after the next full sync.
+    fn close(&mut self, family: Family, protocols: &[Transport]) -> Result<(), String>;
+
+    /// Opens the gate: new connections and all datagrams go to endpoints.
+    ///
+    /// # Errors
+    /// The kernel does not answer. The gate opens by itself.
+    fn open(&mut self, family: Family) -> Result<(), String>;
+}
+
+impl Gate for nftables::Gate {
+    fn close(&mut self, family: Family, protocols: &[Transport]) -> Result<(), String> {
+        self.close(family, protocols).map_err(|error| error.to_string())
+    }
+
+    fn open(&mut self, family: Family) -> Result<(), String> {
+        self.open(family).map_err(|error| error.to_string())
+    }
+}
+
+/// Connects to the gate in the network namespace of the calling thread.
+pub(super) type Connect = fn() -> Result<Box<dyn Gate>, String>;
+
+/// Connects to the gate of nftables.
+pub(super) fn connect_to_nftables() -> Result<Box<dyn Gate>, String> {
+    let gate = nftables::Gate::connect().map_err(|error| error.to_string())?;
+    Ok(Box::new(gate))
+}
 
 /// The listeners of each family.
 type Listeners = HashMap<Family, BTreeMap<Lookup, SocketAddr>>;
@@ -82,7 +115,11 @@ impl fmt::Debug for Proxy {
 
 impl Proxy {
     /// Opens the listeners and starts the threads. Returns the listeners' addresses.
-    pub(super) fn start(families: &[Family], has_access_log: bool) -> Result<(Self, Listeners), DataplaneError> {
+    pub(super) fn start(
+        families: &[Family],
+        connect: Connect,
+        has_access_log: bool,
+    ) -> Result<(Self, Listeners), DataplaneError> {
         let refused = |error: io::Error| {
             let message = format!("the kernel refuses the proxy of mode userspace a socket or a thread: {error}");
             DataplaneError::new(ErrorKind::Unavailable, message)
@@ -107,7 +144,7 @@ impl Proxy {
             listeners.insert(*family, of_family);
         }
         let (wake, woken) = mpsc::channel();
-        let keeper = Keeper { tcp: Arc::clone(&tcp), udp: Arc::clone(&udp), gate: Arc::clone(&gate) };
+        let keeper = Keeper { tcp: Arc::clone(&tcp), udp: Arc::clone(&udp), connect, gate: Arc::clone(&gate) };
         let thread = thread::Builder::new().name("gate".into()).spawn(move || keeper.run(&woken)).map_err(refused)?;
         Ok((Self { services, tcp, udp, gate, wake: Some(wake), thread: Some(thread) }, listeners))
     }
@@ -170,17 +207,18 @@ impl Proxy {
         }
     }
 
-    /// Makes the rules use the listeners for datagrams.
+    /// Makes `rules` use the listeners for datagrams.
     ///
     /// # Errors
     /// The kernel refuses the changes. The error says what the caller must do.
-    pub(super) fn write_redirects(
+    pub(super) fn write_redirects<R: GatedRules>(
         &self,
         datagrams: &mut datagrams::Listeners,
-        kernel: &mut Connection,
+        rules: &R,
+        kernel: &mut R::Kernel,
         is_full: bool,
     ) -> Result<(), DataplaneError> {
-        datagrams.write(&self.udp, kernel, is_full)
+        datagrams.write(&self.udp, rules, kernel, is_full)
     }
 
     /// Why the gate is open although the proxy should get connections, as a sentence.
@@ -229,12 +267,13 @@ impl Drop for Proxy {
 struct Keeper {
     tcp: Arc<TcpProxy>,
     udp: Arc<UdpProxy>,
+    connect: Connect,
     gate: Arc<Mutex<GateState>>,
 }
 
 impl Keeper {
     fn run(self, woken: &mpsc::Receiver<mpsc::Sender<()>>) {
-        let mut kernel = None;
+        let mut kernel: Option<Box<dyn Gate>> = None;
         loop {
             let acted = match woken.recv_timeout(RENEWAL) {
                 Ok(acted) => Some(acted),
@@ -261,13 +300,13 @@ impl Keeper {
         }
     }
 
-    fn renew(&self, kernel: &mut Option<Gate>, families: &[Family], is_draining: bool) -> Result<(), String> {
+    fn renew(&self, kernel: &mut Option<Box<dyn Gate>>, families: &[Family], is_draining: bool) -> Result<(), String> {
         if families.is_empty() {
             return Ok(());
         }
         let kernel = match kernel {
             Some(kernel) => kernel,
-            closed => closed.insert(Gate::connect().map_err(|error| error.to_string())?),
+            closed => closed.insert((self.connect)()?),
         };
         let turns = [(Transport::Tcp, self.tcp.since_last_turn()), (Transport::Udp, self.udp.since_last_turn())];
         let (live, hanging): (Vec<_>, Vec<_>) = turns.into_iter().partition(|(_, hang)| *hang <= HANG);

@@ -25,7 +25,7 @@ pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
         format!("{inside} {} --server http://{control}:{CONTROL_PORT}", program("headgatectl")?.display());
     let grpcurl = format!("{inside} {} -plaintext", grpcurl());
     let save = match bed.backend() {
-        Backend::IptablesLegacy | Backend::Ipvs => "iptables-legacy-save",
+        Backend::IptablesLegacy | Backend::Ipvs | Backend::UserspaceIptables => "iptables-legacy-save",
         Backend::IptablesNft | Backend::IptablesNftCompact => "iptables-nft-save",
         Backend::Nftables | Backend::Userspace => "nft list ruleset",
     };

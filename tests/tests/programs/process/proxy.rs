@@ -274,7 +274,7 @@ fn addresses() -> impl Iterator<Item = SocketAddr> {
 
 /// Waits until no proxy accepts connections, and checks that all addresses refuse them.
 fn expect_refusals(rig: &Rig, when: &str) {
-    thread::sleep(Duration::from_millis(1200));
+    thread::sleep(Duration::from_millis(1500));
     for to in addresses() {
         let refused = rig.run(|| TcpStream::connect_timeout(&to, Duration::from_secs(5)));
         assert_eq!(refused.map_err(|error| error.kind()).err(), Some(ErrorKind::ConnectionRefused), "{to} {when}");
@@ -283,10 +283,19 @@ fn expect_refusals(rig: &Rig, when: &str) {
 
 #[test]
 fn endpoints_get_the_proxy_header_and_nobody_reaches_them_without_a_proxy() {
+    only_the_proxy_reaches_endpoints("--userspace-rules=nftables");
+}
+
+#[test]
+fn endpoints_behind_iptables_get_the_proxy_header_and_nobody_reaches_them_without_a_proxy() {
+    only_the_proxy_reaches_endpoints("--userspace-rules=iptables");
+}
+
+fn only_the_proxy_reaches_endpoints(rules: &str) {
     let rig = rig();
     serve(&rig);
     rig.put("web", &annotated("proxy-protocol", "v1"));
-    let agent = carrying(&rig, &[]);
+    let agent = carrying(&rig, &[rules]);
     for to in addresses() {
         let (client, received) = echoed(&rig, to);
         assert_eq!(received, version_1(client, to), "{}", String::from_utf8_lossy(&received));
@@ -304,7 +313,7 @@ fn endpoints_get_the_proxy_header_and_nobody_reaches_them_without_a_proxy() {
     drop(agent);
     expect_refusals(&rig, "after the agent was killed");
     // The next agent adopts the rules. Without the annotation, connections need no proxy.
-    let agent = carrying(&rig, &[]);
+    let agent = carrying(&rig, &[rules]);
     assert_eq!(rig.metric("headgate_agent_drift_total"), 0.0);
     rig.put("web", &service("web", 1, ""));
     eventually("endpoints get no header", || match echoed(&rig, CLUSTER_IPS[0].parse().unwrap()) {
@@ -312,8 +321,36 @@ fn endpoints_get_the_proxy_header_and_nobody_reaches_them_without_a_proxy() {
         (_, received) => Err(format!("{received:?}")),
     });
     drop(agent);
-    thread::sleep(Duration::from_millis(1200));
+    thread::sleep(Duration::from_millis(1500));
     assert_eq!(echoed(&rig, CLUSTER_IPS[1].parse().unwrap()).1, b"hello");
+}
+
+#[test]
+fn listeners_serve_only_what_the_rules_send_and_endpoints_that_are_services_do_not_loop() {
+    for rules in ["--userspace-rules=nftables", "--userspace-rules=iptables"] {
+        let rig = rig();
+        serve(&rig);
+        let _agent = carrying(&rig, &[rules]);
+        for address in ["169.254.77.1", "fd68:6561:6467::1"] {
+            for port in 10245..=10248 {
+                let to = SocketAddr::new(address.parse().unwrap(), port);
+                let mut stream = rig.run(|| TcpStream::connect(to)).unwrap();
+                let ended = stream.read(&mut [0]).map_err(|error| error.kind());
+                assert_eq!(ended, Err(ErrorKind::ConnectionReset), "{to} with {rules}");
+            }
+        }
+        assert_eq!(rig.metric("headgate_userspace_connections_unknown_destination_total"), 8.0, "{rules}");
+        // The endpoint of this Service is the Service ns/web itself.
+        rig.put("around", &service("around", 2, ""));
+        let slice = slice("around", &[("node-a", 1)], "").replace("10.244.1.1", "10.96.0.1").replace("8080", "80");
+        rig.put("around-1", &slice);
+        eventually("the endpoint is not tried", || {
+            drop(exchange(&rig, "10.96.0.2:80", 1));
+            let loops = rig.metric("headgate_userspace_endpoint_loops_total");
+            if loops > 0.0 { Ok(()) } else { Err(format!("no loop was found with {rules}")) }
+        });
+        assert_eq!(rig.metric("headgate_userspace_connections_open"), 0.0, "{rules}");
+    }
 }
 
 #[test]

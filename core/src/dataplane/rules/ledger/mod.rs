@@ -23,7 +23,7 @@ use super::{
     config::RenderConfig,
     dispatch::Dispatch,
     existing::BASE_CHAINS,
-    names::{ChainName, DispatchChain, HAIRPIN},
+    names::{ChainName, DispatchChain, GateChain, HAIRPIN},
     ruleset::{FixedChain, Jump, Ruleset},
     script::{Script, Writing},
     service::{DispatchLine, Selector, ServiceRules, health_check_line},
@@ -204,6 +204,15 @@ impl Ledger {
             let names: BTreeSet<&String> = existing.chains.keys().collect();
             names.into_iter().for_each(|name| script.delete_chain(table, name));
         }
+        script
+    }
+
+    /// Returns a script that removes the chains of mode userspace, to which no rule may jump.
+    #[must_use]
+    pub fn cleanup_of_gates(nat: &Existing) -> Script {
+        let mut script = Script::default();
+        let names = GateChain::ALL.map(GateChain::name).into_iter();
+        names.filter(|name| nat.chains.contains_key(*name)).for_each(|name| script.delete_chain(Table::Nat, &name));
         script
     }
 

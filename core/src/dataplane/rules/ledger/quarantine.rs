@@ -9,11 +9,12 @@ use std::{
 use super::{ExistingTables, Ledger, Programmed, Table};
 use crate::{
     dataplane::rules::{
+        line::Line,
         names::{CANARY, INVALID_COUNTER, LOCALHOST_COUNTER},
         script::Script,
         service::DispatchLine,
     },
-    model::ServiceKey,
+    model::{Family, ServiceKey},
     node_facts::NodeFacts,
     state::State,
 };
@@ -179,6 +180,17 @@ impl Ledger {
     pub fn trial_of_sctp() -> Script {
         let mut script = Script::default();
         script.write_chain(Table::Nat, &CANARY, &format!("-A {CANARY} -p sctp -m sctp --dport 1\n"));
+        script
+    }
+
+    /// Returns a script that tests whether the kernel accepts rules that match the gate of mode
+    /// userspace, which must exist. The caller must run [`Self::end_of_trials`] afterwards.
+    #[must_use]
+    pub fn trial_of_gate(family: Family) -> Script {
+        let mut rule = String::new();
+        Line::append(&mut rule, CANARY).while_gate_is_closed(family).end();
+        let mut script = Script::default();
+        script.write_chain(Table::Nat, &CANARY, &rule);
         script
     }
 
