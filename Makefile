@@ -46,7 +46,7 @@ dist: ## Build static programs, a list of dependencies (SBOM) and checksums. COM
 
 skew: setup ## Test agents of the last release with this control plane, and the other way round. TAG=name takes another release
 	cargo build --workspace --locked
-	@.ci/skew $(TAG) $(ONLY)
+	@TAG=$(TAG) .ci/skew $(ONLY)
 
 roots: setup ## Test the agent of `make dist` in file systems of Debian 11 to 13, with the manifest's capabilities
 	@.ci/setup roots
