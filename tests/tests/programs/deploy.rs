@@ -100,6 +100,11 @@ fn the_chart_names_missing_and_wrong_values() {
         ("controlPlane.addresses=null", "set controlPlane.addresses to the addresses of the nodes"),
         ("clusterCIDRs=null", "set clusterCIDRs to the ranges of pod addresses"),
         ("clusterCIDRs={10.244.0.0}", "clusterCIDRs.0"),
+        ("apiServer.host=https://192.0.2.10", "apiServer.host"),
+        ("apiServer.host=192.0.2.10:6443", "apiServer.host"),
+        ("controlPlane.addresses={192.0.2.10:7443}", "controlPlane.addresses.0"),
+        ("controlPlane.addresses={[fd00::10]}", "controlPlane.addresses.0"),
+        ("controlPlane.addresses={192.0.2.10,192.0.2.10}", "controlPlane.addresses"),
         ("nodeAgent.drainAddress=:10261", "nodeAgent.drainAddress"),
         ("nodeAgent.proxyMode=nftable", "nodeAgent.proxyMode must be one of the following"),
         ("controlPlane.replica=3", "Additional property replica is not allowed"),
@@ -116,9 +121,12 @@ fn optional_parts_of_the_chart_can_be_left_out() {
     command.args(["--set", "nodeAgent.setKernelParameters=false", "--set", "image.repository=registry.example/team"]);
     command.args(["--set", "nodeAgent.extraArgs={--v=4}", "--set", "image.tag=1.2.3"]);
     command.args(["--set", "nodeAgent.drainAddress=[::]:10261"]);
+    command.args(["--set", "controlPlane.addresses={fd00::10,node.example}", "--set", "apiServer.host=fd00::1"]);
     let objects = by_name(&run(&mut command));
     let settings = &objects[&("ConfigMap".to_owned(), "headgate-settings".to_owned())]["data"];
     assert_eq!(settings["drainAddress"], "[::]:10261");
+    assert_eq!(settings["controlPlane"], "https://[fd00::10]:7443,https://node.example:7443");
+    assert_eq!(settings["enrolment"], "[fd00::10]:7444,node.example:7444");
     let pod = &objects[&("DaemonSet".to_owned(), "headgate-node-agent".to_owned())]["spec"]["template"]["spec"];
     assert_eq!(pod["initContainers"], Value::Null);
     assert_eq!(pod["containers"][0]["image"], "registry.example/team/node-agent:1.2.3");
@@ -371,6 +379,9 @@ fn agents_have_two_capabilities_and_no_privileges() {
     assert_eq!(security["privileged"], Value::Null);
     assert_eq!(security["readOnlyRootFilesystem"], true);
     assert_eq!(pod["priorityClassName"], "system-node-critical");
+    let [ready, alive] = ["readinessProbe", "livenessProbe"].map(|probe| &pod["containers"][0][probe]["httpGet"]);
+    assert_eq!((&ready["path"], &alive["path"]), (&json!("/healthz"), &json!("/livez")));
+    assert_eq!((&ready["port"], &ready["host"]), (&alive["port"], &alive["host"]));
     assert_eq!(pod["tolerations"], json!([{ "operator": "Exists" }]));
     // Only the container that sets kernel parameters and ends is privileged.
     let before = pod["initContainers"].as_array().unwrap();
