@@ -7,6 +7,7 @@
 //! - [`endpoint_health`] decides which endpoints fail this node's health checks.
 //! - `dataplane` translates the result to kernel objects and plans the differences.
 //! - [`explain`] describes what a node does with one packet.
+//! - [`forwarding`] compares what a kernel forwards with what the state asks for.
 //! - `conventions` defines formats and rules that all programs share.
 //!
 //! This crate opens no sockets, reads no clock, starts no processes and uses no async runtime. A
@@ -17,6 +18,7 @@ mod conventions;
 mod dataplane;
 pub mod endpoint_health;
 pub mod explain;
+pub mod forwarding;
 mod model;
 mod node_facts;
 mod state;

@@ -2,8 +2,12 @@
 //! to the control plane, the page `/status` shows it, and [`crate::persist`] writes programmed
 //! states to disk.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
+use headgate_core::{digest::Digests, forwarding::Comparison};
 use headgate_proto::v1;
 
 /// The state that a sync programs.
@@ -33,6 +37,32 @@ pub struct Progress {
     /// Services whose rules the kernel rejects, with the reasons. `programmed` excludes these
     /// Services.
     pub rejections: Arc<[v1::Rejection]>,
+    /// The last verification of the kernel. `None` before the first one.
+    pub verification: Option<Arc<Verification>>,
+}
+
+/// The result of a verification: the forwarding table that was decoded from a dump of the kernel,
+/// compared with the agent's state.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Verification {
+    /// When the dump was read.
+    pub at: SystemTime,
+    /// The last request of [`crate::state::AgentState::request_verification`] that this
+    /// verification answers. 0 if no verification was requested before.
+    pub request: u64,
+    /// The state that the kernel was compared with. Services that changed after it are not
+    /// compared.
+    pub target: Target,
+    /// The differences, before the repair. Empty if the dump could not be read.
+    pub comparison: Arc<Comparison>,
+    /// The digests of the decoded tables of both families, by the buckets of their Services. The
+    /// tables contain all Services, also those that were not compared. `None` if the dump could
+    /// not be read, or if the kernel's rules are broken as a whole.
+    pub found: Option<Arc<Digests>>,
+    /// Processor time of the verification. `None` if the system does not say.
+    pub cpu_time: Option<Duration>,
+    /// Why the kernel could not be read. Try again.
+    pub error: Option<String>,
 }
 
 impl Progress {

@@ -185,7 +185,7 @@ impl Form {
         self.0.update(text.as_bytes());
     }
 
-    fn address(&mut self, address: IpAddr) {
+    pub(crate) fn address(&mut self, address: IpAddr) {
         match address {
             IpAddr::V4(v4) => {
                 self.0.update([4]);

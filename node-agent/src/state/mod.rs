@@ -79,6 +79,10 @@ struct Inner {
     /// True if another program may have changed rules since [`AgentState::wait`] last reported a
     /// change of the rules.
     rules_changed: bool,
+    /// Number of requested verifications.
+    verifications_requested: u64,
+    /// True if [`AgentState::wait`] has not reported the last request.
+    verification_requested: bool,
     /// Counts the updates that a sync must program.
     generation: u64,
     stop: bool,
@@ -131,6 +135,8 @@ pub(crate) enum Wake {
     Work,
     /// No changes must be programmed, and it is time to verify the rules.
     Verify,
+    /// No changes must be programmed, and a verification of the kernel was requested.
+    Requested,
 }
 
 /// When the next sync may begin.
@@ -218,6 +224,8 @@ impl AgentState {
             needs_full: true,
             interfaces_changed: false,
             rules_changed: false,
+            verifications_requested: 0,
+            verification_requested: false,
             generation: 0,
             stop: false,
         };
@@ -341,6 +349,24 @@ impl AgentState {
         self.changed.notify_all();
     }
 
+    /// Requests a verification of the kernel: the reconcile loop reads the kernel and compares what
+    /// it forwards with the state. Returns the number of the request. The request is answered when
+    /// [`crate::progress::Verification::request`] has reached this number. Requests that wait
+    /// together are answered together. Before the first sync, no request is answered. Waits for the
+    /// lock, as [`Self::apply`] does.
+    pub fn request_verification(&self) -> u64 {
+        let mut inner = self.lock();
+        inner.verifications_requested += 1;
+        inner.verification_requested = true;
+        self.changed.notify_all();
+        inner.verifications_requested
+    }
+
+    /// Number of requested verifications.
+    pub(crate) fn verifications_requested(&self) -> u64 {
+        self.lock().verifications_requested
+    }
+
     /// Allows syncs to program the state from disk. Call this function when the state is as new as
     /// the control plane's state was at the start of the stream, or when the kernel cannot have
     /// newer rules.
@@ -402,6 +428,9 @@ impl AgentState {
                 return Wake::Rules;
             }
             let is_done = Some(inner.generation) == done || inner.is_unconfirmed;
+            if is_done && done.is_some() && std::mem::take(&mut inner.verification_requested) {
+                return Wake::Requested;
+            }
             let due = match (inner.held.position(), is_done) {
                 (None, _) => None,
                 (Some(_), false) => Some((Wake::Work, pace.next(inner.generation).max(inner.node_awaited()))),

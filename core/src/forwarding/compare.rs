@@ -1,0 +1,222 @@
+//! The differences between the table of a kernel and a state.
+
+use std::{collections::BTreeSet, fmt, sync::Arc};
+
+use super::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table, expected, table::owner};
+use crate::{
+    explain::NodeSettings,
+    model::ServiceKey,
+    node_facts::NodeFacts,
+    state::{State, frontends::Frontend},
+};
+
+/// The maximum number of differences that a comparison lists.
+pub const MAX_DIFFERENCES: usize = 1000;
+
+/// The result of a comparison.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Comparison {
+    /// Number of frontends that the state asks for and that were compared.
+    pub frontends: u64,
+    /// Number of differences.
+    pub total: u64,
+    /// The differences, at most [`MAX_DIFFERENCES`].
+    pub differences: Vec<Difference>,
+    /// The parts of the kernel's rules that the decoder does not understand. Sentences.
+    pub not_understood: Vec<String>,
+}
+
+/// A difference. [`fmt::Display`] writes it as a sentence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Difference {
+    /// A packet for a frontend has another fate than the state asks for.
+    Fate {
+        /// The Service that owns the frontend. `None` if no Service asks for the frontend.
+        service: Option<Arc<ServiceKey>>,
+        /// The frontend.
+        frontend: Frontend,
+        /// Where the packet comes from. `None` for all origins.
+        origin: Option<Origin>,
+        /// What the state asks for.
+        expected: Fate,
+        /// What the kernel does.
+        found: Fate,
+    },
+    /// Other clients than the state asks for reach a frontend.
+    Clients {
+        /// The Service that owns the frontend.
+        service: Option<Arc<ServiceKey>>,
+        /// The frontend.
+        frontend: Frontend,
+        /// What the state asks for.
+        expected: Admitted,
+        /// What the kernel does.
+        found: Admitted,
+    },
+    /// The difference concerns all Services. A sentence.
+    Everything(String),
+}
+
+impl Difference {
+    /// The Service that the difference concerns.
+    #[must_use]
+    pub fn service(&self) -> Option<&Arc<ServiceKey>> {
+        match self {
+            Self::Fate { service, .. } | Self::Clients { service, .. } => service.as_ref(),
+            Self::Everything(_) => None,
+        }
+    }
+
+    fn place(&self) -> (Option<&Arc<ServiceKey>>, Option<Frontend>) {
+        match self {
+            Self::Fate { service, frontend, .. } | Self::Clients { service, frontend, .. } => {
+                (service.as_ref(), Some(*frontend))
+            }
+            Self::Everything(_) => (None, None),
+        }
+    }
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let owner = |service: &Option<Arc<ServiceKey>>| match service {
+            Some(service) => format!("Service {service}"),
+            None => "no Service".to_owned(),
+        };
+        match self {
+            Self::Everything(sentence) => f.write_str(sentence),
+            Self::Fate { service, frontend, origin, expected, found } => {
+                let origin = origin.map_or_else(String::new, |origin| format!(" {origin}"));
+                let owner = owner(service);
+                write!(f, "{owner}: connections{origin} to {frontend} are {found}, but should be {expected}")
+            }
+            Self::Clients { service, frontend, expected, found } => {
+                write!(f, "{}: {found} can reach {frontend}, but {expected} should", owner(service))
+            }
+        }
+    }
+}
+
+impl Comparison {
+    fn add(&mut self, difference: Difference) {
+        self.total += 1;
+        if self.differences.len() < MAX_DIFFERENCES {
+            self.differences.push(difference);
+        }
+    }
+
+    /// Adds the result of the other family.
+    pub fn merge(&mut self, other: Self) {
+        self.frontends += other.frontends;
+        self.total += other.total;
+        self.differences.extend(other.differences);
+        self.differences.truncate(MAX_DIFFERENCES);
+        self.not_understood.extend(other.not_understood);
+    }
+
+    /// The Services with differences.
+    #[must_use]
+    pub fn services(&self) -> BTreeSet<Arc<ServiceKey>> {
+        self.differences.iter().filter_map(Difference::service).cloned().collect()
+    }
+}
+
+/// Compares `found`, the table of a kernel, with the table that the state asks for. Leaves out the
+/// Services for which `is_verified` returns false: those that wait to be programmed, or whose rules
+/// the kernel rejects. Takes the entries of compared Services out of `found`.
+///
+/// The function computes the expected table one Service at a time. The cost grows with the number
+/// of Services.
+#[must_use]
+pub fn compare(
+    state: &State,
+    facts: &NodeFacts,
+    settings: &NodeSettings,
+    mut found: Table,
+    is_verified: &dyn Fn(&ServiceKey) -> bool,
+) -> Comparison {
+    let mut comparison = Comparison::default();
+    let mut is_broken = false;
+    for problem in std::mem::take(&mut found.problems) {
+        match problem {
+            Problem::Broken(sentence) => {
+                is_broken = true;
+                comparison.add(Difference::Everything(sentence));
+            }
+            Problem::NotUnderstood(sentence) => comparison.not_understood.push(sentence),
+        }
+    }
+    if is_broken {
+        return comparison;
+    }
+    if let Some(difference) = node_ports_difference(&expected(state, [], found.family, facts, settings), &found) {
+        comparison.add(difference);
+    }
+    for (key, _) in state.entries() {
+        let wanted = expected(state, [key], found.family, facts, settings);
+        if !is_verified(key) {
+            continue;
+        }
+        comparison.frontends += wanted.entries.len() as u64;
+        for (frontend, entry) in &wanted.entries {
+            let found = found.entries.remove(frontend).unwrap_or_default();
+            if !wanted.unverified.contains(frontend) {
+                comparison.add_entry(Some(key), *frontend, entry, &found);
+            }
+        }
+    }
+    for (frontend, entry) in &found.entries {
+        let key = owner(state.frontends(), frontend);
+        if key.is_none_or(is_verified) {
+            let key = key.and_then(|key| state.key(key));
+            comparison.add_entry(key, *frontend, &Entry::default(), entry);
+        }
+    }
+    // The Services of a state have no order, and a list with an order is easier to read.
+    comparison.differences.sort_by(|a, b| a.place().cmp(&b.place()));
+    comparison
+}
+
+fn node_ports_difference(expected: &Table, found: &Table) -> Option<Difference> {
+    let (NodePortsAt::Only(expected), NodePortsAt::Only(found)) = (&expected.node_ports_at, &found.node_ports_at)
+    else {
+        return None;
+    };
+    let list = |addresses: &BTreeSet<std::net::IpAddr>| match addresses.len() {
+        0 => "no address".to_owned(),
+        _ => addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+    };
+    let sentence = || format!("NodePorts answer on {}, but should answer on {}", list(found), list(expected));
+    (expected != found).then(|| Difference::Everything(sentence()))
+}
+
+impl Comparison {
+    fn add_entry(&mut self, service: Option<&Arc<ServiceKey>>, frontend: Frontend, expected: &Entry, found: &Entry) {
+        if expected == found {
+            return;
+        }
+        let pairs = Origin::ALL.map(|origin| (expected.fate(origin), found.fate(origin)));
+        let is_same_everywhere = pairs.iter().all(|pair| *pair == pairs[0]);
+        for (origin, (expected, found)) in Origin::ALL.into_iter().zip(pairs) {
+            if expected == found || (is_same_everywhere && origin != Origin::ALL[0]) {
+                continue;
+            }
+            self.add(Difference::Fate {
+                service: service.cloned(),
+                frontend,
+                origin: (!is_same_everywhere).then_some(origin),
+                expected: expected.clone(),
+                found: found.clone(),
+            });
+        }
+        let is_served = |entry: &Entry| entry.fates.iter().any(|fate| *fate != Fate::NotServed);
+        if expected.admitted != found.admitted && is_served(found) && is_served(expected) {
+            self.add(Difference::Clients {
+                service: service.cloned(),
+                frontend,
+                expected: expected.admitted.clone(),
+                found: found.admitted.clone(),
+            });
+        }
+    }
+}

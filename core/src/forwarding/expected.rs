@@ -1,0 +1,124 @@
+//! The table that a state asks for.
+
+use std::{net::IpAddr, sync::Arc};
+
+use super::{Admitted, Entry, Fate, NodePortsAt, Table, table::fate_of};
+use crate::{
+    behaviours::view::{ServicePortView, service_views},
+    dataplane::iptables::NodePortAddresses,
+    explain::{Mode, NodeSettings},
+    model::{Family, Protocol, ServiceKey},
+    node_facts::NodeFacts,
+    state::{State, digest::Digests, frontends::Frontend},
+};
+
+/// Returns the table that a node with these facts and settings should have for some Services. The
+/// cost depends only on these Services.
+///
+/// A caller outside of the agent does not know the results of the agent's health checks
+/// ([`NodeFacts::failing`]). It can compare its table with that of the agent only for Services
+/// without failing endpoints.
+#[must_use]
+pub fn expected<'a>(
+    state: &State,
+    keys: impl IntoIterator<Item = &'a Arc<ServiceKey>>,
+    family: Family,
+    facts: &NodeFacts,
+    settings: &NodeSettings,
+) -> Table {
+    let mut table = Table { node_ports_at: node_ports_at(family, settings), ..Table::new(family) };
+    for key in keys {
+        for view in service_views(state, key, family, facts) {
+            add(&mut table, &view, settings);
+        }
+    }
+    table
+}
+
+/// Returns the digests of the expected tables of both families, as [`Table::digest`] computes them.
+/// The cost grows with the number of Services.
+#[must_use]
+pub fn expected_digests(state: &State, facts: &NodeFacts, settings: &NodeSettings) -> Digests {
+    let mut digests = Digests::default();
+    for (key, _) in state.entries() {
+        for family in Family::BOTH {
+            expected(state, [key], family, facts, settings).digest(state.frontends(), &mut digests);
+        }
+    }
+    digests
+}
+
+/// The addresses at which NodePorts answer, if the settings name them.
+fn node_ports_at(family: Family, settings: &NodeSettings) -> NodePortsAt {
+    match addresses(family, settings) {
+        NodePortAddresses::All => NodePortsAt::AnyAddress,
+        NodePortAddresses::Only(addresses) => {
+            let includes_loopback = settings.mode != Mode::Ipvs && settings.localhost_node_ports;
+            let answers = |address: &&IpAddr| {
+                Family::of(**address) == family
+                    && (!address.is_loopback() || (includes_loopback && family == Family::V4))
+            };
+            NodePortsAt::Only(addresses.iter().filter(answers).copied().collect())
+        }
+    }
+}
+
+fn addresses(family: Family, settings: &NodeSettings) -> &NodePortAddresses {
+    match family {
+        Family::V4 => &settings.node_ports_v4,
+        Family::V6 => &settings.node_ports_v6,
+    }
+}
+
+/// Adds the frontends of a port. A Service may list an address or a port twice: the first counts.
+fn add(table: &mut Table, view: &ServicePortView, settings: &NodeSettings) {
+    let at = |address: IpAddr| Frontend::Address(address, view.protocol, view.port);
+    if let Some(address) = view.cluster_ip {
+        let fate = direct(view, settings, || fate_of(view, view.internal_traffic_policy));
+        table.entries.entry(at(address)).or_insert_with(|| Entry::always(&fate));
+    }
+    if !view.is_externally_accessible() {
+        return;
+    }
+    let inside = direct(view, settings, || fate_of(view, view.external_policy(true)));
+    let outside = direct(view, settings, || fate_of(view, view.external_policy(false)));
+    let pod = if settings.masquerade.detector(view.family).is_some() { &inside } else { &outside };
+    let entry = Entry { fates: [outside.clone(), pod.clone(), inside.clone()], admitted: Admitted::All };
+    for address in &view.external_ips {
+        table.entries.entry(at(*address)).or_insert_with(|| entry.clone());
+    }
+    for address in &view.load_balancer_ips {
+        let admitted = admitted(view, *address);
+        let is_listed_twice = view.external_ips.contains(address) || view.cluster_ip == Some(*address);
+        if is_listed_twice && admitted != Admitted::All {
+            table.unverified.insert(at(*address));
+        }
+        table.entries.entry(at(*address)).or_insert_with(|| Entry { admitted, ..entry.clone() });
+    }
+    if view.node_port != 0 && *addresses(view.family, settings) != NodePortAddresses::Only(Vec::new()) {
+        let frontend = Frontend::NodePort(view.family, view.protocol, view.node_port);
+        table.entries.entry(frontend).or_insert(entry);
+    }
+}
+
+/// The fate while no proxy accepts connections: the proxy of mode userspace alone can send headers
+/// to endpoints, and it refuses SCTP.
+fn direct(view: &ServicePortView, settings: &NodeSettings, fate: impl FnOnce() -> Fate) -> Fate {
+    let is_userspace = settings.mode == Mode::Userspace;
+    if is_userspace && view.protocol == Protocol::Sctp {
+        return Fate::Rejected;
+    }
+    match fate() {
+        Fate::Forwarded(_) if is_userspace && view.proxy_protocol.is_some() => Fate::Rejected,
+        fate => fate,
+    }
+}
+
+/// The clients of a load balancer IP. Without endpoints, the packets of all clients are rejected.
+fn admitted(view: &ServicePortView, address: IpAddr) -> Admitted {
+    let ranges = &view.source_ranges;
+    if ranges.is_open() || !view.has_any_endpoint {
+        return Admitted::All;
+    }
+    Admitted::only(ranges.ranges.iter().copied().chain(ranges.admits_node.then(|| address.into())))
+}

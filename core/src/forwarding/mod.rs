@@ -1,0 +1,23 @@
+//! What a node forwards, as a table: for each frontend and each origin of a packet, the endpoints
+//! that the packet can reach.
+//!
+//! The table exists twice. [`expected()`] computes it from a state and the settings of a node. A
+//! decoder computes it from a dump of the kernel. The decoders share no code with the renderers of
+//! the rules: if both tables are equal, then the kernel does what the state asks for, even if the
+//! ledger of the dataplane is wrong.
+//!
+//! - [`Table`] is the table, and [`Table::digests`] the digest of each bucket of it.
+//! - [`expected()`] is the table that a state asks for, with [`expected_digests`].
+//! - [`compare`] finds the differences between a table of a kernel and a state, one Service at a
+//!   time, so that the whole expected table is never in memory.
+
+mod compare;
+mod expected;
+mod table;
+
+pub use self::{
+    compare::{Comparison, Difference, MAX_DIFFERENCES, compare},
+    expected::{expected, expected_digests},
+    table::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
+};
+
