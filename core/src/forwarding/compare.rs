@@ -136,7 +136,7 @@ pub fn compare(
     is_verified: &dyn Fn(&ServiceKey) -> bool,
 ) -> Comparison {
     let mut comparison = Comparison::default();
-    let mut is_broken = false;
+    let (mut is_broken, mut has_node_ports) = (false, true);
     for problem in std::mem::take(&mut found.problems) {
         match problem {
             Problem::Broken(sentence) => {
@@ -151,6 +151,7 @@ pub fn compare(
     }
     if let Some(difference) = node_ports_difference(&expected(state, [], found.family, facts, settings), &found) {
         comparison.add(difference);
+        has_node_ports = false;
     }
     for (key, _) in state.entries() {
         let wanted = expected(state, [key], found.family, facts, settings);
@@ -160,14 +161,14 @@ pub fn compare(
         comparison.frontends += wanted.entries.len() as u64;
         for (frontend, entry) in &wanted.entries {
             let found = found.entries.remove(frontend).unwrap_or_default();
-            if !wanted.unverified.contains(frontend) {
+            if !wanted.unverified.contains(frontend) && (has_node_ports || !is_node_port(frontend)) {
                 comparison.add_entry(Some(key), *frontend, entry, &found);
             }
         }
     }
     for (frontend, entry) in &found.entries {
         let key = owner(state.frontends(), frontend);
-        if key.is_none_or(is_verified) {
+        if key.is_none_or(is_verified) && (has_node_ports || !is_node_port(frontend)) {
             let key = key.and_then(|key| state.key(key));
             comparison.add_entry(key, *frontend, &Entry::default(), entry);
         }
@@ -178,16 +179,23 @@ pub fn compare(
 }
 
 fn node_ports_difference(expected: &Table, found: &Table) -> Option<Difference> {
-    let (NodePortsAt::Only(expected), NodePortsAt::Only(found)) = (&expected.node_ports_at, &found.node_ports_at)
-    else {
-        return None;
+    let (expected, found) = (&expected.node_ports_at, &found.node_ports_at);
+    let list = |at: &NodePortsAt| match at {
+        NodePortsAt::AnyAddress => "every address of the node".to_owned(),
+        NodePortsAt::Only(addresses) if addresses.is_empty() => "no address".to_owned(),
+        NodePortsAt::Only(addresses) => addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
     };
-    let list = |addresses: &BTreeSet<std::net::IpAddr>| match addresses.len() {
-        0 => "no address".to_owned(),
-        _ => addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+    let is_same = match (expected, found) {
+        // The rules may list all addresses of the node.
+        (NodePortsAt::AnyAddress, NodePortsAt::Only(addresses)) => !addresses.is_empty(),
+        _ => expected == found,
     };
     let sentence = || format!("NodePorts answer on {}, but should answer on {}", list(found), list(expected));
-    (expected != found).then(|| Difference::Everything(sentence()))
+    (!is_same).then(|| Difference::Everything(sentence()))
+}
+
+fn is_node_port(frontend: &Frontend) -> bool {
+    matches!(frontend, Frontend::NodePort(..))
 }
 
 impl Comparison {

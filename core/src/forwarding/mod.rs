@@ -13,6 +13,7 @@
 
 mod compare;
 mod expected;
+pub mod iptables;
 mod table;
 
 pub use self::{
@@ -20,4 +21,3 @@ pub use self::{
     expected::{expected, expected_digests},
     table::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
 };
-

@@ -53,6 +53,9 @@ pub enum Fate {
     NotServed,
     /// The packet goes to one of these endpoints, which are sorted and distinct.
     Forwarded(Arc<[SocketAddr]>),
+    /// Some packets go to one of these endpoints, and others are not served. No state asks for
+    /// this fate.
+    Partly(Arc<[SocketAddr]>),
     /// The client gets an error at once.
     Rejected,
     /// The packet is dropped.
@@ -78,8 +81,12 @@ impl fmt::Display for Fate {
             Self::NotServed => f.write_str("not served"),
             Self::Rejected => f.write_str("rejected"),
             Self::Dropped => f.write_str("dropped"),
-            Self::Forwarded(endpoints) => {
-                f.write_str("forwarded to ")?;
+            Self::Forwarded(endpoints) | Self::Partly(endpoints) => {
+                f.write_str(if matches!(self, Self::Partly(_)) {
+                    "only partly forwarded, to "
+                } else {
+                    "forwarded to "
+                })?;
                 let named: Vec<String> = endpoints.iter().take(MAX_NAMED).map(ToString::to_string).collect();
                 f.write_str(&named.join(", "))?;
                 match endpoints.len() - named.len() {
@@ -151,6 +158,15 @@ impl Entry {
         self.fates[origin as usize] = fate;
     }
 
+    /// Makes equal fates share their endpoints, to save memory.
+    pub fn share(&mut self) {
+        for i in 1..self.fates.len() {
+            if self.fates[i] == self.fates[0] {
+                self.fates[i] = self.fates[0].clone();
+            }
+        }
+    }
+
     /// The content hash of a frontend with this entry.
     fn hash(&self, frontend: &Frontend) -> u128 {
         let mut form = Form::new(b'F');
@@ -171,8 +187,8 @@ impl Entry {
                 Fate::NotServed => form.text("not served"),
                 Fate::Rejected => form.text("rejected"),
                 Fate::Dropped => form.text("dropped"),
-                Fate::Forwarded(endpoints) => {
-                    form.text("forwarded");
+                Fate::Forwarded(endpoints) | Fate::Partly(endpoints) => {
+                    form.text(if matches!(fate, Fate::Partly(_)) { "partly" } else { "forwarded" });
                     form.number(endpoints.len() as u64);
                     for endpoint in &**endpoints {
                         form.address(endpoint.ip());

@@ -1,0 +1,349 @@
+//! What a chain does with a packet for one frontend.
+
+use std::{collections::BTreeSet, net::SocketAddr, sync::Arc};
+
+use ipnet::IpNet;
+
+use super::parse::{ChainId, Condition, Content, Rule, Rules, Target, with_recorded};
+use crate::{
+    behaviours::masquerade::LocalDetector,
+    forwarding::{Fate, Origin},
+    model::Protocol,
+    state::frontends::Frontend,
+};
+
+/// The maximum depth of jumps. The kernel has a limit too.
+const MAX_DEPTH: usize = 16;
+
+/// The beginning of the names of the chains that admit the clients in source ranges. In other
+/// chains, a source stands for a pod of the node.
+const ADMITTING: &str = "KUBE-FW-";
+
+/// The first packet of a connection.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::forwarding) struct Packet<'a> {
+    pub(in crate::forwarding) origin: Origin,
+    pub(in crate::forwarding) frontend: Frontend,
+    pub(in crate::forwarding) detector: Option<&'a LocalDetector>,
+    pub(in crate::forwarding) sets: Option<&'a dyn Sets>,
+}
+
+/// The sets that rules use.
+pub(in crate::forwarding) trait Sets: std::fmt::Debug {
+    /// Whether a set contains the parts of the frontend that `flags` names. `None` if the set does
+    /// not exist, or depends on the source.
+    fn contains(&self, set: &str, flags: &str, frontend: &Frontend) -> Option<bool>;
+}
+
+/// How a packet ends that is not translated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::forwarding) enum Ending {
+    Accept,
+    Drop,
+    Reject,
+}
+
+impl Ending {
+    /// The fate of an untranslated packet.
+    pub(in crate::forwarding) fn fate(ending: Option<Self>) -> Fate {
+        match ending {
+            None | Some(Self::Accept) => Fate::NotServed,
+            Some(Self::Drop) => Fate::Dropped,
+            Some(Self::Reject) => Fate::Rejected,
+        }
+    }
+}
+
+/// What a chain does with a packet.
+#[derive(Debug, Clone, Default)]
+pub(in crate::forwarding) struct Reached {
+    endpoints: Endpoints,
+    recorded: BTreeSet<SocketAddr>,
+    pub(in crate::forwarding) ending: Option<Ending>,
+    /// Some packets leave the chain at its end.
+    pub(in crate::forwarding) passes: bool,
+    /// The clients to whom this applies. `None` for all clients.
+    pub(in crate::forwarding) admitted: Option<BTreeSet<IpNet>>,
+}
+
+#[derive(Debug, Clone, Default)]
+enum Endpoints {
+    #[default]
+    None,
+    /// The endpoints of one chain, which several frontends share.
+    Shared(Arc<[SocketAddr]>),
+    Many(BTreeSet<SocketAddr>),
+}
+
+impl Endpoints {
+    fn add(&mut self, others: Self) {
+        *self = match (std::mem::take(self), others) {
+            (one, Self::None) => one,
+            (Self::None, other) => other,
+            (one, other) => {
+                let mut all = one.into_set();
+                all.extend(other.into_set());
+                Self::Many(all)
+            }
+        };
+    }
+
+    fn into_set(self) -> BTreeSet<SocketAddr> {
+        match self {
+            Self::None => BTreeSet::new(),
+            Self::Shared(shared) => shared.iter().copied().collect(),
+            Self::Many(many) => many,
+        }
+    }
+}
+
+impl Reached {
+    /// The fate of packets that this chain may translate.
+    pub(in crate::forwarding) fn fate(&self) -> Fate {
+        let endpoints = match &self.endpoints {
+            Endpoints::None => return Fate::NotServed,
+            Endpoints::Shared(shared) if self.recorded.is_empty() => Arc::clone(shared),
+            other => with_recorded(other.clone().into_set(), &self.recorded).into_iter().collect(),
+        };
+        if self.passes || self.ending.is_some() { Fate::Partly(endpoints) } else { Fate::Forwarded(endpoints) }
+    }
+
+    /// The packet was not translated, and ends so.
+    pub(in crate::forwarding) fn untranslated(ending: Option<Ending>) -> Self {
+        Self { ending, passes: ending.is_none(), ..Self::default() }
+    }
+
+    /// True if no packet leaves the chain at its end.
+    pub(in crate::forwarding) fn is_final(&self) -> bool {
+        !self.passes
+    }
+
+    /// Adds what a later rule does with the packets that passed the earlier ones.
+    pub(in crate::forwarding) fn follow_with(&mut self, later: Self) {
+        self.passes = later.passes;
+        self.add(later);
+    }
+
+    fn add(&mut self, other: Self) {
+        self.endpoints.add(other.endpoints);
+        self.recorded.extend(other.recorded);
+        self.ending = self.ending.or(other.ending);
+        if let Some(admitted) = other.admitted {
+            self.admitted.get_or_insert_default().extend(admitted);
+        }
+    }
+}
+
+/// Whether a packet meets a condition.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Met {
+    Always,
+    Never,
+    /// At random.
+    Sometimes,
+    /// If the client was recorded.
+    IfRecorded,
+    /// If the client is in the range.
+    From(IpNet),
+    /// The decoder does not know.
+    Unknown,
+}
+
+impl Met {
+    fn and(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Never, _) | (_, Self::Never) => Self::Never,
+            (Self::Always, other) => other,
+            (one, Self::Always) => one,
+            (one, other) if one == other => one,
+            // With affinity, a rule may need a recorded client and be random.
+            (Self::IfRecorded, Self::Sometimes) | (Self::Sometimes, Self::IfRecorded) => Self::IfRecorded,
+            _ => Self::Unknown,
+        }
+    }
+}
+
+fn when(condition: bool) -> Met {
+    if condition { Met::Always } else { Met::Never }
+}
+
+impl Packet<'_> {
+    fn protocol_and_port(&self) -> (Protocol, u16) {
+        match self.frontend {
+            Frontend::Address(_, protocol, port) | Frontend::NodePort(_, protocol, port) => (protocol, port),
+        }
+    }
+
+    fn meets(&self, condition: &Condition, chain: &str) -> Met {
+        match condition {
+            Condition::Destination(net, negated) => match self.frontend {
+                Frontend::Address(address, ..) => when(net.contains(&address) != *negated),
+                // The rules for NodePorts on one address were found before.
+                Frontend::NodePort(..) => when(*negated),
+            },
+            Condition::Source(net, negated) if is_loopback(net) => when(*negated),
+            Condition::Source(net, false) if chain.starts_with(ADMITTING) => Met::From(*net),
+            Condition::Source(net, negated) => match self.detector {
+                Some(LocalDetector::Cidr(range)) if range.trunc() == net.trunc() => self.from_pod(*negated),
+                _ => Met::Unknown,
+            },
+            Condition::Interface(name, negated) => match self.detector {
+                Some(LocalDetector::BridgeInterface(bridge)) if **name == **bridge => self.from_pod(*negated),
+                Some(LocalDetector::InterfaceNamePrefix(prefix)) if name.strip_suffix('+') == Some(prefix) => {
+                    self.from_pod(*negated)
+                }
+                _ => Met::Unknown,
+            },
+            Condition::Protocol(protocol, negated) => when((*protocol == Some(self.protocol_and_port().0)) != *negated),
+            Condition::Ports(first, last, negated) => {
+                when((*first..=*last).contains(&self.protocol_and_port().1) != *negated)
+            }
+            Condition::ToNode(negated) => when(matches!(self.frontend, Frontend::NodePort(..)) != *negated),
+            Condition::FromNode(negated) => when((self.origin == Origin::Node) != *negated),
+            Condition::Constant(value) => when(*value),
+            Condition::Random(probability) if *probability >= 1.0 => Met::Always,
+            Condition::Random(probability) if *probability <= 0.0 => Met::Never,
+            Condition::Random(_) => Met::Sometimes,
+            Condition::Recorded => Met::IfRecorded,
+            Condition::InSet(set, flags, negated) => {
+                let contains = self.sets.and_then(|sets| sets.contains(set, flags, &self.frontend));
+                contains.map_or(Met::Unknown, |contains| when(contains != *negated))
+            }
+            Condition::Unknown => Met::Unknown,
+        }
+    }
+
+    fn from_pod(&self, negated: bool) -> Met {
+        when((self.origin == Origin::Pod) != negated)
+    }
+}
+
+impl Rules {
+    /// Follows a packet through one rule.
+    pub(in crate::forwarding) fn evaluate_rule(
+        &self,
+        rule: &Rule,
+        chain: &str,
+        packet: Packet<'_>,
+        unknown: &mut BTreeSet<Box<str>>,
+    ) -> Reached {
+        self.evaluate_rules(std::slice::from_ref(rule), chain, packet, 0, unknown)
+    }
+
+    /// Follows a packet through a chain. Appends the chains with a rule that the decoder does not
+    /// understand to `unknown`.
+    pub(in crate::forwarding) fn evaluate(
+        &self,
+        id: ChainId,
+        packet: Packet<'_>,
+        depth: usize,
+        unknown: &mut BTreeSet<Box<str>>,
+    ) -> Reached {
+        let mut reached = Reached::default();
+        let chain = self.chain(id);
+        let rules = match &chain.content {
+            Content::Rules(rules) => rules,
+            Content::Choice(choice) => {
+                let is_other = choice.protocol.is_some_and(|protocol| protocol != packet.protocol_and_port().0);
+                reached.passes = is_other || choice.is_partial;
+                if !is_other && !choice.endpoints.is_empty() {
+                    reached.endpoints = Endpoints::Shared(Arc::clone(&choice.endpoints));
+                }
+                return reached;
+            }
+        };
+        if depth > MAX_DEPTH {
+            unknown.insert(chain.name.clone());
+            return reached;
+        }
+        self.evaluate_rules(rules, &chain.name, packet, depth, unknown)
+    }
+
+    /// True if the chain that is the target decides nothing about a packet. It may set a mark, with
+    /// which a later hook masquerades the packet.
+    fn only_marks(&self, target: &Target) -> bool {
+        let (Target::Jump(id) | Target::Goto(id)) = target else { return false };
+        match &self.chain(*id).content {
+            Content::Rules(rules) => rules.iter().all(|rule| rule.target == Target::Nothing),
+            Content::Choice(_) => false,
+        }
+    }
+
+    fn evaluate_rules(
+        &self,
+        rules: &[Rule],
+        chain: &str,
+        packet: Packet<'_>,
+        depth: usize,
+        unknown: &mut BTreeSet<Box<str>>,
+    ) -> Reached {
+        let (mut reached, mut admits) = (Reached::default(), None);
+        for rule in rules {
+            let met = rule.conditions.iter().fold(Met::Always, |met, one| met.and(packet.meets(one, chain)));
+            if met == Met::Never || rule.target == Target::Nothing {
+                continue;
+            }
+            if met == Met::Unknown && self.only_marks(&rule.target) {
+                continue;
+            }
+            if met == Met::Unknown || rule.target == Target::Unknown {
+                unknown.insert(chain.into());
+                continue;
+            }
+            let (result, goes_on) = self.follow(rule, packet, depth, unknown);
+            match met {
+                Met::IfRecorded => reached.recorded.extend(result.endpoints.into_set()),
+                Met::From(range) => {
+                    reached.add(result);
+                    reached.admitted.get_or_insert_default().insert(range);
+                    *admits.get_or_insert(false) |= goes_on;
+                }
+                Met::Always if !goes_on => {
+                    reached.passes |= result.passes;
+                    reached.add(result);
+                    return reached;
+                }
+                _ => {
+                    reached.passes |= result.passes && !goes_on;
+                    reached.add(result);
+                }
+            }
+        }
+        // Clients that are not admitted pass. The result applies to the others.
+        reached.passes |= admits.unwrap_or(true);
+        reached
+    }
+
+    /// What the target of a rule does with a packet, and whether the packet may go on with the next
+    /// rule.
+    fn follow(
+        &self,
+        rule: &Rule,
+        packet: Packet<'_>,
+        depth: usize,
+        unknown: &mut BTreeSet<Box<str>>,
+    ) -> (Reached, bool) {
+        let ending = |ending| (Reached { ending: Some(ending), ..Reached::default() }, false);
+        match rule.target {
+            Target::Accept => ending(Ending::Accept),
+            Target::Drop => ending(Ending::Drop),
+            Target::Reject => ending(Ending::Reject),
+            Target::Return => (Reached { passes: true, ..Reached::default() }, false),
+            Target::Translate(endpoint) => {
+                (Reached { endpoints: Endpoints::Many([endpoint].into()), ..Reached::default() }, false)
+            }
+            Target::Jump(id) => {
+                let mut result = self.evaluate(id, packet, depth + 1, unknown);
+                let goes_on = std::mem::take(&mut result.passes);
+                (result, goes_on)
+            }
+            Target::Goto(id) => (self.evaluate(id, packet, depth + 1, unknown), false),
+            Target::Nothing | Target::Unknown => (Reached::default(), true),
+        }
+    }
+}
+
+/// Whether a range contains loopback addresses, which only the node itself uses.
+pub(super) fn is_loopback(net: &IpNet) -> bool {
+    net.addr().is_loopback()
+}

@@ -1,0 +1,109 @@
+//! Decodes the output of `iptables-save` to a forwarding table.
+//!
+//! The decoder reads the rules as the kernel does, and knows only a few names of chains: those that
+//! the base chains must lead to, and the chain of NodePorts. It shares no code with the renderers.
+//!
+//! [`Rules`] takes the output line by line. It keeps a chain that only chooses among endpoints as
+//! the list of these endpoints, so that memory grows with the number of Services and endpoints, and
+//! not with the text. [`Walk`] then goes down from a base chain once for each origin. It
+//! collects the conditions on its way, so that the cost grows with the number of rules.
+
+mod evaluate;
+mod parse;
+mod walk;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+pub use self::parse::Rules;
+use self::{
+    evaluate::{Ending, Reached, Sets},
+    parse::TableName,
+    walk::Walk,
+};
+use super::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table};
+use crate::{behaviours::masquerade::LocalDetector, model::Family, state::frontends::Frontend};
+
+/// The chain of Services, in nat and filter.
+const SERVICES: &str = "KUBE-SERVICES";
+/// The chain of external addresses and NodePorts without endpoints.
+const EXTERNAL: &str = "KUBE-EXTERNAL-SERVICES";
+/// The chain that drops the packets of clients outside of source ranges.
+const FIREWALL: &str = "KUBE-PROXY-FIREWALL";
+
+/// The chains that each base chain must lead to. Without one of them, whole groups of Services are
+/// not served.
+const NEEDED: [(TableName, &str, &[&str]); 5] = [
+    (TableName::Nat, "PREROUTING", &[SERVICES]),
+    (TableName::Nat, "OUTPUT", &[SERVICES]),
+    (TableName::Filter, "INPUT", &[FIREWALL, EXTERNAL]),
+    (TableName::Filter, "FORWARD", &[FIREWALL, SERVICES, EXTERNAL]),
+    (TableName::Filter, "OUTPUT", &[FIREWALL, SERVICES, EXTERNAL]),
+];
+
+/// Decodes the rules of mode iptables. `detector` is how rules recognise pods of the node.
+#[must_use]
+pub fn decode(rules: &Rules, family: Family, detector: Option<&LocalDetector>) -> Table {
+    let mut table = Table::new(family);
+    for (name, base, targets) in NEEDED {
+        rules.check_base(name, base, targets, family, &mut table.problems);
+    }
+    let translated = translations(rules, detector, None, &mut table);
+    let refused = |base, problems: &mut BTreeSet<Problem>| {
+        let mut walk = Walk::new(rules, family, TableName::Filter, Origin::Outside, detector, None);
+        walk.from(base);
+        problems.extend(walk.problems);
+        walk.reached
+    };
+    let input = refused("INPUT", &mut table.problems);
+    let forward = refused("FORWARD", &mut table.problems);
+    let output = refused("OUTPUT", &mut table.problems);
+    let frontends = translated.iter().chain([&input, &forward, &output]).flat_map(BTreeMap::keys);
+    let frontends: BTreeSet<Frontend> = frontends.copied().collect();
+    for frontend in frontends {
+        let is_node_port = matches!(frontend, Frontend::NodePort(..));
+        let mut entry = Entry::default();
+        let (mut admitted, mut is_guarded) = (None, true);
+        for (origin, translated) in Origin::ALL.into_iter().zip(&translated) {
+            let filter = match origin {
+                _ if is_node_port => &input,
+                Origin::Outside | Origin::Pod => &forward,
+                Origin::Node => &output,
+            };
+            let refused = filter.get(&frontend).and_then(|reached| reached.ending);
+            if let Some(reached) = translated.get(&frontend) {
+                entry.set(origin, reached.fate());
+                admitted = admitted.or_else(|| reached.admitted.clone());
+            }
+            if *entry.fate(origin) == Fate::NotServed {
+                entry.set(origin, Ending::fate(refused));
+            }
+            is_guarded &= refused == Some(Ending::Drop);
+        }
+        entry.share();
+        // Without a rule that drops the packets of other clients, the packets go on.
+        entry.admitted = admitted.filter(|_| is_guarded).map_or(Admitted::All, Admitted::only);
+        if entry != Entry::default() {
+            table.entries.insert(frontend, entry);
+        }
+    }
+    table
+}
+
+/// What nat does with packets of each origin. Sets where NodePorts answer.
+pub(super) fn translations(
+    rules: &Rules,
+    detector: Option<&LocalDetector>,
+    sets: Option<&dyn Sets>,
+    table: &mut Table,
+) -> [BTreeMap<Frontend, Reached>; 3] {
+    Origin::ALL.map(|origin| {
+        let mut walk = Walk::new(rules, table.family, TableName::Nat, origin, detector, sets);
+        walk.from(if origin == Origin::Node { "OUTPUT" } else { "PREROUTING" });
+        table.problems.extend(walk.problems);
+        table.node_ports_at = match walk.is_any_address {
+            true => NodePortsAt::AnyAddress,
+            false => NodePortsAt::Only(walk.node_port_addresses),
+        };
+        walk.reached
+    })
+}

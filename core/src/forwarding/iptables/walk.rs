@@ -1,0 +1,303 @@
+//! The way from a base chain to the rules of single frontends.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+use ipnet::IpNet;
+
+use super::{
+    evaluate::{Ending, Packet, Reached, Sets, is_loopback},
+    parse::{ChainId, Condition, Content, Rule, Rules, TableName, Target},
+};
+use crate::{
+    behaviours::masquerade::LocalDetector,
+    forwarding::{Origin, Problem},
+    model::{Family, Protocol},
+    state::frontends::Frontend,
+};
+
+/// The chain of NodePorts. Its rules are read once, although a rule for each address leads to it.
+const NODE_PORTS: &str = "KUBE-NODEPORTS";
+
+/// The maximum depth of jumps.
+const MAX_DEPTH: usize = 16;
+
+/// The maximum number of rules that end the way of packets for more than one frontend.
+const MAX_CUTS: usize = 64;
+
+/// The packets that can reach a rule.
+#[derive(Debug, Clone, Copy, Default)]
+struct Reach {
+    destination: Option<IpNet>,
+    to_node: Option<bool>,
+    protocol: Option<Protocol>,
+    ports: Option<(u16, u16)>,
+}
+
+/// How the conditions of a rule narrow the packets.
+enum Narrowed {
+    /// No packet meets the conditions.
+    Never,
+    /// These packets meet the conditions. `is_certain` is false if some of them may not.
+    To { reach: Reach, is_certain: bool },
+}
+
+impl Reach {
+    fn narrow(&mut self, condition: &Condition) -> bool {
+        match condition {
+            Condition::Destination(net, false) => {
+                let smaller = match self.destination {
+                    None => Some(*net),
+                    Some(old) if old.contains(net) => Some(*net),
+                    Some(old) if net.contains(&old) => Some(old),
+                    Some(_) => None,
+                };
+                self.destination = smaller;
+                smaller.is_some()
+            }
+            Condition::Protocol(protocol, false) => {
+                let is_same = protocol.is_some() && self.protocol.is_none_or(|old| Some(old) == *protocol);
+                self.protocol = *protocol;
+                is_same
+            }
+            Condition::Ports(first, last, false) => {
+                let (from, to) = self.ports.unwrap_or((0, u16::MAX));
+                let both = (*first.max(&from), *last.min(&to));
+                self.ports = Some(both);
+                both.0 <= both.1
+            }
+            Condition::ToNode(negated) => self.to_node.replace(!negated).is_none_or(|old| old != *negated),
+            _ => true,
+        }
+    }
+
+    /// The only frontend whose packets are in reach.
+    fn frontend(&self, family: Family) -> Option<Frontend> {
+        let (first, last) = self.ports?;
+        let protocol = self.protocol.filter(|_| first == last)?;
+        match (self.destination, self.to_node) {
+            (Some(net), _) if net.prefix_len() == net.max_prefix_len() => {
+                Some(Frontend::Address(net.addr(), protocol, first))
+            }
+            (None, Some(true)) => Some(Frontend::NodePort(family, protocol, first)),
+            _ => None,
+        }
+    }
+
+    fn includes(&self, frontend: &Frontend) -> bool {
+        let (Frontend::Address(_, protocol, port) | Frontend::NodePort(_, protocol, port)) = frontend;
+        let is_here = match frontend {
+            Frontend::Address(address, ..) => {
+                self.destination.is_none_or(|net| net.contains(address)) && self.to_node != Some(true)
+            }
+            Frontend::NodePort(..) => self.destination.is_none() && self.to_node != Some(false),
+        };
+        is_here
+            && self.protocol.is_none_or(|wanted| wanted == *protocol)
+            && self.ports.is_none_or(|(first, last)| (first..=last).contains(port))
+    }
+}
+
+/// The walk of one origin through one table.
+#[derive(Debug)]
+pub(in crate::forwarding) struct Walk<'a> {
+    rules: &'a Rules,
+    table: TableName,
+    origin: Origin,
+    detector: Option<&'a LocalDetector>,
+    sets: Option<&'a dyn Sets>,
+    family: Family,
+    /// Frontends whose packets are decided by a rule for many frontends.
+    cuts: Vec<(Reach, Option<Ending>)>,
+    /// What happens to packets for each frontend. The first rule of a frontend decides.
+    pub(in crate::forwarding) reached: BTreeMap<Frontend, Reached>,
+    /// The addresses whose packets reach the chain of NodePorts.
+    pub(in crate::forwarding) node_port_addresses: BTreeSet<IpAddr>,
+    /// Packets to all addresses of the node reach the chain of NodePorts.
+    pub(in crate::forwarding) is_any_address: bool,
+    has_node_ports: bool,
+    pub(in crate::forwarding) problems: BTreeSet<Problem>,
+}
+
+impl<'a> Walk<'a> {
+    pub(in crate::forwarding) fn new(
+        rules: &'a Rules,
+        family: Family,
+        table: TableName,
+        origin: Origin,
+        detector: Option<&'a LocalDetector>,
+        sets: Option<&'a dyn Sets>,
+    ) -> Self {
+        Self {
+            rules,
+            table,
+            origin,
+            detector,
+            sets,
+            family,
+            cuts: Vec::new(),
+            reached: BTreeMap::new(),
+            node_port_addresses: BTreeSet::new(),
+            is_any_address: false,
+            has_node_ports: false,
+            problems: BTreeSet::new(),
+        }
+    }
+
+    /// Walks from a base chain down.
+    pub(in crate::forwarding) fn from(&mut self, base: &str) {
+        if let Some(id) = self.rules.find(self.table, base) {
+            self.chain(id, Reach::default(), 0);
+        }
+    }
+
+    /// Returns false if no packet leaves the chain at its end.
+    fn chain(&mut self, id: ChainId, reach: Reach, depth: usize) -> bool {
+        let rules: &'a Rules = self.rules;
+        let chain = rules.chain(id);
+        let Content::Rules(list) = &chain.content else {
+            self.not_understood(&chain.name);
+            return true;
+        };
+        if depth > MAX_DEPTH {
+            self.not_understood(&chain.name);
+            return true;
+        }
+        let cuts = self.cuts.len();
+        for rule in list {
+            let Narrowed::To { reach: narrowed, is_certain } = self.narrowed(rule, reach) else { continue };
+            let goes_on = match narrowed.frontend(self.family) {
+                Some(frontend) => {
+                    self.decide(frontend, rule, &chain.name);
+                    true
+                }
+                None => self.many(rule, narrowed, is_certain, &chain.name, depth),
+            };
+            let is_all = is_certain && rule.conditions.iter().all(|one| matches!(one, Condition::Constant(true)));
+            if !goes_on && is_all {
+                if rule.target == Target::Return {
+                    break;
+                }
+                return false;
+            }
+        }
+        // A RETURN leads back to the chain above.
+        let mut at = 0;
+        self.cuts.retain(|(_, ending)| {
+            at += 1;
+            at <= cuts || ending.is_some()
+        });
+        true
+    }
+
+    fn narrowed(&self, rule: &Rule, mut reach: Reach) -> Narrowed {
+        let mut is_certain = true;
+        for condition in &rule.conditions {
+            let meets = match condition {
+                Condition::Constant(value) => *value,
+                Condition::FromNode(negated) => (self.origin == Origin::Node) != *negated,
+                Condition::Source(net, negated) if is_loopback(net) => *negated,
+                Condition::Destination(net, true) if is_loopback(net) => true,
+                Condition::Protocol(_, true)
+                | Condition::Ports(_, _, true)
+                | Condition::Destination(_, true)
+                | Condition::Source(..)
+                | Condition::Interface(..)
+                | Condition::Random(_)
+                | Condition::Recorded
+                | Condition::InSet(..)
+                | Condition::Unknown => {
+                    is_certain = false;
+                    true
+                }
+                other => reach.narrow(other),
+            };
+            if !meets {
+                return Narrowed::Never;
+            }
+        }
+        Narrowed::To { reach, is_certain }
+    }
+
+    /// Decides about one frontend, if no earlier rule has decided.
+    fn decide(&mut self, frontend: Frontend, rule: &Rule, chain: &str) {
+        if self.reached.get(&frontend).is_some_and(Reached::is_final) {
+            return;
+        }
+        if let Some((_, ending)) = self.cuts.iter().find(|(reach, _)| reach.includes(&frontend)) {
+            let ending = *ending;
+            self.reached.entry(frontend).or_insert_with(|| Reached::untranslated(ending));
+            return;
+        }
+        let packet = Packet { origin: self.origin, frontend, detector: self.detector, sets: self.sets };
+        let mut unknown = BTreeSet::new();
+        let reached = self.rules.evaluate_rule(rule, chain, packet, &mut unknown);
+        unknown.iter().for_each(|chain| self.not_understood(chain));
+        match self.reached.get_mut(&frontend) {
+            Some(old) => old.follow_with(reached),
+            None => {
+                self.reached.insert(frontend, reached);
+            }
+        }
+    }
+
+    /// Follows a rule for many frontends. Returns false if none of its packets goes on.
+    fn many(&mut self, rule: &Rule, reach: Reach, is_certain: bool, chain: &str, depth: usize) -> bool {
+        match rule.target {
+            Target::Nothing => true,
+            Target::Jump(id) | Target::Goto(id) => {
+                let goes_on = if &*self.rules.chain(id).name == NODE_PORTS && self.table == TableName::Nat {
+                    self.node_ports(id, reach, depth);
+                    true
+                } else {
+                    self.chain(id, reach, depth + 1)
+                };
+                goes_on && matches!(rule.target, Target::Jump(_))
+            }
+            Target::Unknown | Target::Translate(_) => {
+                self.not_understood(chain);
+                true
+            }
+            Target::Accept | Target::Drop | Target::Reject | Target::Return => {
+                let has_sets = self.sets.is_some();
+                let is_set = |condition: &Condition| matches!(condition, Condition::InSet(..));
+                let ending = match rule.target {
+                    Target::Accept => Some(Ending::Accept),
+                    Target::Drop => Some(Ending::Drop),
+                    Target::Reject => Some(Ending::Reject),
+                    _ => None,
+                };
+                if is_certain && self.cuts.len() < MAX_CUTS {
+                    self.cuts.push((reach, ending));
+                } else if !(has_sets && rule.conditions.iter().any(is_set)) {
+                    self.not_understood(chain);
+                }
+                !is_certain
+            }
+        }
+    }
+
+    /// Reads the chain of NodePorts.
+    fn node_ports(&mut self, id: ChainId, reach: Reach, depth: usize) {
+        match reach.destination {
+            Some(net) if net.prefix_len() == net.max_prefix_len() => {
+                self.node_port_addresses.insert(net.addr());
+            }
+            Some(_) => self.not_understood(NODE_PORTS),
+            None => self.is_any_address = reach.to_node == Some(true),
+        }
+        if !std::mem::replace(&mut self.has_node_ports, true) {
+            let reach = Reach { destination: None, to_node: Some(true), ..reach };
+            self.chain(id, reach, depth + 1);
+        }
+    }
+
+    fn not_understood(&mut self, chain: &str) {
+        let (family, table) = (self.family, self.table.as_str());
+        self.problems.insert(Problem::NotUnderstood(format!(
+            "cannot verify what chain {chain} in table {table} ({family}) does: it contains a rule that Headgate does not write"
+        )));
+    }
+}

@@ -1,0 +1,228 @@
+//! The table that is decoded from rules equals the table that the state asks for, and corrupted
+//! rules make a difference that names the Service.
+#![allow(clippy::unwrap_used)]
+
+use std::sync::Arc;
+
+use headgate_core::{
+    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol, Service,
+    ServiceKey, ServicePort, State, TrafficPolicy,
+    explain::{Mode, NodeSettings},
+    forwarding::{Comparison, compare, expected, expected_digests, iptables},
+    iptables::{
+        ExistingTables, Layout, Ledger, NodePortAddresses, RenderConfig, Table, fake_kernel::FakeKernel, ruleset,
+    },
+    masquerade::{LocalDetector, MasqueradeConfig},
+};
+use proptest::prelude::*;
+
+mod changes;
+use changes::{any_event, node};
+
+fn settings(node_ports: NodePortAddresses) -> NodeSettings {
+    NodeSettings {
+        mode: Mode::Iptables,
+        masquerade: MasqueradeConfig {
+            detector_v4: Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap())),
+            ..MasqueradeConfig::default()
+        },
+        node_ports_v4: node_ports.clone(),
+        node_ports_v6: node_ports,
+        localhost_node_ports: false,
+    }
+}
+
+/// The rules of a state, as `iptables-save` prints them.
+fn rules(state: &State, facts: &NodeFacts, family: Family, layout: Layout, settings: &NodeSettings) -> String {
+    let config = RenderConfig {
+        layout,
+        masquerade: settings.masquerade.clone(),
+        localhost_node_ports: false,
+        node_port_addresses: settings.node_ports_v4.clone(),
+        ..RenderConfig::new(family)
+    };
+    let mut kernel = FakeKernel::default();
+    let (script, _) = Ledger::new(ruleset(config)).full(state, facts, &ExistingTables::default());
+    kernel.restore(&script.to_string()).unwrap();
+    Table::ALL.map(|table| kernel.save(table)).concat()
+}
+
+fn decode(dump: &str, family: Family, settings: &NodeSettings) -> headgate_core::forwarding::Table {
+    let mut rules = iptables::Rules::default();
+    dump.lines().for_each(|line| rules.line(line));
+    iptables::decode(&rules, family, settings.masquerade.detector(family))
+}
+
+fn verify(state: &State, facts: &NodeFacts, family: Family, settings: &NodeSettings, dump: &str) -> Comparison {
+    compare(state, facts, settings, decode(dump, family, settings), &|_| true)
+}
+
+fn sentences(comparison: &Comparison) -> Vec<String> {
+    comparison.differences.iter().map(ToString::to_string).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+
+    #[test]
+    fn rules_of_random_services_decode_to_the_expected_table(
+        events in prop::collection::vec(any_event(8), 1..60),
+        layout in prop_oneof![Just(Layout::Classic), Just(Layout::Compact)],
+        family in prop_oneof![Just(Family::V4), Just(Family::V6)],
+        has_addresses in any::<bool>(),
+    ) {
+        let addresses = ["192.0.2.1", "192.0.2.9", "2001:db8::1"].map(|address| address.parse().unwrap());
+        let node_ports = if has_addresses { NodePortAddresses::Only(addresses.into()) } else { NodePortAddresses::All };
+        let settings = settings(node_ports);
+        let (mut state, mut facts) = (State::default(), node());
+        events.iter().for_each(|event| event.apply(&mut state, &mut facts, &mut Dirty::default()));
+        let dump = rules(&state, &facts, family, layout, &settings);
+        let comparison = verify(&state, &facts, family, &settings, &dump);
+        prop_assert_eq!(sentences(&comparison), Vec::<String>::new(), "{}", dump);
+        prop_assert_eq!(&comparison.not_understood, &Vec::<String>::new(), "{}", dump);
+        let keys = state.entries().map(|(key, _)| key);
+        let wanted = expected(&state, keys, family, &facts, &settings);
+        prop_assert_eq!(comparison.frontends, wanted.entries.len() as u64);
+        if wanted.unverified.is_empty() {
+            let found = decode(&dump, family, &settings).digests(state.frontends());
+            prop_assert_eq!(found, wanted.digests(state.frontends()));
+        }
+    }
+}
+
+/// Services with the kinds of rules that a corruption can hit.
+fn some_services() -> State {
+    let mut state = State::default();
+    let port = |node_port| ServicePort { name: "web".into(), protocol: Protocol::Tcp, port: 80, node_port };
+    let service = |name: &str, last: u8, node_port| {
+        Service::new(ServiceKey::new("shop", name), vec![[10, 96, 0, last].into()], vec![port(node_port)])
+    };
+    let cart = service("cart", 1, 30001);
+    let mut front = service("front", 2, 30002);
+    front.external_traffic_policy = TrafficPolicy::Local;
+    front.load_balancer_ips = vec![[203, 0, 113, 2].into()];
+    front.load_balancer_source_ranges =
+        ["198.51.100.0/24", "192.0.2.0/24"].map(|range| range.parse().unwrap()).to_vec();
+    let mut sticky = service("sticky", 3, 0);
+    sticky.session_affinity = Some(ClientIpAffinity { timeout_seconds: 60 });
+    let empty = service("empty", 4, 30004);
+    for (service, endpoints) in [(cart, 3), (front, 2), (sticky, 2), (empty, 0)] {
+        let key = service.key.clone();
+        let last = service.cluster_ips[0].to_string().rsplit('.').next().unwrap().parse::<u8>().unwrap();
+        drop(state.apply(Change::from(service), &mut Dirty::default()));
+        for i in 0..endpoints {
+            let ports = Arc::from([EndpointPort::new("web", Protocol::Tcp, 8080)]);
+            let endpoint = Endpoint {
+                placement: Placement::on(if i == 0 { "n1" } else { "n2" }).into(),
+                ..Endpoint::new([10, 244, last, i].into(), ports)
+            };
+            drop(state.apply(Change::Endpoint(key.clone(), endpoint), &mut Dirty::default()));
+        }
+    }
+    state
+}
+
+/// True for a rule without which a Service is served otherwise.
+fn is_essential(rule: &str) -> bool {
+    let (_, target) = rule.split_once(" -j ").unwrap_or((rule, ""));
+    let is_of_service = ["KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-", "DNAT", "REJECT", "DROP"];
+    let is_other = ["--rcheck", "INVALID", "LOCALNET", "localnet"].iter().any(|word| rule.contains(word));
+    rule.starts_with("-A KUBE-") && is_of_service.iter().any(|prefix| target.starts_with(prefix)) && !is_other
+}
+
+#[test]
+fn a_deleted_rule_is_found_and_names_the_service() {
+    let (state, settings) = (some_services(), settings(NodePortAddresses::All));
+    for layout in [Layout::Classic, Layout::Compact] {
+        let dump = rules(&state, &node(), Family::V4, layout, &settings);
+        assert_eq!(sentences(&verify(&state, &node(), Family::V4, &settings, &dump)), Vec::<String>::new());
+        let essential: Vec<(usize, &str)> = dump.lines().enumerate().filter(|(_, rule)| is_essential(rule)).collect();
+        assert!(essential.len() > 20, "{dump}");
+        for (at, rule) in essential {
+            let without: String =
+                dump.lines().enumerate().filter(|(i, _)| *i != at).map(|(_, line)| format!("{line}\n")).collect();
+            let comparison = verify(&state, &node(), Family::V4, &settings, &without);
+            assert!(comparison.total > 0, "{layout:?}: no difference without {rule}\n{dump}");
+            assert!(!comparison.services().is_empty(), "{:?}", sentences(&comparison));
+            if let Some((_, name)) = rule.split_once("\"shop/") {
+                let name = name.split(':').next().unwrap();
+                let key = Arc::new(ServiceKey::new("shop", name));
+                assert_eq!(comparison.services(), [key].into(), "{rule}: {:?}", sentences(&comparison));
+            }
+        }
+    }
+}
+
+#[test]
+fn changed_and_foreign_rules_are_found() {
+    let (state, settings) = (some_services(), settings(NodePortAddresses::All));
+    let cases = [
+        // A swapped address.
+        ("--to-destination 10.244.1.1:8080", "--to-destination 10.244.9.9:8080", "Service shop/cart: connections"),
+        // An endpoint that no connection reaches.
+        ("--probability 0.33333333349", "--probability 0.00000000000", "Service shop/cart: connections"),
+        ("--probability 0.33333333349", "--probability 1.00000000000", "Service shop/cart: connections"),
+        // A rejected frontend that is dropped.
+        ("-j REJECT --reject-with icmp-port-unreachable", "-j DROP", "are dropped, but should be rejected"),
+        // A range of clients.
+        ("-s 198.51.100.0/24", "-s 198.51.101.0/24", "can reach 203.0.113.2 port 80/TCP, but clients in"),
+        // Pods of the node must reach all endpoints.
+        (
+            "-s 10.244.0.0/16 -m comment --comment \"pod traffic",
+            "-s 10.3.0.0/16 -m comment --comment \"pod traffic",
+            "from pods of the node to",
+        ),
+        // The jumps from the base chains are gone.
+        (
+            "-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n",
+            "",
+            "no rule of chain PREROUTING in table nat",
+        ),
+        (
+            "-m addrtype --dst-type LOCAL -j KUBE-NODEPORTS",
+            "-m addrtype --dst-type LOCAL -j RETURN",
+            "NodePorts answer on no address",
+        ),
+        // Somebody ends the chain of all Services.
+        (
+            ":KUBE-SERVICES - [0:0]\n",
+            ":KUBE-SERVICES - [0:0]\n-A KUBE-SERVICES -j RETURN\n",
+            "Service shop/sticky: connections to 10.96.0.3 port 80/TCP are not served",
+        ),
+        // A Service that does not exist.
+        (
+            "-A KUBE-SERVICES -d 10.96.0.1/32 -p tcp -m comment --comment \"shop/cart:web cluster IP\" -m tcp --dport 80",
+            "-A KUBE-SERVICES -d 10.96.0.99/32 -p tcp -m comment --comment \"shop/cart:web cluster IP\" -m tcp --dport 80",
+            "no Service: connections to 10.96.0.99 port 80/TCP are forwarded to",
+        ),
+    ];
+    let dump = rules(&state, &node(), Family::V4, Layout::Classic, &settings);
+    for (old, new, wanted) in cases {
+        assert!(dump.contains(old), "{old} is not in\n{dump}");
+        let comparison = verify(&state, &node(), Family::V4, &settings, &dump.replace(old, new));
+        let found = sentences(&comparison);
+        assert!(found.iter().any(|sentence| sentence.contains(wanted)), "{old} -> {new}: {found:?}");
+    }
+    // One missing jump is one difference.
+    let jump = "-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n";
+    assert_eq!(verify(&state, &node(), Family::V4, &settings, &dump.replacen(jump, "", 1)).total, 1);
+    // A rule that nobody here writes is not taken for equal.
+    let foreign = ":KUBE-SERVICES - [0:0]\n-A KUBE-SERVICES -p tcp -m owner --uid-owner 7 -j ACCEPT\n";
+    let comparison = verify(&state, &node(), Family::V4, &settings, &dump.replace(":KUBE-SERVICES - [0:0]\n", foreign));
+    assert!(
+        comparison.not_understood.iter().any(|sentence| sentence.contains("chain KUBE-SERVICES")),
+        "{comparison:?}"
+    );
+}
+
+#[test]
+fn services_that_are_not_verified_are_left_out() {
+    let (state, settings) = (some_services(), settings(NodePortAddresses::All));
+    let dump = rules(&state, &node(), Family::V4, Layout::Classic, &settings);
+    let found = decode(&dump.replace("10.244.1.", "10.244.77."), Family::V4, &settings);
+    let is_verified = |key: &ServiceKey| key.name != "cart";
+    assert_eq!(compare(&state, &node(), &settings, found, &is_verified).total, 0);
+    let digests = expected_digests(&state, &node(), &settings);
+    let found = decode(&dump.replace("10.244.1.", "10.244.77."), Family::V4, &settings).digests(state.frontends());
+    assert_eq!(digests.differing(&found).len(), 1, "only the bucket of one Service differs");
+}
