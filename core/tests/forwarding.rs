@@ -109,14 +109,14 @@ fn some_services() -> State {
     for (service, endpoints) in [(cart, 3), (front, 2), (sticky, 2), (empty, 0)] {
         let key = service.key.clone();
         let last = service.cluster_ips[0].to_string().rsplit('.').next().unwrap().parse::<u8>().unwrap();
-        drop(state.apply(Change::from(service), &mut Dirty::default()));
+        state.apply(Change::from(service), &mut Dirty::default());
         for i in 0..endpoints {
             let ports = Arc::from([EndpointPort::new("web", Protocol::Tcp, 8080)]);
             let endpoint = Endpoint {
                 placement: Placement::on(if i == 0 { "n1" } else { "n2" }).into(),
                 ..Endpoint::new([10, 244, last, i].into(), ports)
             };
-            drop(state.apply(Change::Endpoint(key.clone(), endpoint), &mut Dirty::default()));
+            state.apply(Change::Endpoint(key.clone(), endpoint), &mut Dirty::default());
         }
     }
     state

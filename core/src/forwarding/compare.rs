@@ -2,10 +2,13 @@
 
 use std::{collections::BTreeSet, fmt, sync::Arc};
 
-use super::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table, expected, table::owner};
+use super::{
+    Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table, expected,
+    expected::node_ports_at, table::owner,
+};
 use crate::{
     explain::NodeSettings,
-    model::ServiceKey,
+    model::{Protocol, ServiceKey},
     node_facts::NodeFacts,
     state::{State, frontends::Frontend},
 };
@@ -123,63 +126,115 @@ impl Comparison {
 
 /// Compares `found`, the table of a kernel, with the table that the state asks for. Leaves out the
 /// Services for which `is_verified` returns false: those that wait to be programmed, or whose rules
-/// the kernel rejects. Takes the entries of compared Services out of `found`.
-///
-/// The function computes the expected table one Service at a time. The cost grows with the number
-/// of Services.
+/// the kernel rejects. The cost grows with the number of Services.
 #[must_use]
 pub fn compare(
     state: &State,
     facts: &NodeFacts,
     settings: &NodeSettings,
-    mut found: Table,
+    found: Table,
     is_verified: &dyn Fn(&ServiceKey) -> bool,
 ) -> Comparison {
-    let mut comparison = Comparison::default();
-    let (mut is_broken, mut has_node_ports) = (false, true);
-    for problem in std::mem::take(&mut found.problems) {
-        match problem {
-            Problem::Broken(sentence) => {
-                is_broken = true;
-                comparison.add(Difference::Everything(sentence));
-            }
-            Problem::NotUnderstood(sentence) => comparison.not_understood.push(sentence),
-        }
-    }
-    if is_broken {
-        return comparison;
-    }
-    if let Some(difference) = node_ports_difference(&expected(state, [], found.family, facts, settings), &found) {
-        comparison.add(difference);
-        has_node_ports = false;
-    }
-    for (key, _) in state.entries() {
-        let wanted = expected(state, [key], found.family, facts, settings);
-        if !is_verified(key) {
-            continue;
-        }
-        comparison.frontends += wanted.entries.len() as u64;
-        for (frontend, entry) in &wanted.entries {
-            let found = found.entries.remove(frontend).unwrap_or_default();
-            if !wanted.unverified.contains(frontend) && (has_node_ports || !is_node_port(frontend)) {
-                comparison.add_entry(Some(key), *frontend, entry, &found);
-            }
-        }
-    }
-    for (frontend, entry) in &found.entries {
-        let key = owner(state.frontends(), frontend);
-        if key.is_none_or(is_verified) && (has_node_ports || !is_node_port(frontend)) {
-            let key = key.and_then(|key| state.key(key));
-            comparison.add_entry(key, *frontend, &Entry::default(), entry);
-        }
-    }
-    // The Services of a state have no order, and a list with an order is easier to read.
-    comparison.differences.sort_by(|a, b| a.place().cmp(&b.place()));
-    comparison
+    let mut comparer = Comparer::new(found, settings);
+    comparer.services(state, facts, settings, state.entries().map(|(key, _)| key), is_verified);
+    comparer.finish(state, is_verified, true)
 }
 
-fn node_ports_difference(expected: &Table, found: &Table) -> Option<Difference> {
-    let (expected, found) = (&expected.node_ports_at, &found.node_ports_at);
+/// Compares a table part by part, so that the caller can release the lock of the state in between.
+/// Computes the expected table one Service at a time.
+#[derive(Debug)]
+pub struct Comparer {
+    found: Table,
+    comparison: Comparison,
+    is_broken: bool,
+    has_node_ports: bool,
+}
+
+impl Comparer {
+    /// Begins to compare `found`, the table of a kernel.
+    #[must_use]
+    pub fn new(mut found: Table, settings: &NodeSettings) -> Self {
+        let mut comparison = Comparison::default();
+        let mut is_broken = false;
+        for problem in std::mem::take(&mut found.problems) {
+            match problem {
+                Problem::Broken(sentence) => {
+                    is_broken = true;
+                    comparison.add(Difference::Everything(sentence));
+                }
+                Problem::NotUnderstood(sentence) => comparison.not_understood.push(sentence),
+            }
+        }
+        let difference = node_ports_difference(&node_ports_at(found.family, settings), &found.node_ports_at);
+        let difference = difference.filter(|_| !is_broken);
+        let has_node_ports = difference.is_none();
+        difference.into_iter().for_each(|difference| comparison.add(difference));
+        Self { found, comparison, is_broken, has_node_ports }
+    }
+
+    /// Compares these Services, each at most once. See [`compare`].
+    pub fn services<'a>(
+        &mut self,
+        state: &State,
+        facts: &NodeFacts,
+        settings: &NodeSettings,
+        keys: impl IntoIterator<Item = &'a Arc<ServiceKey>>,
+        is_verified: &dyn Fn(&ServiceKey) -> bool,
+    ) {
+        if self.is_broken {
+            return;
+        }
+        for key in keys.into_iter().filter(|key| is_verified(key)) {
+            let wanted = expected(state, [key], self.found.family, facts, settings);
+            for (frontend, entry) in &wanted.entries {
+                let found = self.found.entries.remove(frontend).unwrap_or_default();
+                if !wanted.unverified.contains(frontend) && self.is_compared(frontend) {
+                    self.comparison.frontends += 1;
+                    self.comparison.add_entry(Some(key), *frontend, entry, &found);
+                }
+            }
+        }
+    }
+
+    /// Ends the comparison: what is left in the table serves frontends that no Service asks for.
+    /// `is_settled` is false while changes of the state wait to be programmed: such a frontend may
+    /// then belong to a Service that was removed.
+    #[must_use]
+    pub fn finish(
+        mut self,
+        state: &State,
+        is_verified: &dyn Fn(&ServiceKey) -> bool,
+        is_settled: bool,
+    ) -> Comparison {
+        let left = std::mem::take(&mut self.found.entries);
+        for (frontend, entry) in left.iter().filter(|_| !self.is_broken) {
+            let key = owner(state.frontends(), frontend);
+            if key.map_or(is_settled, is_verified) && self.is_compared(frontend) {
+                let key = key.and_then(|key| state.key(key));
+                self.comparison.add_entry(key, *frontend, &Entry::default(), entry);
+            }
+        }
+        // The Services of a state have no order, and a list with an order is easier to read.
+        self.comparison.differences.sort_by(|a, b| a.place().cmp(&b.place()));
+        self.comparison
+    }
+
+    fn is_compared(&self, frontend: &Frontend) -> bool {
+        let (Frontend::Address(_, protocol, _) | Frontend::NodePort(_, protocol, _)) = frontend;
+        let is_left_out = self.found.leaves_out_sctp && *protocol == Protocol::Sctp;
+        !is_left_out && (self.has_node_ports || !matches!(frontend, Frontend::NodePort(..)))
+    }
+}
+
+fn node_ports_difference(expected: &NodePortsAt, found: &NodePortsAt) -> Option<Difference> {
+    // Whether NodePorts answer on 127.0.0.0/8 is a setting of the dataplane.
+    let without_loopback = |at: &NodePortsAt| match at {
+        NodePortsAt::AnyAddress => NodePortsAt::AnyAddress,
+        NodePortsAt::Only(addresses) => {
+            NodePortsAt::Only(addresses.iter().filter(|address| !address.is_loopback()).copied().collect())
+        }
+    };
+    let (expected, found) = (&without_loopback(expected), &without_loopback(found));
     let list = |at: &NodePortsAt| match at {
         NodePortsAt::AnyAddress => "every address of the node".to_owned(),
         NodePortsAt::Only(addresses) if addresses.is_empty() => "no address".to_owned(),
@@ -192,10 +247,6 @@ fn node_ports_difference(expected: &Table, found: &Table) -> Option<Difference> 
     };
     let sentence = || format!("NodePorts answer on {}, but should answer on {}", list(found), list(expected));
     (!is_same).then(|| Difference::Everything(sentence()))
-}
-
-fn is_node_port(frontend: &Frontend) -> bool {
-    matches!(frontend, Frontend::NodePort(..))
 }
 
 impl Comparison {

@@ -26,12 +26,19 @@ pub fn expected<'a>(
     facts: &NodeFacts,
     settings: &NodeSettings,
 ) -> Table {
+    let views = keys.into_iter().flat_map(|key| service_views(state, key, family, facts));
+    of_views(views, family, settings)
+}
+
+/// Returns the table of these views of Services.
+#[must_use]
+pub fn of_views(
+    views: impl IntoIterator<Item = ServicePortView>,
+    family: Family,
+    settings: &NodeSettings,
+) -> Table {
     let mut table = Table { node_ports_at: node_ports_at(family, settings), ..Table::new(family) };
-    for key in keys {
-        for view in service_views(state, key, family, facts) {
-            add(&mut table, &view, settings);
-        }
-    }
+    views.into_iter().for_each(|view| add(&mut table, &view, settings));
     table
 }
 
@@ -49,16 +56,11 @@ pub fn expected_digests(state: &State, facts: &NodeFacts, settings: &NodeSetting
 }
 
 /// The addresses at which NodePorts answer, if the settings name them.
-fn node_ports_at(family: Family, settings: &NodeSettings) -> NodePortsAt {
+pub(super) fn node_ports_at(family: Family, settings: &NodeSettings) -> NodePortsAt {
     match addresses(family, settings) {
         NodePortAddresses::All => NodePortsAt::AnyAddress,
         NodePortAddresses::Only(addresses) => {
-            let includes_loopback = settings.mode != Mode::Ipvs && settings.localhost_node_ports;
-            let answers = |address: &&IpAddr| {
-                Family::of(**address) == family
-                    && (!address.is_loopback() || (includes_loopback && family == Family::V4))
-            };
-            NodePortsAt::Only(addresses.iter().filter(answers).copied().collect())
+            NodePortsAt::Only(addresses.iter().filter(|address| Family::of(**address) == family).copied().collect())
         }
     }
 }

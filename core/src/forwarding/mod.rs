@@ -14,10 +14,11 @@
 mod compare;
 mod expected;
 pub mod iptables;
+pub mod ipvs;
 mod table;
 
 pub use self::{
-    compare::{Comparison, Difference, MAX_DIFFERENCES, compare},
-    expected::{expected, expected_digests},
+    compare::{Comparer, Comparison, Difference, MAX_DIFFERENCES, compare},
+    expected::{expected, expected_digests, of_views},
     table::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
 };

@@ -246,6 +246,8 @@ pub struct Table {
     /// Frontends of which the table says nothing, and which are not compared: Services may specify
     /// contradictory values, such as the same address with and without source ranges.
     pub unverified: BTreeSet<Frontend>,
+    /// The dataplane leaves out ports of SCTP and reports this. They are not compared.
+    pub leaves_out_sctp: bool,
     /// What is wrong with the dump as a whole. Empty in an expected table.
     pub problems: BTreeSet<Problem>,
 }
@@ -259,6 +261,7 @@ impl Table {
             entries: BTreeMap::new(),
             node_ports_at: NodePortsAt::AnyAddress,
             unverified: BTreeSet::new(),
+            leaves_out_sctp: false,
             problems: BTreeSet::new(),
         }
     }
@@ -271,6 +274,12 @@ impl Table {
             let bucket = owner(owners, frontend).map_or(0, service_bucket);
             digests.add(bucket, entry.hash(frontend));
         }
+    }
+
+    /// True if something that all Services need is missing.
+    #[must_use]
+    pub fn is_broken(&self) -> bool {
+        self.problems.iter().any(|problem| matches!(problem, Problem::Broken(_)))
     }
 
     /// The digests of this table alone; see [`Self::digest`].

@@ -8,8 +8,8 @@
 //! not with the text. [`Walk`] then goes down from a base chain once for each origin. It
 //! collects the conditions on its way, so that the cost grows with the number of rules.
 
-mod evaluate;
-mod parse;
+pub(super) mod evaluate;
+pub(super) mod parse;
 mod walk;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,11 +24,11 @@ use super::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table};
 use crate::{behaviours::masquerade::LocalDetector, model::Family, state::frontends::Frontend};
 
 /// The chain of Services, in nat and filter.
-const SERVICES: &str = "KUBE-SERVICES";
+pub(super) const SERVICES: &str = "KUBE-SERVICES";
 /// The chain of external addresses and NodePorts without endpoints.
 const EXTERNAL: &str = "KUBE-EXTERNAL-SERVICES";
 /// The chain that drops the packets of clients outside of source ranges.
-const FIREWALL: &str = "KUBE-PROXY-FIREWALL";
+pub(super) const FIREWALL: &str = "KUBE-PROXY-FIREWALL";
 
 /// The chains that each base chain must lead to. Without one of them, whole groups of Services are
 /// not served.
@@ -50,7 +50,7 @@ pub fn decode(rules: &Rules, family: Family, detector: Option<&LocalDetector>) -
     let translated = translations(rules, detector, None, &mut table);
     let refused = |base, problems: &mut BTreeSet<Problem>| {
         let mut walk = Walk::new(rules, family, TableName::Filter, Origin::Outside, detector, None);
-        walk.from(base);
+        walk.from(base, &[FIREWALL, SERVICES, EXTERNAL]);
         problems.extend(walk.problems);
         walk.reached
     };
@@ -98,7 +98,7 @@ pub(super) fn translations(
 ) -> [BTreeMap<Frontend, Reached>; 3] {
     Origin::ALL.map(|origin| {
         let mut walk = Walk::new(rules, table.family, TableName::Nat, origin, detector, sets);
-        walk.from(if origin == Origin::Node { "OUTPUT" } else { "PREROUTING" });
+        walk.from(if origin == Origin::Node { "OUTPUT" } else { "PREROUTING" }, &[SERVICES]);
         table.problems.extend(walk.problems);
         table.node_ports_at = match walk.is_any_address {
             true => NodePortsAt::AnyAddress,

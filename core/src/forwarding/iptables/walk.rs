@@ -21,6 +21,9 @@ use crate::{
 /// The chain of NodePorts. Its rules are read once, although a rule for each address leads to it.
 const NODE_PORTS: &str = "KUBE-NODEPORTS";
 
+/// The beginning of the names of Kubernetes' chains.
+const PREFIX: &str = "KUBE-";
+
 /// The maximum depth of jumps.
 const MAX_DEPTH: usize = 16;
 
@@ -146,10 +149,27 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Walks from a base chain down.
-    pub(in crate::forwarding) fn from(&mut self, base: &str) {
-        if let Some(id) = self.rules.find(self.table, base) {
-            self.chain(id, Reach::default(), 0);
+    /// Walks from the rules of a base chain that lead to `targets` down. What other programs do
+    /// with packets after these rules does not matter. Before them it may.
+    pub(in crate::forwarding) fn from(&mut self, base: &str, targets: &[&str]) {
+        let rules: &'a Rules = self.rules;
+        let Some(Content::Rules(list)) = rules.find(self.table, base).map(|id| &rules.chain(id).content) else {
+            return;
+        };
+        let target = |rule: &Rule| match rule.target {
+            Target::Jump(id) | Target::Goto(id) => Some(&*rules.chain(id).name),
+            _ => None,
+        };
+        let is_ours = |rule: &&Rule| target(rule).is_some_and(|target| targets.contains(&target));
+        let count = list.iter().rposition(|rule| is_ours(&rule)).map_or(0, |last| last + 1);
+        for rule in &list[..count] {
+            if is_ours(&rule) {
+                if let Narrowed::To { reach, is_certain } = self.narrowed(rule, Reach::default()) {
+                    self.many(rule, reach, is_certain, base, 0);
+                }
+            } else if target(rule).is_none_or(|target| !target.starts_with(PREFIX)) {
+                self.not_understood(base);
+            }
         }
     }
 

@@ -1,0 +1,249 @@
+//! Decodes virtual servers, sets and rules of mode IPVS to a forwarding table.
+//!
+//! A packet passes nat, where rules may translate the packets of pods and of the node itself, then
+//! filter, where sets say what is rejected and dropped, and then IPVS. The decoder follows a packet
+//! for each virtual server and for each member of a set.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    net::{IpAddr, SocketAddr},
+};
+
+use ipnet::IpNet;
+
+use super::{
+    Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table,
+    iptables::{
+        FIREWALL, Rules, SERVICES,
+        evaluate::{Ending, Packet, Sets},
+        parse::TableName,
+        translations,
+    },
+};
+use crate::{
+    behaviours::masquerade::LocalDetector,
+    model::{Family, Protocol},
+    state::frontends::Frontend,
+};
+
+/// The chain that refuses packets that the node receives.
+const RECEIVED: &str = "KUBE-IPVS-FILTER";
+/// The chain that refuses packets of the node itself, in filter. In mangle it checks source ranges.
+const SENT: &str = "KUBE-IPVS-OUT-FILTER";
+
+/// The chains that each base chain must lead to.
+const NEEDED: [(TableName, &str, &[&str]); 5] = [
+    (TableName::Mangle, "OUTPUT", &[SENT]),
+    (TableName::Nat, "PREROUTING", &[SERVICES]),
+    (TableName::Nat, "OUTPUT", &[SERVICES]),
+    (TableName::Filter, "INPUT", &[FIREWALL, RECEIVED]),
+    (TableName::Filter, "OUTPUT", &[SENT]),
+];
+
+/// A member of a set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Member {
+    /// The destination address. `None` in a set of ports.
+    pub address: Option<IpAddr>,
+    /// The protocol and the port. A set of ports has no protocol.
+    pub port: Option<(Option<Protocol>, u16)>,
+    /// The source.
+    pub source: Option<IpNet>,
+}
+
+/// What the kernel of a node has in one family.
+#[derive(Debug, Default)]
+pub struct Dump {
+    /// The virtual servers with their endpoints and weights.
+    pub servers: BTreeMap<(IpAddr, Protocol, u16), Vec<(SocketAddr, u32)>>,
+    /// The addresses on the device for Services.
+    pub device: BTreeSet<IpAddr>,
+    /// The members of the sets, by the names of the sets.
+    pub sets: HashMap<String, BTreeSet<Member>>,
+    /// The rules.
+    pub rules: Rules,
+    /// The other addresses of the node.
+    pub node_addresses: BTreeSet<IpAddr>,
+    /// The addresses of the node at which NodePorts should answer.
+    pub node_port_addresses: BTreeSet<IpAddr>,
+}
+
+/// The sets of a dump. `is_admitted` says whether a client is in the sets that name sources.
+#[derive(Debug)]
+struct Members<'a> {
+    dump: &'a Dump,
+    is_admitted: bool,
+}
+
+impl Sets for Members<'_> {
+    fn contains(&self, set: &str, flags: &str, frontend: &Frontend) -> Option<bool> {
+        let members = self.dump.sets.get(set)?;
+        let Frontend::Address(address, protocol, port) = *frontend else { return Some(false) };
+        let member = |address, port| Member { address, port, source: None };
+        match flags {
+            "dst,dst,src" => Some(self.is_admitted && sources(members, frontend).next().is_some()),
+            "dst,dst" => Some(members.contains(&member(Some(address), Some((Some(protocol), port))))),
+            "dst" => Some(
+                members.contains(&member(Some(address), None)) || members.contains(&member(None, Some((None, port)))),
+            ),
+            _ => None,
+        }
+    }
+}
+
+/// The sources that the members for a frontend name.
+fn sources<'a>(members: &'a BTreeSet<Member>, frontend: &Frontend) -> impl Iterator<Item = IpNet> + use<'a> {
+    let (address, port) = match *frontend {
+        Frontend::Address(address, protocol, port) => (Some(address), Some((Some(protocol), port))),
+        Frontend::NodePort(..) => (None, None),
+    };
+    let first = Member { address, port, source: None };
+    let of_frontend = move |member: &&Member| (member.address, member.port) == (address, port);
+    members.range(first..).take_while(of_frontend).filter_map(|member| member.source)
+}
+
+/// Decodes a dump. `detector` is how rules recognise pods of the node.
+#[must_use]
+pub fn decode(dump: &Dump, family: Family, detector: Option<&LocalDetector>) -> Table {
+    let mut table = Table::new(family);
+    let rules = &dump.rules;
+    for (name, base, targets) in NEEDED {
+        rules.check_base(name, base, targets, family, &mut table.problems);
+    }
+    let members = Members { dump, is_admitted: false };
+    let translated = translations(rules, detector, Some(&members), &mut table);
+    // Each NodePort has a virtual server at each address.
+    table.node_ports_at = NodePortsAt::Only(dump.node_port_addresses.clone());
+    let mut frontends: BTreeSet<Frontend> = translated.iter().flat_map(BTreeMap::keys).copied().collect();
+    frontends.retain(|frontend| matches!(frontend, Frontend::Address(..)));
+    frontends.extend(dump.sets.values().flatten().filter_map(|member| match (member.address, member.port, member.source) {
+        (Some(address), Some((Some(protocol), port)), None) => Some(Frontend::Address(address, protocol, port)),
+        _ => None,
+    }));
+    // Other virtual servers belong to other programs.
+    let servers = dump.servers.keys().filter(|(address, ..)| dump.device.contains(address));
+    frontends.extend(servers.map(|(address, protocol, port)| Frontend::Address(*address, *protocol, *port)));
+    let of_node_ports = dump.sets.iter().filter(|(name, _)| name.contains(NODE_PORT_SERVERS));
+    let of_node_ports: BTreeSet<&Member> = of_node_ports.flat_map(|(_, members)| members).collect();
+    let mut unknown = BTreeSet::new();
+    let mut node_ports: BTreeMap<(Protocol, u16), BTreeMap<IpAddr, Entry>> = BTreeMap::new();
+    for frontend in frontends {
+        let Frontend::Address(address, protocol, port) = frontend else { continue };
+        let member = Member { address: Some(address), port: Some((Some(protocol), port)), source: None };
+        let is_at_node = of_node_ports.contains(&member);
+        let mut follower = Follower { dump, family, detector, frontend, unknown: &mut unknown };
+        let mut entry = Entry::default();
+        let mut admitted = None;
+        for (origin, translated) in Origin::ALL.into_iter().zip(&translated) {
+            let node_port = Frontend::NodePort(family, protocol, port);
+            let reached = translated.get(&frontend).or_else(|| translated.get(&node_port).filter(|_| is_at_node));
+            match reached.map(|reached| (reached.fate(), &reached.admitted)) {
+                Some((fate, ranges)) if fate != Fate::NotServed => {
+                    admitted = admitted.or_else(|| ranges.clone());
+                    entry.set(origin, fate);
+                }
+                _ => entry.set(origin, follower.fate(origin)),
+            }
+        }
+        entry.share();
+        entry.admitted = follower.admitted();
+        if admitted.is_some_and(|ranges| entry.admitted != Admitted::only(ranges)) {
+            entry.admitted = Admitted::All;
+        }
+        if entry == Entry::default() {
+            continue;
+        }
+        if is_at_node {
+            node_ports.entry((protocol, port)).or_default().insert(address, entry);
+        } else {
+            table.entries.insert(frontend, entry);
+        }
+    }
+    for ((protocol, port), entries) in node_ports {
+        add_node_port(&mut table, dump, protocol, port, entries);
+    }
+    for chain in unknown {
+        table.problems.insert(Problem::NotUnderstood(format!(
+            "cannot verify what chain {chain} ({family}) does: it contains a rule that Headgate does not write"
+        )));
+    }
+    table
+}
+
+/// Adds a NodePort once, if all addresses serve it alike. Otherwise adds the addresses that differ
+/// from the first, too.
+fn add_node_port(table: &mut Table, dump: &Dump, protocol: Protocol, port: u16, entries: BTreeMap<IpAddr, Entry>) {
+    let mut entries = entries;
+    for address in &dump.node_port_addresses {
+        entries.entry(*address).or_default();
+    }
+    let count = |one: &Entry| (entries.values().filter(|other| *other == one).count(), *one != Entry::default());
+    let Some(of_most) = entries.values().max_by_key(|one| count(one)).cloned() else { return };
+    for (address, entry) in &entries {
+        if *entry != of_most {
+            table.entries.insert(Frontend::Address(*address, protocol, port), entry.clone());
+        }
+    }
+    table.entries.insert(Frontend::NodePort(table.family, protocol, port), of_most);
+}
+
+/// Follows the packets for one frontend that nat does not translate.
+struct Follower<'a> {
+    dump: &'a Dump,
+    family: Family,
+    detector: Option<&'a LocalDetector>,
+    frontend: Frontend,
+    unknown: &'a mut BTreeSet<Box<str>>,
+}
+
+impl Follower<'_> {
+    /// How a chain ends a packet.
+    fn ending(&mut self, table: TableName, chain: &str, origin: Origin, is_admitted: bool) -> Option<Ending> {
+        let id = self.dump.rules.find(table, chain)?;
+        let members = Members { dump: self.dump, is_admitted };
+        let packet = Packet { origin, frontend: self.frontend, detector: self.detector, sets: Some(&members) };
+        self.dump.rules.evaluate(id, packet, 0, self.unknown).ending
+    }
+
+    fn fate(&mut self, origin: Origin) -> Fate {
+        let Frontend::Address(address, protocol, port) = self.frontend else { return Fate::NotServed };
+        let is_at_node = self.dump.node_addresses.contains(&address);
+        let is_local = self.dump.device.contains(&address) || is_at_node;
+        let server = self.dump.servers.get(&(address, protocol, port));
+        let endpoints = server.into_iter().flatten().filter(|(_, weight)| *weight > 0);
+        let mut endpoints = endpoints.map(|(endpoint, _)| *endpoint).peekable();
+        // IPVS takes the packets of the node itself before filter sees them, and those that the
+        // node receives afterwards.
+        let chain = if origin == Origin::Node && !is_at_node { SENT } else { RECEIVED };
+        let ending = self.ending(TableName::Filter, chain, origin, true);
+        match ending {
+            Some(Ending::Drop | Ending::Reject) if origin != Origin::Node || endpoints.peek().is_none() => {
+                Ending::fate(ending)
+            }
+            _ if is_local && endpoints.peek().is_some() => Fate::to(endpoints),
+            _ => Fate::NotServed,
+        }
+    }
+
+    /// The clients that rules and sets admit.
+    fn admitted(&mut self) -> Admitted {
+        let ways = [(TableName::Filter, FIREWALL, Origin::Outside), (TableName::Mangle, SENT, Origin::Node)];
+        let dropped = |follower: &mut Self, is_admitted| {
+            ways.map(|(table, chain, origin)| follower.ending(table, chain, origin, is_admitted) == Some(Ending::Drop))
+        };
+        if dropped(self, false) != [true; 2] {
+            return Admitted::All;
+        }
+        if dropped(self, true) != [false; 2] {
+            return Admitted::only([]);
+        }
+        let of_family = |name: &&String| name.contains("KUBE-6-") == (self.family == Family::V6);
+        let sets = self.dump.sets.iter().filter(|(name, _)| of_family(name) && name.contains(SOURCES));
+        Admitted::only(sets.flat_map(|(_, members)| sources(members, &self.frontend)))
+    }
+}
+
+/// A part of the names of the sets of virtual servers for NodePorts.
+const NODE_PORT_SERVERS: &str = "NODE-PORT-SERVERS";
+/// A part of the names of the sets of clients that may reach a load balancer IP.
+const SOURCES: &str = "LOAD-BALANCER-SOURCE";
