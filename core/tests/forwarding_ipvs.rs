@@ -73,7 +73,8 @@ fn verify(state: &State, facts: &NodeFacts, family: Family, kernel: &FakeKernel)
         let destinations = destinations.iter().map(|(address, weight)| (*address, *weight));
         ((key.address, key.protocol, key.port), destinations.collect())
     });
-    let of_family: BTreeSet<IpAddr> = addresses().into_iter().filter(|address| Family::of(*address) == family).collect();
+    let of_family: BTreeSet<IpAddr> =
+        addresses().into_iter().filter(|address| Family::of(*address) == family).collect();
     let dump = Dump {
         servers: servers.collect(),
         device: kernel.device_addresses.clone(),

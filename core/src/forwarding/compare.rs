@@ -3,8 +3,7 @@
 use std::{collections::BTreeSet, fmt, sync::Arc};
 
 use super::{
-    Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table, expected,
-    expected::node_ports_at, table::owner,
+    Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table, expected, expected::node_ports_at, table::owner,
 };
 use crate::{
     explain::NodeSettings,
@@ -200,12 +199,7 @@ impl Comparer {
     /// `is_settled` is false while changes of the state wait to be programmed: such a frontend may
     /// then belong to a Service that was removed.
     #[must_use]
-    pub fn finish(
-        mut self,
-        state: &State,
-        is_verified: &dyn Fn(&ServiceKey) -> bool,
-        is_settled: bool,
-    ) -> Comparison {
+    pub fn finish(mut self, state: &State, is_verified: &dyn Fn(&ServiceKey) -> bool, is_settled: bool) -> Comparison {
         let left = std::mem::take(&mut self.found.entries);
         for (frontend, entry) in left.iter().filter(|_| !self.is_broken) {
             let key = owner(state.frontends(), frontend);

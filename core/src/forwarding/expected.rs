@@ -32,11 +32,7 @@ pub fn expected<'a>(
 
 /// Returns the table of these views of Services.
 #[must_use]
-pub fn of_views(
-    views: impl IntoIterator<Item = ServicePortView>,
-    family: Family,
-    settings: &NodeSettings,
-) -> Table {
+pub fn of_views(views: impl IntoIterator<Item = ServicePortView>, family: Family, settings: &NodeSettings) -> Table {
     let mut table = Table { node_ports_at: node_ports_at(family, settings), ..Table::new(family) };
     views.into_iter().for_each(|view| add(&mut table, &view, settings));
     table

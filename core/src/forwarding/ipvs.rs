@@ -116,9 +116,11 @@ pub fn decode(dump: &Dump, family: Family, detector: Option<&LocalDetector>) -> 
     table.node_ports_at = NodePortsAt::Only(dump.node_port_addresses.clone());
     let mut frontends: BTreeSet<Frontend> = translated.iter().flat_map(BTreeMap::keys).copied().collect();
     frontends.retain(|frontend| matches!(frontend, Frontend::Address(..)));
-    frontends.extend(dump.sets.values().flatten().filter_map(|member| match (member.address, member.port, member.source) {
-        (Some(address), Some((Some(protocol), port)), None) => Some(Frontend::Address(address, protocol, port)),
-        _ => None,
+    frontends.extend(dump.sets.values().flatten().filter_map(|member| {
+        match (member.address, member.port, member.source) {
+            (Some(address), Some((Some(protocol), port)), None) => Some(Frontend::Address(address, protocol, port)),
+            _ => None,
+        }
     }));
     // Other virtual servers belong to other programs.
     let servers = dump.servers.keys().filter(|(address, ..)| dump.device.contains(address));

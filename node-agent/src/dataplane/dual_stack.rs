@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State};
+use headgate_core::{Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, forwarding};
 use prometheus_client::metrics::counter::Counter;
 use tracing::{info, warn};
 
@@ -22,8 +22,10 @@ use super::{
 };
 use crate::{cpu_time, node_inputs::NodeInputs};
 
-/// The pause after a comparison, as a multiple of the processor time that the comparison took.
-const COMPARISON_PAUSE_FACTOR: u32 = 100;
+/// The pause after a comparison with the agent's records, as a multiple of the processor time that
+/// the comparison took. Verifications of the forwarding table have the same pauses: together they
+/// take at most one percent of a core.
+pub(crate) const COMPARISON_PAUSE_FACTOR: u32 = 200;
 
 /// The maximum number of differences that the log names after one comparison.
 const MAX_LOGGED_DIFFERENCES: usize = 5;
@@ -119,6 +121,12 @@ pub trait NodeDataplane: Send {
     /// # Errors
     /// The check failed. It is unknown whether the rules are complete.
     fn verify(&mut self) -> Result<bool, DataplaneError>;
+
+    /// Reads the kernel, and returns what it forwards in each family; see [`Dataplane::decode`].
+    ///
+    /// # Errors
+    /// The kernel cannot be read. Try again.
+    fn decode(&mut self) -> Result<Vec<forwarding::Table>, DataplaneError>;
 
     /// Counts of the programmed rules, for each family. Does not read the kernel.
     fn statistics(&self) -> Vec<FamilyStatistics>;
@@ -434,6 +442,15 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
         self.all(|family, kernel| family.is_intact(kernel, &drift))
     }
 
+    fn decode(&mut self) -> Result<Vec<forwarding::Table>, DataplaneError> {
+        let mut tables = Vec::new();
+        self.each(|OneFamily { dataplane, .. }, kernel| {
+            tables.push(dataplane.decode(kernel)?);
+            Ok(())
+        })?;
+        Ok(tables)
+    }
+
     fn statistics(&self) -> Vec<FamilyStatistics> {
         self.families.iter().map(OneFamily::statistics).collect()
     }
@@ -488,7 +505,7 @@ impl<D: Dataplane> OneFamily<D> {
 
     /// True when nobody else has changed the rules. Each call detects flushed rules. Only a
     /// comparison detects a changed rule. The pauses between comparisons limit the cost of the
-    /// comparisons to one percent of a core. Adds the number of differences to `drift`.
+    /// comparisons to half a percent of a core. Adds the number of differences to `drift`.
     fn is_intact(&mut self, kernel: &mut D::Kernel, drift: &Counter) -> Result<bool, DataplaneError> {
         if let Some(sentence) = self.dataplane.check(kernel)? {
             warn!("{sentence}");

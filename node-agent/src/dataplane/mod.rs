@@ -27,6 +27,7 @@ pub use contract::{
     ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, FindFaults, KernelHandle, Maintain, ProxyCounts,
     Report, Statistics, TableStatistics, Wake,
 };
+pub(crate) use dual_stack::COMPARISON_PAUSE_FACTOR;
 pub use dual_stack::{DualStack, NodeDataplane};
 pub use error::{DataplaneError, ErrorKind};
 pub use leftovers::Leftover;

@@ -2,11 +2,12 @@
 //! buckets that kube-proxy gives them.
 
 use std::{
-    sync::atomic::AtomicU64,
+    collections::BTreeSet,
+    sync::{Arc, Mutex, PoisonError, atomic::AtomicU64},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use headgate_core::Family as IpFamily;
+use headgate_core::{Family as IpFamily, ServiceKey};
 use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram};
 
 use crate::{
@@ -14,6 +15,9 @@ use crate::{
     metric_registry::{AGENT, KUBE_PROXY, Labels, MetricRegistry, family_label, sync_histogram},
     state::backlog::Trigger,
 };
+
+/// The maximum number of Services with a counter of drift.
+const MAX_DRIFTED: usize = 100;
 
 /// The extent of a sync.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -57,6 +61,10 @@ pub struct SyncMetrics {
     pub dataplane: DataplaneMetrics,
     /// 1 while rules count packets into [`crate::packet_counters`], else 0.
     pub counts_packets: Gauge,
+    verifications: Family<Labels<1>, Counter>,
+    verified_at: Gauge,
+    drifted: Family<[(&'static str, String); 2], Counter>,
+    drifted_services: Arc<Mutex<BTreeSet<ServiceKey>>>,
     mode: Family<[(&'static str, String); 2], Gauge>,
     apply_duration: Family<Labels<1>, Histogram>,
     applies_failed: Family<Labels<1>, Counter>,
@@ -93,6 +101,10 @@ impl Default for SyncMetrics {
             degraded_modes: Gauge::default(),
             dataplane: DataplaneMetrics::default(),
             counts_packets: Gauge::default(),
+            verifications: Family::default(),
+            verified_at: Gauge::default(),
+            drifted: Family::default(),
+            drifted_services: Arc::default(),
             mode: Family::default(),
             apply_duration: Family::new_with_constructor(sync_histogram),
             applies_failed: Family::default(),
@@ -130,6 +142,12 @@ impl SyncMetrics {
         add.counter("repairs", "", help, self.repairs.clone());
         let help = "Times that the rules could not be verified";
         add.counter("verifications_failed", "", help, self.verifications_failed.clone());
+        let help = "Verifications of what the kernel forwards, by their result: equal to what the state asks for, drift, or failed";
+        add.counter("forwarding_verifications", "result (equal, drift, failed)", help, self.verifications.clone());
+        let help = "Time of the last verification of what the kernel forwards that did not fail, in Unix seconds";
+        add.gauge("verified_timestamp_seconds", "", help, self.verified_at.clone());
+        let help = "Verifications that found a Service served otherwise than the state asks for. Only the first 100 Services have a counter";
+        add.counter("service_drift", "namespace, service", help, self.drifted.clone());
         let help = "Services that the kernel rejects, as a whole or in part. Their last good rules stay, and they delay no other Service";
         add.gauge("services_refused", "", help, self.services_rejected.clone());
         let help = "Problems on this node that the operator has to fix because Services get less than was configured, such as iptables in place of ipvs. /status on the metrics port and `headgatectl agents` list these problems";
@@ -146,6 +164,25 @@ impl SyncMetrics {
     pub(super) fn set_mode(&self, backend: &str, reason: Option<&str>) {
         let labels = [("backend", backend.to_owned()), ("reason", reason.unwrap_or_default().to_owned())];
         self.mode.get_or_create(&labels).set(1);
+    }
+
+    /// Records the result of a verification: "equal", "drift" or "failed".
+    pub(super) fn verified(&self, result: &'static str) {
+        self.verifications.get_or_create(&[("result", result)]).inc();
+        if result != "failed" {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            self.verified_at.set(i64::try_from(now.as_secs()).unwrap_or(i64::MAX));
+        }
+    }
+
+    /// Counts a Service that is served otherwise than the state asks for.
+    pub(super) fn drifted(&self, service: &ServiceKey) {
+        let mut services = self.drifted_services.lock().unwrap_or_else(PoisonError::into_inner);
+        if services.len() < MAX_DRIFTED || services.contains(service) {
+            services.insert(service.clone());
+            let labels = [("namespace", service.namespace.to_string()), ("service", service.name.to_string())];
+            self.drifted.get_or_create(&labels).inc();
+        }
     }
 
     fn register_kube_proxy_names(&self, registry: &mut MetricRegistry) {

@@ -9,6 +9,7 @@
 
 pub mod metrics;
 mod quarantine;
+mod verification;
 
 pub use metrics::{SyncKind, SyncMetrics};
 
@@ -108,6 +109,7 @@ pub struct Reconciler {
     failed_verifications: u32,
     /// When the next precautionary full sync is due.
     full_sync_at: Instant,
+    pauses: verification::Pauses,
 }
 
 /// A step that has been planned but not applied.
@@ -157,6 +159,7 @@ impl Reconciler {
             verify_at,
             failed_verifications: 0,
             full_sync_at,
+            pauses: verification::Pauses::default(),
         };
         (reconciler, receiver)
     }
@@ -213,6 +216,7 @@ impl Reconciler {
                 Wake::Work => self.sync(),
                 Wake::Rules | Wake::Verify if self.shared.is_unconfirmed() => self.check_rules_of_earlier_run(),
                 Wake::Rules => self.verify(),
+                Wake::Requested => self.verify_table(),
                 Wake::Verify if self.maintain_at().is_some_and(|due| due <= Instant::now()) => self.maintain(),
                 Wake::Verify if Instant::now() < self.verify_at => self.retry(&self.quarantine.due()),
                 Wake::Verify => self.verify(),
@@ -528,6 +532,8 @@ impl Reconciler {
             self.failed_verifications = 0;
             self.unfinished.needs_full = true;
             self.done = None;
+        } else if self.is_table_due() {
+            self.verify_table();
         }
     }
 }

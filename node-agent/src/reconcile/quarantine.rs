@@ -105,6 +105,11 @@ impl Quarantine {
         services.iter().filter(|service| self.services.contains_key(*service)).cloned().collect()
     }
 
+    /// True if the kernel rejects a service as a whole or in part.
+    pub(crate) fn concerns(&self, service: &ServiceKey) -> bool {
+        self.services.contains_key(service) || self.partial.contains_key(service)
+    }
+
     /// The services whose pause is over.
     pub(crate) fn due(&self) -> BTreeSet<Arc<ServiceKey>> {
         let now = Instant::now();

@@ -135,7 +135,7 @@ pub(crate) enum Wake {
     Work,
     /// No changes must be programmed, and it is time to verify the rules.
     Verify,
-    /// No changes must be programmed, and a verification of the kernel was requested.
+    /// A verification of the kernel was requested.
     Requested,
 }
 
@@ -406,6 +406,13 @@ impl AgentState {
         read(inner.held.state(), &inner.facts)
     }
 
+    /// Calls `read` with the state, the node's facts and the Services that wait to be programmed,
+    /// while the lock is held. Returns `None` if everything must be programmed anew.
+    pub(crate) fn with_unprogrammed<T>(&self, read: impl FnOnce(&State, &NodeFacts, &Dirty) -> T) -> Option<T> {
+        let inner = self.lock();
+        (!inner.needs_full).then(|| read(inner.held.state(), &inner.facts, &inner.dirty))
+    }
+
     /// Ends the reconcile loop after its current sync.
     pub fn stop(&self) {
         self.lock().stop = true;
@@ -427,10 +434,13 @@ impl AgentState {
             if inner.held.position().is_some() && std::mem::take(&mut inner.rules_changed) {
                 return Wake::Rules;
             }
-            let is_done = Some(inner.generation) == done || inner.is_unconfirmed;
-            if is_done && done.is_some() && std::mem::take(&mut inner.verification_requested) {
+            // Changes that arrive all the time must not delay a request without end: Services that
+            // wait for a sync are not verified.
+            let can_verify = done.is_some() && !inner.is_unconfirmed;
+            if can_verify && std::mem::take(&mut inner.verification_requested) {
                 return Wake::Requested;
             }
+            let is_done = Some(inner.generation) == done || inner.is_unconfirmed;
             let due = match (inner.held.position(), is_done) {
                 (None, _) => None,
                 (Some(_), false) => Some((Wake::Work, pace.next(inner.generation).max(inner.node_awaited()))),

@@ -6,6 +6,7 @@
 mod beside_kube_proxy;
 mod clients;
 mod conntrack;
+mod forwarding;
 mod health_check;
 mod interfaces;
 mod mirrored;

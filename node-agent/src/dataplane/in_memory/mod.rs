@@ -10,6 +10,10 @@ use std::{collections::BTreeSet, mem, sync::Arc, time::Instant};
 
 use headgate_core::{
     Demand, Dirty, Family, NodeFacts, ServiceKey, State,
+    explain::{Mode, NodeSettings},
+    forwarding,
+    iptables::NodePortAddresses,
+    masquerade::MasqueradeConfig,
     view::{ServicePortView, service_views},
 };
 
@@ -110,6 +114,18 @@ impl Dataplane for InMemoryFamily {
     fn compare(&mut self, kernel: &mut Control) -> Result<Vec<String>, DataplaneError> {
         let is_same = self.read(kernel)? == self.programmed;
         Ok(if is_same { Vec::new() } else { vec!["the table differs".to_owned()] })
+    }
+
+    fn decode(&mut self, kernel: &mut Control) -> Result<forwarding::Table, DataplaneError> {
+        let views = self.read(kernel)?.into_values().flatten();
+        let settings = NodeSettings {
+            mode: Mode::Iptables,
+            masquerade: MasqueradeConfig::default(),
+            node_ports_v4: NodePortAddresses::All,
+            node_ports_v6: NodePortAddresses::All,
+            localhost_node_ports: false,
+        };
+        Ok(forwarding::of_views(views, Family::V4, &settings))
     }
 
     fn degraded(&self, _: &Demand) -> Vec<Degradation> {

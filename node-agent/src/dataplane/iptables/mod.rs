@@ -20,7 +20,7 @@ use std::{
 };
 
 use headgate_core::{
-    Demand, Dirty, Family, NodeFacts, ServiceKey, State,
+    Demand, Dirty, Family, NodeFacts, ServiceKey, State, forwarding,
     iptables::{
         ExistingTables, Ledger, RenderConfig, Script, has_localnet_guard, ledger::LateChange, names::GateChain, ruleset,
     },
@@ -149,6 +149,13 @@ impl Dataplane for IptablesFamily {
         let found = self.read(kernel)?;
         let is_same = self.ledger.matches(&found);
         Ok(if is_same { Vec::new() } else { vec!["the kernel's iptables rules differ from the agent's".to_owned()] })
+    }
+
+    fn decode(&mut self, (): &mut ()) -> Result<forwarding::Table, DataplaneError> {
+        let RenderConfig { family, masquerade, leaves_out_sctp, .. } = self.ledger.config();
+        let rules = self.rules.programs.for_decoder()?;
+        let table = forwarding::iptables::decode(&rules, *family, masquerade.detector(*family));
+        Ok(forwarding::Table { leaves_out_sctp: *leaves_out_sctp, ..table })
     }
 
     fn statistics(&self) -> Statistics {

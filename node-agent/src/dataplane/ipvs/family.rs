@@ -8,7 +8,7 @@ use std::{
 };
 
 use headgate_core::{
-    Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State,
+    Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, forwarding,
     iptables::NodePortAddresses,
     ipvs::{DEVICE, Existing, IpvsConfig, Ledger, Object, Op, Plan, Problem, Scheduler, ServerKey, Set},
 };
@@ -157,6 +157,15 @@ impl Dataplane for IpvsFamily {
         let is_same = self.ledger.matches(&found);
         let sentence = || "the kernel's virtual servers, sets, addresses or rules differ from the agent's".to_owned();
         Ok(if is_same { Vec::new() } else { vec![sentence()] })
+    }
+
+    fn decode(&mut self, kernel: &mut Kernel) -> Result<forwarding::Table, DataplaneError> {
+        let rules = self.rules.programs.for_decoder()?;
+        let config = self.ledger.config();
+        let (family, ports) = (config.family, &config.node_port_addresses);
+        let dump = read::for_decoder(kernel, family, &config.other_addresses, ports, rules)?;
+        let table = forwarding::ipvs::decode(&dump, family, config.masquerade.detector(family));
+        Ok(forwarding::Table { leaves_out_sctp: config.leaves_out_sctp, ..table })
     }
 
     fn statistics(&self) -> Statistics {

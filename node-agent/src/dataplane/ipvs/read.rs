@@ -3,13 +3,18 @@
 use std::{collections::BTreeSet, net::IpAddr};
 
 use headgate_core::{
-    Family,
+    Family, Protocol,
+    forwarding::{
+        iptables::Rules,
+        ipvs::{Dump, Member},
+    },
     iptables::ExistingTables,
     ipvs::{Existing, Set, existing::ExistingServer},
 };
 use headgate_netlink::route::{Change as RouteChange, Prefix, Routing};
+use ipnet::IpNet;
 use ipset_netlink::{Change, IpSets, Specification};
-use ipvs_netlink::Ipvs;
+use ipvs_netlink::{Ipvs, ServiceId};
 
 use super::{
     super::{
@@ -168,4 +173,73 @@ pub(super) fn read_servers(ipvs: &mut Ipvs, family: Family, existing: &mut Exist
         existing.servers.insert(key, ExistingServer { settings: convert::settings(&found), destinations });
     }
     Ok(())
+}
+
+/// Reads the kernel for a decoder. Changes nothing.
+pub(super) fn for_decoder(
+    kernel: &mut Kernel,
+    family: Family,
+    node_addresses: &BTreeSet<IpAddr>,
+    node_port_addresses: &[IpAddr],
+    rules: Rules,
+) -> Result<Dump, DataplaneError> {
+    let of_family = |address: &&IpAddr| Family::of(**address) == family;
+    let mut dump = Dump {
+        rules,
+        node_addresses: node_addresses.iter().filter(of_family).copied().collect(),
+        node_port_addresses: node_port_addresses.iter().filter(of_family).copied().collect(),
+        ..Dump::default()
+    };
+    let device = kernel.device_in_use()?;
+    let prefixes = kernel.routing()?.addresses(device).map_err(of_routing)?;
+    dump.device = prefixes.iter().map(|prefix| prefix.address).filter(|address| of_family(&address)).collect();
+    for set in Set::ALL {
+        let name = set.name(family);
+        let Some(found) = kernel.sets()?.set(&name).map_err(of_sets)? else { continue };
+        let members = found.entries.iter().filter(|entry| !entry.nomatch).filter_map(|entry| member(&entry.element));
+        dump.sets.insert(name, members.collect());
+    }
+    let ipvs = kernel.ipvs()?;
+    for found in ipvs.services().map_err(of_ipvs)? {
+        let ServiceId::Address { protocol, address } = found.service.id else { continue };
+        let Some(protocol) = protocol_of(protocol).filter(|_| of_family(&&address.ip())) else { continue };
+        let destinations = ipvs.destinations(found.service.id).map_err(of_ipvs)?.into_iter();
+        let destinations = destinations.map(|entry| (entry.destination.address, entry.destination.weight));
+        dump.servers.insert((address.ip(), protocol, address.port()), destinations.collect());
+    }
+    Ok(dump)
+}
+
+fn protocol_of(protocol: ipvs_netlink::Protocol) -> Option<Protocol> {
+    match protocol {
+        ipvs_netlink::Protocol::Tcp => Some(Protocol::Tcp),
+        ipvs_netlink::Protocol::Udp => Some(Protocol::Udp),
+        ipvs_netlink::Protocol::Sctp => Some(Protocol::Sctp),
+        ipvs_netlink::Protocol::Other(_) => None,
+    }
+}
+
+fn member(element: &ipset_netlink::Element) -> Option<Member> {
+    use ipset_netlink::{Element, Protocol as OfSet};
+    let port = |protocol: OfSet, port| {
+        let protocol = match protocol {
+            OfSet::Tcp => Protocol::Tcp,
+            OfSet::Udp => Protocol::Udp,
+            OfSet::Sctp => Protocol::Sctp,
+            OfSet::Other(_) => return None,
+        };
+        Some((Some(protocol), port))
+    };
+    let (address, port, source) = match *element {
+        Element::Ip(address) => (Some(address), None, None),
+        Element::Port(number) => (None, Some((None, number)), None),
+        Element::IpPort(address, protocol, number) => (Some(address), Some(port(protocol, number)?), None),
+        Element::IpPortIp(address, protocol, number, source) => {
+            (Some(address), Some(port(protocol, number)?), Some(source.into()))
+        }
+        Element::IpPortNet(address, protocol, number, source, length) => {
+            (Some(address), Some(port(protocol, number)?), Some(IpNet::new(source, length).ok()?))
+        }
+    };
+    Some(Member { address, port, source })
 }

@@ -30,7 +30,7 @@ pub use service_counters::{Counts, ServiceCounters, read_counters};
 use std::{collections::BTreeMap, net::SocketAddr, time::Instant};
 
 use headgate_core::{
-    Dirty, Family, LoadBalancing, NodeFacts, State,
+    Dirty, Family, LoadBalancing, NodeFacts, State, forwarding,
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
     nftables::{Existing, Ledger, Lookup, NftablesConfig, Plan},
@@ -46,7 +46,13 @@ use super::{
     Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Maintain, Report, StateSource, Statistics,
     TableStatistics, iptables::route_localnet,
 };
-use crate::node_inputs::NodeInputs;
+use crate::{
+    decoders::{
+        self,
+        nftables::{Dump, pack},
+    },
+    node_inputs::NodeInputs,
+};
 
 /// The configuration of both families.
 #[derive(Debug, Clone)]
@@ -376,6 +382,22 @@ impl Dataplane for NftablesFamily {
         let Self { layout_config: config, layout, ledger, comparison, .. } = self;
         let compared = comparison.next(kernel.reader()?, Programmed { config, layout, ledger, metrics: &metrics });
         compared.map_err(|error| failure("comparing the table of this agent", &error))
+    }
+
+    fn decode(&mut self, kernel: &mut Connection) -> Result<forwarding::Table, DataplaneError> {
+        let (family, reader) = (self.family(), kernel.reader()?);
+        let table = table_name(family);
+        let dump = Dump::read(reader, &table, |reader, set| reader.elements_as(&table, set, pack))
+            .map_err(|error| failure("reading the table of this agent", &error))?;
+        let LayoutConfig { detector, listeners, .. } = &self.layout_config;
+        let gate = (!listeners.is_empty()).then_some(elements::names::GATE);
+        Ok(match dump {
+            Some(dump) => decoders::nftables::decode(&dump, detector.as_ref(), gate),
+            None => {
+                let problem = forwarding::Problem::Broken(format!("the table {table} is missing"));
+                forwarding::Table { problems: [problem].into(), ..forwarding::Table::new(family) }
+            }
+        })
     }
 
     fn maintenance(&mut self) -> Option<&mut dyn Maintain<Connection>> {

@@ -19,7 +19,7 @@ pub(crate) use set_gate::gates;
 use std::{collections::BTreeSet, sync::Arc, time::Instant};
 
 use headgate_core::{
-    Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State,
+    Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, forwarding,
     userspace::{Ledger, Operation, Plan},
 };
 
@@ -224,6 +224,10 @@ impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
 
     fn compare(&mut self, kernel: &mut UserspaceKernel<R::Kernel>) -> Result<Vec<String>, DataplaneError> {
         self.direct.compare(&mut kernel.rules)
+    }
+
+    fn decode(&mut self, kernel: &mut UserspaceKernel<R::Kernel>) -> Result<forwarding::Table, DataplaneError> {
+        self.direct.decode(&mut kernel.rules)
     }
 
     fn maintenance(&mut self) -> Option<&mut dyn Maintain<UserspaceKernel<R::Kernel>>> {

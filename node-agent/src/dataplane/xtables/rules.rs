@@ -1,7 +1,10 @@
 //! Reads and writes the rules of one family: the rules of the iptables dataplane, or the iptables
 //! rules of the IPVS dataplane.
 
-use headgate_core::iptables::{ExistingTables, Jump, Ledger, Script, Table, names::CANARY};
+use headgate_core::{
+    forwarding,
+    iptables::{ExistingTables, Jump, Ledger, Script, Table, names::CANARY},
+};
 
 use super::{
     super::{DataplaneError, ErrorKind},
@@ -27,6 +30,15 @@ impl Programs {
             tables.set(table, self.existing(table)?);
         }
         Ok(tables)
+    }
+
+    /// Reads all rules for a decoder.
+    pub(in crate::dataplane) fn for_decoder(&self) -> Result<forwarding::iptables::Rules, DataplaneError> {
+        let mut rules = forwarding::iptables::Rules::default();
+        for table in Table::ALL {
+            self.save(table, |line| rules.line(line))?;
+        }
+        Ok(rules)
     }
 
     /// Runs a script, and returns the chains that could not be deleted. The kernel does not delete

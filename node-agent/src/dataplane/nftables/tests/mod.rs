@@ -4,6 +4,7 @@
 mod addresses;
 mod affinity;
 mod decoding;
+mod forwarding;
 mod hashing;
 mod misses;
 mod rig;

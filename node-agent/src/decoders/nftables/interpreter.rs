@@ -1,0 +1,436 @@
+//! Executes rules for one packet, with every result of random numbers and hashes.
+
+use std::{
+    collections::{BTreeSet, HashSet},
+    net::SocketAddr,
+    sync::Arc,
+};
+
+use headgate_core::{
+    forwarding::{Fate, NodePortsAt, Origin},
+    frontends::Frontend,
+    masquerade::LocalDetector,
+};
+use ipnet::IpNet;
+use nftables_netlink::{
+    ChainType, Comparison, Expression, Hook, LookupResult, NatKind, Policy, Register, RegisterRange, Value, Verdict,
+};
+
+use super::{
+    Dump,
+    dump::{SetDump, address_of},
+    packet::{Key, Packet, Registers},
+};
+
+/// The maximum depth of jumps, as in the kernel.
+const MAX_DEPTH: usize = 16;
+
+/// The maximum number of results of a random number or a hash that are followed.
+const MAX_RESULTS: u32 = 1 << 16;
+
+/// The set of the addresses that answer NodePorts. Other sets contain addresses of Services.
+const NODE_PORT_ADDRESSES: &str = "node-port-addresses";
+
+/// How a packet ends that is not translated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ending {
+    Accept,
+    Drop,
+    Reject,
+}
+
+/// What the rules do with a packet.
+#[derive(Debug, Default)]
+struct Outcome {
+    endpoints: BTreeSet<SocketAddr>,
+    ending: Option<Ending>,
+    /// Some packets go on with the next rule, or leave the chain.
+    goes_on: bool,
+    /// Some packets leave the chain before its end.
+    returns: bool,
+    /// The clients in these ranges may do something else than others.
+    admitted: BTreeSet<IpNet>,
+}
+
+impl Outcome {
+    fn goes_on() -> Self {
+        Self { goes_on: true, ..Self::default() }
+    }
+
+    fn ends(ending: Ending) -> Self {
+        Self { ending: Some(ending), ..Self::default() }
+    }
+
+    fn add(&mut self, other: Self) {
+        self.endpoints.extend(other.endpoints);
+        self.ending = self.ending.or(other.ending);
+        self.goes_on |= other.goes_on;
+        self.returns |= other.returns;
+        self.admitted.extend(other.admitted);
+    }
+}
+
+/// Executes the rules of a dump.
+#[derive(Debug)]
+pub(super) struct Interpreter<'a> {
+    dump: &'a Dump,
+    detector: Option<&'a LocalDetector>,
+    /// A set that contains every key for this run.
+    full: Option<&'a str>,
+    /// The lists of endpoints so far. Frontends share equal lists.
+    lists: HashSet<Arc<[SocketAddr]>>,
+    /// The chains with something that is not understood.
+    pub(super) unknown: BTreeSet<String>,
+    /// How the rules recognise an address that answers NodePorts, if a packet reached such a rule.
+    pub(super) node_ports_at: Option<NodePortsAt>,
+}
+
+impl<'a> Interpreter<'a> {
+    pub(super) fn new(dump: &'a Dump, detector: Option<&'a LocalDetector>, full: Option<&'a str>) -> Self {
+        Self { dump, detector, full, lists: HashSet::new(), unknown: BTreeSet::new(), node_ports_at: None }
+    }
+
+    /// Returns the fate of the first packet of a connection. Also returns the clients that reach
+    /// the frontend, if the packets of others are dropped.
+    pub(super) fn follow(&mut self, frontend: Frontend, origin: Origin) -> (Fate, Option<BTreeSet<IpNet>>) {
+        let packet = Packet { origin, frontend };
+        let is_node_port = matches!(frontend, Frontend::NodePort(..));
+        let hooks: &[Hook] = match (origin, is_node_port) {
+            (Origin::Node, false) => &[Hook::Output],
+            (Origin::Node, true) => &[Hook::Output, Hook::Input],
+            (_, false) => &[Hook::Prerouting, Hook::Forward],
+            (_, true) => &[Hook::Prerouting, Hook::Input],
+        };
+        let dump = self.dump;
+        let (mut admitted, mut endpoints) = (None, BTreeSet::new());
+        for (name, base) in hooks.iter().flat_map(|hook| dump.base_chains(*hook)) {
+            let mut outcome = self.chain(name, packet, 0);
+            if outcome.goes_on && base.policy == Policy::Drop {
+                outcome.ending = outcome.ending.or(Some(Ending::Drop));
+                outcome.goes_on = false;
+            }
+            if base.kind != ChainType::Nat && outcome.goes_on && !outcome.admitted.is_empty() {
+                if outcome.ending == Some(Ending::Drop) {
+                    admitted = Some(outcome.admitted);
+                }
+                continue;
+            }
+            endpoints.extend(outcome.endpoints);
+            let fate = match outcome.ending {
+                None if !outcome.goes_on => break,
+                None | Some(Ending::Accept) => Fate::NotServed,
+                Some(Ending::Drop) => Fate::Dropped,
+                Some(Ending::Reject) => Fate::Rejected,
+            };
+            if !endpoints.is_empty() {
+                return (Fate::Partly(self.list(endpoints)), admitted);
+            }
+            if fate != Fate::NotServed {
+                return (fate, admitted);
+            }
+        }
+        let fate = if endpoints.is_empty() { Fate::NotServed } else { Fate::Forwarded(self.list(endpoints)) };
+        (fate, admitted)
+    }
+
+    fn list(&mut self, endpoints: BTreeSet<SocketAddr>) -> Arc<[SocketAddr]> {
+        let list: Arc<[SocketAddr]> = endpoints.into_iter().collect();
+        match self.lists.get(&list) {
+            Some(known) => Arc::clone(known),
+            None => {
+                self.lists.insert(Arc::clone(&list));
+                list
+            }
+        }
+    }
+
+    fn chain(&mut self, name: &str, packet: Packet, depth: usize) -> Outcome {
+        let dump = self.dump;
+        let Some(chain) = dump.chains.get(name).filter(|_| depth <= MAX_DEPTH) else {
+            self.unknown.insert(name.to_owned());
+            return Outcome::goes_on();
+        };
+        let mut all = Outcome::default();
+        for rule in &chain.rules {
+            let outcome = self.rule(rule, Registers::default(), packet, name, depth);
+            let goes_on = outcome.goes_on;
+            all.add(Outcome { goes_on: false, ..outcome });
+            if !goes_on {
+                all.goes_on = std::mem::take(&mut all.returns);
+                return all;
+            }
+        }
+        all.returns = false;
+        all.goes_on = true;
+        all
+    }
+
+    /// Executes the rest of a rule.
+    fn rule(
+        &mut self,
+        rule: &[Expression],
+        mut registers: Registers,
+        packet: Packet,
+        chain: &str,
+        depth: usize,
+    ) -> Outcome {
+        for (position, expression) in rule.iter().enumerate() {
+            let rest = &rule[position + 1..];
+            let is_met = match expression {
+                Expression::Payload { base, offset, length, to } => {
+                    packet.payload(self.dump, (*base, *offset, *length as usize), *to, &mut registers);
+                    true
+                }
+                Expression::Meta { key, to } => {
+                    packet.meta(*key, *to, &mut registers);
+                    true
+                }
+                Expression::Conntrack { key, to, .. } => {
+                    Packet::conntrack(*key, *to, &mut registers);
+                    true
+                }
+                Expression::Fib { result, flags, to } => {
+                    packet.fib(*result, *flags, *to, &mut registers);
+                    if *flags == nftables_netlink::FibFlags::DESTINATION
+                        && matches!(packet.frontend, Frontend::NodePort(..))
+                    {
+                        self.node_ports_at = Some(NodePortsAt::AnyAddress);
+                    }
+                    true
+                }
+                Expression::Immediate { to, value } => {
+                    registers.load(*to, &value.0);
+                    true
+                }
+                Expression::Bitwise { from, to, mask, xor } => {
+                    mask_register(&mut registers, *from, *to, mask, xor);
+                    true
+                }
+                Expression::Compare { register, comparison, value } => {
+                    self.compare(&registers.key(*register, value.0.len()), *comparison, value, packet)
+                }
+                Expression::Counter { .. } | Expression::NoTrack | Expression::Log { .. } => true,
+                Expression::Lookup { set, key, result } => {
+                    match self.lookup(&set.name, *key, result, &mut registers, packet) {
+                        Found::Yes => true,
+                        Found::No => false,
+                        Found::Admitted(ranges) => {
+                            let mut outcome = self.rule(rest, registers, packet, chain, depth);
+                            outcome.admitted.extend(ranges);
+                            outcome.goes_on = true;
+                            return outcome;
+                        }
+                        Found::Verdict(verdict) => return self.verdict(&verdict, packet, chain, depth),
+                        Found::NotUnderstood => {
+                            self.unknown.insert(chain.to_owned());
+                            false
+                        }
+                    }
+                }
+                Expression::NumberGenerator { modulus, offset, to, .. }
+                | Expression::Hash { modulus, offset, to, .. } => {
+                    return self.each(*modulus, *offset, *to, rest, registers, packet, chain, depth);
+                }
+                // A set may be full, and a client may exceed a rate.
+                Expression::DynamicSet(_) | Expression::Limit { .. } => {
+                    let mut outcome = self.rule(rest, registers, packet, chain, depth);
+                    outcome.goes_on = true;
+                    return outcome;
+                }
+                Expression::Verdict(verdict) => return self.verdict(verdict, packet, chain, depth),
+                Expression::Reject(_) => return Outcome::ends(Ending::Reject),
+                Expression::Nat { kind: NatKind::Destination, address: Some(address), port: Some(port), .. } => {
+                    match self.endpoint(&registers, *address, *port) {
+                        Some(endpoint) => return Outcome { endpoints: [endpoint].into(), ..Outcome::default() },
+                        None => {
+                            self.unknown.insert(chain.to_owned());
+                            false
+                        }
+                    }
+                }
+                _ => {
+                    self.unknown.insert(chain.to_owned());
+                    false
+                }
+            };
+            if !is_met {
+                return Outcome::goes_on();
+            }
+        }
+        Outcome::goes_on()
+    }
+
+    /// Executes the rest of a rule for each result of a random number or a hash.
+    #[allow(clippy::too_many_arguments)]
+    fn each(
+        &mut self,
+        modulus: u32,
+        offset: u32,
+        to: Register,
+        rest: &[Expression],
+        mut registers: Registers,
+        packet: Packet,
+        chain: &str,
+        depth: usize,
+    ) -> Outcome {
+        let mut all = Outcome::default();
+        if modulus > MAX_RESULTS {
+            self.unknown.insert(chain.to_owned());
+        }
+        for number in 0..modulus.min(MAX_RESULTS) {
+            registers.load_number(to, offset.wrapping_add(number));
+            all.add(self.rule(rest, registers, packet, chain, depth));
+        }
+        all
+    }
+
+    fn verdict(&mut self, verdict: &Verdict, packet: Packet, chain: &str, depth: usize) -> Outcome {
+        match verdict {
+            Verdict::Accept => Outcome::ends(Ending::Accept),
+            Verdict::Drop => Outcome::ends(Ending::Drop),
+            Verdict::Continue => Outcome::goes_on(),
+            Verdict::Return => Outcome { returns: true, ..Outcome::default() },
+            Verdict::Jump(target) => self.chain(target, packet, depth + 1),
+            Verdict::Goto(target) => {
+                let outcome = self.chain(target, packet, depth + 1);
+                Outcome { returns: outcome.goes_on, goes_on: false, ..outcome }
+            }
+            Verdict::Other(_) => {
+                self.unknown.insert(chain.to_owned());
+                Outcome::goes_on()
+            }
+        }
+    }
+
+    fn endpoint(&self, registers: &Registers, address: RegisterRange, port: RegisterRange) -> Option<SocketAddr> {
+        let address = address_of(&registers.bytes(address.first, self.dump.address_bytes())?)?;
+        let port = registers.bytes(port.first, 2)?;
+        Some(SocketAddr::new(address, u16::from_be_bytes([port[0], port[1]])))
+    }
+
+    /// Compares registers with a value. A value that the decoder does not know differs from every
+    /// value.
+    fn compare(&self, key: &Key, comparison: Comparison, value: &Value, packet: Packet) -> bool {
+        let is_pod = packet.origin == Origin::Pod;
+        let ordering = match key {
+            Key::Known(bytes) => Some(bytes.as_slice().cmp(&value.0)),
+            Key::EndsWithSource(start, prefix_length) if start.is_empty() => {
+                let range = address_of(&value.0).and_then(|address| IpNet::new(address, *prefix_length).ok());
+                let is_pods = matches!(self.detector, Some(LocalDetector::Cidr(cidr)) if Some(cidr.trunc()) == range);
+                (is_pods && is_pod).then_some(std::cmp::Ordering::Equal)
+            }
+            Key::Interface => {
+                let is_same = |name: &str| {
+                    let mut padded = name.as_bytes().to_vec();
+                    padded.resize(16, 0);
+                    value.0 == padded
+                };
+                let is_pods = match self.detector {
+                    Some(LocalDetector::BridgeInterface(name)) => is_same(name),
+                    Some(LocalDetector::InterfaceNamePrefix(prefix)) => value.0 == prefix.as_bytes(),
+                    _ => false,
+                };
+                (is_pods && is_pod).then_some(std::cmp::Ordering::Equal)
+            }
+            _ => None,
+        };
+        match (comparison, ordering) {
+            (Comparison::Equal, ordering) => ordering.is_some_and(std::cmp::Ordering::is_eq),
+            (Comparison::NotEqual, ordering) => ordering.is_none_or(std::cmp::Ordering::is_ne),
+            (_, None) => false,
+            (Comparison::Less, Some(ordering)) => ordering.is_lt(),
+            (Comparison::LessOrEqual, Some(ordering)) => ordering.is_le(),
+            (Comparison::Greater, Some(ordering)) => ordering.is_gt(),
+            (Comparison::GreaterOrEqual, Some(ordering)) => ordering.is_ge(),
+        }
+    }
+
+    fn lookup(
+        &mut self,
+        name: &str,
+        at: Register,
+        result: &LookupResult,
+        registers: &mut Registers,
+        packet: Packet,
+    ) -> Found {
+        let dump = self.dump;
+        let Some(set) = dump.sets.get(name).filter(|set| !set.has_ranges) else { return Found::NotUnderstood };
+        let key = registers.key(at, set.key_bytes);
+        let found = match (&key, result) {
+            _ if self.full == Some(name) => Some(&[][..]),
+            // A new client is not recorded.
+            _ if set.is_recorded => None,
+            (Key::Known(key), LookupResult::Verdict) => {
+                return set.verdict(key).map_or(Found::No, |verdict| Found::Verdict(verdict.clone()));
+            }
+            (Key::Known(key), _) => set.get(key),
+            (Key::NodeAddress, _) if name == NODE_PORT_ADDRESSES => self.node_address(set),
+            // The source is an address of the node.
+            (Key::EndsWithSource(start, _), _) if start.is_empty() => {
+                let is_known = packet.origin == Origin::Node && set.keys(&[]).next().is_some();
+                is_known.then_some(&[][..])
+            }
+            (Key::EndsWithSource(start, prefix_length), LookupResult::Present) => {
+                let range = |key: &[u8]| IpNet::new(address_of(key.get(start.len()..)?)?, *prefix_length).ok();
+                let ranges: Vec<IpNet> = set.keys(start).filter_map(range).collect();
+                return if ranges.is_empty() { Found::No } else { Found::Admitted(ranges) };
+            }
+            _ => None,
+        };
+        match (result, found) {
+            (LookupResult::Absent, found) => Found::when(found.is_none()),
+            (LookupResult::Present, found) => Found::when(found.is_some()),
+            (LookupResult::Into(to), Some(data)) => {
+                registers.load(*to, data);
+                Found::Yes
+            }
+            (LookupResult::Into(_) | LookupResult::Verdict, _) => Found::No,
+        }
+    }
+
+    /// Whether the set of addresses that answer NodePorts contains the destination: the decoder
+    /// assumes one of the addresses in the set.
+    fn node_address<'s>(&mut self, set: &'s SetDump) -> Option<&'s [u8]> {
+        let addresses: BTreeSet<_> = set.keys(&[]).filter_map(address_of).collect();
+        let is_known = !addresses.is_empty();
+        self.node_ports_at = Some(NodePortsAt::Only(addresses));
+        is_known.then_some(&[])
+    }
+}
+
+/// The result of a lookup.
+enum Found {
+    Yes,
+    No,
+    /// The clients in these ranges are in the set.
+    Admitted(Vec<IpNet>),
+    Verdict(Verdict),
+    NotUnderstood,
+}
+
+impl Found {
+    fn when(condition: bool) -> Self {
+        if condition { Self::Yes } else { Self::No }
+    }
+}
+
+/// Executes `to = (from & mask) ^ xor`.
+fn mask_register(registers: &mut Registers, from: Register, to: Register, mask: &Value, xor: &Value) {
+    let length = mask.0.len();
+    match registers.key(from, length) {
+        Key::Known(bytes) => {
+            let masked: Vec<u8> =
+                bytes.iter().zip(&mask.0).zip(&xor.0).map(|((byte, mask), xor)| (byte & mask) ^ xor).collect();
+            registers.load(to, &masked);
+        }
+        Key::EndsWithSource(start, _) if start.is_empty() => {
+            let ones: u32 = mask.0.iter().map(|byte| byte.leading_ones()).sum();
+            registers.mask_source(to, length, u8::try_from(ones).unwrap_or(u8::MAX));
+        }
+        _ => {
+            for index in 0..length.div_ceil(4) {
+                registers.set(to, index, super::packet::Word::Unknown);
+            }
+        }
+    }
+}

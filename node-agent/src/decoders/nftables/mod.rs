@@ -1,0 +1,106 @@
+//! Decodes a table of nftables.
+//!
+//! The decoder executes the rules. It sends a packet for each frontend from each origin through the
+//! base chains, and follows every result of random numbers and hashes ([`interpreter`]). The
+//! frontends are the keys of the table's sets and maps. So a missing rule, a changed element and a
+//! foreign element all change the table that it finds. The cost grows with the number of frontends
+//! and endpoints.
+
+mod dump;
+mod interpreter;
+mod packet;
+
+use std::collections::BTreeSet;
+
+use headgate_core::{
+    Protocol,
+    forwarding::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
+    frontends::Frontend,
+    masquerade::LocalDetector,
+};
+use nftables_netlink::{ChainType, Hook};
+
+pub use self::dump::{Dump, Packed, pack};
+use self::interpreter::Interpreter;
+
+/// Decodes a table. `detector` is how rules recognise pods of the node. `gate` is the set whose
+/// elements make rules send connections to the proxy, in mode userspace. The result describes the
+/// rules without these elements. If the rules that send TCP connections to the proxy are missing,
+/// the result says so.
+#[must_use]
+pub fn decode(dump: &Dump, detector: Option<&LocalDetector>, gate: Option<&str>) -> Table {
+    let mut table = Table::new(dump.family());
+    for (kind, hooks) in [
+        (ChainType::Nat, &[Hook::Prerouting, Hook::Output][..]),
+        (ChainType::Filter, &[Hook::Input, Hook::Forward, Hook::Output]),
+    ] {
+        for hook in hooks {
+            if !dump.has_base_chain(kind, *hook) {
+                table.problems.insert(Problem::Broken(format!(
+                    "the table {} has no rules of type {kind:?} at hook {hook:?}, so it serves no Service there",
+                    dump.name()
+                )));
+            }
+        }
+    }
+    if !table.problems.is_empty() {
+        return table;
+    }
+    let mut interpreter = Interpreter::new(dump, detector, None);
+    let frontends = dump.frontends();
+    for frontend in &frontends {
+        let mut entry = Entry::default();
+        let mut admitted: Option<BTreeSet<_>> = None;
+        for origin in Origin::ALL {
+            let (fate, ranges) = interpreter.follow(*frontend, origin);
+            entry.set(origin, fate);
+            admitted = admitted.or(ranges);
+        }
+        entry.share();
+        entry.admitted = admitted.map_or(Admitted::All, Admitted::only);
+        if entry != Entry::default() {
+            table.entries.insert(*frontend, entry);
+        }
+    }
+    let has_node_ports = frontends.iter().any(|frontend| matches!(frontend, Frontend::NodePort(..)));
+    table.node_ports_at = match interpreter.node_ports_at {
+        None if has_node_ports => NodePortsAt::Only(BTreeSet::new()),
+        found => found.unwrap_or_default(),
+    };
+    if let Some(gate) = gate {
+        check_redirects(dump, detector, gate, &mut table);
+    }
+    for chain in interpreter.unknown {
+        table.problems.insert(Problem::NotUnderstood(format!(
+            "cannot verify what chain {chain} of the table {} does: it contains something that Headgate does not write",
+            dump.name()
+        )));
+    }
+    table
+}
+
+/// Checks that connections go to one listener of the proxy while the gate is closed. The rules do
+/// not depend on single Services, so one frontend of each kind is enough.
+fn check_redirects(dump: &Dump, detector: Option<&LocalDetector>, gate: &str, table: &mut Table) {
+    let mut interpreter = Interpreter::new(dump, detector, Some(gate));
+    let mut checked = BTreeSet::new();
+    for (frontend, entry) in &table.entries {
+        let (Frontend::Address(_, protocol, _) | Frontend::NodePort(_, protocol, _)) = frontend;
+        let is_node_port = matches!(frontend, Frontend::NodePort(..));
+        for origin in Origin::ALL {
+            let is_forwarded = matches!(entry.fate(origin), Fate::Forwarded(_));
+            let is_inside = entry.fate(origin) != entry.fate(Origin::Outside);
+            if *protocol != Protocol::Tcp || !is_forwarded || !checked.insert((is_node_port, is_inside)) {
+                continue;
+            }
+            let (fate, _) = interpreter.follow(*frontend, origin);
+            let is_one = matches!(&fate, Fate::Forwarded(endpoints) if endpoints.len() == 1);
+            if !is_one || fate == *entry.fate(origin) {
+                table.problems.insert(Problem::Broken(format!(
+                    "no rule of the table {} sends connections {origin} to the proxy, such as those to {frontend}",
+                    dump.name()
+                )));
+            }
+        }
+    }
+}

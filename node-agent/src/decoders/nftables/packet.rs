@@ -1,0 +1,192 @@
+//! A packet, and what registers hold while a rule reads it.
+
+use headgate_core::{Protocol, forwarding::Origin, frontends::Frontend};
+use nftables_netlink::{CtKey, FibFlags, FibResult, MetaKey, PayloadBase, Register};
+
+use super::Dump;
+
+/// `NF_CT_STATE_BIT(IP_CT_NEW)` of `linux/netfilter/nf_conntrack_common.h`.
+const STATE_NEW: u32 = 8;
+/// `RTN_LOCAL` and `RTN_UNICAST` of `linux/rtnetlink.h`.
+const LOCAL: u32 = 2;
+const UNICAST: u32 = 1;
+
+/// The first packet of a connection, which is not translated.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Packet {
+    pub(super) origin: Origin,
+    pub(super) frontend: Frontend,
+}
+
+/// Four bytes of a register.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Word {
+    Bytes([u8; 4]),
+    /// A word of the source address, of which these first bits are kept.
+    Source(u8, u8),
+    /// A word of the destination address, which is an address of the node.
+    NodeAddress,
+    /// A word of the name of the interface on which the packet arrived.
+    Interface,
+    /// A value that the decoder does not know, and that no rule of Headgate compares.
+    Unknown,
+}
+
+/// The registers of a rule.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Registers([Word; 16]);
+
+impl Default for Registers {
+    fn default() -> Self {
+        Self([Word::Unknown; 16])
+    }
+}
+
+impl Registers {
+    fn words(&self, at: Register, bytes: usize) -> impl Iterator<Item = Word> {
+        let first = at.index() as usize;
+        (first..first + bytes.div_ceil(4)).map(|index| self.0.get(index).copied().unwrap_or(Word::Unknown))
+    }
+
+    /// Loads bytes. The rest of the last word is zero.
+    pub(super) fn load(&mut self, to: Register, bytes: &[u8]) {
+        for (index, part) in bytes.chunks(4).enumerate() {
+            let mut word = [0; 4];
+            word[..part.len()].copy_from_slice(part);
+            self.set(to, index, Word::Bytes(word));
+        }
+    }
+
+    pub(super) fn load_number(&mut self, to: Register, number: u32) {
+        self.load(to, &number.to_ne_bytes());
+    }
+
+    pub(super) fn set(&mut self, to: Register, index: usize, word: Word) {
+        if let Some(register) = self.0.get_mut(to.index() as usize + index) {
+            *register = word;
+        }
+    }
+
+    fn fill(&mut self, to: Register, bytes: usize, word: impl Fn(u8) -> Word) {
+        for (index, part) in (0u8..).zip((0..bytes).step_by(4)) {
+            self.set(to, part / 4, word(index));
+        }
+    }
+
+    /// What the registers hold, if it is known as a whole.
+    pub(super) fn bytes(&self, at: Register, length: usize) -> Option<Vec<u8>> {
+        let mut all = Vec::with_capacity(length.next_multiple_of(4));
+        for word in self.words(at, length) {
+            let Word::Bytes(bytes) = word else { return None };
+            all.extend(bytes);
+        }
+        all.truncate(length);
+        Some(all)
+    }
+
+    /// What the registers hold.
+    pub(super) fn key(&self, at: Register, length: usize) -> Key {
+        let mut known = Vec::with_capacity(length);
+        let mut words = self.words(at, length).peekable();
+        while let Some(Word::Bytes(bytes)) = words.peek() {
+            known.extend(bytes);
+            words.next();
+        }
+        known.truncate(length);
+        match words.next() {
+            None => Key::Known(known),
+            Some(Word::Source(0, prefix_length)) => Key::EndsWithSource(known, prefix_length),
+            Some(Word::NodeAddress) if known.is_empty() => Key::NodeAddress,
+            Some(Word::Interface) if known.is_empty() => Key::Interface,
+            Some(_) => Key::Unknown,
+        }
+    }
+
+    /// Keeps the first bits of the source address.
+    pub(super) fn mask_source(&mut self, to: Register, bytes: usize, prefix_length: u8) {
+        self.fill(to, bytes, |index| Word::Source(index, prefix_length));
+    }
+}
+
+/// A key or value in registers.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Key {
+    Known(Vec<u8>),
+    /// Known bytes, and then this many bits of the source address.
+    EndsWithSource(Vec<u8>, u8),
+    NodeAddress,
+    Interface,
+    Unknown,
+}
+
+impl Packet {
+    fn protocol_and_port(&self) -> (u8, u16) {
+        let (Frontend::Address(_, protocol, port) | Frontend::NodePort(_, protocol, port)) = self.frontend;
+        let number = match protocol {
+            Protocol::Tcp => 6,
+            Protocol::Udp => 17,
+            Protocol::Sctp => 132,
+        };
+        (number, port)
+    }
+
+    /// Loads bytes of a header.
+    pub(super) fn payload(
+        &self,
+        dump: &Dump,
+        (base, offset, length): (PayloadBase, u32, usize),
+        to: Register,
+        registers: &mut Registers,
+    ) {
+        let addresses = if dump.address_bytes() == 4 { (12, 16) } else { (8, 24) };
+        match (base, offset) {
+            (PayloadBase::Network, at) if at == addresses.0 && length == dump.address_bytes() => {
+                let bits = u8::try_from(length * 8).unwrap_or(u8::MAX);
+                registers.mask_source(to, length, bits);
+            }
+            (PayloadBase::Network, at) if at == addresses.1 && length == dump.address_bytes() => match self.frontend {
+                Frontend::Address(address, ..) => match address {
+                    std::net::IpAddr::V4(v4) => registers.load(to, &v4.octets()),
+                    std::net::IpAddr::V6(v6) => registers.load(to, &v6.octets()),
+                },
+                Frontend::NodePort(..) => registers.fill(to, length, |_| Word::NodeAddress),
+            },
+            (PayloadBase::Transport, 2) if length == 2 => {
+                registers.load(to, &self.protocol_and_port().1.to_be_bytes());
+            }
+            _ => registers.fill(to, length, |_| Word::Unknown),
+        }
+    }
+
+    /// Loads a property of the packet.
+    pub(super) fn meta(&self, key: MetaKey, to: Register, registers: &mut Registers) {
+        match key {
+            MetaKey::L4Protocol => registers.load(to, &[self.protocol_and_port().0]),
+            MetaKey::Mark => registers.load_number(to, 0),
+            MetaKey::InputInterfaceName => registers.fill(to, 16, |_| Word::Interface),
+            _ => registers.fill(to, 16, |_| Word::Unknown),
+        }
+    }
+
+    /// Loads a property of the connection.
+    pub(super) fn conntrack(key: CtKey, to: Register, registers: &mut Registers) {
+        match key {
+            CtKey::State => registers.load_number(to, STATE_NEW),
+            CtKey::Status | CtKey::Mark => registers.load_number(to, 0),
+            _ => registers.fill(to, 16, |_| Word::Unknown),
+        }
+    }
+
+    /// Loads the result of a query of the routing table.
+    pub(super) fn fib(&self, result: FibResult, flags: FibFlags, to: Register, registers: &mut Registers) {
+        let is_local = if flags.contains(FibFlags::SOURCE) {
+            self.origin == Origin::Node
+        } else {
+            matches!(self.frontend, Frontend::NodePort(..))
+        };
+        match result {
+            FibResult::AddressType => registers.load_number(to, if is_local { LOCAL } else { UNICAST }),
+            _ => registers.fill(to, 16, |_| Word::Unknown),
+        }
+    }
+}

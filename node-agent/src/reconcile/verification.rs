@@ -1,0 +1,169 @@
+//! Verifies what the kernel forwards: compares the table that is decoded from the kernel with the
+//! table that the state asks for.
+//!
+//! The dataplane's own comparison uses its ledger. It does not find a mistake of the ledger, or of
+//! the code that renders rules. This verification does, because it shares no code with them.
+
+use std::{
+    collections::BTreeSet,
+    sync::Arc,
+    time::{Instant, SystemTime},
+};
+
+use headgate_core::{
+    ServiceKey,
+    digest::Digests,
+    explain::{Mode, NodeSettings},
+    forwarding::{Comparer, Comparison, Table},
+    masquerade::MasqueradeConfig,
+};
+use tracing::{error, warn};
+
+use super::Reconciler;
+use crate::{
+    cpu_time,
+    dataplane::{COMPARISON_PAUSE_FACTOR, proxy_mode},
+    progress::Verification,
+};
+
+/// The number of Services that are compared while the lock of the state is held.
+const SERVICES_AT_ONCE: usize = 256;
+
+/// The maximum number of differences that the log names after one verification.
+const MAX_LOGGED: usize = 5;
+
+/// When the kernel is verified, and what could not be repaired.
+#[derive(Debug, Default)]
+pub(super) struct Pauses {
+    /// When the next verification without a request may begin.
+    next: Option<Instant>,
+    /// The differences of the last verification. A full sync followed.
+    repaired: BTreeSet<String>,
+}
+
+/// The part of a verification that needs the state.
+type Compared = (Comparison, Option<Digests>);
+
+impl Reconciler {
+    /// True when a verification without a request may begin.
+    pub(super) fn is_table_due(&self) -> bool {
+        self.done.is_some() && self.pauses.next.is_none_or(|next| next <= Instant::now())
+    }
+
+    /// Verifies the kernel, publishes the result, and requests a full sync if there are
+    /// differences.
+    pub(super) fn verify_table(&mut self) {
+        let request = self.shared.verifications_requested();
+        let Some(target) = self.progress.borrow().programmed.as_ref().map(|programmed| programmed.target) else {
+            return;
+        };
+        let (at, started, before) = (SystemTime::now(), Instant::now(), cpu_time::of_thread_and_children());
+        let decoded = self.dataplane.decode().map_err(|error| error.to_string());
+        let compared = decoded.and_then(|tables| {
+            self.compare_tables(tables)
+                .ok_or_else(|| "the node or its settings changed, and the rules are written anew".to_owned())
+        });
+        let cpu_time = before.zip(cpu_time::of_thread_and_children());
+        let cpu_time = cpu_time.map(|(before, after)| after.saturating_sub(before));
+        let pause = cpu_time.unwrap_or_else(|| started.elapsed()) * COMPARISON_PAUSE_FACTOR;
+        self.pauses.next = Some(Instant::now() + pause);
+        let (comparison, found, error) = match compared {
+            Ok((comparison, found)) => {
+                self.record_differences(&comparison);
+                (comparison, found, None)
+            }
+            Err(error) => {
+                self.metrics.verified("failed");
+                warn!(%error, "could not verify what the kernel forwards");
+                (Comparison::default(), None, Some(error))
+            }
+        };
+        let verification = Verification {
+            at,
+            request,
+            target,
+            comparison: comparison.into(),
+            found: found.map(Arc::new),
+            cpu_time,
+            error,
+        };
+        self.progress.send_modify(|progress| progress.verification = Some(verification.into()));
+    }
+
+    /// Compares the tables of the kernel with the state. Leaves out Services that changed since the
+    /// last sync, and Services whose rules the kernel rejects. Returns `None` if all rules are about
+    /// to change.
+    fn compare_tables(&self, tables: Vec<Table>) -> Option<Compared> {
+        let settings = self.expected_settings();
+        let is_known = |key: &ServiceKey| {
+            let Self { unfinished, quarantine, .. } = self;
+            !unfinished.dirty.services.contains(key) && !quarantine.concerns(key)
+        };
+        let keys: Vec<Arc<ServiceKey>> =
+            self.shared.with_state(|state| state.entries().map(|(key, _)| Arc::clone(key)).collect());
+        let (mut all, mut digests) = (Comparison::default(), Digests::default());
+        let is_broken = tables.iter().any(Table::is_broken);
+        for table in tables {
+            self.shared.with_state(|state| table.digest(state.frontends(), &mut digests));
+            let mut comparer = Comparer::new(table, &settings);
+            for keys in keys.chunks(SERVICES_AT_ONCE) {
+                self.shared.with_unprogrammed(|state, facts, dirty| {
+                    let is_verified = |key: &ServiceKey| is_known(key) && !dirty.services.contains(key);
+                    comparer.services(state, facts, &settings, keys, &is_verified);
+                })?;
+            }
+            let compared = self.shared.with_unprogrammed(|state, _, dirty| {
+                let is_verified = |key: &ServiceKey| is_known(key) && !dirty.services.contains(key);
+                let is_settled = dirty.is_empty() && self.unfinished.dirty.is_empty();
+                comparer.finish(state, &is_verified, is_settled)
+            })?;
+            all.merge(compared);
+        }
+        Some((all, (!is_broken).then_some(digests)))
+    }
+
+    fn expected_settings(&self) -> NodeSettings {
+        let inputs = self.inputs.borrow();
+        NodeSettings {
+            mode: match proxy_mode(self.dataplane.name()) {
+                "ipvs" => Mode::Ipvs,
+                "nftables" => Mode::Nftables,
+                "userspace" => Mode::Userspace,
+                _ => Mode::Iptables,
+            },
+            masquerade: MasqueradeConfig {
+                detector_v4: inputs.detector_v4.clone(),
+                detector_v6: inputs.detector_v6.clone(),
+                ..MasqueradeConfig::default()
+            },
+            node_ports_v4: inputs.node_ports_v4.clone(),
+            node_ports_v6: inputs.node_ports_v6.clone(),
+            localhost_node_ports: false,
+        }
+    }
+
+    /// Logs and counts differences, and requests a full sync, which repairs the kernel and the
+    /// ledger. If a full sync has not removed a difference, it does not follow again.
+    fn record_differences(&mut self, comparison: &Comparison) {
+        self.metrics.verified(if comparison.total == 0 { "equal" } else { "drift" });
+        let sentences: BTreeSet<String> = comparison.differences.iter().map(ToString::to_string).collect();
+        comparison.not_understood.iter().take(MAX_LOGGED).for_each(|sentence| warn!("{sentence}"));
+        sentences
+            .iter()
+            .take(MAX_LOGGED)
+            .for_each(|sentence| warn!("the kernel does not do what the state asks for: {sentence}"));
+        self.metrics.dataplane.drift.inc_by(comparison.total);
+        comparison.services().iter().for_each(|service| self.metrics.drifted(service));
+        if sentences.is_empty() {
+            self.pauses.repaired.clear();
+        } else if sentences == self.pauses.repaired {
+            error!(differences = comparison.total, "a full sync has not removed these differences");
+        } else {
+            warn!(differences = comparison.total, "making a full sync");
+            self.metrics.repairs.inc();
+            self.pauses.repaired = sentences;
+            self.unfinished.needs_full = true;
+            self.done = None;
+        }
+    }
+}

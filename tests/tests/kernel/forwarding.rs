@@ -1,0 +1,280 @@
+//! What the real kernel forwards is decoded to the table that the state asks for: random Services,
+//! both families, every backend of this kernel. Each kind of corruption is found and names the
+//! Service, and a full sync repairs it. Tests of IPVS use a fake kernel (`core/tests`).
+
+use std::{net::IpAddr, path::Path, sync::Arc};
+
+use anyhow::{Context, Result, ensure};
+use headgate_core::{
+    Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol,
+    Service, ServiceKey, ServicePort, State, TrafficPolicy,
+    explain::{Mode, NodeSettings},
+    forwarding::{Comparison, compare},
+    iptables::{Layout, NodePortAddresses},
+    masquerade::{LocalDetector, MasqueradeConfig},
+};
+use headgate_node_agent::{
+    dataplane::{
+        FixedState, NodeDataplane,
+        iptables::{Config as IptablesConfig, IptablesDataplane, Variant},
+        nftables::{Config as NftablesConfig, NftablesDataplane},
+        userspace::{Config as UserspaceConfig, UserspaceDataplane},
+    },
+    node_inputs::NodeInputs,
+};
+use headgate_tests::testbed::{Namespace, iptables as programs, netns, plan};
+use nftables_netlink::{Element, ElementData, Kernel as _, Nftables, TableName, Transaction};
+
+use crate::mirrored;
+
+const SERVICES: u8 = 14;
+
+fn node() -> NodeFacts {
+    NodeFacts { addresses: vec![IpAddr::from([192, 0, 2, 11])], ..NodeFacts::named("node-a") }
+}
+
+fn masquerade() -> MasqueradeConfig {
+    MasqueradeConfig {
+        detector_v4: Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap())),
+        detector_v6: Some(LocalDetector::Cidr("fd00:10:244::/48".parse().unwrap())),
+        ..MasqueradeConfig::default()
+    }
+}
+
+fn inputs() -> NodeInputs {
+    let MasqueradeConfig { detector_v4, detector_v6, .. } = masquerade();
+    NodeInputs { detector_v4, detector_v6, ..NodeInputs::default() }
+}
+
+/// Random Services with random endpoints. The first Service has three endpoints.
+fn random_state(rng: &mut fastrand::Rng) -> State {
+    let mut state = State::default();
+    let mut apply = |change: Change| state.apply(change, &mut Dirty::default());
+    for i in 0..SERVICES {
+        let key = ServiceKey::new("shop", &format!("svc{i}"));
+        let port = |name: &str, protocol, port, node_port| ServicePort { name: name.into(), protocol, port, node_port };
+        let node_port = |base: u16, rng: &mut fastrand::Rng| if rng.bool() { base + u16::from(i) } else { 0 };
+        let ports = vec![
+            port("web", Protocol::Tcp, 80, node_port(30000, rng)),
+            port("dns", Protocol::Udp, 53, node_port(31000, rng)),
+            port("sig", Protocol::Sctp, 99, 0),
+        ];
+        let cluster_ips = vec![IpAddr::from([10, 96, 0, i]), format!("fd00:10:96::{i:x}").parse().unwrap()];
+        let policy = |rng: &mut fastrand::Rng| if rng.bool() { TrafficPolicy::Local } else { TrafficPolicy::Cluster };
+        let addresses = |v4: u8, v6: &str| vec![IpAddr::from([203, 0, v4, i]), format!("{v6}{i:x}").parse().unwrap()];
+        let mut service = Service::new(key.clone(), cluster_ips, ports);
+        if i > 0 {
+            service.internal_traffic_policy = policy(rng);
+            service.external_traffic_policy = policy(rng);
+            service.session_affinity = rng.bool().then_some(ClientIpAffinity { timeout_seconds: 60 });
+        }
+        if rng.bool() {
+            service.external_ips = addresses(113, "2001:db8:e::");
+        }
+        if rng.bool() {
+            service.load_balancer_ips = addresses(114, "2001:db8:b::");
+            let ranges: &[&str] = if rng.bool() { &["192.0.2.0/24", "198.51.100.7/32", "2001:db8::/32"] } else { &[] };
+            service.load_balancer_source_ranges = ranges.iter().map(|range| range.parse().unwrap()).collect();
+        }
+        apply(Change::from(service));
+        let ports: Arc<[EndpointPort]> = Arc::from([
+            EndpointPort::new("web", Protocol::Tcp, 8080),
+            EndpointPort::new("dns", Protocol::Udp, 5353),
+            EndpointPort::new("sig", Protocol::Sctp, 9999),
+        ]);
+        for j in 0..if i == 0 { 3 } else { rng.u8(0..4) } {
+            let node = if rng.bool() { "node-a" } else { "node-b" };
+            let addresses = [IpAddr::from([10, 244, i, j]), format!("fd00:10:244:{i:x}::{j:x}").parse().unwrap()];
+            let conditions = if i > 0 && rng.u8(0..4) == 0 {
+                Conditions { ready: false, serving: true, terminating: true }
+            } else {
+                Conditions::READY
+            };
+            for address in addresses {
+                let placement = Placement::on(node).into();
+                let endpoint = Endpoint { conditions, placement, ..Endpoint::new(address, Arc::clone(&ports)) };
+                apply(Change::Endpoint(key.clone(), endpoint));
+            }
+        }
+    }
+    state
+}
+
+struct Rig {
+    mode: Mode,
+    dataplane: Box<dyn NodeDataplane>,
+    state: State,
+}
+
+impl Rig {
+    fn new(mode: Mode, mut dataplane: Box<dyn NodeDataplane>) -> Result<Self> {
+        let state = random_state(&mut mirrored::rng());
+        dataplane.configure(&inputs());
+        let mut rig = Self { mode, dataplane, state };
+        rig.sync()?;
+        Ok(rig)
+    }
+
+    fn sync(&mut self) -> Result<()> {
+        self.dataplane.sync_full(&FixedState(&self.state, &node())).map_err(anyhow::Error::from).map(drop)
+    }
+
+    fn verify(&mut self) -> Result<Comparison> {
+        let settings = NodeSettings {
+            mode: self.mode,
+            masquerade: masquerade(),
+            node_ports_v4: NodePortAddresses::All,
+            node_ports_v6: NodePortAddresses::All,
+            localhost_node_ports: false,
+        };
+        let mut all = Comparison::default();
+        for table in self.dataplane.decode()? {
+            all.merge(compare(&self.state, &node(), &settings, table, &|_| true));
+        }
+        Ok(all)
+    }
+
+    fn ensure_equal(&mut self) -> Result<()> {
+        let comparison = self.verify()?;
+        let sentences = sentences(&comparison);
+        ensure!(sentences.is_empty(), "{sentences:#?}");
+        ensure!(comparison.not_understood.is_empty(), "{:#?}", comparison.not_understood);
+        ensure!(comparison.frontends > u64::from(SERVICES) * 6, "{} frontends", comparison.frontends);
+        Ok(())
+    }
+
+    /// Corrupts the kernel. The difference must name the first Service, and a full sync must repair
+    /// the kernel.
+    fn corrupt(&mut self, what: &str, corrupt: impl FnOnce() -> Result<()>) -> Result<()> {
+        corrupt().with_context(|| what.to_owned())?;
+        let comparison = self.verify()?;
+        let named: Vec<String> = comparison.services().iter().map(ToString::to_string).collect();
+        ensure!(named == ["shop/svc0"], "{what}: {:#?}", sentences(&comparison));
+        self.sync()?;
+        self.ensure_equal().with_context(|| format!("after the repair of {what}"))
+    }
+}
+
+fn sentences(comparison: &Comparison) -> Vec<String> {
+    comparison.differences.iter().map(ToString::to_string).collect()
+}
+
+fn in_namespace(name: &str, work: impl FnOnce() -> Result<()> + Send) {
+    netns::check_prerequisites().unwrap();
+    netns::sweep_stale().unwrap();
+    let namespace = Namespace::create(format!("hg{}-forward-{name}", std::process::id())).unwrap();
+    namespace.run(work).unwrap();
+}
+
+fn iptables_rules_are_verified(variant: Variant, by: programs::Variant, layout: Layout) {
+    netns::check_prerequisites().unwrap();
+    netns::sweep_stale().unwrap();
+    let namespace = Namespace::create(format!("hg{}-forward-{by:?}-{layout:?}", std::process::id())).unwrap();
+    let run = |script: &str| {
+        let path = std::env::temp_dir().join(format!("hg{}-{by:?}-{layout:?}", std::process::id()));
+        std::fs::write(&path, script)?;
+        let lock = Path::new("/run/xtables.lock");
+        let done = programs::restore(&namespace, by, plan::Family::V4, lock, &path);
+        std::fs::remove_file(&path)?;
+        done
+    };
+    let saved = || programs::save(&namespace, by, plan::Family::V4, Path::new("/run/xtables.lock"));
+    let verified = || {
+        let config = IptablesConfig { variant, layout, masquerade: masquerade(), ..IptablesConfig::default() };
+        let mut rig = Rig::new(Mode::Iptables, Box::new(IptablesDataplane::new(config)?))?;
+        rig.ensure_equal()?;
+        let rule_of = |part: &str| -> Result<String> {
+            let saved = saved()?;
+            let rule = saved.lines().find(|line| line.starts_with("-A ") && line.contains(part));
+            Ok(rule.with_context(|| format!("no rule has {part} in\n{saved}"))?.to_owned())
+        };
+        let endpoint = rule_of("--to-destination 10.244.0.1:8080")?;
+        rig.corrupt("a deleted rule of an endpoint", || {
+            run(&format!("*nat\n{}\nCOMMIT\n", endpoint.replacen("-A", "-D", 1)))
+        })?;
+        let endpoint = rule_of("--to-destination 10.244.0.1:8080")?;
+        rig.corrupt("a swapped address", || {
+            let swapped = endpoint.replace("10.244.0.1:8080", "10.244.0.77:8080");
+            run(&format!("*nat\n{}\n{}\nCOMMIT\n", endpoint.replacen("-A", "-D", 1), swapped.replacen("-A", "-I", 1)))
+        })?;
+        let dispatch = rule_of("-d 10.96.0.0/32 -p tcp")?;
+        rig.corrupt("a deleted rule of a ClusterIP", || {
+            run(&format!("*nat\n{}\nCOMMIT\n", dispatch.replacen("-A", "-D", 1)))
+        })
+    };
+    namespace.run(verified).unwrap();
+}
+
+#[test]
+fn rules_of_iptables_legacy_are_verified() {
+    for layout in [Layout::Classic, Layout::Compact] {
+        iptables_rules_are_verified(Variant::Legacy, programs::Variant::Legacy, layout);
+    }
+}
+
+#[test]
+fn rules_of_iptables_nft_are_verified() {
+    for layout in [Layout::Classic, Layout::Compact] {
+        iptables_rules_are_verified(Variant::Nft, programs::Variant::Nft, layout);
+    }
+}
+
+fn nftables_config() -> NftablesConfig {
+    NftablesConfig {
+        families: Family::BOTH.into(),
+        masquerade: masquerade(),
+        localhost_node_ports: false,
+        conntrack_tcp_be_liberal: true,
+        owns_tables: false,
+        replies_to_ping: true,
+        unused_features: Vec::new(),
+        counts_services: false,
+        has_proxy: false,
+    }
+}
+
+/// Changes elements of the table for IPv4.
+fn corrupt_table(mut rig: Rig) -> Result<()> {
+    rig.ensure_equal()?;
+    let table = TableName::new(nftables_netlink::Family::Ip, "headgate");
+    let find = |set: &str, part: &[u8], in_key: bool| -> Result<Element> {
+        let all = Nftables::open()?.elements(&table, set)?;
+        let has = |element: &&Element| match &element.data {
+            Some(ElementData::Value(value)) if !in_key => value.0.starts_with(part),
+            _ => in_key && element.key.0.starts_with(part),
+        };
+        all.iter().find(has).cloned().with_context(|| format!("{set} has no {part:?}: {all:?}"))
+    };
+    let change = |set: &str, delete: &Element, add: Option<Element>| -> Result<()> {
+        let mut transaction = Transaction::new();
+        transaction.delete_elements(&table, set, [delete.clone()]);
+        transaction.add_elements(&table, set, add);
+        Ok(Nftables::open()?.commit(&transaction)?)
+    };
+    let endpoint = [10, 244, 0, 1, 0x1f, 0x90];
+    let element = find("endpoints", &endpoint, false)?;
+    rig.corrupt("a deleted element", || change("endpoints", &element, None))?;
+    let element = find("endpoints", &endpoint, false)?;
+    let mut swapped = element.clone();
+    if let Some(ElementData::Value(value)) = &mut swapped.data {
+        value.0[3] = 77;
+    }
+    rig.corrupt("a swapped address", || change("endpoints", &element, Some(swapped)))?;
+    let element = find("services", &[10, 96, 0, 0, 6], true)?;
+    rig.corrupt("a deleted frontend", || change("services", &element, None))
+}
+
+#[test]
+fn the_tables_of_mode_nftables_are_verified() {
+    in_namespace("nftables", || {
+        corrupt_table(Rig::new(Mode::Nftables, Box::new(NftablesDataplane::new(&nftables_config())?))?)
+    });
+}
+
+#[test]
+fn the_tables_of_mode_userspace_are_verified() {
+    in_namespace("userspace", || {
+        let config = UserspaceConfig { nftables: nftables_config(), has_access_log: false };
+        corrupt_table(Rig::new(Mode::Userspace, Box::new(UserspaceDataplane::new(&config)?))?)
+    });
+}
