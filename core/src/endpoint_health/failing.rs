@@ -40,6 +40,11 @@ impl FailingEndpoints {
         self.services.is_empty()
     }
 
+    /// Returns the services with failing endpoints, in order.
+    pub fn iter(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &BTreeSet<SocketAddr>)> {
+        self.services.iter()
+    }
+
     /// Returns all failing endpoints of a service.
     #[must_use]
     pub fn of(&self, key: &ServiceKey) -> &BTreeSet<SocketAddr> {

@@ -40,6 +40,28 @@ pub enum Mode {
     UserspaceIptables,
 }
 
+impl Mode {
+    /// All modes.
+    pub const ALL: [Self; 4] = [Self::Iptables, Self::Ipvs, Self::Nftables, Self::Userspace];
+
+    /// The name of the mode, as in the option `--proxy-mode`.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Iptables => "iptables",
+            Self::Ipvs => "ipvs",
+            Self::Nftables => "nftables",
+            Self::Userspace => "userspace",
+        }
+    }
+
+    /// Returns the mode with this name.
+    #[must_use]
+    pub fn parse(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|mode| mode.as_str() == name)
+    }
+}
+
 /// The settings of the node on which an explanation depends.
 #[derive(Debug, Clone)]
 pub struct NodeSettings {

@@ -24,6 +24,14 @@ pub struct BucketDigest {
     pub count: u32,
 }
 
+impl BucketDigest {
+    /// Adds a resource.
+    pub fn add(&mut self, hash: u128) {
+        self.sum = self.sum.wrapping_add(hash);
+        self.count = self.count.wrapping_add(1);
+    }
+}
+
 /// Digests of all buckets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Digests {
@@ -52,9 +60,7 @@ impl Digests {
 
     /// Adds a resource.
     pub fn add(&mut self, bucket: u16, hash: u128) {
-        let digest = &mut self.buckets[usize::from(bucket) % BUCKETS];
-        digest.sum = digest.sum.wrapping_add(hash);
-        digest.count = digest.count.wrapping_add(1);
+        self.buckets[usize::from(bucket) % BUCKETS].add(hash);
     }
 
     /// Removes a resource that was added with this hash.

@@ -21,7 +21,10 @@ pub use self::{
     demand::{Demand, FamilyDemand},
     endpoints::Endpoints,
 };
-use self::{digest::Digests, frontends::FrontendOwners};
+use self::{
+    digest::{BucketDigest, Digests},
+    frontends::FrontendOwners,
+};
 use crate::model::{Change, Endpoint, Service, ServiceCidr, ServiceKey};
 
 /// The state that all nodes share. It does not depend on the order in which changes arrived.
@@ -55,6 +58,19 @@ impl ServiceEntry {
     #[must_use]
     pub fn endpoints(&self) -> &Endpoints {
         &self.endpoints
+    }
+
+    /// The digest of the Service and its endpoints alone.
+    #[must_use]
+    pub fn digest(&self, key: &ServiceKey) -> BucketDigest {
+        let mut digest = BucketDigest::default();
+        self.hashes(key).for_each(|hash| digest.add(hash));
+        digest
+    }
+
+    fn hashes<'a>(&'a self, key: &'a ServiceKey) -> impl Iterator<Item = u128> + 'a {
+        let service = self.service().map(digest::service_hash);
+        service.into_iter().chain(self.endpoints.values().map(|endpoint| digest::endpoint_hash(key, endpoint)))
     }
 
     fn is_empty(&self) -> bool {
@@ -147,6 +163,22 @@ impl State {
     #[must_use]
     pub fn digests(&self) -> &Digests {
         &self.digests
+    }
+
+    /// Computes the digests anew from the resources, and returns true if [`Self::digests`] was
+    /// right. It is wrong only if memory was damaged, or after a defect. Do not call this function
+    /// on the hot path, because it hashes every resource.
+    pub fn renew_digests(&mut self) -> bool {
+        let mut digests = Digests::default();
+        for (key, entry) in &self.entries {
+            entry.hashes(key).for_each(|hash| digests.add(digest::service_bucket(key), hash));
+        }
+        for (name, service_cidr) in &self.service_cidrs {
+            digests.add(digest::service_cidr_bucket(name), digest::service_cidr_hash(service_cidr));
+        }
+        let was_right = digests == self.digests;
+        self.digests = digests;
+        was_right
     }
 
     /// Number of Services.
