@@ -6,9 +6,10 @@ use std::{env, fs, path::PathBuf};
 use prost::Message as _;
 
 /// The answers of Inspect, and the messages in them. `headgatectl` writes them as JSON.
-const SHOWN_AS_JSON: [&str; 19] = [
+const SHOWN_AS_JSON: [&str; 21] = [
     "AgentInfo",
     "Connections",
+    "Drift",
     "EndpointInfo",
     "ExplainedEndpoint",
     "Explanation",
@@ -16,6 +17,7 @@ const SHOWN_AS_JSON: [&str; 19] = [
     "GetStatusResponse",
     "Laggard",
     "NodeStatus",
+    "NodeVerification",
     "OpenConnection",
     "Problem",
     "Rejection",
@@ -40,6 +42,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut build = tonic_prost_build::configure().bytes(".");
     for message in SHOWN_AS_JSON {
         build = build.message_attribute(format!(".headgate.v1.{message}"), "#[derive(serde::Serialize)]");
+    }
+    // Messages with lists of messages have no `Eq` of their own, and the agent compares these.
+    for message in ["AgentStatus", "Verified"] {
+        build = build.message_attribute(format!(".headgate.v1.{message}"), "#[derive(Eq)]");
     }
     build
         .field_attribute(".headgate.v1.SourcePosition.kind", "#[serde(serialize_with = \"crate::kind_name\")]")

@@ -108,6 +108,8 @@ pub struct Metrics {
     tls_not_after: Family<TlsFile, Level>,
     requests_denied: Family<Reason, Total>,
     barriers: Family<Outcome, Total>,
+    verifications: Family<Outcome, Total>,
+    drifting: Level,
     enrolments: Family<Outcome, Total>,
     enrolment_keys: Family<Outcome, Total>,
     barriers_waiting: Level,
@@ -183,6 +185,8 @@ impl Default for Metrics {
             ),
             requests_denied: add.add("requests_denied", "Requests that were refused, by reason"),
             barriers: add.add("barrier_answers", "Answers to pods that stop and ask when no node sends new connections to them, by result"),
+            verifications: add.add("node_verifications", "Nodes that were verified on request (headgatectl verify), by result: verified, drift (something differs), or unverified (a part could not be compared)"),
+            drifting: add.add("control_plane_drifting_agents", "Agents whose last verification, as they report it, found a difference between the kernel and what it should forward"),
             enrolments: add.add("enrolments", "Attempts of agents to get a certificate (--enrolment-listen), by result"),
             enrolment_keys: add.add("enrolment_keys", "Readings of the API server's keys for tokens (--enrolment-listen), by result"),
             barriers_waiting: add.add("barrier_waiting", "Pods that wait for the drain barrier at this replica"),
@@ -359,6 +363,14 @@ impl Metrics {
             Result::Last => "last",
         };
         self.barriers.get_or_create(&Outcome { result }).inc();
+    }
+
+    pub(crate) fn count_verification(&self, result: &'static str) {
+        self.verifications.get_or_create(&Outcome { result }).inc();
+    }
+
+    pub(crate) fn set_drifting(&self, agents: usize) {
+        self.drifting.set(level(agents));
     }
 
     /// Counts a pod that waits until the returned value is dropped.

@@ -8,6 +8,7 @@ mod decode;
 mod encode;
 pub mod frame;
 mod known;
+mod verification;
 
 pub use decode::{Decoder, digests_from_wire, node_from_wire};
 pub use encode::{ChangesBuilder, References, address_to_wire, digests_to_wire, node_to_wire};
@@ -15,6 +16,7 @@ use headgate_core::node_state::SourceState;
 /// Rules that all programs share, for programs that do not use the core crate.
 pub use headgate_core::{dns_name::check_subdomain, errors, plaintext};
 pub use known::UnknownReference;
+pub use verification::{MAX_FAILING, NodeView, ServiceDigests};
 
 /// Generated from `proto/headgate/v1`.
 #[allow(

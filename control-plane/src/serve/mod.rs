@@ -8,6 +8,7 @@ mod fleet;
 pub(crate) mod fuzz;
 mod stream;
 mod transport;
+mod verification;
 
 use std::{
     io,

@@ -72,6 +72,16 @@ impl Buckets {
         changed.filter_map(|(index, _)| u16::try_from(index).ok()).collect()
     }
 
+    /// True if a bucket has changed after `version`.
+    pub(super) fn has_changed_since(&self, bucket: u16, version: u64) -> bool {
+        self.buckets[usize::from(bucket) % BUCKETS].changed > version
+    }
+
+    /// The keys of a bucket that have a Service or endpoints, in order.
+    pub(super) fn services(&self, bucket: u16) -> impl Iterator<Item = &Arc<ServiceKey>> {
+        self.buckets[usize::from(bucket) % BUCKETS].services.iter()
+    }
+
     /// The messages of a bucket in the present `state`. The first caller after a change encodes
     /// them.
     pub(super) fn frames(&self, bucket: u16, state: &State) -> Arc<BucketFrames> {

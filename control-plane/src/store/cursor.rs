@@ -1,7 +1,10 @@
 //! The place of a stream in the store. A cursor needs a few words of memory, however far behind the
 //! stream is.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use bytes::Bytes;
 use headgate_core::{
@@ -227,6 +230,19 @@ impl Store {
         let Some(digests) = &resume.digests else { return full() };
         let walk = Walk::new(inner.version, Some(inner.state.digests().differing(digests)));
         (ResumeMode::Digests, Cursor::at(0, Phase::Snapshot(walk), inner.version))
+    }
+
+    /// Makes a cursor between batches send these buckets in full, with everything that has changed
+    /// since the cursor's version. Returns false if the cursor is not between batches.
+    pub fn send_again(&self, cursor: &mut Cursor, buckets: &BTreeSet<u16>) -> bool {
+        if !cursor.is_complete() || buckets.is_empty() {
+            return false;
+        }
+        let inner = self.read();
+        let mut buckets = buckets.clone();
+        buckets.extend(inner.buckets.changed_since(cursor.version));
+        cursor.phase = Phase::Snapshot(Walk::new(inner.version, Some(buckets.into_iter().collect())));
+        true
     }
 
     /// The next message for a stream, with its gRPC prefix; `None` if the cursor is at the head.

@@ -26,6 +26,7 @@ mod resume;
 #[cfg(test)]
 mod tests;
 mod usage;
+mod verify;
 
 use std::{
     collections::{BTreeMap, VecDeque},

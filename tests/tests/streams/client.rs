@@ -36,7 +36,7 @@ pub(crate) fn hello(node: &str, resume: Option<v1::Resume>) -> v1::AgentMessage 
     message(v1::agent_message::Body::Hello(v1::Hello {
         node_name: node.into(),
         agent_version: "test".into(),
-        status: Some(v1::AgentStatus { backend: "none".into(), degraded: Vec::new() }),
+        status: Some(v1::AgentStatus { backend: "none".into(), ..v1::AgentStatus::default() }),
         resume,
         answers_queries: true,
     }))

@@ -14,5 +14,6 @@ mod replica;
 mod sink;
 mod sync_connection;
 mod sync_stream;
+mod verify_nodes;
 mod wait;
 mod watch;

@@ -25,6 +25,7 @@ use crate::{
         barrier::Barrier,
         context::{Lifecycle, milliseconds},
         fleet::{Agent, Fleet, Progress, Waiter},
+        verification::Verifier,
     },
     store::{NoPod, PodName, Store, WatchCursor, positions_to_wire},
     transaction::{Problem, SourceKind},
@@ -37,6 +38,7 @@ const WATCH_PAGE: usize = 256;
 pub(crate) struct Inspector {
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) barrier: Arc<Barrier>,
+    pub(crate) verifier: Arc<Verifier>,
 }
 
 type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -80,6 +82,7 @@ impl Inspect for Inspector {
     type WaitStream = Items<v1::WaitProgress>;
     type QueryNodeStream = Items<v1::NodeAnswer>;
     type DrainPodStream = Items<v1::BarrierAnswer>;
+    type VerifyNodesStream = Items<v1::VerifyNodesResponse>;
 
     async fn get_status(&self, _: Request<v1::GetStatusRequest>) -> Result<Response<v1::GetStatusResponse>, Status> {
         let fleet = &self.fleet;
@@ -208,6 +211,27 @@ impl Inspect for Inspector {
         let barrier = Arc::clone(&self.barrier);
         let answer = async move { Ok(barrier.answer(None, request).await) };
         Ok(Response::new(Box::pin(stream::once(answer))))
+    }
+
+    async fn verify_nodes(
+        &self,
+        request: Request<v1::VerifyNodesRequest>,
+    ) -> Result<Response<Self::VerifyNodesStream>, Status> {
+        let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
+        let v1::VerifyNodesRequest { node } = request.into_inner();
+        let ended = Expiry::passed(expiry);
+        if node.is_empty() {
+            return Ok(Response::new(Box::pin(self.verifier.all().map(Ok).take_until(ended))));
+        }
+        if !self.fleet.has(&node) {
+            return Err(self.fleet.without_stream(&node));
+        }
+        let verifier = Arc::clone(&self.verifier);
+        let answer = async move {
+            let verification = Some(verifier.node(&node).await?);
+            Ok(v1::VerifyNodesResponse { verification, ..v1::VerifyNodesResponse::default() })
+        };
+        Ok(Response::new(Box::pin(stream::once(answer).take_until(ended))))
     }
 
     async fn find_pod(&self, request: Request<v1::FindPodRequest>) -> Result<Response<v1::PodInfo>, Status> {
@@ -419,6 +443,7 @@ fn agent_info(store: &Store, agent: &Agent) -> v1::AgentInfo {
         message: rejection.reason,
         origin: String::new(),
     };
+    let verified = record.verified.as_ref();
     v1::AgentInfo {
         node: agent.node.to_string(),
         address: agent.address.to_string(),
@@ -439,6 +464,9 @@ fn agent_info(store: &Store, agent: &Agent) -> v1::AgentInfo {
         rejections: record.rejections.iter().cloned().map(rejection).collect(),
         state: state.as_str().into(),
         reason: agent.reason(store, source, state),
+        verified_unix_ms: verified.map_or(0, |verified| unix_ms(verified.at)),
+        drift_count: verified.map_or(0, |verified| verified.drift_count),
+        drift: verified.map(|verified| verified.drift.clone()).unwrap_or_default(),
     }
 }
 

@@ -25,6 +25,7 @@ use self::{discovery::Discovery, inspect::Inspector};
 use super::{
     context::{Context, Lifecycle, Warning},
     stream::Streams,
+    verification::Verifier,
 };
 use crate::identity::{Denied, Peer};
 
@@ -70,8 +71,9 @@ pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_refle
             .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
-    let inspect =
-        InspectServer::new(Inspector { fleet: Arc::clone(&streams.fleet), barrier: Arc::clone(&streams.barrier) });
+    let (fleet, barrier) = (Arc::clone(&streams.fleet), Arc::clone(&streams.barrier));
+    let verifier = Verifier::new(Arc::clone(&fleet));
+    let inspect = InspectServer::new(Inspector { fleet, barrier, verifier });
     let inspect = inspect.max_decoding_message_size(MAX_REQUEST_BYTES);
     let answerer = peers::Answerer { fleet: Arc::clone(&streams.fleet), barrier: Arc::clone(&streams.barrier) };
     let peers = PeersServer::new(answerer).max_decoding_message_size(MAX_REQUEST_BYTES);

@@ -1,6 +1,7 @@
 //! Data about one stream of an agent. The fleet and the API read these data.
 
 use std::{
+    collections::BTreeSet,
     net::SocketAddr,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
@@ -41,6 +42,9 @@ pub(crate) struct Agent {
     answered_version: AtomicU64,
     end: OnceLock<End>,
     asked_to_move: AtomicBool,
+    /// Buckets to send again, because the agent's resources differ. Empty most of the time.
+    send_again: Mutex<BTreeSet<u16>>,
+    has_to_send_again: AtomicBool,
     signal: Arc<Signal>,
     record: Mutex<Record>,
     /// How the fleet counts the agent; `None` after the stream ended or was replaced.
@@ -69,6 +73,8 @@ impl Agent {
             answered_version: AtomicU64::new(0),
             end: OnceLock::new(),
             asked_to_move: AtomicBool::new(false),
+            send_again: Mutex::default(),
+            has_to_send_again: AtomicBool::new(false),
             signal,
             record: Mutex::default(),
             counted: Mutex::default(),
@@ -100,6 +106,21 @@ impl Agent {
     /// Returns true once after each [`Self::ask_to_move`].
     pub(crate) fn take_request_to_move(&self) -> bool {
         self.asked_to_move.load(Ordering::Acquire) && self.asked_to_move.swap(false, Ordering::AcqRel)
+    }
+
+    /// Makes the stream send these buckets in full.
+    pub(crate) fn send_again(&self, buckets: &BTreeSet<u16>) {
+        self.send_again.lock().unwrap_or_else(PoisonError::into_inner).extend(buckets);
+        self.has_to_send_again.store(true, Ordering::Release);
+        self.signal.wake();
+    }
+
+    /// Returns the buckets to send again, once after each [`Self::send_again`]. Each visit of the
+    /// stream reads an atomic value and takes no lock.
+    pub(crate) fn take_send_again(&self) -> Option<BTreeSet<u16>> {
+        let is_set = self.has_to_send_again.load(Ordering::Acquire);
+        (is_set && self.has_to_send_again.swap(false, Ordering::AcqRel))
+            .then(|| std::mem::take(&mut *self.send_again.lock().unwrap_or_else(PoisonError::into_inner)))
     }
 
     /// Returns the signal that wakes the stream.

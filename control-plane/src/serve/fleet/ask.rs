@@ -37,6 +37,15 @@ pub(crate) struct Asked {
 }
 
 impl Fleet {
+    /// Returns the status of a query about a node without a stream.
+    pub(crate) fn without_stream(&self, node: &str) -> Status {
+        let replica = &self.context.settings.replica_name;
+        Status::not_found(format!(
+            "the agent of node {node:?} has no stream to replica {replica}: ask the other replicas; if the agent has no stream to any of them, look \
+             at its log"
+        ))
+    }
+
     /// Asks the agent of a node.
     ///
     /// # Errors
@@ -44,12 +53,7 @@ impl Fleet {
     /// A status that names the node and the remedy. `Inspect.QueryNode` lists the codes.
     pub(crate) fn ask(&self, node: &str, query: v1::NodeQuery) -> Result<Asked, Status> {
         let replica = &self.context.settings.replica_name;
-        let agent = self.get(node).ok_or_else(|| {
-            Status::not_found(format!(
-                "the agent of node {node:?} has no stream to replica {replica}: ask the other replicas; if the agent has no stream to any of them, look \
-                 at its log"
-            ))
-        })?;
+        let agent = self.find(node).ok_or_else(|| self.without_stream(node))?;
         if !agent.answers_queries {
             return Err(too_old(&agent));
         }

@@ -24,11 +24,12 @@ use tonic::Status;
 pub(crate) use self::{
     agent::Agent,
     answers::Answers,
+    ask::Asked,
     end::End,
     lateness::Lateness,
     progress::Progress,
     queries::Queries,
-    record::{Record, clip},
+    record::{Record, clip, names},
     wait::Waiter,
 };
 use super::context::Context;
@@ -167,7 +168,7 @@ impl Fleet {
 
     /// Returns true if the agent of a node confirms `version` and rejects none of the services.
     pub(crate) fn confirms(&self, node: &str, version: u64, services: &BTreeSet<ServiceKey>) -> bool {
-        self.get(node).is_some_and(|agent| agent.record().confirms(version, services))
+        self.find(node).is_some_and(|agent| agent.record().confirms(version, services))
     }
 
     /// Returns true if a node has a stream.
@@ -176,7 +177,7 @@ impl Fleet {
     }
 
     /// Returns the stream of a node.
-    fn get(&self, node: &str) -> Option<Arc<Agent>> {
+    pub(crate) fn find(&self, node: &str) -> Option<Arc<Agent>> {
         self.registry().present.get(node).cloned()
     }
 

@@ -11,7 +11,7 @@
 //! When an agent leaves, commits that waited only for this agent are not measured.
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{BTreeMap, HashMap, HashSet, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
@@ -55,6 +55,8 @@ struct Counts {
     recent: VecDeque<Duration>,
     /// The rejections of each node that rejects resources.
     rejecting: HashMap<Arc<str>, Arc<Vec<v1::Rejection>>>,
+    /// The nodes whose last verification found differences.
+    drifting: HashSet<Arc<str>>,
 }
 
 /// The counts of the fleet, and the measurement of commits.
@@ -171,6 +173,14 @@ impl Counts {
         !is_known
     }
 
+    fn note_drift(&mut self, node: &Arc<str>, record: &Record) {
+        if record.has_drift() {
+            self.drifting.insert(Arc::clone(node));
+        } else if !self.drifting.is_empty() {
+            self.drifting.remove(node);
+        }
+    }
+
     /// Returns the version that the kernels of all agents have. Without agents, returns the highest
     /// number.
     fn floor(&self) -> u64 {
@@ -237,6 +247,7 @@ impl Progress {
         let mut counts = self.counts();
         counts.count(counted);
         counts.note_rejections(node, record);
+        counts.note_drift(node, record);
         self.update_outline(&counts, true);
         drop(counts);
         self.changed.send_replace(());
@@ -257,6 +268,7 @@ impl Progress {
         counted.join();
         let mut counts = self.counts();
         let has_rejections = counts.note_rejections(node, record);
+        counts.note_drift(node, record);
         if *counted != old {
             if old.joins_at.is_none() {
                 counts.note_programmed(old.version, programmed);
@@ -277,6 +289,7 @@ impl Progress {
         let mut counts = self.counts();
         counts.discount(counted);
         counts.rejecting.remove(node);
+        counts.drifting.remove(node);
         self.update_outline(&counts, true);
         if let Some(oldest) = counts.oldest_member() {
             counts.measured_to(oldest);
@@ -352,6 +365,7 @@ impl Progress {
             let count = states.get(&state).copied().unwrap_or_default();
             (state.as_str(), count)
         }));
+        self.metrics.set_drifting(self.counts().drifting.len());
         let Everywhere { p50, p99, max, commits } = self.everywhere();
         if commits > 0 {
             self.metrics.set_recently_everywhere([("0.5", p50), ("0.99", p99), ("1", max)]);

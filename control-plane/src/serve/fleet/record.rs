@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeSet, HashSet},
     sync::Arc,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use headgate_core::{ServiceKey, node_state::Reported};
@@ -15,6 +15,9 @@ const MAX_LISTED: usize = 64;
 /// The maximum stored length of a text that an agent sent, in bytes.
 const MAX_TEXT_BYTES: usize = 512;
 
+/// The maximum number of stored differences.
+const MAX_DRIFT: usize = 5;
+
 /// The longest age of a programmed version that is accepted from an ACK. Older entries are ignored.
 const MAX_AGO: Duration = Duration::from_secs(3_600);
 
@@ -23,6 +26,8 @@ const MAX_AGO: Duration = Duration::from_secs(3_600);
 pub(crate) struct Record {
     pub(crate) backend: String,
     pub(crate) degraded: Vec<String>,
+    /// The last verification that the agent reported.
+    pub(crate) verified: Option<Verified>,
     pub(crate) programmed_version: u64,
     has_acknowledged: bool,
     pub(crate) apply_microseconds: u64,
@@ -33,6 +38,30 @@ pub(crate) struct Record {
     failed_version: u64,
     /// The current rejections. The counts of the fleet share this list.
     pub(crate) rejections: Arc<Vec<v1::Rejection>>,
+}
+
+/// A verification that an agent reported (discovery.proto, section 19).
+#[derive(Debug, Clone)]
+pub(crate) struct Verified {
+    /// By the clock of this replica.
+    pub(crate) at: SystemTime,
+    pub(crate) drift_count: u64,
+    pub(crate) drift: Vec<v1::Drift>,
+}
+
+impl Verified {
+    fn of(wire: &v1::Verified) -> Self {
+        let drift = |v1::Drift { service, difference }: &v1::Drift| v1::Drift {
+            service: clip(service).to_owned(),
+            difference: clip(difference).to_owned(),
+        };
+        let now = SystemTime::now();
+        Self {
+            at: now.checked_sub(Duration::from_millis(wire.ago_ms)).unwrap_or(now),
+            drift_count: wire.drift_count,
+            drift: wire.drift.iter().take(MAX_DRIFT).map(drift).collect(),
+        }
+    }
 }
 
 impl Record {
@@ -65,6 +94,11 @@ impl Record {
         !self.last_error.is_empty() || !self.rejections.is_empty()
     }
 
+    /// Returns true if the last verification found differences.
+    pub(crate) fn has_drift(&self) -> bool {
+        self.verified.as_ref().is_some_and(|verified| verified.drift_count > 0)
+    }
+
     /// Returns true if the kernel has `version`, and the agent rejects none of the services and
     /// none of their endpoints. Returns false if the list of rejections is full, because the
     /// replica may have forgotten rejections.
@@ -77,6 +111,18 @@ impl Record {
     pub(crate) fn status(&mut self, status: &v1::AgentStatus) {
         self.backend = clip(&status.backend).to_owned();
         self.degraded = status.degraded.iter().take(MAX_LISTED).map(|text| clip(text).to_owned()).collect();
+        self.verified = status.verified.as_ref().map(Verified::of);
+    }
+
+    /// Applies a verification that a client has asked for. Repaired differences do not count.
+    pub(crate) fn verified_on_request(&mut self, verification: &v1::NodeVerification) {
+        let is_repaired = verification.is_repaired;
+        let drift = if is_repaired { &[][..] } else { &verification.drift };
+        self.verified = Some(Verified {
+            at: SystemTime::now(),
+            drift_count: if is_repaired { 0 } else { verification.drift_count },
+            drift: drift.iter().take(MAX_DRIFT).cloned().collect(),
+        });
     }
 
     pub(crate) fn ack(&mut self, ack: &v1::Ack) {
@@ -122,7 +168,7 @@ impl Record {
 }
 
 /// Returns true if a rejected resource is a Service, one of its endpoints, or all its endpoints.
-fn names(resource: &str, key: &ServiceKey) -> bool {
+pub(crate) fn names(resource: &str, key: &ServiceKey) -> bool {
     match resource.split_once(' ') {
         Some(("Service", rejected)) => *rejected == key.to_string(),
         Some(("Endpoint", rejected)) => rejected.split(' ').next() == Some(&key.to_string()),

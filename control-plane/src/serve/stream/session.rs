@@ -276,6 +276,12 @@ impl Session {
 
     fn resource_message(&mut self, now: Instant) -> Option<Bytes> {
         let Position::At(cursor) = &mut self.position else { return None };
+        if self.has_resumed
+            && cursor.is_complete()
+            && let Some(buckets) = self.agent.take_send_again()
+        {
+            self.streams.context.store.send_again(cursor, &buckets);
+        }
         if let Some(buckets) = cursor.snapshot_buckets() {
             // A snapshot without buckets is only an end marker, so it does not wait in the queue.
             let signal = self.agent.signal();

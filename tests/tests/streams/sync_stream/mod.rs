@@ -104,7 +104,7 @@ async fn messages_of_an_agent_appear_in_its_status() {
         .await;
     let failed = v1::ApplyFailed { version: 1, error: "no such table".into(), attempts: 2 };
     client.send(v1::agent_message::Body::ApplyFailed(failed)).await;
-    let status = v1::AgentStatus { backend: "iptables-nft".into(), degraded: vec!["no SCTP".into()] };
+    let status = v1::AgentStatus { backend: "iptables-nft".into(), degraded: vec!["no SCTP".into()], verified: None };
     client.send(v1::agent_message::Body::Status(status)).await;
     let shown = agent_until(&inspect, "n1", |agent| agent.backend == "iptables-nft").await;
     assert_eq!((shown.rejections.len(), shown.rejections[0].object.as_str()), (1, "Service a/b"));

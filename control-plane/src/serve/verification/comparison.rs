@@ -1,0 +1,305 @@
+//! Compares the answers of one agent with the store.
+//!
+//! A bucket is settled once its digests were equal in some answer. A bucket that changed meanwhile
+//! stays open, and the next answer decides about it. A difference counts only if the store has not
+//! changed the bucket since the version of the answer.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use headgate_core::{
+    ServiceKey,
+    digest::{BUCKETS, service_bucket},
+};
+use headgate_proto::{NodeView, ServiceDigests, digests_from_wire, v1};
+
+use crate::{
+    serve::fleet::{clip, names},
+    store::Store,
+};
+
+/// The maximum number of differences that are named.
+const MAX_DRIFT: usize = 100;
+
+/// The maximum number of buckets that an agent is asked to describe at once.
+const MAX_DESCRIBED: usize = 32;
+
+/// The maximum number of Services that one sentence names.
+const MAX_NAMED: usize = 12;
+
+/// What the replica knows.
+pub(super) struct Known {
+    pub(super) store: Arc<Store>,
+    /// What the agent rejects.
+    pub(super) rejections: Arc<Vec<v1::Rejection>>,
+}
+
+impl Known {
+    fn is_rejected(&self, key: &ServiceKey) -> bool {
+        self.rejections.iter().any(|rejection| names(&rejection.resource, key))
+    }
+}
+
+/// The comparison of one node over several answers.
+pub(super) struct Comparison {
+    node: String,
+    /// The buckets whose digests have not been equal yet.
+    resources: BTreeSet<u16>,
+    table: BTreeSet<u16>,
+    /// The buckets that differed in the last answer.
+    suspects: BTreeSet<u16>,
+    /// The buckets in which resources differ.
+    differing: BTreeSet<u16>,
+    /// Differences, as Service and sentence.
+    drift: BTreeSet<(String, String)>,
+    /// The number of differences that are not in `drift`.
+    more_drift: u64,
+    /// Whether the last answer named a difference that the agent found itself, or a wrong fact.
+    has_drift: bool,
+    /// What the last answer could not verify.
+    unverified: Vec<String>,
+    version: u64,
+    services: u64,
+    frontends: u64,
+}
+
+impl Comparison {
+    pub(super) fn new(node: &str) -> Self {
+        let all = || (0..BUCKETS).filter_map(|bucket| u16::try_from(bucket).ok()).collect();
+        Self {
+            node: node.to_owned(),
+            resources: all(),
+            table: all(),
+            suspects: BTreeSet::new(),
+            differing: BTreeSet::new(),
+            drift: BTreeSet::new(),
+            more_drift: 0,
+            has_drift: false,
+            unverified: Vec::new(),
+            version: 0,
+            services: 0,
+            frontends: 0,
+        }
+    }
+
+    pub(super) fn node(&self) -> &str {
+        &self.node
+    }
+
+    /// The buckets that the agent should describe.
+    pub(super) fn suspects(&self) -> Vec<u32> {
+        self.suspects.iter().take(MAX_DESCRIBED).copied().map(u32::from).collect()
+    }
+
+    /// The buckets that the replica should send again, because the agent's resources differ.
+    pub(super) fn differing(&self) -> &BTreeSet<u16> {
+        &self.differing
+    }
+
+    /// True if everything was equal in the end.
+    pub(super) fn is_settled(&self) -> bool {
+        self.resources.is_empty() && self.table.is_empty() && !self.has_drift
+    }
+
+    fn add(&mut self, service: &str, difference: impl Into<String>) {
+        let drift = (service.to_owned(), difference.into());
+        if self.drift.len() < MAX_DRIFT {
+            self.drift.insert(drift);
+        } else {
+            self.more_drift += u64::from(!self.drift.contains(&drift));
+        }
+    }
+
+    /// Compares the digests of an answer.
+    pub(super) fn take(&mut self, known: &Known, answer: &v1::Verification) {
+        self.suspects.clear();
+        self.differing.clear();
+        self.unverified = answer.unverified.iter().take(MAX_DRIFT).map(|text| clip(text).to_owned()).collect();
+        let drift = answer.drift.iter().take(MAX_DRIFT);
+        drift.for_each(|v1::Drift { service, difference }| self.add(clip(service), clip(difference)));
+        self.more_drift = self.more_drift.max(answer.drift_count.saturating_sub(answer.drift.len() as u64));
+        self.has_drift = answer.drift_count > 0;
+        (self.services, self.frontends) = (answer.services, answer.frontends);
+        let store = &known.store;
+        if answer.epoch != store.epoch() {
+            let text = "the agent has not programmed a version of this replica yet: verify again";
+            return self.unverified.push(text.to_owned());
+        }
+        self.version = answer.version;
+        match answer.resources.as_ref().and_then(digests_from_wire) {
+            Some(digests) => {
+                for (bucket, ours) in store.digests_since(answer.resources_version, &self.resources) {
+                    if digests.buckets().get(usize::from(bucket)) == Some(&ours) {
+                        self.resources.remove(&bucket);
+                    } else {
+                        self.suspects.insert(bucket);
+                    }
+                }
+            }
+            None => self.unverified.push("the agent sent no digests of its resources: upgrade the agent".to_owned()),
+        }
+        self.take_table(known, answer);
+    }
+
+    fn take_table(&mut self, Known { store, .. }: &Known, answer: &v1::Verification) {
+        // Without a table, the agent has said why.
+        let Some(table) = answer.table.as_ref().and_then(digests_from_wire) else { return };
+        let Some(view) = self.view(answer) else { return };
+        let own_node = store.node(&self.node).node;
+        if let Some(zone) = own_node.map(|node| node.zone.clone()).filter(|zone| *zone != view.facts.zone) {
+            let name = |zone: &Option<Arc<str>>| zone.as_deref().unwrap_or("no zone").to_owned();
+            self.has_drift = true;
+            // The Node may have changed a moment ago. The next attempt decides.
+            self.unverified.push(format!(
+                "the agent uses {} as its zone, and the Node has {}: verify again, and read the log of the agent",
+                name(&view.facts.zone),
+                name(&zone)
+            ));
+        }
+        if answer.view.as_ref().is_some_and(|view| view.failing_left_out) {
+            self.unverified.push("too many endpoints fail the health checks of the node, so the control plane cannot compute the forwarding table: look at these endpoints".to_owned());
+            return;
+        }
+        let compared = store.table_digests_since(answer.version, &self.table, &view);
+        // While Services change, a frontend may have another owner in the agent's version.
+        let is_certain = !store.owners_changed_since(answer.version);
+        for (bucket, ours) in compared {
+            if table.buckets().get(usize::from(bucket)) == Some(&ours) {
+                self.table.remove(&bucket);
+            } else if is_certain {
+                self.suspects.insert(bucket);
+            }
+        }
+    }
+
+    fn view(&mut self, answer: &v1::Verification) -> Option<NodeView> {
+        let view = answer.view.as_ref().ok_or_else(|| "no view".to_owned());
+        match view.and_then(|view| NodeView::from_wire(&self.node, view)) {
+            Ok(view) => Some(view),
+            Err(problem) => {
+                self.unverified.push(format!("the control plane cannot use the agent's description of its node ({}): upgrade the control plane or the agent", clip(&problem)));
+                None
+            }
+        }
+    }
+
+    /// Names the Services that differ in the buckets that the agent has described.
+    pub(super) fn describe(&mut self, known: &Known, answer: &v1::Verification) {
+        if answer.epoch != known.store.epoch() {
+            return;
+        }
+        let Some(view) = self.view(answer) else { return };
+        let version = answer.version.min(answer.resources_version);
+        let mut held: BTreeMap<u16, BTreeMap<ServiceKey, ServiceDigests>> = BTreeMap::new();
+        for (key, digests) in answer.held.iter().filter_map(ServiceDigests::from_wire) {
+            held.entry(service_bucket(&key)).or_default().insert(key, digests);
+        }
+        let described: BTreeSet<u16> = answer.buckets.iter().filter_map(|bucket| u16::try_from(*bucket).ok()).collect();
+        for bucket in described.intersection(&self.suspects.clone()) {
+            if let Some(ours) = known.store.services_since(version, *bucket, &view) {
+                let ours = ours.into_iter().map(|(key, digests)| ((*key).clone(), digests)).collect();
+                let theirs = held.remove(bucket).unwrap_or_default();
+                self.describe_bucket(known, *bucket, &ours, &theirs);
+            }
+        }
+        // Suspects that were too many to describe stay open.
+        let left = self.suspects.difference(&described).count();
+        if left > 0 {
+            self.unverified.push(format!(
+                "{left} more groups of Services differ and are not named: verify again when the named differences are repaired"
+            ));
+        }
+    }
+
+    fn describe_bucket(
+        &mut self,
+        known: &Known,
+        bucket: u16,
+        ours: &BTreeMap<ServiceKey, ServiceDigests>,
+        theirs: &BTreeMap<ServiceKey, ServiceDigests>,
+    ) {
+        let (differs, table_differs) = (self.resources.contains(&bucket), self.table.contains(&bucket));
+        let keys: BTreeSet<&ServiceKey> = ours.keys().chain(theirs.keys()).collect();
+        let (mut named, mut has_rejected) = (false, false);
+        for key in &keys {
+            let pair = (ours.get(key), theirs.get(key));
+            if known.is_rejected(key) {
+                has_rejected = true;
+            } else if let Some(difference) = resources_difference(pair).filter(|_| differs) {
+                self.add(clip(&key.to_string()), difference);
+                self.differing.insert(bucket);
+                named = true;
+            } else if table_differs && pair.0.map(|ours| ours.table) != pair.1.map(|theirs| theirs.table) {
+                self.add(clip(&key.to_string()), "the agent holds the resources that the control plane holds, and derives another forwarding table from them: run the same version of both programs");
+                named = true;
+            }
+        }
+        if has_rejected && !named {
+            // The rejected resource, or the last good rules of the Service, are the difference. The
+            // agent has reported both.
+            self.unverified.push(rejected(&keys, known));
+            self.resources.remove(&bucket);
+            self.table.remove(&bucket);
+        } else if !named && differs {
+            self.add("", "the ServiceCIDRs that the agent holds differ from those of the control plane");
+            self.differing.insert(bucket);
+        } else if !named && table_differs && !self.has_drift {
+            let names: Vec<String> = keys.iter().take(MAX_NAMED).map(ToString::to_string).collect();
+            let text = "the kernel forwards otherwise than the control plane requires, for at least one Service of";
+            let names =
+                if names.is_empty() { "none: an address belongs to no Service".to_owned() } else { names.join(", ") };
+            self.add("", format!("{text}: {names}"));
+        }
+    }
+
+    /// Returns the result of all attempts, without its name.
+    pub(super) fn finish(mut self, of_node: v1::NodeVerification) -> v1::NodeVerification {
+        let is_settled = self.is_settled();
+        let open = self.resources.union(&self.table).count();
+        if self.drift.is_empty() && open > 0 && self.unverified.is_empty() {
+            self.unverified.push(format!(
+                "{open} of {BUCKETS} groups of Services changed in each attempt: verify again when fewer Services change"
+            ));
+        }
+        let is_repaired = is_settled && !self.drift.is_empty();
+        let drift_count = self.drift.len() as u64 + self.more_drift;
+        let drift = self.drift.into_iter().map(|(service, difference)| v1::Drift { service, difference }).collect();
+        v1::NodeVerification {
+            version: self.version,
+            services: self.services,
+            frontends: self.frontends,
+            drift,
+            drift_count,
+            unverified: self.unverified,
+            is_repaired,
+            ..of_node
+        }
+    }
+}
+
+/// Returns how the resources of a Service differ.
+fn resources_difference(pair: (Option<&ServiceDigests>, Option<&ServiceDigests>)) -> Option<String> {
+    match pair {
+        (Some(_), None) => Some("the agent does not hold the Service".to_owned()),
+        (None, Some(_)) => Some("the agent holds the Service, which does not exist".to_owned()),
+        (Some(ours), Some(theirs)) if ours.resources == theirs.resources => None,
+        (Some(ours), Some(theirs)) if ours.resources.count == theirs.resources.count => {
+            Some("the agent holds another value of the Service or of an endpoint than the control plane".to_owned())
+        }
+        (Some(ours), Some(theirs)) => Some(format!(
+            "the agent holds {} resources of the Service (itself and its endpoints), and the control plane {}",
+            theirs.resources.count, ours.resources.count
+        )),
+        (None, None) => None,
+    }
+}
+
+fn rejected(keys: &BTreeSet<&ServiceKey>, known: &Known) -> String {
+    let rejected = keys.iter().filter(|key| known.is_rejected(key)).map(ToString::to_string);
+    let names = rejected.collect::<Vec<_>>().join(", ");
+    format!(
+        "the agent or its kernel rejects {names}, so these Services are not compared: `headgatectl agents` shows the reasons"
+    )
+}

@@ -1,0 +1,210 @@
+//! Verifies the state of nodes on behalf of `Inspect.VerifyNodes` (discovery.proto, section 19).
+//!
+//! The agent of a node reads its kernel and sends digests. `comparison.rs` compares them with the
+//! store, off the runtime's threads. This file asks, and asks again while the state moves.
+
+mod comparison;
+
+use std::{sync::Arc, time::Duration};
+
+use futures::{Stream, StreamExt as _, stream};
+use headgate_proto::v1::{self, node_answer, node_query};
+use prost::Message as _;
+use tokio::{
+    sync::Semaphore,
+    task::spawn_blocking,
+    time::{Instant, sleep},
+};
+use tonic::{Code, Status};
+
+use self::comparison::Comparison;
+use super::fleet::{Fleet, clip};
+
+/// The maximum number of nodes that a replica verifies at the same time. Other queries about nodes
+/// have room beside them.
+const MAX_NODES: usize = 8;
+
+/// The maximum number of comparisons that run at the same time. A comparison computes the
+/// forwarding table of a node.
+const MAX_COMPARISONS: usize = 1;
+
+/// How often a node is asked at most, because the state moves, or to see whether a repair worked.
+const MAX_ATTEMPTS: usize = 5;
+
+/// The pause between two attempts.
+const ATTEMPT_PAUSE: Duration = Duration::from_millis(500);
+
+/// How long the verification of an agent may take.
+const RUN_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// The pause before an agent is asked again whether its verification has ended.
+const POLL_PAUSE: Duration = Duration::from_millis(200);
+
+/// The maximum number of names of nodes in a message.
+const MAX_NAMED: usize = 16_384;
+
+/// Verifies nodes.
+pub(crate) struct Verifier {
+    fleet: Arc<Fleet>,
+    nodes: Semaphore,
+    comparisons: Semaphore,
+}
+
+impl Verifier {
+    /// Creates the verifier of a replica.
+    pub(crate) fn new(fleet: Arc<Fleet>) -> Arc<Self> {
+        Arc::new(Self { fleet, nodes: Semaphore::new(MAX_NODES), comparisons: Semaphore::new(MAX_COMPARISONS) })
+    }
+
+    /// Verifies all nodes that have a stream to this replica. Dropping the result ends the work.
+    pub(crate) fn all(self: &Arc<Self>) -> impl Stream<Item = v1::VerifyNodesResponse> + use<> {
+        let (verifier, fleet) = (Arc::clone(self), Arc::clone(&self.fleet));
+        let agents = stream::iter(self.fleet.all());
+        let verifications = agents.map(move |agent| {
+            let (verifier, node) = (Arc::clone(&verifier), Arc::clone(&agent.node));
+            async move {
+                let verification = verifier.node(&node).await.unwrap_or_else(|status| {
+                    let unverified = vec![clip(status.message()).to_owned()];
+                    let verification = v1::NodeVerification { unverified, ..verifier.of_node(&node) };
+                    verifier.finish(verification)
+                });
+                v1::VerifyNodesResponse { verification: Some(verification), ..v1::VerifyNodesResponse::default() }
+            }
+        });
+        let last = async move {
+            let names = fleet.context.store.node_names().into_iter().filter(|name| !fleet.has(name));
+            let mut without_stream: Vec<String> = names.map(|name| name.to_string()).collect();
+            let without_stream_count = without_stream.len() as u64;
+            without_stream.truncate(MAX_NAMED);
+            v1::VerifyNodesResponse { verification: None, without_stream, without_stream_count }
+        };
+        verifications.buffer_unordered(MAX_NODES).chain(stream::once(last))
+    }
+
+    /// Verifies a node.
+    ///
+    /// # Errors
+    ///
+    /// A status like that of [`Fleet::ask`].
+    pub(crate) async fn node(&self, node: &str) -> Result<v1::NodeVerification, Status> {
+        let _permit = self.nodes.acquire().await.map_err(closed)?;
+        let mut comparison = Comparison::new(node);
+        for attempt in 0..MAX_ATTEMPTS {
+            if attempt > 0 {
+                sleep(ATTEMPT_PAUSE).await;
+            }
+            let answer = self.answer(node, v1::VerifyQuery::default()).await?;
+            let run = answer.run;
+            comparison = self.compare(comparison, answer, Comparison::take).await?;
+            let buckets = comparison.suspects();
+            if !buckets.is_empty() {
+                let answer = self.answer(node, v1::VerifyQuery { run, buckets }).await?;
+                comparison = self.compare(comparison, answer, Comparison::describe).await?;
+            }
+            if let Some(agent) = self.fleet.find(node).filter(|_| !comparison.differing().is_empty()) {
+                agent.send_again(comparison.differing());
+            }
+            if comparison.is_settled() {
+                break;
+            }
+        }
+        let verification = comparison.finish(self.of_node(node));
+        if verification.version > 0
+            && let Some(agent) = self.fleet.find(node)
+        {
+            agent.update(|record| record.verified_on_request(&verification));
+        }
+        Ok(self.finish(verification))
+    }
+
+    /// The names in the result for a node.
+    fn of_node(&self, node: &str) -> v1::NodeVerification {
+        let agent = self.fleet.find(node);
+        v1::NodeVerification {
+            node: node.to_owned(),
+            replica: self.fleet.context.settings.replica_name.clone(),
+            backend: agent.map(|agent| agent.record().backend.clone()).unwrap_or_default(),
+            ..v1::NodeVerification::default()
+        }
+    }
+
+    /// Sets the result, counts it, and logs differences.
+    fn finish(&self, mut verification: v1::NodeVerification) -> v1::NodeVerification {
+        let result = match (verification.drift_count, verification.unverified.is_empty()) {
+            (1.., _) => "drift",
+            (0, false) => "unverified",
+            (0, true) => "verified",
+        };
+        result.clone_into(&mut verification.result);
+        self.fleet.context.metrics.count_verification(result);
+        if let Some(v1::Drift { service, difference }) = verification.drift.first() {
+            let v1::NodeVerification { node, drift_count, .. } = &verification;
+            tracing::warn!(%node, drift_count, service, difference, "a node differs from what it should have");
+        }
+        verification
+    }
+
+    /// Runs a step of a comparison on a thread that may block.
+    async fn compare(
+        &self,
+        mut comparison: Comparison,
+        answer: v1::Verification,
+        step: impl FnOnce(&mut Comparison, &comparison::Known, &v1::Verification) + Send + 'static,
+    ) -> Result<Comparison, Status> {
+        let _permit = self.comparisons.acquire().await.map_err(closed)?;
+        let rejections = self.fleet.find(comparison.node()).map(|agent| Arc::clone(&agent.record().rejections));
+        let known = comparison::Known {
+            store: Arc::clone(&self.fleet.context.store),
+            rejections: rejections.unwrap_or_default(),
+        };
+        let compared = spawn_blocking(move || {
+            step(&mut comparison, &known, &answer);
+            comparison
+        });
+        compared.await.map_err(|error| Status::internal(error.to_string()))
+    }
+
+    /// Asks an agent until its verification has ended.
+    async fn answer(&self, node: &str, mut query: v1::VerifyQuery) -> Result<v1::Verification, Status> {
+        let deadline = Instant::now() + RUN_TIMEOUT;
+        loop {
+            let kind = Some(node_query::Kind::Verify(query.clone()));
+            match self.fleet.ask(node, v1::NodeQuery { kind }) {
+                Ok(asked) => {
+                    let answer = joined(asked).await?;
+                    if !answer.is_running {
+                        return Ok(answer);
+                    }
+                    query.run = answer.run;
+                }
+                // Other clients ask too many queries at the moment.
+                Err(status) if status.code() == Code::ResourceExhausted && Instant::now() < deadline => {}
+                Err(status) => return Err(status),
+            }
+            if Instant::now() >= deadline {
+                return Err(Status::deadline_exceeded(format!(
+                    "the verification of node {node} has not ended within {} s: look at the load of the node, and at the log of its agent",
+                    RUN_TIMEOUT.as_secs()
+                )));
+            }
+            sleep(POLL_PAUSE).await;
+        }
+    }
+}
+
+/// Joins the parts of an answer.
+async fn joined(mut asked: super::fleet::Asked) -> Result<v1::Verification, Status> {
+    let mut answer = v1::Verification::default();
+    while let Some(part) = asked.next().await {
+        let Some(node_answer::Kind::Verification(part)) = part?.kind else {
+            return Err(Status::internal("the agent answered another query"));
+        };
+        let malformed = |error: prost::DecodeError| Status::internal(format!("the answer is malformed: {error}"));
+        answer.merge(part.encode_to_vec().as_slice()).map_err(malformed)?;
+    }
+    Ok(answer)
+}
+
+fn closed(_: tokio::sync::AcquireError) -> Status {
+    Status::unavailable("this replica stops")
+}

@@ -1,0 +1,80 @@
+//! Compares what an agent has with this store (discovery.proto, section 19). Each function holds
+//! the lock for one bucket at a time.
+//!
+//! The store may have moved on since the agent's version. A bucket is compared only if it has not
+//! changed since then, so a change that is on its way is never a difference.
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use headgate_core::{
+    ServiceKey,
+    digest::{BucketDigest, Digests},
+};
+use headgate_proto::{NodeView, ServiceDigests};
+
+use super::{
+    Store,
+    log::{self, LogKey},
+};
+
+/// The maximum number of log entries that [`Store::owners_changed_since`] reads.
+const MAX_SCANNED: usize = 16_384;
+
+impl Store {
+    /// Returns those of the given buckets that have not changed since `version`, each with its
+    /// present digest.
+    pub(crate) fn digests_since(&self, version: u64, buckets: &BTreeSet<u16>) -> Vec<(u16, BucketDigest)> {
+        let inner = self.read();
+        let unchanged = buckets.iter().filter(|bucket| !inner.buckets.has_changed_since(**bucket, version));
+        unchanged.map(|bucket| (*bucket, of_bucket(inner.state.digests(), *bucket))).collect()
+    }
+
+    /// Like [`Self::digests_since`], with the digests of the forwarding table that a node with this
+    /// view should have. The cost grows with the number of Services in the buckets.
+    pub(crate) fn table_digests_since(
+        &self,
+        version: u64,
+        buckets: &BTreeSet<u16>,
+        view: &NodeView,
+    ) -> Vec<(u16, BucketDigest)> {
+        let (mut digests, mut unchanged) = (Digests::default(), Vec::new());
+        for bucket in buckets {
+            let inner = self.read();
+            if !inner.buckets.has_changed_since(*bucket, version) {
+                inner.buckets.services(*bucket).for_each(|key| view.add_table(&inner.state, key, &mut digests));
+                unchanged.push(*bucket);
+            }
+        }
+        unchanged.into_iter().map(|bucket| (bucket, of_bucket(&digests, bucket))).collect()
+    }
+
+    /// Returns the digests of each Service of a bucket, with the forwarding table that a node with
+    /// this view should have. `None` if the bucket has changed since `version`.
+    pub(crate) fn services_since(
+        &self,
+        version: u64,
+        bucket: u16,
+        view: &NodeView,
+    ) -> Option<Vec<(Arc<ServiceKey>, ServiceDigests)>> {
+        let inner = self.read();
+        let digests = |key: &Arc<ServiceKey>| (Arc::clone(key), view.digests_of(&inner.state, key, bucket));
+        let is_changed = inner.buckets.has_changed_since(bucket, version);
+        (!is_changed).then(|| inner.buckets.services(bucket).map(digests).collect())
+    }
+
+    /// True if some Service may have changed since `version`, so that another Service may own a
+    /// frontend. Changes of endpoints do not count.
+    pub(crate) fn owners_changed_since(&self, version: u64) -> bool {
+        let inner = self.read();
+        if version >= inner.version {
+            return false;
+        }
+        let mut entries = inner.log.since(log::after(version)).take(MAX_SCANNED + 1).enumerate();
+        let may_own = |(index, key): (usize, &LogKey)| index == MAX_SCANNED || matches!(key, LogKey::Service(_));
+        version < inner.log.floor() || entries.any(|(index, (_, entry))| may_own((index, &entry.key)))
+    }
+}
+
+fn of_bucket(digests: &Digests, bucket: u16) -> BucketDigest {
+    digests.buckets().get(usize::from(bucket)).copied().unwrap_or_default()
+}
