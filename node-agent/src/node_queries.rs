@@ -2,6 +2,7 @@
 //! (`discovery.proto`, rule 17).
 
 mod explain;
+mod verify;
 
 use std::{
     collections::BTreeMap,
@@ -32,6 +33,7 @@ const CONNECTIONS_IN_PART: usize = 100;
 const NO_COUNTERS: &str = "the kernel does not count Services on this node; start the agent in mode nftables, with --nftables-service-counters";
 
 pub(crate) use explain::Explainer;
+use verify::Verifier;
 
 /// What this agent knows about its node.
 #[derive(Debug)]
@@ -39,12 +41,14 @@ pub(crate) struct Knowledge {
     node: Arc<str>,
     pages: Pages,
     explainer: Explainer,
+    verifier: Verifier,
 }
 
 impl Knowledge {
     /// Answers from the data that the agent's pages show, and from its state.
     pub(crate) fn new(node: Arc<str>, pages: Pages, explainer: Explainer) -> Self {
-        Self { node, pages, explainer }
+        let verifier = Verifier::new(explainer.clone(), pages.progress.clone());
+        Self { node, pages, explainer, verifier }
     }
 
     fn status(&self) -> v1::NodeStatus {
@@ -117,6 +121,7 @@ impl NodeKnowledge for Knowledge {
                 let (explainer, progress) = (self.explainer.clone(), self.pages.progress.borrow().clone());
                 blocking(move || explainer.answer(&query, &progress))
             }
+            node_query::Kind::Verify(query) => self.verifier.clone().answer(query).boxed(),
         }
     }
 }

@@ -42,9 +42,11 @@ pub enum Mode {
 
 impl Mode {
     /// All modes.
-    pub const ALL: [Self; 4] = [Self::Iptables, Self::Ipvs, Self::Nftables, Self::Userspace];
+    pub const ALL: [Self; 5] =
+        [Self::Iptables, Self::Ipvs, Self::Nftables, Self::Userspace, Self::UserspaceIptables];
 
-    /// The name of the mode, as in the option `--proxy-mode`.
+    /// The name of the mode, as in the option `--proxy-mode`, with the rules in front of the proxy if
+    /// they are not those of nftables.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -52,6 +54,7 @@ impl Mode {
             Self::Ipvs => "ipvs",
             Self::Nftables => "nftables",
             Self::Userspace => "userspace",
+            Self::UserspaceIptables => "userspace-iptables",
         }
     }
 

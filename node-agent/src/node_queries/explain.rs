@@ -56,15 +56,12 @@ impl Explainer {
         Ok(parts(explanations, remarks))
     }
 
-    fn settings(&self, backend: &str) -> Result<NodeSettings, String> {
+    pub(super) fn settings(&self, backend: &str) -> Result<NodeSettings, String> {
         let mode = match proxy_mode(backend) {
-            "iptables" => Mode::Iptables,
-            "ipvs" => Mode::Ipvs,
-            "nftables" => Mode::Nftables,
-            "userspace" if backend.contains("iptables") => Mode::UserspaceIptables,
-            "userspace" => Mode::Userspace,
-            other => return Err(format!("the agent cannot explain the backend {other:?}")),
+            "userspace" if backend.contains("iptables") => Some(Mode::UserspaceIptables),
+            name => Mode::parse(name),
         };
+        let mode = mode.ok_or_else(|| format!("the agent cannot explain the backend {backend:?}"))?;
         let inputs = self.inputs.borrow();
         Ok(NodeSettings {
             mode,

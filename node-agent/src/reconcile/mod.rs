@@ -544,7 +544,7 @@ fn families(statistics: &[FamilyStatistics]) -> Vec<Family> {
 }
 
 fn status(dataplane: &dyn NodeDataplane, demand: &Demand) -> v1::AgentStatus {
-    v1::AgentStatus { backend: dataplane.name().to_owned(), degraded: dataplane.degraded(demand) }
+    v1::AgentStatus { backend: dataplane.name().to_owned(), degraded: dataplane.degraded(demand), verified: None }
 }
 
 /// Plans new work together with the work that earlier attempts left unfinished.

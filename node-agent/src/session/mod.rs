@@ -23,3 +23,4 @@ mod standings;
 mod stream;
 mod stream_end;
 pub mod tls;
+pub(crate) mod verified;

@@ -7,7 +7,7 @@ use headgate_proto::v1;
 use tokio::time::Instant;
 use tracing::warn;
 
-use super::{machine::Machine, outbox::Outbox};
+use super::{machine::Machine, outbox::Outbox, verified::Reported};
 use crate::progress::{Programmed, Progress};
 
 /// The reports of one stream.
@@ -26,6 +26,7 @@ pub(super) struct Reporter {
     rejected_by_kernel: BTreeMap<String, v1::Rejection>,
     /// The status that was reported last.
     status: v1::AgentStatus,
+    verified: Reported,
 }
 
 impl Reporter {
@@ -38,6 +39,7 @@ impl Reporter {
             acked: None,
             has_failed: false,
             rejected_by_kernel: BTreeMap::new(),
+            verified: Reported::in_hello(&status),
             status,
         }
     }
@@ -88,7 +90,10 @@ impl Reporter {
     /// Queues the status if it changed. Queues the ACK or the failure if it concerns a version of
     /// this replica.
     pub(super) fn report(&mut self, progress: &Progress, status: v1::AgentStatus, machine: &Machine) {
-        if status != self.status {
+        let verification = progress.verification.as_ref().zip(status.verified.as_ref());
+        let is_news = verification.is_some_and(|(verification, wire)| self.verified.is_news(verification.at, wire));
+        let has_changed = (&status.backend, &status.degraded) != (&self.status.backend, &self.status.degraded);
+        if has_changed || is_news {
             self.status = status;
             self.outbox.status(self.status.clone());
         }

@@ -25,6 +25,7 @@ use super::{
     reporter::Reporter,
     standings::{Standings, StandingsQuery},
     stream_end::StreamEnd,
+    verified,
 };
 use crate::{
     backoff::jitter,
@@ -306,6 +307,7 @@ async fn answered(asking: &mut Option<Asking>) -> (Trouble, Answered) {
 pub(super) fn status(progress: &Progress, tls_problem: &watch::Receiver<Option<String>>) -> v1::AgentStatus {
     let mut status = progress.status.clone();
     status.degraded.extend(tls_problem.borrow().clone());
+    status.verified = progress.verification.as_deref().map(verified::to_wire);
     status
 }
 

@@ -158,6 +158,11 @@ impl Held {
         &self.state
     }
 
+    /// See [`State::renew_digests`].
+    pub(crate) fn renew_digests(&mut self) -> bool {
+        self.state.renew_digests()
+    }
+
     /// Returns the held resources without version and positions.
     pub(crate) fn into_state(self) -> State {
         self.state

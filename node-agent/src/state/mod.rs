@@ -19,6 +19,7 @@ use std::{
 
 use headgate_core::{Dirty, Node, NodeFacts, ServiceKey, State};
 use headgate_proto::{node_to_wire, v1};
+use tracing::error;
 
 use crate::{
     node_inputs::node_addresses,
@@ -411,6 +412,18 @@ impl AgentState {
     pub(crate) fn with_unprogrammed<T>(&self, read: impl FnOnce(&State, &NodeFacts, &Dirty) -> T) -> Option<T> {
         let inner = self.lock();
         (!inner.needs_full).then(|| read(inner.held.state(), &inner.facts, &inner.dirty))
+    /// Like [`Self::with_facts`], but first computes the digests of the resources anew, and also
+    /// passes the epoch and version of the state. Logs an error if the digests were wrong. The
+    /// cost grows with the number of resources.
+    pub(crate) fn with_renewed_digests<T>(&self, read: impl FnOnce(&State, &NodeFacts, (u64, u64)) -> T) -> T {
+        let mut inner = self.lock();
+        if !inner.held.renew_digests() {
+            error!(
+                "the digests of the agent's resources were wrong, and are computed anew: memory was damaged, or the agent has a defect"
+            );
+        }
+        let position = inner.held.position().unwrap_or_default();
+        read(inner.held.state(), &inner.facts, position)
     }
 
     /// Ends the reconcile loop after its current sync.

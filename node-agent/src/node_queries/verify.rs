@@ -1,0 +1,228 @@
+//! Verifies the node on request, and describes what the agent holds, so that the control plane can
+//! compare it (`discovery.proto`, rule 19). The reconcile loop reads the kernel.
+
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use headgate_core::{
+    Family,
+    digest::{Digests, service_bucket},
+};
+use headgate_proto::{NodeView, digests_to_wire, v1, v1::node_answer};
+use prost::Message as _;
+use tokio::{
+    sync::watch,
+    task::spawn_blocking,
+    time::{Instant, sleep_until, timeout_at},
+};
+
+use super::explain::Explainer;
+use crate::{
+    progress::{Progress, Verification},
+    session::{
+        answers::{NodeAnswer, PART_BYTES},
+        verified::drift_to_wire,
+    },
+};
+
+/// How long an answer waits for the end of a pause and of the verification.
+const WAIT: Duration = Duration::from_secs(2);
+/// Shortest pause between two requested verifications. The pause is at least as long as the
+/// processor time of the verification, so that requests use at most half of a core.
+const MIN_PAUSE: Duration = Duration::from_secs(1);
+/// Maximum number of buckets that an answer describes.
+const MAX_BUCKETS: usize = 64;
+/// Maximum size of the description of Services.
+const MAX_DESCRIPTION_BYTES: usize = 512 << 10;
+/// Maximum number of differences, and of sentences about what is not verified.
+const MAX_SENTENCES: usize = 100;
+
+/// Answers queries that verify the node.
+#[derive(Debug, Clone)]
+pub(super) struct Verifier {
+    explainer: Explainer,
+    progress: watch::Receiver<Progress>,
+    /// When the next verification may be requested.
+    next: Arc<Mutex<Instant>>,
+}
+
+impl Verifier {
+    pub(super) fn new(explainer: Explainer, progress: watch::Receiver<Progress>) -> Self {
+        Self { explainer, progress, next: Arc::new(Mutex::new(Instant::now())) }
+    }
+
+    /// Answers a query.
+    pub(super) async fn answer(self, query: v1::VerifyQuery) -> NodeAnswer {
+        let state = &self.explainer.state;
+        if state.is_unconfirmed() || self.progress.borrow().programmed.is_none() {
+            return Err("the agent has not programmed a state of the control plane yet; ask again".to_owned());
+        }
+        let deadline = Instant::now() + WAIT;
+        let Some(run) = self.begin(query.run, deadline).await? else { return Ok(running(0)) };
+        let Some(verification) = self.ended(run, deadline).await? else { return Ok(running(run)) };
+        let buckets: BTreeSet<u16> =
+            query.buckets.iter().take(MAX_BUCKETS).filter_map(|bucket| u16::try_from(*bucket).ok()).collect();
+        let describe = move || self.describe(run, &verification, &buckets);
+        spawn_blocking(describe).await.unwrap_or_else(|error| Err(error.to_string()))
+    }
+
+    /// Requests a verification, unless the query names one. Returns its number, or `None` while the
+    /// pause after the last verification lasts.
+    async fn begin(&self, run: u64, deadline: Instant) -> Result<Option<u64>, String> {
+        if run != 0 {
+            return Ok(Some(run));
+        }
+        let next = *self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        if next > deadline {
+            return Ok(None);
+        }
+        sleep_until(next).await;
+        let state = Arc::clone(&self.explainer.state);
+        let requested = spawn_blocking(move || state.request_verification()).await;
+        requested.map(Some).map_err(|error| error.to_string())
+    }
+
+    /// Waits for the end of a verification. Returns `None` if it has not ended in time.
+    async fn ended(&self, run: u64, deadline: Instant) -> Result<Option<Arc<Verification>>, String> {
+        let mut progress = self.progress.clone();
+        let is_answered = |progress: &Progress| progress.verification.as_ref().is_some_and(|last| last.request >= run);
+        if let Ok(Ok(progress)) = timeout_at(deadline, progress.wait_for(is_answered)).await {
+            return Ok(progress.verification.clone());
+        }
+        match &self.progress.borrow().failure {
+            Some(failure) => Err(format!(
+                "the last sync failed, so the kernel may hold older rules; read the log of the agent: {}",
+                failure.error
+            )),
+            None => Ok(None),
+        }
+    }
+
+    fn describe(&self, run: u64, verification: &Verification, buckets: &BTreeSet<u16>) -> NodeAnswer {
+        let pause = verification.cpu_time.unwrap_or_default().max(MIN_PAUSE);
+        *self.next.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now() + pause;
+        let progress = self.progress.borrow().clone();
+        let settings = self.explainer.settings(&progress.status.backend)?;
+        let families = self.explainer.state.backlog().counts().synced_at;
+        let families = Family::BOTH.into_iter().zip(families).filter_map(|(family, at)| at.map(|_| family)).collect();
+        let mut held = Vec::new();
+        let seen = self.explainer.state.with_renewed_digests(|state, facts, position| {
+            let view = NodeView { facts: facts.clone(), settings, families };
+            if !buckets.is_empty() {
+                for (key, _) in state.entries() {
+                    let bucket = service_bucket(key);
+                    if buckets.contains(&bucket) {
+                        held.push((bucket, view.digests_of(state, key, bucket).to_wire(key)));
+                    }
+                }
+            }
+            (position, state.digests().clone(), state.service_count(), view)
+        });
+        let ((epoch, version), resources, services, view) = seen;
+        if epoch != verification.target.epoch {
+            return Err("the agent has just moved to another replica; ask again".to_owned());
+        }
+        let (unverified, drift) = (unverified(verification, &progress), &verification.comparison.differences);
+        let first = v1::Verification {
+            run,
+            epoch,
+            version: verification.target.version,
+            resources: Some(digests_to_wire(&resources)),
+            resources_version: version,
+            view: Some(view.to_wire()),
+            drift: drift.iter().take(MAX_SENTENCES).map(drift_to_wire).collect(),
+            drift_count: verification.comparison.total,
+            unverified,
+            services: services as u64,
+            frontends: verification.comparison.frontends,
+            ..v1::Verification::default()
+        };
+        let mut parts = vec![first];
+        parts.extend(verification.found.as_deref().map(table_part));
+        parts.extend(held_parts(held, buckets));
+        Ok(parts.into_iter().map(node_answer::Kind::Verification).collect())
+    }
+}
+
+fn running(run: u64) -> Vec<node_answer::Kind> {
+    let running = v1::Verification { run, is_running: true, ..v1::Verification::default() };
+    vec![node_answer::Kind::Verification(running)]
+}
+
+fn table_part(found: &Digests) -> v1::Verification {
+    v1::Verification { table: Some(digests_to_wire(found)), ..v1::Verification::default() }
+}
+
+/// What the agent could not verify, as sentences.
+fn unverified(verification: &Verification, progress: &Progress) -> Vec<String> {
+    let error = verification.error.iter().map(|error| format!("the kernel cannot be read; verify again: {error}"));
+    let not_understood = verification.comparison.not_understood.iter().cloned();
+    let rejected = progress.rejections.iter().map(|v1::Rejection { resource, reason, .. }| {
+        format!("{resource}: the kernel rejects its rules, so its last good rules are in force: {reason}")
+    });
+    error.chain(not_understood).chain(rejected).take(MAX_SENTENCES).collect()
+}
+
+/// The Services in parts, bucket by bucket, until the description is too large.
+fn held_parts(mut held: Vec<(u16, v1::HeldService)>, buckets: &BTreeSet<u16>) -> Vec<v1::Verification> {
+    held.sort_by_key(|(bucket, _)| *bucket);
+    let (mut parts, mut bytes) = (Vec::new(), 0);
+    for bucket in buckets {
+        let services = held.extract_if(.., |(of, _)| of == bucket).map(|(_, service)| service);
+        let part = v1::Verification {
+            buckets: vec![u32::from(*bucket)],
+            held: services.collect(),
+            ..v1::Verification::default()
+        };
+        bytes += part.encoded_len();
+        if bytes > MAX_DESCRIPTION_BYTES {
+            break;
+        }
+        match parts.last_mut().filter(|last: &&mut v1::Verification| last.encoded_len() < PART_BYTES) {
+            Some(last) => {
+                last.buckets.extend(part.buckets);
+                last.held.extend(part.held);
+            }
+            None => parts.push(part),
+        }
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_description_has_whole_buckets_in_parts_of_bounded_size() {
+        let service = |number: usize| v1::HeldService {
+            service: Some(v1::ServiceKey { namespace: "ns".into(), name: format!("service-{number}") }),
+            sum: vec![1; 16].into(),
+            table_sum: vec![1; 16].into(),
+            ..v1::HeldService::default()
+        };
+        let buckets: BTreeSet<u16> = (0..64).collect();
+        let described = |count: usize| {
+            let held = (0..count).map(|number| (u16::try_from(number % 64).unwrap_or_default(), service(number)));
+            let parts = held_parts(held.collect(), &buckets);
+            let names: BTreeSet<String> = parts
+                .iter()
+                .flat_map(|part| &part.held)
+                .filter_map(|held| held.service.as_ref())
+                .map(|key| key.name.clone())
+                .collect();
+            let bytes = parts.iter().map(v1::Verification::encoded_len).max().unwrap_or_default();
+            (parts.iter().flat_map(|part| part.buckets.clone()).collect::<Vec<_>>(), names.len(), bytes)
+        };
+        let (described_buckets, names, bytes) = described(640);
+        assert_eq!((described_buckets, names), ((0..64).collect(), 640));
+        assert!(bytes < 2 * PART_BYTES, "{bytes}");
+        // Too many Services: only the first buckets are described, and each of them in full.
+        let (described_buckets, names, _) = described(64 * 1_000);
+        assert!(!described_buckets.is_empty() && described_buckets.len() < 64);
+        assert_eq!(names, described_buckets.len() * 1_000);
+    }
+}

@@ -1,0 +1,87 @@
+//! Reports verifications on the stream: every change of their result at once, and otherwise few of
+//! them (`discovery.proto`, rule 19).
+
+use std::time::{Duration, SystemTime};
+
+use headgate_core::forwarding::Difference;
+use headgate_proto::v1;
+
+use crate::progress::Verification;
+
+/// Maximum number of differences in a status.
+const MAX_REPORTED: usize = 5;
+/// Shortest time between two reports of the same result.
+const INTERVAL: Duration = Duration::from_secs(60);
+
+/// If the clock goes back by more than this, the time of the last report is not compared.
+const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
+
+/// Converts a verification for a status.
+pub(super) fn to_wire(verification: &Verification) -> v1::Verified {
+    let Verification { at, comparison, .. } = verification;
+    v1::Verified {
+        ago_ms: at.elapsed().map_or(0, |ago| u64::try_from(ago.as_millis()).unwrap_or(u64::MAX)),
+        drift_count: comparison.total,
+        drift: comparison.differences.iter().take(MAX_REPORTED).map(drift_to_wire).collect(),
+    }
+}
+
+/// Converts a difference, whose sentence names the Service first.
+pub(crate) fn drift_to_wire(difference: &Difference) -> v1::Drift {
+    let sentence = difference.to_string();
+    let Some(service) = difference.service().map(ToString::to_string) else {
+        return v1::Drift { service: String::new(), difference: sentence };
+    };
+    let difference = sentence.strip_prefix(&format!("Service {service}: ")).unwrap_or(&sentence).to_owned();
+    v1::Drift { service, difference }
+}
+
+/// Decides which verifications are reported. Times are the ends of verifications.
+#[derive(Debug, Default)]
+pub(super) struct Reported {
+    at: Option<SystemTime>,
+    drift: (u64, Vec<v1::Drift>),
+}
+
+impl Reported {
+    /// What the status in `Hello` has reported.
+    pub(super) fn in_hello(status: &v1::AgentStatus) -> Self {
+        let Some(verified) = &status.verified else { return Self::default() };
+        let at = SystemTime::now().checked_sub(Duration::from_millis(verified.ago_ms));
+        Self { at, drift: (verified.drift_count, verified.drift.clone()) }
+    }
+
+    /// True if this verification, which ended at `at`, must be reported. The next call assumes that
+    /// it was reported.
+    pub(super) fn is_news(&mut self, at: SystemTime, verified: &v1::Verified) -> bool {
+        let is_due = self.at.is_none_or(|before| match at.duration_since(before) {
+            Ok(later) => later >= INTERVAL,
+            Err(earlier) => earlier.duration() > CLOCK_TOLERANCE,
+        });
+        let has_changed = (verified.drift_count, &verified.drift) != (self.drift.0, &self.drift.1);
+        let is_news = is_due || has_changed;
+        if is_news {
+            *self = Self { at: Some(at), drift: (verified.drift_count, verified.drift.clone()) };
+        }
+        is_news
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_result_is_reported_once_a_minute_and_another_result_at_once() {
+        let start = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000);
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let drift = |count| v1::Verified { drift_count: count, ..v1::Verified::default() };
+        let mut reported = Reported::default();
+        assert!(reported.is_news(at(0), &drift(0)));
+        assert!(!reported.is_news(at(0), &drift(0)), "the same verification");
+        assert!(!reported.is_news(at(59), &drift(0)) && reported.is_news(at(60), &drift(0)));
+        assert!(reported.is_news(at(61), &drift(2)) && reported.is_news(at(62), &drift(0)));
+        // The clock of the node was set back.
+        assert!(reported.is_news(at(10), &drift(0)));
+    }
+}
