@@ -151,17 +151,17 @@ fn is_waiting_or_cut_off(agent: &AgentInfo) -> bool {
     matches!(agent.state.as_str(), "waiting" | "cut_off")
 }
 
-/// Returns whether the agent's last attempt to program its kernel failed or the agent rejects
-/// resources.
+/// Returns whether the agent's last attempt to program its kernel failed, the agent rejects
+/// resources, or its last verification found differences.
 fn is_failing(agent: &AgentInfo) -> bool {
-    !agent.last_error.is_empty() || !agent.rejections.is_empty()
+    !agent.last_error.is_empty() || !agent.rejections.is_empty() || agent.drift_count > 0
 }
 
-/// The sort key of an agent. A larger key means a worse state. Errors count most, then rejections,
-/// agents that wait or are cut off, lag, and degraded agents.
+/// The sort key of an agent. A larger key means a worse state. Errors count most, then rejections
+/// and differences, agents that wait or are cut off, lag, and degraded agents.
 fn badness(agent: &AgentInfo) -> (bool, bool, bool, u64, bool) {
     let lag = if render::is_behind(agent) { agent.lag_ms } else { 0 };
-    let is_rejecting = !agent.rejections.is_empty();
+    let is_rejecting = !agent.rejections.is_empty() || agent.drift_count > 0;
     (!agent.last_error.is_empty(), is_rejecting, is_waiting_or_cut_off(agent), lag, !agent.degraded.is_empty())
 }
 

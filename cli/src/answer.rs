@@ -43,6 +43,9 @@ pub enum Failure {
     /// The certificates cannot be created.
     #[error(transparent)]
     Certs(#[from] CertsError),
+    /// Some nodes differ, or are not verified. The output names them.
+    #[error("{0}")]
+    Unverified(String),
     /// kube-proxy's configuration cannot be read.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -73,6 +76,7 @@ impl Failure {
             | Self::Certs(_)
             | Self::Config(_)
             | Self::Invalid(_)
+            | Self::Unverified(_)
             | Self::NotFound(_)
             | Self::Server { .. }
             | Self::Missing { .. }
@@ -169,6 +173,8 @@ mod tests {
         assert_eq!(keys(&v1::Connections::default()), fields_of("Connections"));
         assert_eq!(keys(&v1::OpenConnection::default()), fields_of("OpenConnection"));
         assert_eq!(keys(&v1::Explanation::default()), fields_of("Explanation"));
+        assert_eq!(keys(&v1::Drift::default()), fields_of("Drift"));
+        assert_eq!(keys(&v1::NodeVerification::default()), fields_of("NodeVerification"));
         assert_eq!(keys(&v1::ExplainedEndpoint::default()), fields_of("ExplainedEndpoint"));
     }
 

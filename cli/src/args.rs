@@ -14,7 +14,7 @@ use crate::units;
 pub struct Args {
     /// URL of the replica to query. For several replicas, repeat the option, separate URLs by
     /// commas, or use a name that resolves to several addresses. `agents`, `node`,
-    /// `counters`, `connections`, `explain` and `wait` query all replicas, other commands only the
+    /// `counters`, `connections`, `explain`, `verify` and `wait` query all replicas, other commands only the
     /// first. http:// works only for loopback and test addresses; for other addresses use https:// with
     /// the --tls options
     #[arg(
@@ -99,6 +99,16 @@ pub enum Command {
     /// The node's agent answers from its own state: it names each step, and the reason for each
     /// endpoint that it leaves out. The command opens no connection, and does not read the kernel.
     Explain(ExplainArgs),
+    /// Verify that the kernels of one node or of all nodes forward as the control plane requires
+    ///
+    /// The agent of each node reads its kernel now, and compares the endpoints behind every address
+    /// and NodePort with its own view. The control plane then compares the agent's resources and
+    /// the table of the kernel with its own state. The agent repairs the differences that are found.
+    ///
+    /// Exit codes: 0 if every Node of the source is verified, 1 if something differs, if a node
+    /// cannot be verified or has no agent, or if a replica does not answer, 2 for a wrong command
+    /// line.
+    Verify(VerifyArgs),
     /// Wait until every connected node has programmed the current state of a Service or an endpoint
     ///
     /// Exit codes: 0 if all nodes have programmed the state, 1 if a replica does not answer, 2 for
@@ -174,8 +184,8 @@ pub struct AgentsArgs {
     /// and agents of replicas whose source is unlisted or cut off
     #[arg(long)]
     pub behind: bool,
-    /// Only agents that failed in their last attempt to program the kernel, or that reject
-    /// resources
+    /// Only agents that failed in their last attempt to program the kernel, that reject resources,
+    /// or whose last verification found differences
     #[arg(long)]
     pub failing: bool,
     /// Maximum number of rows in the table, the worst agents first; 0 for all
@@ -201,6 +211,16 @@ pub struct DrainArgs {
     /// How long to wait for nodes that confirm nothing
     #[arg(long, value_name = "DURATION", default_value = "20s", value_parser = units::parse_duration)]
     pub silent: std::time::Duration,
+}
+
+/// The nodes to verify.
+#[derive(Debug, clap::Args)]
+pub struct VerifyArgs {
+    /// Only this node. Default: all nodes that have a stream to any replica
+    pub node: Option<String>,
+    /// Maximum number of rows in the table, the worst nodes first; 0 for all
+    #[arg(long, value_name = "N", default_value_t = 50)]
+    pub limit: usize,
 }
 
 /// What to show about one node.

@@ -15,6 +15,7 @@ mod node;
 pub mod render;
 mod run;
 pub mod units;
+mod verify;
 mod wait;
 
 pub use answer::Failure;

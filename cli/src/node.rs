@@ -28,7 +28,7 @@ pub(crate) async fn run(args: &Args, wanted: &NodeArgs, style: Style, out: &mut 
                 }
             }
             // This command asks for nothing else.
-            Part::Counters(_) | Part::Connections(_) | Part::Explanation(_) => {}
+            Part::Counters(_) | Part::Connections(_) | Part::Explanation(_) | Part::Verification(_) => {}
             Part::Status(status) if args.output == Output::Json => write_json(out, &status)?,
             Part::Status(status) => out.write_all(render::node(&status, now_unix_ms(), style).as_bytes())?,
         }

@@ -2,18 +2,20 @@
 //! problem.
 
 mod explain;
+mod verify;
 
 use std::{borrow::Cow, fmt::Write as _};
 
 use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table, presets};
 use headgate_proto::v1::{
-    AgentInfo, Connections, EndpointInfo, FleetInfo, GetStatusResponse, NodeStatus, Problem, Rejection,
+    AgentInfo, Connections, Drift, EndpointInfo, FleetInfo, GetStatusResponse, NodeStatus, Problem, Rejection,
     ServiceCounters, ServiceInfo, ServicePortInfo, WatchEvent,
 };
 
 use headgate_settings::migration::{Line, Outcome};
 
 pub use self::explain::explanation;
+pub use self::verify::verifications;
 use crate::units;
 
 /// The decoration of text.
@@ -280,6 +282,9 @@ pub const SETTLED_MS: u64 = 1000;
 /// degraded.
 pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Style) -> String {
     let mut headers = vec!["NODE", "STATE", ">PROGRAMMED", ">SENT", ">LAG", "BACKEND"];
+    // Agents before 0.2 report no verification.
+    let some_verified = agents.iter().any(|agent| agent.verified_unix_ms != 0);
+    headers.extend(some_verified.then_some(">VERIFIED"));
     if is_wide {
         headers.extend([">APPLY", ">PLANNED", ">WRITTEN", "RESUMED", ">CONNECTED", "ADDRESS", "AGENT"]);
     }
@@ -293,6 +298,7 @@ pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Styl
             cell(lag(agent)),
             cell(&agent.backend),
         ];
+        row.extend(some_verified.then(|| verified(agent, now_unix_ms)));
         if is_wide {
             row.extend([
                 cell(units::microseconds(agent.apply_microseconds)),
@@ -315,6 +321,10 @@ pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Styl
         if !agent.reason.is_empty() {
             note(&mut output, &format!("{node}: {}: {}", agent_state(agent).0, agent.reason), Tone::Attention, style);
         }
+        for drift in &agent.drift {
+            let text = format!("{node}: differed at the last verification: {}", difference(drift));
+            note(&mut output, &text, Tone::Bad, style);
+        }
         for reason in &agent.degraded {
             note(&mut output, &format!("{node}: degraded: {reason}"), Tone::Attention, style);
         }
@@ -323,6 +333,18 @@ pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Styl
         }
     }
     output
+}
+
+/// Formats when the node was last verified: `12s ago`.
+fn verified(agent: &AgentInfo, now_unix_ms: u64) -> Cell {
+    let text = match agent.verified_unix_ms {
+        0 => return cell(""),
+        at => format!("{} ago", units::duration(now_unix_ms.saturating_sub(at))),
+    };
+    match agent.drift_count {
+        0 => cell(text),
+        count => toned(format!("{text}, {} differ", thousands(count)), Tone::Bad),
+    }
 }
 
 /// Formats the lag as versions and time: `3 (4.2s)`.
@@ -377,6 +399,14 @@ pub fn fleet(fleet: &FleetInfo) -> String {
             write!(text, "; time until all nodes have a change: p50 {}, p99 {}, max {}", shown[0], shown[1], shown[2]);
     }
     text
+}
+
+/// Formats a difference, with the name of the Service if there is one.
+fn difference(drift: &Drift) -> String {
+    match drift.service.as_str() {
+        "" => drift.difference.clone(),
+        service => format!("Service {service}: {}", drift.difference),
+    }
 }
 
 /// Formats a number with thousands separators: `4,998`.

@@ -16,7 +16,7 @@ use crate::certs::{
 };
 use crate::client;
 use crate::render::{self, Style};
-use crate::{agents, drain, explain, migrate, node, wait};
+use crate::{agents, drain, explain, migrate, node, verify, wait};
 
 /// Runs one command and writes its answer to `out`. If the reader closes the pipe early (`| head`),
 /// the command ends without an error.
@@ -71,6 +71,7 @@ impl<'a> Session<'a> {
             | Command::Counters(_)
             | Command::Connections(_)
             | Command::Drain(_)
+            | Command::Verify(_)
             | Command::Status
             | Command::Certs(_)
             | Command::Ca(_)
@@ -89,6 +90,7 @@ impl<'a> Session<'a> {
             }
             Command::Wait(wait) => return wait::run(args, wait, selected, out).await,
             Command::Explain(wanted) => return explain::run(args, wanted, selected, style, out).await,
+            Command::Verify(wanted) => return verify::run(args, wanted, style, out).await,
             Command::Drain(pod) => return drain::run(args, pod, out).await,
             _ => {}
         }
@@ -108,6 +110,7 @@ impl<'a> Session<'a> {
             | Command::Explain(_)
             | Command::Wait(_)
             | Command::Drain(_)
+            | Command::Verify(_)
             | Command::Certs(_)
             | Command::Ca(_)
             | Command::Migrate(_) => Ok(()),

@@ -187,6 +187,21 @@ node-d: rejected Endpoint demo/web 10.1.2.3, ports[0].port: 0 is not a valid por
 }
 
 #[test]
+fn the_last_verification_of_an_agent_is_shown_with_its_differences() {
+    let drift = Drift { service: "demo/web".into(), difference: "connections are dropped".into() };
+    let differs = AgentInfo { verified_unix_ms: 1_180_000, drift_count: 1_200, drift: vec![drift], ..agent("node-a") };
+    let all = [differs, AgentInfo { verified_unix_ms: 1_191_000, ..agent("node-b") }, agent("node-c")];
+    let expected = "\
+NODE    STATE       PROGRAMMED  SENT  LAG  BACKEND                    VERIFIED
+node-a  up to date          18    18    0  iptables-nft  12s ago, 1,200 differ
+node-b  up to date          18    18    0  iptables-nft               1.0s ago
+node-c  up to date          18    18    0  iptables-nft                      -
+node-a: differed at the last verification: Service demo/web: connections are dropped
+";
+    assert_eq!(agents(&all, 1_192_000, false, PLAIN), expected);
+}
+
+#[test]
 fn agents_that_wait_or_are_cut_off_are_not_up_to_date() {
     let state = |node: &str, state: &str, reason: &str| AgentInfo {
         state: state.into(),
