@@ -18,3 +18,4 @@ mod settings;
 mod stale;
 mod sync;
 mod truth;
+mod verify;
