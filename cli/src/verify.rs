@@ -29,6 +29,7 @@ pub(crate) async fn run(args: &Args, wanted: &VerifyArgs, style: Style, out: &mu
     if found.replicas.is_empty() && found.failures.len() == 1 {
         return Err(found.failures.swap_remove(0));
     }
+    found.join_moved();
     found.nodes.sort_by(|a, b| badness(b).cmp(&badness(a)).then_with(|| a.node.cmp(&b.node)));
     if args.output == Output::Json {
         write_json(out, &found.nodes)?;
@@ -80,6 +81,18 @@ impl Found {
             Err(Failure::Server { code: Code::NotFound, .. }) => self.replicas.push(server),
             Err(failure) => self.failures.push(failure),
         }
+    }
+
+    /// Keeps one result of a node that moved to another replica meanwhile: the one with differences,
+    /// or else the one that verified the node.
+    fn join_moved(&mut self) {
+        let weight = |node: &NodeVerification| match node.result.as_str() {
+            "drift" => 0,
+            "verified" => 1,
+            _ => 2,
+        };
+        self.nodes.sort_by(|a, b| a.node.cmp(&b.node).then_with(|| weight(a).cmp(&weight(b))));
+        self.nodes.dedup_by(|later, first| later.node == first.node);
     }
 
     /// The Nodes that have no stream to any replica that answered.
@@ -164,4 +177,52 @@ async fn ask(server: &str, tls: &TlsArgs, node: String) -> Result<Vec<VerifyNode
     let mut client = client::connect(server, tls).await.map_err(Failure::Connect)?;
     let answer = client.verify_nodes(VerifyNodesRequest { node }).await;
     collect(server, answer).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(name: &str, result: &str) -> VerifyNodesResponse {
+        let verification = NodeVerification {
+            node: name.into(),
+            result: result.into(),
+            drift_count: u64::from(result == "drift"),
+            ..NodeVerification::default()
+        };
+        VerifyNodesResponse { verification: Some(verification), ..VerifyNodesResponse::default() }
+    }
+
+    fn others(names: &[&str]) -> VerifyNodesResponse {
+        let without_stream = names.iter().map(|name| (*name).to_owned()).collect();
+        VerifyNodesResponse { without_stream_count: names.len() as u64, without_stream, verification: None }
+    }
+
+    #[test]
+    fn nodes_of_all_replicas_are_joined() {
+        let mut found = Found::default();
+        let first = vec![node("a", "verified"), node("moved", "unverified"), node("bad", "drift"), others(&["b", "c"])];
+        found.add("one".into(), Ok(first));
+        let second = vec![node("b", "verified"), node("moved", "verified"), others(&["a", "bad", "c"])];
+        found.add("two".into(), Ok(second));
+        found.join_moved();
+        assert_eq!(found.missing(), ["c"]);
+        assert_eq!(found.summary(), "3 of 5 nodes verified, 1 with differences, 1 without a stream");
+        let wanted = VerifyArgs { node: None, limit: 50 };
+        let failure = found.result(&wanted).unwrap_err();
+        assert_eq!(failure.exit_code(), 1);
+        assert!(failure.to_string().contains("asked: c: start their agents"), "{failure}");
+    }
+
+    #[test]
+    fn a_replica_that_does_not_answer_leaves_the_result_open() {
+        let mut found = Found::default();
+        found.add("one".into(), Ok(vec![node("a", "verified"), others(&[])]));
+        found.add("two".into(), Err(Failure::NotFound("silent".into())));
+        let failure = found.result(&VerifyArgs { node: None, limit: 50 }).unwrap_err();
+        assert!(matches!(failure, Failure::Missing { replicas: 2, .. }), "{failure}");
+        let nobody = Found { replicas: vec!["one".into()], ..Found::default() };
+        let failure = nobody.result(&VerifyArgs { node: Some("x".into()), limit: 50 }).unwrap_err();
+        assert!(matches!(failure, Failure::NotFound(_)), "{failure}");
+    }
 }

@@ -194,7 +194,120 @@ fn held_parts(mut held: Vec<(u16, v1::HeldService)>, buckets: &BTreeSet<u16>) ->
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::time::SystemTime;
+
+    use headgate_core::{explain::NodeSettings, forwarding::Comparison};
+    use headgate_proto::{ServiceDigests, digests_from_wire};
+
     use super::*;
+    use crate::{
+        node_inputs::NodeInputs,
+        progress::{Failure, Programmed, Target},
+        state::AgentState,
+        testing::{endpoint, key, service, snapshot, update},
+    };
+
+    /// An agent whose kernel has version 1 of two Services, and what its reconcile loop publishes.
+    struct Rig {
+        verifier: Verifier,
+        progress: watch::Sender<Progress>,
+        state: Arc<AgentState>,
+        _inputs: watch::Sender<NodeInputs>,
+    }
+
+    impl Rig {
+        fn new() -> Self {
+            let state = Arc::new(AgentState::new("node-a"));
+            let changes = vec![service("web", 80), endpoint("web", 1, 8080), service("api", 80)];
+            state.apply(snapshot(1, changes));
+            state.backlog().succeeded(&[Family::V4]);
+            let target = Target { epoch: 1, version: 1, stream: 1, node_revision: 0 };
+            let programmed = Programmed { target, generation: 1, took: WAIT, services_planned: 2, objects_written: 2 };
+            let status = v1::AgentStatus { backend: "nftables".into(), ..v1::AgentStatus::default() };
+            let (progress, receiver) =
+                watch::channel(Progress { status, programmed: Some(programmed), ..Progress::default() });
+            let (inputs, inputs_receiver) = watch::channel(NodeInputs::default());
+            let explainer = Explainer {
+                state: Arc::clone(&state),
+                inputs: inputs_receiver,
+                masquerade_all: false,
+                localhost_node_ports: true,
+            };
+            Self { verifier: Verifier::new(explainer, receiver), progress, state, _inputs: inputs }
+        }
+
+        /// Publishes a verification that answers all requests so far.
+        fn verified(&self, total: u64) {
+            let request = self.state.request_verification();
+            let verification = Verification {
+                at: SystemTime::now(),
+                request,
+                target: Target { epoch: 1, version: 1, stream: 1, node_revision: 0 },
+                comparison: Arc::new(Comparison { frontends: 2, total, ..Comparison::default() }),
+                found: Some(Arc::default()),
+                cpu_time: None,
+                error: None,
+            };
+            self.progress.send_modify(|progress| progress.verification = Some(Arc::new(verification)));
+        }
+
+        async fn answer(&self, run: u64, buckets: Vec<u32>) -> Result<v1::Verification, String> {
+            let parts = self.verifier.clone().answer(v1::VerifyQuery { run, buckets }).await?;
+            let mut answer = v1::Verification::default();
+            for part in parts {
+                let node_answer::Kind::Verification(part) = part else { panic!("not a verification: {part:?}") };
+                answer.merge(part.encode_to_vec().as_slice()).unwrap();
+            }
+            Ok(answer)
+        }
+    }
+
+    #[tokio::test]
+    async fn an_answer_describes_the_verification_and_what_the_agent_holds() {
+        let rig = Rig::new();
+        // The loop has not answered yet.
+        let waiting = rig.answer(0, Vec::new()).await.unwrap();
+        assert!(waiting.is_running && waiting.run == 1 && waiting.resources.is_none(), "{waiting:?}");
+        rig.verified(0);
+        // The agent holds a newer version than the one that was verified.
+        rig.state.apply(update(2, vec![endpoint("web", 2, 8080)]));
+        let bucket = service_bucket(&key("web"));
+        let answer = rig.answer(waiting.run, vec![bucket.into()]).await.unwrap();
+        assert_eq!((answer.run, answer.epoch, answer.version, answer.resources_version), (1, 1, 1, 2));
+        assert_eq!((answer.services, answer.frontends, answer.drift_count), (2, 2, 0));
+        let digests = rig.state.with_state(|state| state.digests().clone());
+        assert_eq!(digests_from_wire(answer.resources.as_ref().unwrap()), Some(digests));
+        assert_eq!(digests_from_wire(answer.table.as_ref().unwrap()), Some(Digests::default()));
+        let view = NodeView::from_wire("node-a", answer.view.as_ref().unwrap()).unwrap();
+        assert_eq!(view.families, [Family::V4]);
+        let NodeSettings { mode, localhost_node_ports, .. } = view.settings;
+        assert_eq!((mode.as_str(), localhost_node_ports), ("nftables", true));
+        assert_eq!(answer.buckets, [u32::from(bucket)]);
+        let held: Vec<_> = answer.held.iter().filter_map(ServiceDigests::from_wire).collect();
+        let (_, digests) = held.iter().find(|(held, _)| *held == key("web")).unwrap();
+        assert_eq!((digests.resources.count, digests.table.count), (3, 1));
+    }
+
+    #[tokio::test]
+    async fn requests_pause_and_what_hinders_a_verification_is_named() {
+        let rig = Rig::new();
+        rig.verified(3);
+        let run = rig.answer(0, Vec::new()).await.unwrap().run;
+        rig.verified(3);
+        assert_eq!(rig.answer(run, Vec::new()).await.unwrap().drift_count, 3);
+        // A verification that took long makes the next request wait.
+        *rig.verifier.next.lock().unwrap() = Instant::now() + 2 * WAIT;
+        let paused = rig.answer(0, Vec::new()).await.unwrap();
+        assert!(paused.is_running && paused.run == 0);
+        *rig.verifier.next.lock().unwrap() = Instant::now();
+        let target = Target { epoch: 1, version: 2, stream: 1, node_revision: 0 };
+        let failure = Some(Failure { target, error: "no permission".into(), attempts: 1 });
+        rig.progress.send_modify(|progress| progress.failure = failure);
+        assert!(rig.answer(0, Vec::new()).await.unwrap_err().contains("no permission"));
+        rig.progress.send_modify(|progress| progress.programmed = None);
+        assert!(rig.answer(0, Vec::new()).await.unwrap_err().contains("has not programmed"));
+    }
 
     #[test]
     fn a_description_has_whole_buckets_in_parts_of_bounded_size() {

@@ -50,6 +50,9 @@ pub(super) struct Comparison {
     table: BTreeSet<u16>,
     /// The buckets that differed in the last answer.
     suspects: BTreeSet<u16>,
+    /// The buckets in which only the kernel differed, in an earlier answer. The agent's facts may
+    /// have changed between its dump and its answer, so one answer proves nothing.
+    doubted: BTreeSet<u16>,
     /// The buckets in which resources differ.
     differing: BTreeSet<u16>,
     /// Differences, as Service and sentence.
@@ -73,6 +76,7 @@ impl Comparison {
             resources: all(),
             table: all(),
             suspects: BTreeSet::new(),
+            doubted: BTreeSet::new(),
             differing: BTreeSet::new(),
             drift: BTreeSet::new(),
             more_drift: 0,
@@ -245,7 +249,7 @@ impl Comparison {
         } else if !named && differs {
             self.add("", "the ServiceCIDRs that the agent holds differ from those of the control plane");
             self.differing.insert(bucket);
-        } else if !named && table_differs && !self.has_drift {
+        } else if !named && table_differs && !self.has_drift && !self.doubted.insert(bucket) {
             let names: Vec<String> = keys.iter().take(MAX_NAMED).map(ToString::to_string).collect();
             let text = "the kernel forwards otherwise than the control plane requires, for at least one Service of";
             let names =

@@ -5,7 +5,7 @@
 
 mod comparison;
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::HashSet, sync::Arc, time::Duration};
 
 use futures::{Stream, StreamExt as _, stream};
 use headgate_proto::v1::{self, node_answer, node_query};
@@ -59,9 +59,10 @@ impl Verifier {
     /// Verifies all nodes that have a stream to this replica. Dropping the result ends the work.
     pub(crate) fn all(self: &Arc<Self>) -> impl Stream<Item = v1::VerifyNodesResponse> + use<> {
         let (verifier, fleet) = (Arc::clone(self), Arc::clone(&self.fleet));
-        let agents = stream::iter(self.fleet.all());
-        let verifications = agents.map(move |agent| {
-            let (verifier, node) = (Arc::clone(&verifier), Arc::clone(&agent.node));
+        let nodes: Vec<Arc<str>> = self.fleet.all().iter().map(|agent| Arc::clone(&agent.node)).collect();
+        let asked: HashSet<Arc<str>> = nodes.iter().cloned().collect();
+        let verifications = stream::iter(nodes).map(move |node| {
+            let verifier = Arc::clone(&verifier);
             async move {
                 let verification = verifier.node(&node).await.unwrap_or_else(|status| {
                     let unverified = vec![clip(status.message()).to_owned()];
@@ -72,7 +73,8 @@ impl Verifier {
             }
         });
         let last = async move {
-            let names = fleet.context.store.node_names().into_iter().filter(|name| !fleet.has(name));
+            // A node that connects while the others are verified is named, too.
+            let names = fleet.context.store.node_names().into_iter().filter(|name| !asked.contains(name));
             let mut without_stream: Vec<String> = names.map(|name| name.to_string()).collect();
             let without_stream_count = without_stream.len() as u64;
             without_stream.truncate(MAX_NAMED);
