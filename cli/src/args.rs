@@ -13,10 +13,10 @@ use crate::units;
 #[command(name = "headgatectl", version, max_term_width = 100)]
 pub struct Args {
     /// URL of the replica to query. For several replicas, repeat the option, separate URLs by
-    /// commas, or use a name that resolves to several addresses. `agents`, `node`,
-    /// `counters`, `connections`, `explain`, `verify` and `wait` query all replicas, other commands only the
-    /// first. http:// works only for loopback and test addresses; for other addresses use https:// with
-    /// the --tls options
+    /// commas, or use a name that resolves to several addresses. `agents`, `node`, `counters`,
+    /// `connections`, `explain`, `verify` and `wait` query all replicas, other commands only the
+    /// first. http:// works only for loopback and test addresses; for other addresses use https://
+    /// with the --tls options
     #[arg(
         long,
         global = true,
@@ -103,7 +103,7 @@ pub enum Command {
     ///
     /// The agent of each node reads its kernel now, and compares the endpoints behind every address
     /// and NodePort with its own view. The control plane then compares the agent's resources and
-    /// the table of the kernel with its own state. The agent repairs the differences that are found.
+    /// the table of the kernel with its own state. The agent repairs what differs.
     ///
     /// Exit codes: 0 if every Node of the source is verified, 1 if something differs, if a node
     /// cannot be verified or has no agent, or if a replica does not answer, 2 for a wrong command

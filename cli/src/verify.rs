@@ -83,8 +83,8 @@ impl Found {
         }
     }
 
-    /// Keeps one result of a node that moved to another replica meanwhile: the one with differences,
-    /// or else the one that verified the node.
+    /// Keeps one result of a node that moved to another replica meanwhile: the one with
+    /// differences, or else the one that verified the node.
     fn join_moved(&mut self) {
         let weight = |node: &NodeVerification| match node.result.as_str() {
             "drift" => 0,
