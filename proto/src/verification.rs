@@ -9,11 +9,12 @@ use std::{
 
 use bytes::Bytes;
 use headgate_core::{
-    Family, NodeFacts, ServiceKey, State,
+    Family, NodeFacts, Protocol, ServiceKey, State,
     digest::{BucketDigest, Digests},
     endpoint_health::FailingEndpoints,
     explain::{Mode, NodeSettings},
-    forwarding::expected,
+    forwarding::{Table, expected},
+    frontends::Frontend,
     iptables::NodePortAddresses,
     masquerade::{LocalDetector, MasqueradeConfig},
 };
@@ -83,9 +84,29 @@ fn key_to_wire(key: &ServiceKey) -> v1::ServiceKey {
 impl NodeView {
     /// Adds the digest of a Service's part of the forwarding table, in all families of the node.
     pub fn add_table(&self, state: &State, key: &Arc<ServiceKey>, digests: &mut Digests) {
-        for family in &self.families {
-            expected(state, [key], *family, &self.facts, &self.settings).digest(state.frontends(), digests);
+        self.tables(state, key).for_each(|table| table.digest(state.frontends(), digests));
+    }
+
+    /// Like [`Self::add_table`], for a node that leaves out ports of SCTP.
+    pub fn add_table_without_sctp(&self, state: &State, key: &Arc<ServiceKey>, digests: &mut Digests) {
+        for mut table in self.tables(state, key) {
+            table.entries.retain(|frontend, _| {
+                let (Frontend::Address(_, protocol, _) | Frontend::NodePort(_, protocol, _)) = frontend;
+                *protocol != Protocol::Sctp
+            });
+            table.digest(state.frontends(), digests);
         }
+    }
+
+    /// True if a Service specifies contradictory values for an address, so that no table describes
+    /// the address.
+    #[must_use]
+    pub fn is_contradictory(&self, state: &State, key: &Arc<ServiceKey>) -> bool {
+        self.tables(state, key).any(|table| !table.unverified.is_empty())
+    }
+
+    fn tables<'a>(&'a self, state: &'a State, key: &'a Arc<ServiceKey>) -> impl Iterator<Item = Table> + 'a {
+        self.families.iter().map(move |family| expected(state, [key], *family, &self.facts, &self.settings))
     }
 
     /// Returns the digests of one Service, which is in this bucket.

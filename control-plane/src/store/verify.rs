@@ -7,7 +7,7 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use headgate_core::{
-    ServiceKey,
+    ServiceKey, State,
     digest::{BucketDigest, Digests},
 };
 use headgate_proto::{NodeView, ServiceDigests};
@@ -36,12 +36,17 @@ impl Store {
         version: u64,
         buckets: &BTreeSet<u16>,
         view: &NodeView,
+        has_sctp: bool,
     ) -> Vec<(u16, BucketDigest)> {
+        let add = |state: &State, key: &Arc<ServiceKey>, digests: &mut Digests| match has_sctp {
+            true => view.add_table(state, key, digests),
+            false => view.add_table_without_sctp(state, key, digests),
+        };
         let (mut digests, mut unchanged) = (Digests::default(), Vec::new());
         for bucket in buckets {
             let inner = self.read();
             if !inner.buckets.has_changed_since(*bucket, version) {
-                inner.buckets.services(*bucket).for_each(|key| view.add_table(&inner.state, key, &mut digests));
+                inner.buckets.services(*bucket).for_each(|key| add(&inner.state, key, &mut digests));
                 unchanged.push(*bucket);
             }
         }
@@ -60,6 +65,13 @@ impl Store {
         let digests = |key: &Arc<ServiceKey>| (Arc::clone(key), view.digests_of(&inner.state, key, bucket));
         let is_changed = inner.buckets.has_changed_since(bucket, version);
         (!is_changed).then(|| inner.buckets.services(bucket).map(digests).collect())
+    }
+
+    /// The Services of a bucket that specify contradictory values for an address.
+    pub(crate) fn contradictory(&self, bucket: u16, view: &NodeView) -> Vec<Arc<ServiceKey>> {
+        let inner = self.read();
+        let keys = inner.buckets.services(bucket);
+        keys.filter(|key| view.is_contradictory(&inner.state, key)).cloned().collect()
     }
 
     /// True if some Service may have changed since `version`, so that another Service may own a

@@ -1,5 +1,5 @@
-//! Runs the commands of the quick start, of the protocol guide and of the page about pods that
-//! stop, and compares their output with the lines below them.
+//! Runs the commands of the quick start, of the protocol guide, and of the pages about pods that
+//! stop and about verified state, and compares their output with the lines below them.
 //!
 //! In a `console` block, a line that begins with `# ` is a command. A `\` at the end of a line
 //! continues the command on the next line. The lines up to the next command are the expected
@@ -190,6 +190,11 @@ fn commands_of_the_protocol_guide_print_the_lines_below_them() {
 #[test]
 fn commands_of_the_page_about_pods_that_stop_print_the_lines_below_them() {
     check("drain.md");
+}
+
+#[test]
+fn commands_of_the_page_about_verified_state_print_the_lines_below_them() {
+    check("verify.md");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::{
 
 use headgate_core::{
     ServiceKey,
-    digest::{BUCKETS, service_bucket},
+    digest::{BUCKETS, BucketDigest, service_bucket},
 };
 use headgate_proto::{NodeView, ServiceDigests, digests_from_wire, v1};
 
@@ -166,11 +166,18 @@ impl Comparison {
             self.unverified.push("too many endpoints fail the health checks of the node, so the control plane cannot compute the forwarding table: look at these endpoints".to_owned());
             return;
         }
-        let compared = store.table_digests_since(answer.version, &self.table, &view);
+        let is_equal = |bucket: u16, ours: &BucketDigest| table.buckets().get(usize::from(bucket)) == Some(ours);
+        let compared = store.table_digests_since(answer.version, &self.table, &view, true);
+        let (equal, differing): (Vec<_>, Vec<_>) =
+            compared.into_iter().partition(|(bucket, ours)| is_equal(*bucket, ours));
+        equal.iter().for_each(|(bucket, _)| drop(self.table.remove(bucket)));
+        // A node without SCTP has reported this as a problem of its own.
+        let differing: BTreeSet<u16> = differing.into_iter().map(|(bucket, _)| bucket).collect();
+        let compared = store.table_digests_since(answer.version, &differing, &view, false);
         // While Services change, a frontend may have another owner in the agent's version.
         let is_certain = !store.owners_changed_since(answer.version);
         for (bucket, ours) in compared {
-            if table.buckets().get(usize::from(bucket)) == Some(&ours) {
+            if is_equal(bucket, &ours) {
                 self.table.remove(&bucket);
             } else if is_certain {
                 self.suspects.insert(bucket);
@@ -205,7 +212,8 @@ impl Comparison {
             if let Some(ours) = known.store.services_since(version, *bucket, &view) {
                 let ours = ours.into_iter().map(|(key, digests)| ((*key).clone(), digests)).collect();
                 let theirs = held.remove(bucket).unwrap_or_default();
-                self.describe_bucket(known, *bucket, &ours, &theirs);
+                let contradictory = known.store.contradictory(*bucket, &view);
+                self.describe_bucket(known, *bucket, &ours, &theirs, &contradictory);
             }
         }
         // Suspects that were too many to describe stay open.
@@ -223,6 +231,7 @@ impl Comparison {
         bucket: u16,
         ours: &BTreeMap<ServiceKey, ServiceDigests>,
         theirs: &BTreeMap<ServiceKey, ServiceDigests>,
+        contradictory: &[Arc<ServiceKey>],
     ) {
         let (differs, table_differs) = (self.resources.contains(&bucket), self.table.contains(&bucket));
         let keys: BTreeSet<&ServiceKey> = ours.keys().chain(theirs.keys()).collect();
@@ -249,6 +258,13 @@ impl Comparison {
         } else if !named && differs {
             self.add("", "the ServiceCIDRs that the agent holds differ from those of the control plane");
             self.differing.insert(bucket);
+        } else if !named && table_differs && !contradictory.is_empty() {
+            let names: Vec<String> = contradictory.iter().take(MAX_NAMED).map(ToString::to_string).collect();
+            self.unverified.push(format!(
+                "{} specify an address both with and without source ranges, so the control plane compares neither these Services nor others that share a digest with them: list each address once",
+                names.join(", ")
+            ));
+            self.table.remove(&bucket);
         } else if !named && table_differs && !self.has_drift && !self.doubted.insert(bucket) {
             let names: Vec<String> = keys.iter().take(MAX_NAMED).map(ToString::to_string).collect();
             let text = "the kernel forwards otherwise than the control plane requires, for at least one Service of";
