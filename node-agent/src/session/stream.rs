@@ -307,7 +307,7 @@ async fn answered(asking: &mut Option<Asking>) -> (Trouble, Answered) {
 pub(super) fn status(progress: &Progress, tls_problem: &watch::Receiver<Option<String>>) -> v1::AgentStatus {
     let mut status = progress.status.clone();
     status.degraded.extend(tls_problem.borrow().clone());
-    status.verified = progress.verification.as_deref().map(verified::to_wire);
+    status.verified = progress.verification.as_deref().and_then(verified::to_wire);
     status
 }
 

@@ -16,14 +16,14 @@ const INTERVAL: Duration = Duration::from_secs(60);
 /// If the clock goes back by more than this, the time of the last report is not compared.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 
-/// Converts a verification for a status.
-pub(super) fn to_wire(verification: &Verification) -> v1::Verified {
-    let Verification { at, comparison, .. } = verification;
-    v1::Verified {
+/// Converts a verification for a status; `None` if the kernel could not be read.
+pub(super) fn to_wire(verification: &Verification) -> Option<v1::Verified> {
+    let Verification { at, comparison, error, .. } = verification;
+    error.is_none().then(|| v1::Verified {
         ago_ms: at.elapsed().map_or(0, |ago| u64::try_from(ago.as_millis()).unwrap_or(u64::MAX)),
         drift_count: comparison.total,
         drift: comparison.differences.iter().take(MAX_REPORTED).map(drift_to_wire).collect(),
-    }
+    })
 }
 
 /// Converts a difference, whose sentence names the Service first.

@@ -412,6 +412,8 @@ impl AgentState {
     pub(crate) fn with_unprogrammed<T>(&self, read: impl FnOnce(&State, &NodeFacts, &Dirty) -> T) -> Option<T> {
         let inner = self.lock();
         (!inner.needs_full).then(|| read(inner.held.state(), &inner.facts, &inner.dirty))
+    }
+
     /// Like [`Self::with_facts`], but first computes the digests of the resources anew, and also
     /// passes the epoch and version of the state. Logs an error if the digests were wrong. The
     /// cost grows with the number of resources.

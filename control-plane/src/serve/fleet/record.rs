@@ -111,7 +111,10 @@ impl Record {
     pub(crate) fn status(&mut self, status: &v1::AgentStatus) {
         self.backend = clip(&status.backend).to_owned();
         self.degraded = status.degraded.iter().take(MAX_LISTED).map(|text| clip(text).to_owned()).collect();
-        self.verified = status.verified.as_ref().map(Verified::of);
+        // An agent that cannot read its kernel at the moment reports no verification.
+        if let Some(verified) = &status.verified {
+            self.verified = Some(Verified::of(verified));
+        }
     }
 
     /// Applies a verification that a client has asked for. Repaired differences do not count.
