@@ -42,8 +42,7 @@ pub enum Mode {
 
 impl Mode {
     /// All modes.
-    pub const ALL: [Self; 5] =
-        [Self::Iptables, Self::Ipvs, Self::Nftables, Self::Userspace, Self::UserspaceIptables];
+    pub const ALL: [Self; 5] = [Self::Iptables, Self::Ipvs, Self::Nftables, Self::Userspace, Self::UserspaceIptables];
 
     /// The name of the mode, as in the option `--proxy-mode`, with the rules in front of the proxy if
     /// they are not those of nftables.

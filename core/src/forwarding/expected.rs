@@ -102,7 +102,7 @@ fn add(table: &mut Table, view: &ServicePortView, settings: &NodeSettings) {
 /// The fate while no proxy accepts connections: the proxy of mode userspace alone can send headers
 /// to endpoints, and it refuses SCTP.
 fn direct(view: &ServicePortView, settings: &NodeSettings, fate: impl FnOnce() -> Fate) -> Fate {
-    let is_userspace = settings.mode == Mode::Userspace;
+    let is_userspace = matches!(settings.mode, Mode::Userspace | Mode::UserspaceIptables);
     if is_userspace && view.protocol == Protocol::Sctp {
         return Fate::Rejected;
     }

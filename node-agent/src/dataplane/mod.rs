@@ -32,10 +32,22 @@ pub use dual_stack::{DualStack, NodeDataplane};
 pub use error::{DataplaneError, ErrorKind};
 pub use leftovers::Leftover;
 
+use headgate_core::explain::Mode;
+
 pub use crate::state::source::{FixedState, StateSource};
 
 /// The proxy mode of a dataplane's name, as `/proxyMode` shows it: "iptables" for "iptables-nft".
 #[must_use]
 pub fn proxy_mode(name: &str) -> &str {
     name.split('-').next().unwrap_or(name)
+}
+
+/// The mode of a dataplane's name, as explanations and verifications know it: mode userspace behind
+/// rules of iptables is a mode of its own.
+#[must_use]
+pub fn mode_of(name: &str) -> Option<Mode> {
+    match proxy_mode(name) {
+        "userspace" if name != "userspace" => Some(Mode::UserspaceIptables),
+        mode => Mode::parse(mode),
+    }
 }

@@ -7,14 +7,14 @@ use std::{
 
 use headgate_core::{
     Protocol, ServiceKey,
-    explain::{self, ExplainedEndpoint, Explanation, MAX_DESTINATIONS, Mode, NodeSettings, Source, To},
+    explain::{self, ExplainedEndpoint, Explanation, MAX_DESTINATIONS, NodeSettings, Source, To},
     masquerade::MasqueradeConfig,
 };
 use headgate_proto::v1::{self, node_answer};
 use tokio::sync::watch;
 
 use crate::{
-    dataplane::proxy_mode, node_inputs::NodeInputs, progress::Progress, session::answers::NodeAnswer, state::AgentState,
+    dataplane::mode_of, node_inputs::NodeInputs, progress::Progress, session::answers::NodeAnswer, state::AgentState,
 };
 
 /// Maximum number of endpoints in an answer, and in one part.
@@ -57,11 +57,7 @@ impl Explainer {
     }
 
     pub(super) fn settings(&self, backend: &str) -> Result<NodeSettings, String> {
-        let mode = match proxy_mode(backend) {
-            "userspace" if backend.contains("iptables") => Some(Mode::UserspaceIptables),
-            name => Mode::parse(name),
-        };
-        let mode = mode.ok_or_else(|| format!("the agent cannot explain the backend {backend:?}"))?;
+        let mode = mode_of(backend).ok_or_else(|| format!("the agent cannot explain the backend {backend:?}"))?;
         let inputs = self.inputs.borrow();
         Ok(NodeSettings {
             mode,

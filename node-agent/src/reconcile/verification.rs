@@ -22,7 +22,7 @@ use tracing::{error, warn};
 use super::Reconciler;
 use crate::{
     cpu_time,
-    dataplane::{COMPARISON_PAUSE_FACTOR, proxy_mode},
+    dataplane::{COMPARISON_PAUSE_FACTOR, mode_of},
     progress::Verification,
 };
 
@@ -125,12 +125,7 @@ impl Reconciler {
     fn expected_settings(&self) -> NodeSettings {
         let inputs = self.inputs.borrow();
         NodeSettings {
-            mode: match proxy_mode(self.dataplane.name()) {
-                "ipvs" => Mode::Ipvs,
-                "nftables" => Mode::Nftables,
-                "userspace" => Mode::Userspace,
-                _ => Mode::Iptables,
-            },
+            mode: mode_of(self.dataplane.name()).unwrap_or(Mode::Iptables),
             masquerade: MasqueradeConfig {
                 detector_v4: inputs.detector_v4.clone(),
                 detector_v6: inputs.detector_v6.clone(),

@@ -18,7 +18,7 @@ use headgate_node_agent::{
         FixedState, NodeDataplane,
         iptables::{Config as IptablesConfig, IptablesDataplane, Variant},
         nftables::{Config as NftablesConfig, NftablesDataplane},
-        userspace::{Config as UserspaceConfig, UserspaceDataplane},
+        userspace,
     },
     node_inputs::NodeInputs,
 };
@@ -166,12 +166,13 @@ fn in_namespace(name: &str, work: impl FnOnce() -> Result<()> + Send) {
     namespace.run(work).unwrap();
 }
 
-fn iptables_rules_are_verified(variant: Variant, by: programs::Variant, layout: Layout) {
+fn iptables_rules_are_verified(mode: Mode, variant: Variant, by: programs::Variant, layout: Layout) {
     netns::check_prerequisites().unwrap();
     netns::sweep_stale().unwrap();
-    let namespace = Namespace::create(format!("hg{}-forward-{by:?}-{layout:?}", std::process::id())).unwrap();
+    let name = format!("hg{}-forward-{}-{by:?}-{layout:?}", std::process::id(), mode.as_str());
+    let namespace = Namespace::create(name).unwrap();
     let run = |script: &str| {
-        let path = std::env::temp_dir().join(format!("hg{}-{by:?}-{layout:?}", std::process::id()));
+        let path = std::env::temp_dir().join(format!("{}-rules", namespace.name()));
         std::fs::write(&path, script)?;
         let lock = Path::new("/run/xtables.lock");
         let done = programs::restore(&namespace, by, plan::Family::V4, lock, &path);
@@ -181,7 +182,11 @@ fn iptables_rules_are_verified(variant: Variant, by: programs::Variant, layout: 
     let saved = || programs::save(&namespace, by, plan::Family::V4, Path::new("/run/xtables.lock"));
     let verified = || {
         let config = IptablesConfig { variant, layout, masquerade: masquerade(), ..IptablesConfig::default() };
-        let mut rig = Rig::new(Mode::Iptables, Box::new(IptablesDataplane::new(config)?))?;
+        let dataplane: Box<dyn NodeDataplane> = match mode {
+            Mode::UserspaceIptables => Box::new(userspace::over_iptables(&config, false)?),
+            _ => Box::new(IptablesDataplane::new(config)?),
+        };
+        let mut rig = Rig::new(mode, dataplane)?;
         rig.ensure_equal()?;
         let rule_of = |part: &str| -> Result<String> {
             let saved = saved()?;
@@ -208,14 +213,21 @@ fn iptables_rules_are_verified(variant: Variant, by: programs::Variant, layout: 
 #[test]
 fn rules_of_iptables_legacy_are_verified() {
     for layout in [Layout::Classic, Layout::Compact] {
-        iptables_rules_are_verified(Variant::Legacy, programs::Variant::Legacy, layout);
+        iptables_rules_are_verified(Mode::Iptables, Variant::Legacy, programs::Variant::Legacy, layout);
+    }
+}
+
+#[test]
+fn rules_of_iptables_in_front_of_the_proxy_are_verified() {
+    for layout in [Layout::Classic, Layout::Compact] {
+        iptables_rules_are_verified(Mode::UserspaceIptables, Variant::Legacy, programs::Variant::Legacy, layout);
     }
 }
 
 #[test]
 fn rules_of_iptables_nft_are_verified() {
     for layout in [Layout::Classic, Layout::Compact] {
-        iptables_rules_are_verified(Variant::Nft, programs::Variant::Nft, layout);
+        iptables_rules_are_verified(Mode::Iptables, Variant::Nft, programs::Variant::Nft, layout);
     }
 }
 
@@ -274,7 +286,7 @@ fn the_tables_of_mode_nftables_are_verified() {
 #[test]
 fn the_tables_of_mode_userspace_are_verified() {
     in_namespace("userspace", || {
-        let config = UserspaceConfig { nftables: nftables_config(), has_access_log: false };
-        corrupt_table(Rig::new(Mode::Userspace, Box::new(UserspaceDataplane::new(&config)?))?)
+        let dataplane = userspace::over_nftables(nftables_config(), false)?;
+        corrupt_table(Rig::new(Mode::Userspace, Box::new(dataplane))?)
     });
 }

@@ -10,7 +10,7 @@ use headgate_proto::v1::inspect_server::{Inspect, InspectServer};
 use headgate_proto::v1::{
     AgentInfo, BarrierAnswer, DrainPodRequest, EndpointInfo, FindPodRequest, GetStatusRequest, GetStatusResponse,
     ListAgentsRequest, ListEndpointsRequest, ListServicesRequest, NodeAnswer, PodInfo, QueryNodeRequest, ServiceInfo,
-    ServicePortInfo, WaitProgress, WaitRequest, WatchEvent, WatchRequest,
+    ServicePortInfo, VerifyNodesRequest, VerifyNodesResponse, WaitProgress, WaitRequest, WatchEvent, WatchRequest,
 };
 use headgate_tests::testbed::{port::ReservedPort, process::program};
 use serde_json::Value;
@@ -134,6 +134,14 @@ impl Inspect for Fake {
     type DrainPodStream = Items<BarrierAnswer>;
     async fn drain_pod(&self, _: Request<DrainPodRequest>) -> Result<Response<Items<BarrierAnswer>>, Status> {
         Err(Status::unimplemented("process/drain.rs tests DrainPod with real replicas"))
+    }
+
+    type VerifyNodesStream = Items<VerifyNodesResponse>;
+    async fn verify_nodes(
+        &self,
+        _: Request<VerifyNodesRequest>,
+    ) -> Result<Response<Items<VerifyNodesResponse>>, Status> {
+        Err(Status::unimplemented("process/verify.rs tests VerifyNodes with real replicas"))
     }
 }
 

@@ -19,6 +19,10 @@ const MAX_DEPTH: usize = 16;
 /// chains, a source stands for a pod of the node.
 const ADMITTING: &str = "KUBE-FW-";
 
+/// The sets that lead connections to the proxy of mode userspace while they contain all addresses.
+/// The table describes the rules that apply while the proxy accepts no connections.
+const GATES: [&str; 2] = ["KUBE-GATE", "KUBE-6-GATE"];
+
 /// The first packet of a connection.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::forwarding) struct Packet<'a> {
@@ -205,6 +209,7 @@ impl Packet<'_> {
             Condition::Random(probability) if *probability <= 0.0 => Met::Never,
             Condition::Random(_) => Met::Sometimes,
             Condition::Recorded => Met::IfRecorded,
+            Condition::InSet(set, _, negated) if GATES.contains(&&**set) => when(*negated),
             Condition::InSet(set, flags, negated) => {
                 let contains = self.sets.and_then(|sets| sets.contains(set, flags, &self.frontend));
                 contains.map_or(Met::Unknown, |contains| when(contains != *negated))

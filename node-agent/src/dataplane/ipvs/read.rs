@@ -240,6 +240,8 @@ fn member(element: &ipset_netlink::Element) -> Option<Member> {
         Element::IpPortNet(address, protocol, number, source, length) => {
             (Some(address), Some(port(protocol, number)?), Some(IpNet::new(source, length).ok()?))
         }
+        // No set of mode IPVS has this type.
+        Element::Net(..) => return None,
     };
     Some(Member { address, port, source })
 }
