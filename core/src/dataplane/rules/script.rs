@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     ExistingTables, RulesHash, Table,
-    names::{ChainName, MARK_MASQ},
+    names::{ChainName, GateChain, MARK_MASQ},
 };
 use crate::model::ServiceKey;
 
@@ -279,11 +279,13 @@ impl Script {
     pub fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
         let services = || self.late.chunks(SERVICES_AT_ONCE).map(Piece::Services);
         let is_in_steps = self.writing == Writing::LateInSteps && !self.late.is_empty();
-        // Chains of services jump to KUBE-MARK-MASQ, so the first step declares this chain. A later
-        // step writes its rule.
-        let target = self.steps.iter().find_map(|step| step.declarations.get(&declaration(&MARK_MASQ)));
-        let target = target.filter(|_| is_in_steps).into_iter();
-        let first = target.flat_map(|target| step(Table::Nat, std::iter::once(Piece::Text(target))));
+        // Chains of services jump to these chains, so the first step declares them. A later step
+        // writes their rules.
+        let targets = std::iter::once(MARK_MASQ).chain(GateChain::ALL.map(GateChain::name));
+        let declared = |name| self.steps.iter().find_map(|step| step.declarations.get(&declaration(&name)));
+        let targets: Vec<_> = targets.filter_map(declared).map(|target| Piece::Text(target)).collect();
+        let first = (is_in_steps && !targets.is_empty()).then(|| step(Table::Nat, targets.into_iter()));
+        let first = first.into_iter().flatten();
         let steps = is_in_steps.then(services).into_iter().flatten();
         let steps = first.chain(steps.flat_map(|services| step(Table::Nat, std::iter::once(services))));
         let others = self.steps.iter().flat_map(|part| step(Table::Nat, part.texts().map(Piece::Text)));

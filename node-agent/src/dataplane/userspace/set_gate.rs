@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use headgate_core::{
     Family, Protocol,
-    iptables::{Ledger, Table, names::gate_set},
+    iptables::{Ledger, names::gate_set},
 };
 use ipset_netlink::{Change, Element, IpSets, SetType, Specification};
 
@@ -103,7 +103,7 @@ fn remove(family: Family) -> Result<(), DataplaneError> {
         // A kube-proxy that runs has removed the jumps to these chains, and not the chains.
         let programs = [Variant::Legacy, Variant::Nft].map(|variant| Programs::new(family, variant));
         for programs in programs.iter().filter(|programs| programs.are_installed()) {
-            let script = Ledger::cleanup_of_gates(&programs.existing(Table::Nat)?);
+            let script = Ledger::cleanup_of_gates(&programs.existing_tables()?);
             if !script.is_empty() {
                 programs.restore(&script)?;
             }

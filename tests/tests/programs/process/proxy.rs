@@ -320,6 +320,7 @@ fn only_the_proxy_reaches_endpoints(rules: &str) {
         (_, received) if received == b"hello" => Ok(()),
         (_, received) => Err(format!("{received:?}")),
     });
+    rig.headgatectl(&["wait", "ns/web"]).unwrap();
     drop(agent);
     thread::sleep(Duration::from_millis(1500));
     assert_eq!(echoed(&rig, CLUSTER_IPS[1].parse().unwrap()).1, b"hello");

@@ -15,8 +15,13 @@ fn steps_of_a_first_sync_are_bounded_and_produce_the_same_rules() {
         [Change::from(service), Change::Endpoint(key, endpoint("10.180.0.1"))]
     });
     let (state, _) = state(changes);
-    for layout in [Layout::Classic, Layout::Compact] {
-        let config = RenderConfig { layout, ..config() };
+    for (layout, base) in [
+        (Layout::Classic, config()),
+        (Layout::Compact, config()),
+        (Layout::Classic, proxy::with_proxy()),
+        (Layout::Compact, proxy::with_proxy()),
+    ] {
+        let config = RenderConfig { layout, ..base };
         let mut ledger = Ledger::new(ruleset(config.clone()));
         let nothing = ExistingTables::default();
         let (script, _) = ledger.full_by(Writing::LateInSteps, &state, &node(), nothing);

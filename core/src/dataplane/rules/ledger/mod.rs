@@ -23,7 +23,7 @@ use super::{
     config::RenderConfig,
     dispatch::Dispatch,
     existing::BASE_CHAINS,
-    names::{ChainName, DispatchChain, GateChain, HAIRPIN},
+    names::{ChainName, DispatchChain, GATE_INPUT, GateChain, HAIRPIN},
     ruleset::{FixedChain, Jump, Ruleset},
     script::{Script, Writing},
     service::{DispatchLine, Selector, ServiceRules, health_check_line},
@@ -207,12 +207,21 @@ impl Ledger {
         script
     }
 
-    /// Returns a script that removes the chains of mode userspace, to which no rule may jump.
+    /// Returns a script that removes the chains of mode userspace. No chain of a service may jump
+    /// to them.
     #[must_use]
-    pub fn cleanup_of_gates(nat: &Existing) -> Script {
+    pub fn cleanup_of_gates(existing: &ExistingTables) -> Script {
         let mut script = Script::default();
-        let names = GateChain::ALL.map(GateChain::name).into_iter();
-        names.filter(|name| nat.chains.contains_key(*name)).for_each(|name| script.delete_chain(Table::Nat, &name));
+        let jump = format!("-j {GATE_INPUT}");
+        let jumps = existing.get(Table::Filter).jumps_to_ours(Table::Filter);
+        for (chain, rule) in jumps.filter(|(_, rule)| rule.ends_with(&jump)) {
+            script.delete_rule(Table::Filter, chain, rule);
+        }
+        let chains = GateChain::ALL.map(|chain| (Table::Nat, chain.name())).into_iter();
+        let chains = chains.chain([(Table::Filter, GATE_INPUT)]);
+        for (table, name) in chains.filter(|(table, name)| existing.get(*table).chains.contains_key(*name)) {
+            script.delete_chain(table, &name);
+        }
         script
     }
 
