@@ -1,6 +1,6 @@
 //! The table that a state asks for.
 
-use std::{net::IpAddr, sync::Arc};
+use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
 use super::{Admitted, Entry, Fate, NodePortsAt, Table, table::fate_of};
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
     explain::{Mode, NodeSettings},
     model::{Family, Protocol, ServiceKey},
     node_facts::NodeFacts,
-    state::{State, digest::Digests, frontends::Frontend},
+    state::{ServiceEntry, State, digest::Digests, frontends::Frontend},
 };
 
 /// Returns the table that a node with these facts and settings should have for some Services. The
@@ -49,6 +49,22 @@ pub fn expected_digests(state: &State, facts: &NodeFacts, settings: &NodeSetting
         }
     }
     digests
+}
+
+/// Returns the frontends that no expected table verifies; see [`Table::unverified`]. A caller sets
+/// them in a table of a kernel before it computes digests. The cost grows with the number of
+/// Services, but is small for each.
+#[must_use]
+pub fn unverified(state: &State, facts: &NodeFacts, settings: &NodeSettings, family: Family) -> BTreeSet<Frontend> {
+    let may_be_unverified = |entry: &ServiceEntry| {
+        entry.service().is_some_and(|service| {
+            let is_elsewhere =
+                |address: &IpAddr| service.external_ips.contains(address) || service.cluster_ips.contains(address);
+            !service.load_balancer_source_ranges.is_empty() && service.load_balancer_ips.iter().any(is_elsewhere)
+        })
+    };
+    let keys = state.entries().filter(|(_, entry)| may_be_unverified(entry)).map(|(key, _)| key);
+    expected(state, keys, family, facts, settings).unverified
 }
 
 /// The addresses at which NodePorts answer, if the settings name them.

@@ -19,6 +19,6 @@ mod table;
 
 pub use self::{
     compare::{Comparer, Comparison, Difference, MAX_DIFFERENCES, compare},
-    expected::{expected, expected_digests, of_views},
+    expected::{expected, expected_digests, of_views, unverified},
     table::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
 };

@@ -10,7 +10,10 @@ use std::{
 use ipnet::IpNet;
 
 use crate::{
-    behaviours::view::{Outcome, ServicePortView},
+    behaviours::{
+        endpoint_choice::Destination,
+        view::{Outcome, ServicePortView},
+    },
     model::{Family, ServiceKey, TrafficPolicy},
     state::{
         digest::{Digests, Form, service_bucket},
@@ -305,7 +308,7 @@ pub(super) fn owner<'a>(owners: &'a FrontendOwners, frontend: &Frontend) -> Opti
 /// The fate under a policy.
 pub(super) fn fate_of(view: &ServicePortView, policy: TrafficPolicy) -> Fate {
     match view.outcome(policy) {
-        Outcome::Forwarded(endpoints) => Fate::to(endpoints.iter().map(|endpoint| endpoint.socket_address())),
+        Outcome::Forwarded(endpoints) => Fate::to(endpoints.iter().map(Destination::socket_address)),
         Outcome::Rejected => Fate::Rejected,
         Outcome::Dropped => Fate::Dropped,
     }

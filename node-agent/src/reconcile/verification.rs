@@ -14,7 +14,7 @@ use headgate_core::{
     ServiceKey,
     digest::Digests,
     explain::{Mode, NodeSettings},
-    forwarding::{Comparer, Comparison, Table},
+    forwarding::{self, Comparer, Comparison, Table},
     masquerade::MasqueradeConfig,
 };
 use tracing::{error, warn};
@@ -103,8 +103,11 @@ impl Reconciler {
             self.shared.with_state(|state| state.entries().map(|(key, _)| Arc::clone(key)).collect());
         let (mut all, mut digests) = (Comparison::default(), Digests::default());
         let is_broken = tables.iter().any(Table::is_broken);
-        for table in tables {
-            self.shared.with_state(|state| table.digest(state.frontends(), &mut digests));
+        for mut table in tables {
+            self.shared.with_facts(|state, facts| {
+                table.unverified = forwarding::unverified(state, facts, &settings, table.family);
+                table.digest(state.frontends(), &mut digests);
+            });
             let mut comparer = Comparer::new(table, &settings);
             for keys in keys.chunks(SERVICES_AT_ONCE) {
                 self.shared.with_unprogrammed(|state, facts, dirty| {

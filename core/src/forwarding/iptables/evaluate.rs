@@ -188,13 +188,13 @@ impl Packet<'_> {
             Condition::Source(net, negated) if is_loopback(net) => when(*negated),
             Condition::Source(net, false) if chain.starts_with(ADMITTING) => Met::From(*net),
             Condition::Source(net, negated) => match self.detector {
-                Some(LocalDetector::Cidr(range)) if range.trunc() == net.trunc() => self.from_pod(*negated),
+                Some(LocalDetector::Cidr(range)) if range.trunc() == net.trunc() => self.is_from_pod(*negated),
                 _ => Met::Unknown,
             },
             Condition::Interface(name, negated) => match self.detector {
-                Some(LocalDetector::BridgeInterface(bridge)) if **name == **bridge => self.from_pod(*negated),
+                Some(LocalDetector::BridgeInterface(bridge)) if **name == **bridge => self.is_from_pod(*negated),
                 Some(LocalDetector::InterfaceNamePrefix(prefix)) if name.strip_suffix('+') == Some(prefix) => {
-                    self.from_pod(*negated)
+                    self.is_from_pod(*negated)
                 }
                 _ => Met::Unknown,
             },
@@ -218,7 +218,7 @@ impl Packet<'_> {
         }
     }
 
-    fn from_pod(&self, negated: bool) -> Met {
+    fn is_from_pod(&self, negated: bool) -> Met {
         when((self.origin == Origin::Pod) != negated)
     }
 }
