@@ -159,18 +159,18 @@ fn sentences(comparison: &Comparison) -> Vec<String> {
     comparison.differences.iter().map(ToString::to_string).collect()
 }
 
-fn in_namespace(name: &str, work: impl FnOnce() -> Result<()> + Send) {
+/// A network namespace whose loopback interface is up, because the proxies of mode userspace route
+/// their addresses there.
+fn namespace(name: &str) -> Namespace {
     netns::check_prerequisites().unwrap();
     netns::sweep_stale().unwrap();
     let namespace = Namespace::create(format!("hg{}-forward-{name}", std::process::id())).unwrap();
-    namespace.run(work).unwrap();
+    namespace.ip_batch("link set lo up\n").unwrap();
+    namespace
 }
 
 fn iptables_rules_are_verified(mode: Mode, variant: Variant, by: programs::Variant, layout: Layout) {
-    netns::check_prerequisites().unwrap();
-    netns::sweep_stale().unwrap();
-    let name = format!("hg{}-forward-{}-{by:?}-{layout:?}", std::process::id(), mode.as_str());
-    let namespace = Namespace::create(name).unwrap();
+    let namespace = namespace(&format!("{}-{by:?}-{layout:?}", mode.as_str()));
     let run = |script: &str| {
         let path = std::env::temp_dir().join(format!("{}-rules", namespace.name()));
         std::fs::write(&path, script)?;
@@ -278,15 +278,16 @@ fn corrupt_table(mut rig: Rig) -> Result<()> {
 
 #[test]
 fn the_tables_of_mode_nftables_are_verified() {
-    in_namespace("nftables", || {
-        corrupt_table(Rig::new(Mode::Nftables, Box::new(NftablesDataplane::new(&nftables_config())?))?)
-    });
+    namespace("nftables")
+        .run(|| corrupt_table(Rig::new(Mode::Nftables, Box::new(NftablesDataplane::new(&nftables_config())?))?));
 }
 
 #[test]
 fn the_tables_of_mode_userspace_are_verified() {
-    in_namespace("userspace", || {
-        let dataplane = userspace::over_nftables(nftables_config(), false)?;
-        corrupt_table(Rig::new(Mode::Userspace, Box::new(dataplane))?)
-    });
+    namespace("userspace")
+        .run(|| {
+            let dataplane = userspace::over_nftables(nftables_config(), false)?;
+            corrupt_table(Rig::new(Mode::Userspace, Box::new(dataplane))?)
+        })
+        .unwrap();
 }
