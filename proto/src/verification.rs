@@ -98,13 +98,6 @@ impl NodeView {
         }
     }
 
-    /// True if a Service specifies contradictory values for an address, so that no table describes
-    /// the address.
-    #[must_use]
-    pub fn is_contradictory(&self, state: &State, key: &Arc<ServiceKey>) -> bool {
-        self.tables(state, key).any(|table| !table.unverified.is_empty())
-    }
-
     fn tables<'a>(&'a self, state: &'a State, key: &'a Arc<ServiceKey>) -> impl Iterator<Item = Table> + 'a {
         self.families.iter().map(move |family| expected(state, [key], *family, &self.facts, &self.settings))
     }

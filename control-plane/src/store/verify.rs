@@ -67,13 +67,6 @@ impl Store {
         (!is_changed).then(|| inner.buckets.services(bucket).map(digests).collect())
     }
 
-    /// The Services of a bucket that specify contradictory values for an address.
-    pub(crate) fn contradictory(&self, bucket: u16, view: &NodeView) -> Vec<Arc<ServiceKey>> {
-        let inner = self.read();
-        let keys = inner.buckets.services(bucket);
-        keys.filter(|key| view.is_contradictory(&inner.state, key)).cloned().collect()
-    }
-
     /// True if some Service may have changed since `version`, so that another Service may own a
     /// frontend. Changes of endpoints do not count.
     pub(crate) fn owners_changed_since(&self, version: u64) -> bool {

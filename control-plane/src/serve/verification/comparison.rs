@@ -170,7 +170,9 @@ impl Comparison {
         let compared = store.table_digests_since(answer.version, &self.table, &view, true);
         let (equal, differing): (Vec<_>, Vec<_>) =
             compared.into_iter().partition(|(bucket, ours)| is_equal(*bucket, ours));
-        equal.iter().for_each(|(bucket, _)| drop(self.table.remove(bucket)));
+        for (bucket, _) in equal {
+            self.table.remove(&bucket);
+        }
         // A node without SCTP has reported this as a problem of its own.
         let differing: BTreeSet<u16> = differing.into_iter().map(|(bucket, _)| bucket).collect();
         let compared = store.table_digests_since(answer.version, &differing, &view, false);
@@ -212,8 +214,7 @@ impl Comparison {
             if let Some(ours) = known.store.services_since(version, *bucket, &view) {
                 let ours = ours.into_iter().map(|(key, digests)| ((*key).clone(), digests)).collect();
                 let theirs = held.remove(bucket).unwrap_or_default();
-                let contradictory = known.store.contradictory(*bucket, &view);
-                self.describe_bucket(known, *bucket, &ours, &theirs, &contradictory);
+                self.describe_bucket(known, *bucket, &ours, &theirs);
             }
         }
         // Suspects that were too many to describe stay open.
@@ -231,7 +232,6 @@ impl Comparison {
         bucket: u16,
         ours: &BTreeMap<ServiceKey, ServiceDigests>,
         theirs: &BTreeMap<ServiceKey, ServiceDigests>,
-        contradictory: &[Arc<ServiceKey>],
     ) {
         let (differs, table_differs) = (self.resources.contains(&bucket), self.table.contains(&bucket));
         let keys: BTreeSet<&ServiceKey> = ours.keys().chain(theirs.keys()).collect();
@@ -258,13 +258,6 @@ impl Comparison {
         } else if !named && differs {
             self.add("", "the ServiceCIDRs that the agent holds differ from those of the control plane");
             self.differing.insert(bucket);
-        } else if !named && table_differs && !contradictory.is_empty() {
-            let names: Vec<String> = contradictory.iter().take(MAX_NAMED).map(ToString::to_string).collect();
-            self.unverified.push(format!(
-                "{} specify an address both with and without source ranges, so the control plane compares neither these Services nor others that share a digest with them: list each address once",
-                names.join(", ")
-            ));
-            self.table.remove(&bucket);
         } else if !named && table_differs && !self.has_drift && !self.doubted.insert(bucket) {
             let names: Vec<String> = keys.iter().take(MAX_NAMED).map(ToString::to_string).collect();
             let text = "the kernel forwards otherwise than the control plane requires, for at least one Service of";
