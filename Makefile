@@ -34,11 +34,11 @@ bench: ## Measure; write JSON to target/bench. ONLY=name runs one; ARGS="…" pa
 	cargo build --release --locked -p headgate-control-plane -p headgate-node-agent -p headgate-tests --bins
 	cargo run --release --locked -p headgate-tests --bin bench -- $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
-kernels: setup ## Test nftables mode on Linux 5.10, 6.1 and 6.12 of Debian, in QEMU. ONLY=name runs some tests
+kernels: setup ## Test nftables mode on Linux 5.10, 6.1 and 6.12 of Debian, in QEMU. ONLY=name runs some tests, SUITE=bookworm one kernel
 	@.ci/setup kernels
 	cargo build --workspace --locked
 	cargo test --workspace --locked --test kernel --no-run
-	.ci/kernels $(ONLY)
+	SUITE=$(SUITE) .ci/kernels $(ONLY)
 
 dist: ## Build static programs, a list of dependencies (SBOM) and checksums. COMPARE=1 builds twice and compares
 	@.ci/setup dist

@@ -6,6 +6,7 @@ mod wire;
 
 pub use headgate_netlink::{Malformed, NetlinkError, Refusal};
 pub use model::{Change, Element, Entry, Family, Header, Protocol, Set, SetType, Specification};
+pub use refusal::HASH_FULL;
 
 use std::collections::HashMap;
 

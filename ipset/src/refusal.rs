@@ -10,6 +10,10 @@ const PRIVATE: i32 = 4096;
 /// `IPSET_ERR_TYPE_SPECIFIC`: the first error number specific to a set type.
 const TYPE_SPECIFIC: i32 = 4352;
 
+/// The kernel's answer (`IPSET_ERR_HASH_FULL`) to an entry that would exceed the maximum number of
+/// entries of a hash. For a bitmap, the same number has another meaning.
+pub const HASH_FULL: i32 = TYPE_SPECIFIC;
+
 /// Texts for `enum ipset_errno`, starting at [`PRIVATE`].
 const NAMES: [&str; 19] = [
     "an error of ipset",

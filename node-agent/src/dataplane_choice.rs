@@ -149,19 +149,24 @@ pub fn prepare(settings: &Settings) -> Result<(), DataplaneError> {
 /// the same names.
 #[must_use]
 pub fn leftovers(settings: &Settings, running: Option<&str>) -> Vec<Leftover> {
-    let is_used_by = |modes: &[&str]| running.is_some_and(|mode| modes.contains(&mode));
+    let variants = [iptables::Variant::Legacy, iptables::Variant::Nft];
     let mut leftovers = vec![nftables::tables(), userspace::routes()];
-    if !is_used_by(&["iptables", "ipvs"]) {
-        leftovers.extend([iptables::Variant::Legacy, iptables::Variant::Nft].map(xtables::rules_of));
+    match running {
+        Some("iptables") => {}
+        Some("ipvs") => leftovers.extend(variants.map(xtables::rules_beside_ipvs)),
+        _ => leftovers.extend(variants.map(xtables::rules_of)),
+    }
+    if running != Some("iptables") {
         leftovers.push(xtables::packet_counters());
     }
     leftovers.push(userspace::gates());
-    if !is_used_by(&["nftables"]) {
+    if running != Some("nftables") {
         leftovers.push(nftables::kube_proxys_tables());
     }
-    if !is_used_by(&["ipvs"]) {
-        leftovers.push(ipvs::servers_and_sets(settings.ipvs.exclude_cidrs.clone()));
-    }
+    leftovers.push(match running {
+        Some("ipvs") => ipvs::sets_beside_kube_proxys(),
+        _ => ipvs::servers_and_sets(settings.ipvs.exclude_cidrs.clone()),
+    });
     leftovers
 }
 

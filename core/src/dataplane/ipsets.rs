@@ -73,12 +73,23 @@ pub enum SetKind {
 }
 
 impl SetKind {
-    /// Maximum number of elements of a hash. kube-proxy sets 65,536, which is too small for a
-    /// cluster with more service ports. A larger maximum costs no memory.
+    /// The maximum number of elements with which kube-proxy creates a hash. kube-proxy cannot use a
+    /// set of its own names with another maximum. So the hashes of Headgate have this maximum while
+    /// they have no more elements, and a node can go back to kube-proxy.
+    pub const KUBE_PROXYS_MAX_ELEMENTS: u32 = 1 << 16;
+
+    /// The maximum number of elements of a hash that needs more than kube-proxy's maximum.
     pub const MAX_ELEMENTS: u32 = 1 << 20;
 
     /// Initial number of buckets of a hash.
     pub const HASH_SIZE: u32 = 1024;
+
+    /// Returns the maximum number of elements with which a hash of `count` elements is created.
+    #[must_use]
+    pub fn max_elements(count: usize) -> u32 {
+        let is_enough = u32::try_from(count).is_ok_and(|count| count <= Self::KUBE_PROXYS_MAX_ELEMENTS);
+        if is_enough { Self::KUBE_PROXYS_MAX_ELEMENTS } else { Self::MAX_ELEMENTS }
+    }
 
     /// The name of the type in the kernel.
     #[must_use]
@@ -176,6 +187,9 @@ impl Set {
     /// Sets whose elements are addresses and ports of Headgate's virtual servers.
     pub const OF_SERVERS: [Self; 5] =
         [Self::ClusterIp, Self::ExternalIp, Self::ExternalIpLocal, Self::LoadBalancer, Self::NodePortServers];
+
+    /// Sets that kube-proxy does not have.
+    pub const NOT_OF_KUBE_PROXY: [Self; 3] = [Self::NodePortServers, Self::NoEndpoints, Self::NoLocalEndpoints];
 
     /// The name for IPv4 without the prefix `KUBE-`.
     fn suffix(self) -> &'static str {

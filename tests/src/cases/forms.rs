@@ -68,7 +68,7 @@ pub fn forms_switch_without_losing_connections(bed: &Testbed) -> Result<()> {
     start(Backend::UserspaceIptables)?;
     let written = restart(bed, &setup(Backend::UserspaceIptables))?.objects_written;
     ensure!(written == 0, "a restart wrote {written} objects, as if other rules were wanted");
-    let asked = while_asking(bed, &targets(bed)?, || {
+    let asked = while_asking(bed, &targets(bed, false)?, || {
         let backends =
             [Backend::Userspace, Backend::UserspaceIptables, Backend::IptablesLegacy, Backend::UserspaceIptables];
         backends.into_iter().try_for_each(|backend| {

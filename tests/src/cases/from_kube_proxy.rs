@@ -3,6 +3,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -66,7 +67,7 @@ impl<'a> KubeProxy<'a> {
             }
             Source::Recorded(page) => {
                 match self.mode {
-                    Mode::Iptables if has_ipvs() => recorded::load_iptables(self.bed, Variant::Legacy)?,
+                    Mode::Iptables if is_in_uml() => recorded::load_iptables(self.bed, Variant::Legacy)?,
                     Mode::Iptables => recorded::load_iptables(self.bed, Variant::Nft)?,
                     Mode::Ipvs => recorded::load_ipvs(self.bed)?,
                     Mode::Nftables => recorded::load_nftables(self.bed)?,
@@ -127,13 +128,13 @@ impl Drop for ModePage {
     }
 }
 
-/// The addresses that clients use. All packets pass through node-a. Where mode ipvs runs, node-a
-/// itself opens no connections: while it has the address of a Service, it also uses this address as
-/// the source, and such a connection ends with the address.
-pub(super) fn targets(bed: &Testbed) -> Result<Vec<(&'static str, SocketAddr)>> {
+/// The addresses that clients use. All packets pass through node-a. With mode ipvs, node-a itself
+/// opens no connections: while it has the address of a Service, it also uses this address as the
+/// source, and such a connection ends with the address.
+pub(super) fn targets(bed: &Testbed, with_ipvs: bool) -> Result<Vec<(&'static str, SocketAddr)>> {
     let mut targets = Vec::new();
     for family in Family::BOTH {
-        for client in CLIENTS.into_iter().filter(|client| !(has_ipvs() && *client == "node-a")) {
+        for client in CLIENTS.into_iter().filter(|client| !(with_ipvs && *client == "node-a")) {
             targets.push((client, bed.address("steady", Via::ClusterIp, family, "tcp")?));
         }
         targets.push(("outside-1", bed.address("steady", Via::NodePort("node-a"), family, "tcp")?));
@@ -141,33 +142,49 @@ pub(super) fn targets(bed: &Testbed) -> Result<Vec<(&'static str, SocketAddr)>> 
     Ok(targets)
 }
 
-/// Whether this kernel has IPVS, and then only the legacy variant of iptables.
-fn has_ipvs() -> bool {
+/// Whether this kernel has only the legacy variant of iptables, and no nftables.
+fn is_in_uml() -> bool {
     uml::guest::is_here()
 }
 
-/// The mode that agents of the modes iptables and ipvs change to before kube-proxy starts.
-fn before_going_back(to: Mode) -> Backend {
-    match to {
-        Mode::Iptables if has_ipvs() => Backend::IptablesLegacy,
-        Mode::Iptables => Backend::IptablesNft,
-        Mode::Ipvs | Mode::Nftables => Backend::Nftables,
+/// Whether this kernel has IPVS. Otherwise prints why a test does not run.
+pub fn has_ipvs() -> bool {
+    let has_ipvs = Command::new("modprobe").arg("ip_vs").output().is_ok_and(|output| output.status.success());
+    if !has_ipvs {
+        println!("this kernel has no IPVS: run this test with `make kernels`");
+    }
+    has_ipvs
+}
+
+/// The mode that agents change to before kube-proxy starts in the mode `from`, if any.
+fn before_going_back(from: Mode, to: Backend) -> Option<Backend> {
+    match from {
+        Mode::Iptables => (to == Backend::Ipvs).then_some(Backend::IptablesLegacy),
+        Mode::Ipvs => None,
+        Mode::Nftables => (!to.uses_nftables()).then_some(Backend::Nftables),
     }
 }
 
 /// Waits until the kernel of node-a has the rules of this mode of kube-proxy only if `has_theirs`,
-/// tables of Headgate only if `has_ours`, and nothing of other modes.
+/// tables and sets of Headgate only if `has_ours`, and nothing of other modes.
 fn check_rules(bed: &Testbed, mode: Mode, has_theirs: bool, has_ours: bool) -> Result<()> {
     let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
+    let with_ipvs = is_in_uml() || mode == Mode::Ipvs;
     eventually(|| {
-        let (program, arguments) = if has_ipvs() { ("ipvsadm", ["-S", "-n"]) } else { ("nft", ["list", "tables"]) };
-        let listed = tool(node, program, &arguments)?;
-        let has = |end: &str| listed.lines().any(|line| line.ends_with(end));
-        ensure!(has(" headgate") == has_ours, "the tables are\n{listed}");
+        let tables = if is_in_uml() { String::new() } else { tool(node, "nft", &["list", "tables"])? };
+        let [servers, sets] = if with_ipvs {
+            [tool(node, "ipvsadm", &["-S", "-n"])?, tool(node, "ipset", &["list", "-name"])?]
+        } else {
+            <[String; 2]>::default()
+        };
+        let has_table = |end: &str| tables.lines().any(|line| line.ends_with(end));
+        ensure!(has_table(" headgate") == has_ours, "the tables are\n{tables}");
         let chains = iptables::save_all(node, &lock)?.contains("-j KUBE-SVC-");
-        let found = [(Mode::Iptables, chains), (Mode::Ipvs, has(" -w 1")), (Mode::Nftables, has(" kube-proxy"))];
+        let has_servers = servers.lines().any(|line| line.ends_with(" -w 1"));
+        let found = [(Mode::Iptables, chains), (Mode::Ipvs, has_servers), (Mode::Nftables, has_table(" kube-proxy"))];
         let found: Vec<Mode> = found.into_iter().filter(|(_, is_there)| *is_there).map(|(mode, _)| mode).collect();
         ensure!(found.iter().all(|found| *found == mode) && found.is_empty() != has_theirs, "rules of {found:?}");
+        ensure!(!has_theirs || !sets.contains("NO-ENDPOINTS"), "sets of Headgate are left:\n{sets}");
         Ok(())
     })
 }
@@ -183,8 +200,7 @@ fn wait_until_drained(bed: &Testbed) -> Result<()> {
     })
 }
 
-/// A node moves from kube-proxy to Headgate and back, as docs/migration.md says. The way back to
-/// mode ipvs is left out: it needs mode nftables, which the kernel with IPVS lacks. Every new
+/// A node moves from kube-proxy to Headgate and back, as docs/migration.md says. Every new
 /// connection succeeds. Connections that kube-proxy's rules established survive both moves.
 /// Connections that Headgate established survive the way back, with two exceptions. Those that mode
 /// userspace carries end with the agent. Those of mode ipvs survive the change to another mode, and
@@ -195,10 +211,14 @@ pub fn there_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
     let mut kube_proxy = KubeProxy::start(bed, from)?;
     bed.start_control_plane()?;
     let mut held = open(bed).context("through the rules of kube-proxy")?;
-    let asked = while_asking(bed, &targets(bed)?, || {
+    let before_going_back = before_going_back(from, to);
+    // The limit for connections of mode ipvs passes only on the way to another mode of kube-proxy.
+    let limit = if before_going_back == Some(Backend::IptablesLegacy) { "30s" } else { "600s" };
+    let arguments = ["--userspace-drain-limit=3s", "--takeover-limit", limit];
+    let setup = |backend| AgentSetup { backend: Some(backend), ..AgentSetup::with(&arguments) };
+    let targets = targets(bed, from == Mode::Ipvs || to == Backend::Ipvs)?;
+    let asked = while_asking(bed, &targets, || {
         kube_proxy.stop()?;
-        let arguments = ["--userspace-drain-limit=3s", "--takeover-limit=30s"];
-        let setup = |backend| AgentSetup { backend: Some(backend), ..AgentSetup::with(&arguments) };
         bed.start_agent_with("node-a", &setup(to))?;
         bed.wait_programmed()?;
         // Otherwise, both use the same names.
@@ -207,18 +227,15 @@ pub fn there_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
         }
         check(&mut held).context("after the move to Headgate")?;
         answers(bed)?;
-        if from == Mode::Ipvs {
-            return Ok(());
-        }
         let mut of_headgate = open(bed).context("through Headgate")?;
 
-        if !to.uses_nftables() && to != before_going_back(from) {
-            restart(bed, &setup(before_going_back(from)))?;
+        if let Some(mode) = before_going_back {
+            restart(bed, &setup(mode))?;
             check(&mut of_headgate).context("connections of Headgate, after the change of the mode")?;
-        }
-        if to == Backend::Ipvs {
-            wait_until_drained(bed)?;
-            of_headgate.clear();
+            if to == Backend::Ipvs {
+                wait_until_drained(bed)?;
+                of_headgate.clear();
+            }
         }
         bed.stop_agent("node-a")?;
         kube_proxy.start_again().context("going back to kube-proxy")?;
@@ -234,7 +251,7 @@ pub fn there_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
     })?;
     println!("{} new connections, {} held connections", asked.len(), held.len());
     ensure!(shares(&asked).len() == 2, "{:?} answered", shares(&asked));
-    let afterwards = while_asking(bed, &targets(bed)?, || {
+    let afterwards = while_asking(bed, &targets, || {
         std::thread::sleep(Duration::from_secs(1));
         Ok(())
     })?;

@@ -5,6 +5,8 @@ use std::fmt::Write as _;
 use std::net::{IpAddr, SocketAddr};
 
 use anyhow::{Context, Result};
+use headgate_core::iptables::{Table, beside_ipvs};
+use headgate_core::ipvs::{Set, SetKind};
 
 use super::ipvs::tool;
 use crate::bench::kube_proxy_nft_shape;
@@ -78,37 +80,58 @@ fn restore(bed: &Testbed, variant: Variant, family: Family, rules: &str) -> Resu
 }
 
 /// Creates the virtual servers, the sets and the device of kube-proxy's mode ipvs for the Service
-/// `steady` on node-a, and its rules in the legacy variant.
+/// `steady` on node-a, and its rules in the legacy variant. Like kube-proxy, it uses what exists,
+/// and fails if a set with one of its names has other properties.
 pub(super) fn load_ipvs(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
     let run = |program: &str, line: &str| tool(node, program, &line.split(' ').collect::<Vec<_>>());
     node.set_sysctls(&[("ipv4/vs/conntrack", "1")])?;
-    node.ip_batch("link add kube-ipvs0 type dummy\n")?;
+    if run("ip", "link show kube-ipvs0").is_err() {
+        node.ip_batch("link add kube-ipvs0 type dummy\n")?;
+    }
+    let existing = run("ipvsadm", "-S -n")?;
     for family in Family::BOTH {
         let Steady { to, node_port, endpoints, pods } = Steady::of(bed, family)?;
-        let (infix, of_sets, bits) = if family == Family::V4 { ("", "inet", 32) } else { ("6-", "inet6", 128) };
-        node.ip_batch(&format!("addr add {}/{bits} dev kube-ipvs0\n", to.ip()))?;
-        let [services, node_ports] = ["CLUSTER-IP", "NODE-PORT-TCP"].map(|set| format!("KUBE-{infix}{set}"));
-        run("ipset", &format!("create {services} hash:ip,port family {of_sets} hashsize 1024 maxelem 65536"))?;
-        run("ipset", &format!("create {node_ports} bitmap:port range 0-65535"))?;
-        run("ipset", &format!("add {services} {},tcp:{}", to.ip(), to.port()))?;
-        run("ipset", &format!("add {node_ports} {}", node_port.port()))?;
+        let of_model = headgate_core::Family::of(to.ip());
+        let (of_sets, bits) = if family == Family::V4 { ("inet", 32) } else { ("inet6", 128) };
+        node.ip_batch(&format!("addr replace {}/{bits} dev kube-ipvs0\n", to.ip()))?;
+        let mut lines = String::new();
+        for set in Set::ALL.into_iter().filter(|set| !Set::NOT_OF_KUBE_PROXY.contains(set)) {
+            let properties = match set.kind() {
+                SetKind::Port => "range 0-65535".to_owned(),
+                _ => format!("family {of_sets} hashsize 1024 maxelem 65536"),
+            };
+            // Writing to a String cannot fail.
+            let _ = writeln!(lines, "create {} {} {properties}", set.name(of_model), set.kind().as_str());
+        }
+        let [services, node_ports] = [Set::ClusterIp, Set::NodePortTcp].map(|set| set.name(of_model));
+        let _ = writeln!(lines, "add {services} {},tcp:{}\nadd {node_ports} {}", to.ip(), to.port(), node_port.port());
+        let file = bed.machines().folder().join("recorded.sets");
+        std::fs::write(&file, lines).context("writing recorded sets")?;
+        run("ipset", &format!("-exist -file {} restore", file.display()))?;
         for server in [to, node_port] {
-            run("ipvsadm", &format!("-A -t {server} -s rr"))?;
+            let has_server = existing.contains(&format!("-A -t {server} "));
+            run("ipvsadm", &format!("{} -t {server} -s rr", if has_server { "-E" } else { "-A" }))?;
             for endpoint in &endpoints {
-                run("ipvsadm", &format!("-a -t {server} -r {endpoint} -m -w 1"))?;
+                let has_endpoint = existing.contains(&format!("-a -t {server} -r {endpoint} "));
+                let change = if has_endpoint { "-e" } else { "-a" };
+                run("ipvsadm", &format!("{change} -t {server} -r {endpoint} -m -w 1"))?;
             }
         }
         let mut rules = String::from(SHARED_IPTABLES);
-        // Writing to a String cannot fail.
         let _ = writeln!(
             rules,
-            ":KUBE-NODE-PORT - [0:0]\n\
+            ":KUBE-NODE-PORT - [0:0]\n:KUBE-LOAD-BALANCER - [0:0]\n\
              -A KUBE-SERVICES ! -s {pods} -m set --match-set {services} dst,dst -j KUBE-MARK-MASQ\n\
              -A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODE-PORT\n\
              -A KUBE-SERVICES -m set --match-set {services} dst,dst -j ACCEPT\n\
-             -A KUBE-NODE-PORT -p tcp -m set --match-set {node_ports} dst -j KUBE-MARK-MASQ"
+             -A KUBE-NODE-PORT -p tcp -m set --match-set {node_ports} dst -j KUBE-MARK-MASQ\n\
+             COMMIT\n*filter"
         );
+        for chain in beside_ipvs::chains(Table::Filter) {
+            let _ = writeln!(rules, ":{chain} - [0:0]");
+        }
+        let _ = writeln!(rules, "-I INPUT -m comment --comment \"kubernetes ipvs access filter\" -j KUBE-IPVS-FILTER");
         restore(bed, Variant::Legacy, family, &rules)?;
     }
     Ok(())

@@ -595,13 +595,27 @@ mod migration {
     }
 
     #[test]
-    fn kube_proxy_ipvs_to_ipvs() {
+    fn kube_proxy_ipvs_to_ipvs_and_back() {
         uml::inside(|| there_and_back(Mode::Ipvs, Backend::Ipvs));
     }
 
     #[test]
-    fn kube_proxy_ipvs_to_iptables() {
+    fn kube_proxy_ipvs_to_iptables_and_back() {
         uml::inside(|| there_and_back(Mode::Ipvs, Backend::IptablesLegacy));
+    }
+
+    #[test]
+    fn kube_proxy_ipvs_to_nftables_and_back() {
+        if from_kube_proxy::has_ipvs() {
+            there_and_back(Mode::Ipvs, Backend::Nftables);
+        }
+    }
+
+    #[test]
+    fn kube_proxy_ipvs_to_userspace_and_back() {
+        if from_kube_proxy::has_ipvs() {
+            there_and_back(Mode::Ipvs, Backend::Userspace);
+        }
     }
 
     migrations! {

@@ -37,7 +37,7 @@ fn set_lines(ops: &[Op], family: Family) -> String {
             "create {} {} family {family_name} maxelem {}",
             set.name(family),
             set.kind().as_str(),
-            SetKind::MAX_ELEMENTS
+            SetKind::KUBE_PROXYS_MAX_ELEMENTS
         )),
         Op::AddElement(set, element) => Some(format!("add {} {element}", set.name(family))),
         Op::DeleteElement(set, element) => Some(format!("del {} {element}", set.name(family))),

@@ -43,7 +43,8 @@ pub struct Existing {
     /// Rules of the built-in chains in order, each without the leading `-A `.
     pub base_rules: Vec<String>,
     /// Chains of Headgate to which a rule in a foreign chain jumps, each with one such rule,
-    /// without the leading `-A `. The kernel does not delete these chains.
+    /// without the leading `-A `, if possible in a chain that the reader spares. The kernel does
+    /// not delete these chains.
     pub referenced: BTreeMap<String, String>,
     /// Prefix length of the address groups of KUBE-SERVICES; `None` for the classic layout.
     pub prefix_length: Option<u8>,
@@ -54,6 +55,7 @@ pub struct Existing {
 #[derive(Debug)]
 pub struct ExistingReader {
     table: Table,
+    foreign: &'static [&'static str],
     is_in_table: bool,
     existing: Existing,
 }
@@ -62,7 +64,17 @@ impl ExistingReader {
     /// Creates a reader for one table.
     #[must_use]
     pub fn new(table: Table) -> Self {
-        Self { table, is_in_table: false, existing: Existing::default() }
+        Self::sparing(table, &[])
+    }
+
+    /// Creates a reader for one table that takes chains with these names for foreign chains.
+    #[must_use]
+    pub fn sparing(table: Table, foreign: &'static [&'static str]) -> Self {
+        Self { table, foreign, is_in_table: false, existing: Existing::default() }
+    }
+
+    fn is_ours(&self, name: &str) -> bool {
+        !self.foreign.contains(&name) && is_ours(self.table, name)
     }
 
     /// Reads the next line. Ignores lines of other tables, and rules of foreign chains that do not
@@ -73,7 +85,7 @@ impl ExistingReader {
         } else if !self.is_in_table {
         } else if let Some(declaration) = line.strip_prefix(':') {
             let name = declaration.split(' ').next().unwrap_or_default();
-            if is_ours(self.table, name) {
+            if self.is_ours(name) {
                 self.existing.chains.insert(name.to_owned(), Some(RulesHash::default()));
             }
         } else if let Some(rule) = line.strip_prefix("-A ") {
@@ -96,8 +108,12 @@ impl ExistingReader {
             }
         } else if BASE_CHAINS.contains(&chain) {
             self.existing.base_rules.push(rule.to_owned());
-        } else if let Some(target) = target(rest).filter(|target| is_ours(self.table, target)) {
-            self.existing.referenced.entry(target.to_owned()).or_insert_with(|| rule.to_owned());
+        } else if let Some(target) = target(rest).filter(|target| self.is_ours(target)) {
+            let is_spared = self.foreign.contains(&chain);
+            let found = self.existing.referenced.entry(target.to_owned()).or_insert_with(|| rule.to_owned());
+            if is_spared {
+                rule.clone_into(found);
+            }
         }
     }
 
@@ -110,7 +126,7 @@ impl ExistingReader {
 
 /// Returns the chain that is the target of a rule's `-j` or `-g`. Ignores text in quotes, which is
 /// a comment.
-fn target(rule: &str) -> Option<&str> {
+pub(super) fn target(rule: &str) -> Option<&str> {
     let unquoted = rule.split('"').step_by(2);
     let mut words = unquoted.flat_map(str::split_ascii_whitespace);
     words.find(|word| matches!(*word, "-j" | "-g"))?;

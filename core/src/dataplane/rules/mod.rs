@@ -10,6 +10,7 @@
 //! apply. Rules are rendered exactly as `iptables-save` prints them. The rules of a kernel can
 //! therefore be compared with the wanted rules as text, without a parser.
 
+pub mod beside_ipvs;
 pub mod config;
 pub mod dispatch;
 pub mod existing;

@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, net::SocketAddr};
 
 use headgate_core::{
     Family, Protocol,
-    ipvs::{Existing, IpvsConfig, Ledger, PROBE_DEVICE, ServerKey},
+    ipvs::{Existing, IpvsConfig, Ledger, PROBE_DEVICE, ServerKey, Set},
 };
 use ipnet::IpNet;
 
@@ -55,6 +55,23 @@ pub(crate) fn remove_all(exclude_cidrs: &[IpNet], leaves_busy: bool) -> Result<u
         None => Ok(()),
     });
     DataplaneError::join(result, removed).map(|()| connections)
+}
+
+/// Removes our sets that kube-proxy does not have. The caller must first remove the rules that
+/// refer to the sets.
+///
+/// # Errors
+/// A set could not be removed; the message names it.
+pub(crate) fn remove_sets_beside_kube_proxys() -> Result<(), DataplaneError> {
+    if !has_sets() {
+        return Ok(());
+    }
+    let mut kernel = Kernel::default();
+    destroy_if_there(kernel.sets()?, read::DRAFT)?;
+    for (family, set) in Family::BOTH.into_iter().flat_map(|family| Set::NOT_OF_KUBE_PROXY.map(|set| (family, set))) {
+        destroy_if_there(kernel.sets()?, &set.name(family)).map_err(|error| error.of(family))?;
+    }
+    Ok(())
 }
 
 fn remove(

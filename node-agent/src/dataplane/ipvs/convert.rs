@@ -69,8 +69,8 @@ pub(super) fn weight(found: &ipvs::Destination) -> u32 {
     if is_ours { found.weight } else { u32::MAX }
 }
 
-/// The specification with which a set is created.
-pub(super) fn specification(set: Set, family: Family) -> Specification {
+/// The specification with which a set of `count` elements is created.
+pub(super) fn specification(set: Set, family: Family, count: usize) -> Specification {
     let set_type = match set.kind() {
         SetKind::Port => SetType::BitmapPort,
         SetKind::Ip => SetType::HashIp,
@@ -81,7 +81,7 @@ pub(super) fn specification(set: Set, family: Family) -> Specification {
     let wanted = Specification::new(set.name(family), set_type, family_of_sets(family));
     match set_type {
         SetType::BitmapPort => wanted,
-        _ => wanted.with_sizes(SetKind::HASH_SIZE, SetKind::MAX_ELEMENTS),
+        _ => wanted.with_sizes(SetKind::HASH_SIZE, SetKind::max_elements(count)),
     }
 }
 

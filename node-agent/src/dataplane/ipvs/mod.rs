@@ -63,6 +63,11 @@ pub(crate) fn servers_and_sets(exclude_cidrs: Vec<IpNet>) -> Leftover {
     Leftover::draining("ipvs", move |busy| cleanup::remove_all(&exclude_cidrs, busy == Busy::Stays))
 }
 
+/// The sets that kube-proxy does not have, for a node on which kube-proxy runs in mode ipvs.
+pub(crate) fn sets_beside_kube_proxys() -> Leftover {
+    Leftover::new("ipvs", cleanup::remove_sets_beside_kube_proxys)
+}
+
 impl DualStack<IpvsFamily> {
     /// Creates the dataplane if this machine can run it. Programs nothing.
     ///

@@ -54,7 +54,7 @@ pub(super) fn require(scheduler: Scheduler, families: &[Family]) -> Result<(), D
 }
 
 fn set_types(families: &[Family]) -> Vec<(ipset_netlink::SetType, ipset_netlink::Family)> {
-    let specifications = families.iter().flat_map(|family| Set::ALL.map(|set| convert::specification(set, *family)));
+    let specifications = families.iter().flat_map(|family| Set::ALL.map(|set| convert::specification(set, *family, 0)));
     let mut types: Vec<_> = specifications.map(|wanted| (wanted.set_type, wanted.family)).collect();
     types.sort_unstable();
     types.dedup();

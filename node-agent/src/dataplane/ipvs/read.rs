@@ -98,13 +98,11 @@ pub(super) fn read_sets(
     existing: &mut Existing,
 ) -> Result<(), DataplaneError> {
     for set in Set::ALL {
-        let wanted = convert::specification(set, family);
-        let Some(found) = sets.set(&wanted.name).map_err(of_sets)? else { continue };
+        let Some(found) = sets.set(&set.name(family)).map_err(of_sets)? else { continue };
+        let wanted = convert::specification(set, family, found.entries.len());
         if !found.header.fits(&wanted) && mismatched_sets == MismatchedSets::Recreate {
             if found.header.is_of_type(&wanted) {
-                let matching = found.entries.iter().filter(|entry| !entry.nomatch);
-                let changes = matching.map(|entry| Change::add(&wanted.name, entry.element));
-                replace(sets, &wanted, changes.collect())?;
+                replace(sets, &wanted, &found)?;
             } else if found.header.references == 0 {
                 sets.destroy(&wanted.name).map_err(of_sets)?;
                 continue;
@@ -141,18 +139,26 @@ pub(super) fn read_sets(
 /// The name of a new set until it replaces an existing set.
 pub(super) const DRAFT: &str = "KUBE-DRAFT";
 
-/// Replaces a set by a new set with these elements. Swapping is atomic, so rules that refer to the
-/// set always see all elements.
-fn replace(sets: &mut IpSets, wanted: &Specification, mut changes: Vec<Change>) -> Result<(), DataplaneError> {
+/// Replaces a hash that is full by one that can have more elements. Returns false if the hash does
+/// not exist, or already is of the larger kind.
+pub(super) fn grow(sets: &mut IpSets, set: Set, family: Family) -> Result<bool, DataplaneError> {
+    let Some(found) = sets.set(&set.name(family)).map_err(of_sets)? else { return Ok(false) };
+    let wanted = convert::specification(set, family, found.entries.len() + 1);
+    if found.header.fits(&wanted) {
+        return Ok(false);
+    }
+    replace(sets, &wanted, &found).map(|()| true)
+}
+
+/// Replaces a set by a new set with the same elements. Swapping is atomic, so rules that refer to
+/// the set always see all elements.
+fn replace(sets: &mut IpSets, wanted: &Specification, found: &ipset_netlink::Set) -> Result<(), DataplaneError> {
     let draft = Specification { name: DRAFT.to_owned(), ..wanted.clone() };
     // An agent that was killed during a replacement leaves a draft behind.
     destroy_if_there(sets, DRAFT)?;
     sets.create(&draft).map_err(of_sets)?;
-    for change in &mut changes {
-        if let Change::Add(set, _) = change {
-            set.clone_from(&draft.name);
-        }
-    }
+    let matching = found.entries.iter().filter(|entry| !entry.nomatch);
+    let changes: Vec<Change> = matching.map(|entry| Change::add(DRAFT, entry.element)).collect();
     if let Some(refused) = sets.execute(&changes).map_err(of_sets)?.first() {
         let message = changes[refused.index].explain(&refused.refusal);
         return Err(DataplaneError::new(ErrorKind::NeedsFullSync, message));

@@ -5,16 +5,17 @@ use std::{collections::BTreeSet, net::IpAddr};
 
 use headgate_core::{
     Family,
-    ipvs::{DEVICE, Op, Scheduler, ServerKey},
+    ipvs::{DEVICE, Op, Scheduler, ServerKey, SetKind},
 };
 use headgate_netlink::route::{Change as RouteChange, Prefix};
-use ipset_netlink::{Change as SetChange, IpSetError};
+use ipset_netlink::{Change as SetChange, HASH_FULL, IpSetError};
 use ipvs_netlink::{Command, Refusal};
 
 use super::{
     super::{DataplaneError, ErrorKind, ip_sets::of_sets},
     convert,
     kernel::{Kernel, of_ipvs, of_routing},
+    read,
 };
 
 /// A step that the kernel rejected.
@@ -89,7 +90,7 @@ pub(super) fn run(
 fn set(kernel: &mut Kernel, family: Family, op: Op, rejected: &mut Vec<RejectedOp>) -> Result<(), DataplaneError> {
     let sets = kernel.sets()?;
     let result = match op {
-        Op::CreateSet(set) => sets.create(&convert::specification(set, family)),
+        Op::CreateSet(set) => sets.create(&convert::specification(set, family, 0)),
         Op::DestroySet(set) => sets.destroy(&set.name(family)),
         _ => Ok(()),
     };
@@ -115,13 +116,32 @@ fn elements(
         _ => None,
     };
     let changes: Vec<SetChange> = ops.iter().filter_map(change).collect();
+    let (mut refused_as_full, mut full) = (Vec::new(), BTreeSet::new());
     for refusal in kernel.sets()?.execute(&changes).map_err(of_sets)? {
         let (op, change) = (ops[refusal.index], &changes[refusal.index]);
         if refusal.refusal.code == libc::ENOENT {
             return Err(DataplaneError::new(ErrorKind::NeedsFullSync, change.explain(&refusal.refusal)));
         }
-        rejected.push(RejectedOp { op, reason: change.explain(&refusal.refusal), missing_scheduler: None });
+        match op {
+            Op::AddElement(set, _) if set.kind() != SetKind::Port && refusal.refusal.code == HASH_FULL => {
+                full.insert(set);
+                refused_as_full.push(op);
+            }
+            _ => rejected.push(RejectedOp { op, reason: change.explain(&refusal.refusal), missing_scheduler: None }),
+        }
     }
+    let mut has_grown = false;
+    for set in full {
+        has_grown |= read::grow(kernel.sets()?, set, family)?;
+    }
+    if has_grown {
+        return elements(kernel, family, &refused_as_full, rejected);
+    }
+    let full = Refusal::of_code(HASH_FULL);
+    let reason = |op| change(op).map(|change| change.explain(&full)).unwrap_or_default();
+    let still_full =
+        refused_as_full.iter().map(|op| RejectedOp { op: *op, reason: reason(op), missing_scheduler: None });
+    rejected.extend(still_full);
     Ok(())
 }
 

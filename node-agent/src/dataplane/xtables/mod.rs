@@ -85,10 +85,19 @@ pub(super) fn leftovers(variant: Variant) -> Vec<Leftover> {
 
 /// All our rules in a variant of iptables.
 pub(crate) fn rules_of(variant: Variant) -> Leftover {
+    rules(variant, Programs::cleanup)
+}
+
+/// Our rules in a variant of iptables, except those that a kube-proxy in mode ipvs uses.
+pub(crate) fn rules_beside_ipvs(variant: Variant) -> Leftover {
+    rules(variant, Programs::cleanup_beside_ipvs)
+}
+
+fn rules(variant: Variant, clean_up: fn(&Programs) -> Result<(), DataplaneError>) -> Leftover {
     let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
     Leftover::new(name, move || {
         let families = Family::BOTH.into_iter().filter(|family| *family == Family::V4 || has_ipv6());
-        let clean_up = |family| Programs::new(family, variant).cleanup().map_err(|error| error.of(family));
+        let clean_up = |family| clean_up(&Programs::new(family, variant)).map_err(|error| error.of(family));
         DataplaneError::join_all(families.map(clean_up))
     })
 }

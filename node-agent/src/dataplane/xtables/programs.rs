@@ -84,7 +84,15 @@ impl Programs {
 
     /// Reads our chains in a table. The result is empty if the table does not exist yet.
     pub(in crate::dataplane) fn existing(&self, table: Table) -> Result<Existing, DataplaneError> {
-        let mut reader = ExistingReader::new(table);
+        self.existing_by(table, ExistingReader::new(table))
+    }
+
+    /// Like [`Self::existing`], with a reader for this table.
+    pub(in crate::dataplane) fn existing_by(
+        &self,
+        table: Table,
+        mut reader: ExistingReader,
+    ) -> Result<Existing, DataplaneError> {
         self.save(table, |line| reader.line(line))?;
         Ok(reader.finish())
     }

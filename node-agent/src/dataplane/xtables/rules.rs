@@ -3,7 +3,7 @@
 
 use headgate_core::{
     forwarding,
-    iptables::{ExistingTables, Jump, Ledger, Script, Table, names::CANARY},
+    iptables::{ExistingReader, ExistingTables, Jump, Ledger, Script, Table, beside_ipvs, names::CANARY},
 };
 
 use super::{
@@ -112,9 +112,27 @@ impl Programs {
 
     /// Removes all our rules and chains.
     pub(in crate::dataplane) fn cleanup(&self) -> Result<(), DataplaneError> {
-        let existing = self.existing_tables()?;
-        let script = Ledger::cleanup(&existing);
-        let kept = if script.is_empty() { Vec::new() } else { self.restore_leaving(&script)? };
+        self.delete(&Ledger::cleanup(&self.existing_tables()?))
+    }
+
+    /// Removes our rules and chains, except those that a kube-proxy in mode ipvs uses.
+    pub(in crate::dataplane) fn cleanup_beside_ipvs(&self) -> Result<(), DataplaneError> {
+        let mut existing = ExistingTables::default();
+        for table in Table::ALL {
+            let reader = ExistingReader::sparing(table, beside_ipvs::chains(table));
+            existing.set(table, self.existing_by(table, reader)?);
+        }
+        let script = beside_ipvs::cleanup(&existing).map_err(|rule| {
+            let message = format!(
+                "kube-proxy runs in mode ipvs, but has not written its rules in this variant of iptables: the rule `{rule}` is not its own. Look for the reason in the log of kube-proxy, and repeat --cleanup when kube-proxy has written its rules"
+            );
+            DataplaneError::new(ErrorKind::Retry, message)
+        })?;
+        self.delete(&script)
+    }
+
+    fn delete(&self, script: &Script) -> Result<(), DataplaneError> {
+        let kept = if script.is_empty() { Vec::new() } else { self.restore_leaving(script)? };
         let sentences: Vec<String> = kept.into_iter().map(|kept| kept.sentence).collect();
         if sentences.is_empty() { Ok(()) } else { Err(DataplaneError::new(ErrorKind::Fatal, sentences.join("; "))) }
     }

@@ -10,7 +10,7 @@ use super::super::changes::within;
 use super::super::run::run;
 use super::{CHANGED_BY_HAND, agent, kernel, returns_to, tool};
 use crate::testbed::iptables::{self, Variant};
-use crate::testbed::manifests::Via;
+use crate::testbed::manifests::{Service, Via};
 use crate::testbed::{Family, Namespace, Testbed, plan};
 
 use SourceAddress::{Kept, Masqueraded};
@@ -19,11 +19,11 @@ use Via::{ClusterIp, ExternalIp, NodePort};
 /// Sets with the names that kube-proxy uses. Some sets have other types or options. All entries are
 /// stale.
 const SETS: &str = "\
-create KUBE-CLUSTER-IP hash:ip,port family inet hashsize 1024 maxelem 65536
+create KUBE-CLUSTER-IP hash:ip,port family inet hashsize 1024 maxelem 131072
 add KUBE-CLUSTER-IP 10.96.200.1,tcp:80
-create KUBE-6-CLUSTER-IP hash:ip,port family inet6 hashsize 1024 maxelem 65536 counters
+create KUBE-6-CLUSTER-IP hash:ip,port family inet6 hashsize 1024 maxelem 131072 counters
 add KUBE-6-CLUSTER-IP fd00:10:96::c8,tcp:80
-create KUBE-LOOP-BACK hash:ip,port,ip family inet hashsize 1024 maxelem 65536 comment
+create KUBE-LOOP-BACK hash:ip,port,ip family inet hashsize 1024 maxelem 131072 comment
 add KUBE-LOOP-BACK 10.244.1.200,tcp:80,10.244.1.200 comment \"testbed/stale:tcp\"
 create KUBE-EXTERNAL-IP hash:ip,port family inet hashsize 64 maxelem 16 timeout 600
 add KUBE-EXTERNAL-IP 198.51.100.200,tcp:80
@@ -32,9 +32,9 @@ create KUBE-IPVS-IPS hash:ip family inet netmask 24 hashsize 1024 maxelem 104857
 add KUBE-IPVS-IPS 10.96.200.0
 create KUBE-NODE-PORT-TCP bitmap:port range 30000-32767
 add KUBE-NODE-PORT-TCP 30999
-create KUBE-LOAD-BALANCER-SOURCE-CIDR hash:ip,port,net family inet hashsize 1024 maxelem 65536 skbinfo
+create KUBE-LOAD-BALANCER-SOURCE-CIDR hash:ip,port,net family inet hashsize 1024 maxelem 131072 skbinfo
 create KUBE-HEALTH-CHECK-NODE-PORT hash:ip family inet
-create KUBE-EXTERNAL-IP-LOCAL hash:ip,port family inet6 hashsize 1024 maxelem 65536
+create KUBE-EXTERNAL-IP-LOCAL hash:ip,port family inet6 hashsize 1024 maxelem 131072
 ";
 
 /// Rules that refer to some of these sets, so that these sets cannot be destroyed.
@@ -134,5 +134,28 @@ pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {
     refer("-D")?;
     bed.wait_programmed()?;
     returns_to(bed, "node-a", &wanted)?;
-    answers()
+    answers()?;
+    full_sets_grow(bed)
+}
+
+/// A set that is full grows when a Service needs another element.
+fn full_sets_grow(bed: &Testbed) -> Result<()> {
+    let node = bed.machines().machine("node-a")?;
+    let saved = tool(node, "ipset", &["save", "KUBE-CLUSTER-IP"])?;
+    let elements: Vec<&str> = saved.lines().filter(|line| line.starts_with("add ")).collect();
+    let mut full = format!("create full hash:ip,port family inet hashsize 64 maxelem {}\n", elements.len());
+    elements.iter().for_each(|line| full += &(line.replace("KUBE-CLUSTER-IP", "full") + "\n"));
+    restore_sets(node, &full)?;
+    tool(node, "ipset", &["swap", "full", "KUBE-CLUSTER-IP"])?;
+    tool(node, "ipset", &["destroy", "full"])?;
+    bed.update(|manifests| manifests.add(Service::new("further", &["a1", "b1"])))?;
+    let saved = tool(node, "ipset", &["save", "KUBE-CLUSTER-IP"])?;
+    let further = bed.address("further", ClusterIp, Family::V4, "tcp")?;
+    for expected in [" maxelem 65536 ".to_owned(), format!(" {},tcp:{}", further.ip(), further.port())] {
+        ensure!(saved.replace('\n', " ").contains(&expected), "KUBE-CLUSTER-IP has no {expected:?}:\n{saved}");
+    }
+    let steady = format!(" {},", bed.address("steady", ClusterIp, Family::V4, "tcp")?.ip());
+    let mut kept = elements.iter().filter(|line| line.contains(&steady));
+    ensure!(kept.all(|line| saved.contains(line)), "an element is lost:\n{saved}");
+    run(bed, &[ask("outside-1", "further", ClusterIp).answered(&["a1", "b1"], Masqueraded("node-a"))])
 }
