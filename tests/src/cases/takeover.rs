@@ -81,19 +81,20 @@ fn from_kube_proxy(bed: &Testbed, setup: &AgentSetup, has_ours: bool) -> Result<
     Ok(held)
 }
 
-/// The node switches from kube-proxy's mode nftables to mode nftables, to mode iptables, back to
-/// mode nftables, and at last from kube-proxy to mode iptables. Connections of all modes survive
-/// all switches, and the agent removes the rules of the other mode.
+/// The node switches from kube-proxy's mode nftables to mode nftables, between this mode and the
+/// modes iptables and userspace, and at last from kube-proxy to mode iptables. Connections survive
+/// all switches, except those that mode userspace carries, and the agent removes the rules of the
+/// other mode.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn modes_switch_without_losing_connections(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     let by_nftables = AgentSetup::default();
-    let by_iptables = |backend| AgentSetup { backend: Some(backend), ..AgentSetup::default() };
+    let by = |backend| AgentSetup { backend: Some(backend), ..AgentSetup::default() };
     let mut held = from_kube_proxy(bed, &by_nftables, true)?;
     for backend in [Backend::IptablesNft, Backend::IptablesLegacy] {
         held.extend(open(bed)?);
-        restart(bed, &by_iptables(backend))?;
+        restart(bed, &by(backend))?;
         check_tables(bed, false)?;
         check(&mut held).with_context(|| format!("after the switch to {backend}"))?;
         answers(bed)?;
@@ -105,9 +106,26 @@ pub fn modes_switch_without_losing_connections(bed: &Testbed) -> Result<()> {
         check(&mut held).with_context(|| format!("after the switch from {backend}"))?;
         answers(bed)?;
     }
+    // The agent of mode userspace carries connections itself. They end with the agent, and all
+    // other connections survive.
+    for backend in [Backend::Nftables, Backend::IptablesNft] {
+        restart(bed, &by(Backend::Userspace))?;
+        check(&mut held).context("after the switch to userspace")?;
+        let mut carried = open(bed)?;
+        restart(bed, &by(backend))?;
+        check_tables(bed, backend == Backend::Nftables)?;
+        check(&mut held).with_context(|| format!("after the switch from userspace to {backend}"))?;
+        answers(bed)?;
+        let left = carried.iter_mut().filter_map(|connection| connection.check().ok()).count();
+        ensure!(left == 0, "{left} connections of mode userspace survive: docs/migration.md says otherwise");
+        held.extend(open(bed)?);
+    }
+    restart(bed, &by(Backend::IptablesLegacy))?;
+    check(&mut held).context("after the switch between the variants of iptables")?;
+    answers(bed)?;
     bed.stop_agent("node-a")?;
     bed.clean_up("node-a")?;
-    let mut held = from_kube_proxy(bed, &by_iptables(Backend::IptablesNft), false)?;
+    let mut held = from_kube_proxy(bed, &by(Backend::IptablesNft), false)?;
     check(&mut held)
 }
 
