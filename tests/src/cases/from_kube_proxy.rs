@@ -226,7 +226,11 @@ pub fn there_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
             check_rules(bed, from, false, true)?;
         }
         check(&mut held).context("after the move to Headgate")?;
-        answers(bed)?;
+        // While connections of IPVS remain, the node has the addresses of their Services. Mode
+        // userspace does not carry datagrams to addresses of the node.
+        if (from, to) != (Mode::Ipvs, Backend::Userspace) {
+            answers(bed)?;
+        }
         let mut of_headgate = open(bed).context("through Headgate")?;
 
         if let Some(mode) = before_going_back {

@@ -129,6 +129,26 @@ pub fn modes_switch_without_losing_connections(bed: &Testbed) -> Result<()> {
     check(&mut held)
 }
 
+/// The node switches from mode nftables to mode ipvs and back. Connections of both modes survive.
+///
+/// Needs machines with [`super::lifecycle::some_services`], a kernel with IPVS and nftables, and no
+/// running programs.
+pub fn nftables_and_ipvs_switch_without_losing_connections(bed: &Testbed) -> Result<()> {
+    let by = |backend| AgentSetup { backend: Some(backend), ..AgentSetup::with(&["--takeover-limit=600s"]) };
+    bed.start_control_plane()?;
+    bed.start_agent_with("node-a", &by(Backend::Nftables))?;
+    bed.wait_programmed()?;
+    let mut held = open(bed)?;
+    for (backend, has_table) in [(Backend::Ipvs, false), (Backend::Nftables, true)] {
+        ensure!(restart(bed, &by(backend))?.backend == backend.to_string(), "the agent cannot run mode {backend}");
+        check_tables(bed, has_table)?;
+        check(&mut held).with_context(|| format!("after the switch to {backend}"))?;
+        answers(bed)?;
+        held.extend(open(bed)?);
+    }
+    check(&mut held)
+}
+
 /// Mode `auto` chooses nftables, and chooses iptables where a chain drops packets that no rule
 /// accepts. The page `/status` gives the reason.
 ///

@@ -1,6 +1,8 @@
 //! Packet cases for every backend. Each test runs the real programs and sockets in a cluster of
 //! network namespaces.
 
+mod migration;
+
 use anyhow::Result;
 use headgate_tests::cases::{
     self, affinity, changes, explained, health, lifecycle, live, payloads, raw, rollout, rules, settings, table,
@@ -565,66 +567,6 @@ mod tables {
     #[test]
     fn modes_switch_without_losing_connections() {
         on_machines(BACKEND, lifecycle::some_services(), takeover::modes_switch_without_losing_connections);
-    }
-}
-
-/// Tests of nodes that move from kube-proxy to Headgate and back.
-mod migration {
-    use headgate_tests::cases::from_kube_proxy;
-    use headgate_tests::testbed::kube_proxy::Mode;
-
-    use super::*;
-
-    fn there_and_back(from: Mode, to: Backend) {
-        let bed = from_kube_proxy::services().and_then(|services| Testbed::machines_only(to, services));
-        on(bed, |bed| from_kube_proxy::there_and_back(bed, from, to));
-    }
-
-    macro_rules! migrations {
-        ($($name:ident: $from:expr, $to:expr;)*) => { $(
-            #[test]
-            fn $name() {
-                there_and_back($from, $to);
-            }
-        )* };
-    }
-
-    #[test]
-    fn kube_proxy_iptables_to_ipvs_and_back() {
-        uml::inside(|| there_and_back(Mode::Iptables, Backend::Ipvs));
-    }
-
-    #[test]
-    fn kube_proxy_ipvs_to_ipvs_and_back() {
-        uml::inside(|| there_and_back(Mode::Ipvs, Backend::Ipvs));
-    }
-
-    #[test]
-    fn kube_proxy_ipvs_to_iptables_and_back() {
-        uml::inside(|| there_and_back(Mode::Ipvs, Backend::IptablesLegacy));
-    }
-
-    #[test]
-    fn kube_proxy_ipvs_to_nftables_and_back() {
-        if from_kube_proxy::has_ipvs() {
-            there_and_back(Mode::Ipvs, Backend::Nftables);
-        }
-    }
-
-    #[test]
-    fn kube_proxy_ipvs_to_userspace_and_back() {
-        if from_kube_proxy::has_ipvs() {
-            there_and_back(Mode::Ipvs, Backend::Userspace);
-        }
-    }
-
-    migrations! {
-        kube_proxy_iptables_to_iptables_and_back: Mode::Iptables, Backend::IptablesNft;
-        kube_proxy_iptables_to_nftables_and_back: Mode::Iptables, Backend::Nftables;
-        kube_proxy_iptables_to_userspace_and_back: Mode::Iptables, Backend::Userspace;
-        kube_proxy_nftables_to_iptables_and_back: Mode::Nftables, Backend::IptablesNft;
-        kube_proxy_nftables_to_nftables_and_back: Mode::Nftables, Backend::Nftables;
-        kube_proxy_nftables_to_userspace_and_back: Mode::Nftables, Backend::Userspace;
     }
 }
 
