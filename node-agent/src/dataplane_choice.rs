@@ -58,11 +58,16 @@ fn boxed<D: Dataplane + 'static>(
 /// Returns mode userspace with the rules that the options ask for. With `auto`, these are rules of
 /// nftables, or of iptables if this machine cannot run those of nftables.
 fn userspace(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
-    let has_access_log = options.userspace_access_log;
-    let over_iptables = || userspace::over_iptables(&iptables_config(options, settings), has_access_log);
+    let proxy = userspace::ProxySettings {
+        has_access_log: options.userspace_access_log,
+        connect_timeout: options.userspace_connect_timeout,
+        idle_timeout: options.userspace_idle_timeout,
+        udp_idle_timeout: options.userspace_udp_timeout,
+    };
+    let over_iptables = || userspace::over_iptables(&iptables_config(options, settings), proxy);
     let obstacle = match options.userspace_rules {
         userspace::Rules::Iptables => return boxed(over_iptables(), options, settings),
-        rules => match userspace::over_nftables(nftables_config(options, settings), has_access_log) {
+        rules => match userspace::over_nftables(nftables_config(options, settings), proxy) {
             Err(error) if error.kind == ErrorKind::Unavailable && rules == userspace::Rules::Auto => error,
             chosen => return boxed(chosen, options, settings),
         },

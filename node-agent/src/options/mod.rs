@@ -165,6 +165,19 @@ pub struct Options {
     #[arg(long, default_value = "25s", value_name = "DURATION", value_parser = duration)]
     pub userspace_drain_limit: Duration,
 
+    /// Mode userspace: how long the agent waits for an endpoint that does not answer before it tries
+    /// the next endpoint
+    #[arg(long, default_value = "2.5s", value_name = "DURATION", value_parser = userspace_timeout)]
+    pub userspace_connect_timeout: Duration,
+
+    /// Mode userspace: the agent resets a TCP connection that carries no bytes for this time
+    #[arg(long, default_value = "2h0m0s", value_name = "DURATION", value_parser = userspace_timeout)]
+    pub userspace_idle_timeout: Duration,
+
+    /// Mode userspace: a UDP session ends after this time without a datagram
+    #[arg(long, default_value = "1m0s", value_name = "DURATION", value_parser = userspace_timeout)]
+    pub userspace_udp_timeout: Duration,
+
     /// Mode userspace: serve metrics of each Service, besides the sums over all Services
     #[arg(long, action = ArgAction::Set, default_value_t = false, num_args = 0..=1, require_equals = true,
         default_missing_value = "true", value_name = "BOOL", value_parser = truth)]
@@ -399,9 +412,20 @@ fn check_timeout(text: &str) -> Result<Duration, String> {
 }
 
 fn duration_up_to_1h(text: &str, min: Duration) -> Result<Duration, String> {
-    let is_allowed = |found: &Duration| (min..=Duration::from_secs(3600)).contains(found);
-    let wrong = || format!("{text} is not between {} and 1h", settings::value::show_duration(min));
+    duration_between(text, min, Duration::from_secs(3600))
+}
+
+fn duration_between(text: &str, min: Duration, max: Duration) -> Result<Duration, String> {
+    let is_allowed = |found: &Duration| (min..=max).contains(found);
+    let [min, max] = [min, max].map(settings::value::show_duration);
+    let wrong = || format!("{text} is not between {min} and {max}");
     duration(text).and_then(|found| Some(found).filter(is_allowed).ok_or_else(wrong))
+}
+
+/// Parses a timeout of mode userspace. Longer timeouts would keep descriptors of clients that are
+/// gone.
+fn userspace_timeout(text: &str) -> Result<Duration, String> {
+    duration_between(text, Duration::from_millis(100), Duration::from_secs(24 * 3600))
 }
 
 /// Parses a boolean like Go.

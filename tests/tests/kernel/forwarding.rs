@@ -183,7 +183,9 @@ fn iptables_rules_are_verified(mode: Mode, variant: Variant, by: programs::Varia
     let verified = || {
         let config = IptablesConfig { variant, layout, masquerade: masquerade(), ..IptablesConfig::default() };
         let dataplane: Box<dyn NodeDataplane> = match mode {
-            Mode::UserspaceIptables => Box::new(userspace::over_iptables(&config, false)?),
+            Mode::UserspaceIptables => {
+                Box::new(userspace::over_iptables(&config, userspace::ProxySettings::default())?)
+            }
             _ => Box::new(IptablesDataplane::new(config)?),
         };
         let mut rig = Rig::new(mode, dataplane)?;
@@ -286,7 +288,7 @@ fn the_tables_of_mode_nftables_are_verified() {
 fn the_tables_of_mode_userspace_are_verified() {
     namespace("userspace")
         .run(|| {
-            let dataplane = userspace::over_nftables(nftables_config(), false)?;
+            let dataplane = userspace::over_nftables(nftables_config(), userspace::ProxySettings::default())?;
             corrupt_table(Rig::new(Mode::Userspace, Box::new(dataplane))?)
         })
         .unwrap();

@@ -16,12 +16,17 @@ mod sockets;
 pub(crate) use route::routes;
 pub(crate) use set_gate::gates;
 
-use std::{collections::BTreeSet, sync::Arc, time::Instant};
+use std::{
+    collections::BTreeSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use headgate_core::{
     Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, forwarding,
     userspace::{Ledger, Operation, Plan},
 };
+use headgate_userspace::{TcpSettings, UdpSettings};
 
 use self::{
     datagrams::Listeners,
@@ -49,6 +54,28 @@ pub enum Rules {
     Nftables,
     /// Rules of iptables.
     Iptables,
+}
+
+/// The settings of the proxy.
+#[derive(Debug, Clone, Copy)]
+pub struct ProxySettings {
+    /// True if the log has a line for each connection that ends.
+    pub has_access_log: bool,
+    /// After this time without an answer of an endpoint, the proxy tries the next endpoint.
+    pub connect_timeout: Duration,
+    /// A connection without bytes for this time is reset.
+    pub idle_timeout: Duration,
+    /// A UDP session without a datagram for this time ends.
+    pub udp_idle_timeout: Duration,
+}
+
+/// No access log, and the timeouts of the engine.
+impl Default for ProxySettings {
+    fn default() -> Self {
+        let TcpSettings { connect_timeout, idle_timeout, .. } = TcpSettings::default();
+        let udp_idle_timeout = UdpSettings::default().idle_timeout;
+        Self { has_access_log: false, connect_timeout, idle_timeout, udp_idle_timeout }
+    }
 }
 
 /// The connection of the rules to the kernel, and the proxy that both families share.
@@ -99,14 +126,14 @@ pub struct Step<P> {
 /// proxy a socket or a thread. The message names it.
 pub fn over_nftables(
     config: nftables::Config,
-    has_access_log: bool,
+    proxy: ProxySettings,
 ) -> Result<DualStack<UserspaceFamily<NftablesFamily>>, DataplaneError> {
     // The proxy changes the gate with a connection of its own, so no connection owns the tables.
     // The rules would not count the packets of connections that the proxy carries.
     let config = nftables::Config { owns_tables: false, counts_services: false, has_proxy: true, ..config };
     let (kernel, make) = nftables::open(&config)?;
     let own = vec![nftables::tables()];
-    assemble("userspace", kernel, own, config.families, (connect_to_nftables, has_access_log), make)
+    assemble("userspace", kernel, own, config.families, (connect_to_nftables, proxy), make)
 }
 
 /// Finds the programs of iptables and starts the proxy behind their rules, which listens and gets
@@ -117,7 +144,7 @@ pub fn over_nftables(
 /// a socket or a thread. The message names it.
 pub fn over_iptables(
     config: &iptables::Config,
-    has_access_log: bool,
+    proxy: ProxySettings,
 ) -> Result<DualStack<UserspaceFamily<IptablesFamily>>, DataplaneError> {
     let variant = xtables::choose(config.variant)?;
     set_gate::require(&config.families, variant)?;
@@ -125,7 +152,7 @@ pub fn over_iptables(
     let make = |family| IptablesFamily::new(config, family, variant);
     // The rules come before the set that they refer to.
     let own = xtables::leftovers(variant).into_iter().chain([gates()]).collect();
-    assemble(name, (), own, config.families.clone(), (SetGate::connect, has_access_log), make)
+    assemble(name, (), own, config.families.clone(), (SetGate::connect, proxy), make)
 }
 
 fn assemble<R: GatedRules>(
@@ -133,10 +160,10 @@ fn assemble<R: GatedRules>(
     rules: R::Kernel,
     mut own: Vec<Leftover>,
     families: Vec<Family>,
-    (connect, has_access_log): (Connect, bool),
+    (connect, settings): (Connect, ProxySettings),
     make_direct: impl Fn(Family) -> R,
 ) -> Result<DualStack<UserspaceFamily<R>>, DataplaneError> {
-    let (proxy, listeners) = Proxy::start(&families, connect, has_access_log)?;
+    let (proxy, listeners) = Proxy::start(&families, connect, settings)?;
     let proxy = Arc::new(proxy);
     let kernel = UserspaceKernel { rules, proxy: Arc::clone(&proxy) };
     let make = |family| {

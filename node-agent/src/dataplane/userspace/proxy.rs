@@ -29,7 +29,7 @@ use tracing::warn;
 
 use super::{
     super::{ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts, nftables},
-    access_log, datagrams,
+    ProxySettings, access_log, datagrams,
     route::listener_address,
     rules::GatedRules,
     sockets::{bind, scope},
@@ -118,7 +118,7 @@ impl Proxy {
     pub(super) fn start(
         families: &[Family],
         connect: Connect,
-        has_access_log: bool,
+        settings: ProxySettings,
     ) -> Result<(Self, Listeners), DataplaneError> {
         let refused = |error: io::Error| {
             let message = format!("the kernel refuses the proxy of mode userspace a socket or a thread: {error}");
@@ -129,11 +129,19 @@ impl Proxy {
         // A connection needs two descriptors, and a session one. Each listener for datagrams also
         // needs one, and sessions get only half of their part.
         let part = raise_open_files().saturating_sub(OTHER_DESCRIPTORS) / 4;
-        let on_end = has_access_log.then_some(access_log::write as fn(&ConnectionInfo, HowEnded));
-        let settings = TcpSettings { threads, max_connections: part * 3 / 2, on_end, ..TcpSettings::default() };
-        let tcp = Arc::new(TcpProxy::start(&settings, &services).map_err(refused)?);
-        let settings = UdpSettings { threads, max_sessions: part / 2, ..UdpSettings::default() };
-        let udp = Arc::new(UdpProxy::start(&settings, &services).map_err(refused)?);
+        let ProxySettings { has_access_log, connect_timeout, idle_timeout, udp_idle_timeout } = settings;
+        let tcp = TcpSettings {
+            threads,
+            connect_timeout,
+            idle_timeout,
+            max_connections: part * 3 / 2,
+            on_end: has_access_log.then_some(access_log::write as fn(&ConnectionInfo, HowEnded)),
+            ..TcpSettings::default()
+        };
+        let tcp = Arc::new(TcpProxy::start(&tcp, &services).map_err(refused)?);
+        let max_sessions = part / 2;
+        let udp = UdpSettings { threads, idle_timeout: udp_idle_timeout, max_sessions, ..UdpSettings::default() };
+        let udp = Arc::new(UdpProxy::start(&udp, &services).map_err(refused)?);
         let mut listeners = Listeners::new();
         for family in families {
             // A node without IPv6 has no such sockets, and its IPv6 dataplane does not exist.
