@@ -1,5 +1,5 @@
-//! The table that is decoded from virtual servers, sets and rules of mode IPVS equals the table that
-//! the state asks for, and a corrupted kernel makes a difference that names the Service.
+//! The table that is decoded from virtual servers, sets and rules of mode IPVS equals the table
+//! that the state asks for, and a corrupted kernel makes a difference that names the Service.
 #![allow(clippy::unwrap_used)]
 
 use std::{collections::BTreeSet, net::IpAddr};

@@ -119,8 +119,8 @@ impl Specification {
     /// Bitmap types: the first and the last port.
     pub(crate) const PORT_RANGE: (u16, u16) = (0, u16::MAX);
 
-    /// A set without comments and timeout, with the kernel's default sizes. A port bitmap covers all
-    /// ports.
+    /// A set without comments and timeout, with the kernel's default sizes. A port bitmap covers
+    /// all ports.
     #[must_use]
     pub fn new(name: impl Into<String>, set_type: SetType, family: Family) -> Self {
         Self { name: name.into(), set_type, family, hash_size: None, max_elements: None, timeout_seconds: None }

@@ -1,10 +1,10 @@
 //! Mode userspace: the pools of endpoints among which a proxy on the node chooses.
 //!
 //! The rules of mode userspace are the rules of mode nftables, or those of mode iptables. While the
-//! proxy accepts connections, rules send the TCP connections (with nftables, also the datagrams) for
-//! a frontend to the proxy, which finds the [`Pool`] of the frontend. The [`Ledger`] records the
-//! pools and plans only the differences. A pool has the endpoints of one
-//! [group of mode nftables](super::nftables).
+//! proxy accepts connections, rules send the TCP connections (with nftables, also the datagrams)
+//! for a frontend to the proxy, which finds the [`Pool`] of the frontend. The [`Ledger`] records
+//! the pools and plans only the differences. A pool has the endpoints of one [group of mode
+//! nftables](super::nftables).
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},

@@ -44,8 +44,8 @@ impl Mode {
     /// All modes.
     pub const ALL: [Self; 5] = [Self::Iptables, Self::Ipvs, Self::Nftables, Self::Userspace, Self::UserspaceIptables];
 
-    /// The name of the mode, as in the option `--proxy-mode`, with the rules in front of the proxy if
-    /// they are not those of nftables.
+    /// The name of the mode, as in the option `--proxy-mode`, with the rules in front of the proxy
+    /// if they are not those of nftables.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {

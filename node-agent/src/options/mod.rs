@@ -165,8 +165,8 @@ pub struct Options {
     #[arg(long, default_value = "25s", value_name = "DURATION", value_parser = duration)]
     pub userspace_drain_limit: Duration,
 
-    /// Mode userspace: how long the agent waits for an endpoint that does not answer before it tries
-    /// the next endpoint
+    /// Mode userspace: how long the agent waits for an endpoint that does not answer before it
+    /// tries the next endpoint
     #[arg(long, default_value = "2.5s", value_name = "DURATION", value_parser = userspace_timeout)]
     pub userspace_connect_timeout: Duration,
 

@@ -1,12 +1,10 @@
 #![allow(clippy::unwrap_used)]
 mod interfaces;
+mod ledger;
 
 use std::{sync::Mutex, thread::JoinHandle};
 
-use headgate_core::{
-    Change, Family, Node, NodeFacts, State, forwarding,
-    iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel, ruleset},
-};
+use headgate_core::{Change, Family, Node, NodeFacts, State};
 
 use super::*;
 use crate::{
@@ -265,164 +263,6 @@ fn a_full_sync_follows_a_failed_step_and_includes_newer_changes() {
     run.batch(3, vec![endpoint("web", 2, 8080)]);
     run.wait_programmed(3);
     assert_eq!(apply_of(&run.control.calls(), 4), ["prod/web"]);
-}
-
-/// A dataplane with a real ledger and a kernel in memory. The first partial sync fails as if
-/// another process held the lock.
-struct LedgerFamily {
-    ledger: Ledger,
-    failures_left: u32,
-    /// If set, the next plan of changed Services sees another state: the ledger and the kernel then
-    /// agree, and both are wrong.
-    corruption: Arc<Mutex<Option<State>>>,
-}
-
-struct LedgerKernel(Arc<Mutex<FakeKernel>>);
-
-impl KernelHandle for LedgerKernel {}
-
-impl Dataplane for LedgerFamily {
-    type Kernel = LedgerKernel;
-    type Found = ExistingTables;
-    type Plan = Script;
-
-    fn family(&self) -> Family {
-        Family::V4
-    }
-
-    fn read(&mut self, kernel: &mut LedgerKernel) -> Result<ExistingTables, DataplaneError> {
-        let kernel = kernel.0.lock().unwrap();
-        Ok(ExistingTables::parse(&Table::ALL.map(|table| kernel.save(table)).concat()))
-    }
-
-    fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut ExistingTables) -> Script {
-        self.ledger.full(state, node, found).0
-    }
-
-    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Script {
-        let corrupt = self.corruption.lock().unwrap().take();
-        self.ledger.changed(corrupt.as_ref().unwrap_or(state), node, dirty).0
-    }
-
-    fn apply(
-        &mut self,
-        kernel: &mut LedgerKernel,
-        script: Script,
-        source: Option<&dyn StateSource>,
-    ) -> Result<Report, DataplaneError> {
-        if source.is_none() && self.failures_left > 0 {
-            self.failures_left -= 1;
-            return Err(retry());
-        }
-        kernel.0.lock().unwrap().restore(&script.to_string()).unwrap();
-        Ok(Report::default())
-    }
-
-    fn check(&mut self, _: &mut LedgerKernel) -> Result<Option<String>, DataplaneError> {
-        Ok(None)
-    }
-
-    fn compare(&mut self, kernel: &mut LedgerKernel) -> Result<Vec<String>, DataplaneError> {
-        let found = self.read(kernel)?;
-        Ok(if self.ledger.matches(&found) { Vec::new() } else { vec!["the rules differ".to_owned()] })
-    }
-
-    fn decode(&mut self, kernel: &mut LedgerKernel) -> Result<forwarding::Table, DataplaneError> {
-        let mut rules = forwarding::iptables::Rules::default();
-        let kernel = kernel.0.lock().unwrap();
-        Table::ALL.iter().for_each(|table| kernel.save(*table).lines().for_each(|line| rules.line(line)));
-        Ok(forwarding::iptables::decode(&rules, Family::V4, None))
-    }
-}
-
-/// A loop with [`LedgerFamily`].
-fn ledger_loop(
-    kernel: &Arc<Mutex<FakeKernel>>,
-    corruption: &Arc<Mutex<Option<State>>>,
-    failures_left: u32,
-    timing: Timing,
-) -> Loop {
-    let make = |family| LedgerFamily {
-        ledger: Ledger::new(ruleset(RenderConfig::new(family))),
-        failures_left,
-        corruption: Arc::clone(corruption),
-    };
-    let handle = LedgerKernel(Arc::clone(kernel));
-    let dataplane = DualStack::assemble("ledger", handle, Vec::new(), vec![Family::V4], make);
-    let (shared, metrics) = (Arc::new(AgentState::new("node-1")), SyncMetrics::default());
-    let (reconciler, progress) = Reconciler::new(Box::new(dataplane), Arc::clone(&shared), metrics.clone(), timing);
-    let thread = Some(std::thread::spawn(|| reconciler.run()));
-    let (_, control) = InMemoryDataplane::new();
-    Loop { shared, control, metrics, progress, thread }
-}
-
-/// Requests a verification, and returns the differences.
-fn verified(run: &Loop) -> Vec<String> {
-    let request = run.shared.request_verification();
-    let is_answer = |progress: &Progress| progress.verification.as_ref().is_some_and(|one| one.request >= request);
-    let verification = run.wait_progress(is_answer).verification.unwrap();
-    assert_eq!(verification.error, None);
-    verification.comparison.differences.iter().map(ToString::to_string).collect()
-}
-
-#[test]
-fn a_verification_finds_a_wrong_ledger_and_a_changed_kernel_and_repairs_both() {
-    let kernel = Arc::new(Mutex::new(FakeKernel::default()));
-    let corruption = Arc::new(Mutex::new(None));
-    // Only requests verify, so that the test sees each result.
-    let run = ledger_loop(&kernel, &corruption, 0, Timing { sync_period: Duration::from_secs(3600), ..timing() });
-    run.snapshot(1, vec![service("web", 80), endpoint("web", 1, 8080), service("db", 5432), endpoint("db", 9, 5432)]);
-    run.wait_programmed(1);
-    assert_eq!(verified(&run), Vec::<String>::new());
-
-    // The ledger plans another endpoint than the state has.
-    let mut wrong = State::default();
-    for change in [service("web", 80), endpoint("web", 7, 8080)] {
-        wrong.apply(change, &mut Dirty::default());
-    }
-    *corruption.lock().unwrap() = Some(wrong);
-    run.batch(2, vec![endpoint("web", 2, 8080)]);
-    run.wait_programmed(2);
-    let differences = verified(&run);
-    assert_eq!(differences.len(), 1, "{differences:?}");
-    assert!(differences[0].starts_with("Service prod/web: connections to "), "{differences:?}");
-    // A full sync has repaired the kernel and the ledger.
-    run.batch(3, vec![endpoint("db", 8, 5432)]);
-    run.wait_programmed(3);
-    assert_eq!(verified(&run), Vec::<String>::new());
-    let nat = kernel.lock().unwrap().save(Table::Nat);
-    assert_eq!(nat.matches("DNAT --to-destination").count(), 4, "{nat}");
-
-    // Another program deletes a rule.
-    let save = kernel.lock().unwrap().save(Table::Nat);
-    let rule = save.lines().find(|line| line.contains("DNAT --to-destination")).unwrap();
-    kernel.lock().unwrap().restore(&format!("*nat\n-D {}\nCOMMIT\n", rule.trim_start_matches("-A "))).unwrap();
-    let differences = verified(&run);
-    assert!(
-        !differences.is_empty() && differences.iter().all(|one| one.starts_with("Service prod/")),
-        "{differences:?}"
-    );
-    run.batch(4, vec![endpoint("db", 7, 5432)]);
-    run.wait_programmed(4);
-    assert_eq!(verified(&run), Vec::<String>::new());
-    let mut registry = MetricRegistry::default();
-    run.metrics.register(&mut registry);
-    let text = registry.encode().unwrap();
-    assert!(text.contains("service_drift_total{namespace=\"prod\",service=\"web\"} "), "{text}");
-    assert!(text.contains("headgate_agent_forwarding_verifications_total{result=\"drift\"} 2"), "{text}");
-}
-
-#[test]
-fn a_change_whose_first_attempt_fails_is_in_the_kernel_when_it_is_reported_as_programmed() {
-    let kernel = Arc::new(Mutex::new(FakeKernel::default()));
-    let run = ledger_loop(&kernel, &Arc::default(), 1, timing());
-    run.snapshot(1, vec![service("web", 80), endpoint("web", 1, 8080)]);
-    run.wait_programmed(1);
-    run.batch(2, vec![endpoint("web", 2, 8080)]);
-    run.wait_programmed(2);
-    let nat = kernel.lock().unwrap().save(Table::Nat);
-    let translations = nat.lines().filter(|line| line.contains("DNAT --to-destination")).count();
-    assert_eq!(translations, 2, "{nat}");
 }
 
 #[test]

@@ -91,8 +91,8 @@ impl Reconciler {
     }
 
     /// Compares the tables of the kernel with the state. Leaves out Services that changed since the
-    /// last sync, and Services whose rules the kernel rejects. Returns `None` if all rules are about
-    /// to change.
+    /// last sync, and Services whose rules the kernel rejects. Returns `None` if all rules are
+    /// about to change.
     fn compare_tables(&self, tables: Vec<Table>) -> Option<Compared> {
         let settings = self.expected_settings();
         let is_known = |key: &ServiceKey| {

@@ -10,8 +10,8 @@
 //! - [`rules`]: rules that the agent writes and other programs change. [`raw`]: packets that
 //!   well-behaved clients do not send.
 //! - [`ipvs`], [`nftables`], [`unserved`], [`userspace`], [`datagrams`]: cases of one mode alone.
-//! - [`takeover`]: switches of modes, and the choice of mode `auto`. [`forms`]: the two forms of mode
-//!   userspace.
+//! - [`takeover`]: switches of modes, and the choice of mode `auto`. [`forms`]: the two forms of
+//!   mode userspace.
 //! - [`explained`]: what agents say about the packets of the table.
 //! - [`live`]: Services that change while connections run. [`lifecycle`]: programs that stop and
 //!   crash, rules of other programs, and `--cleanup`.

@@ -281,7 +281,8 @@ fn corrupt_table(mut rig: Rig) -> Result<()> {
 #[test]
 fn the_tables_of_mode_nftables_are_verified() {
     namespace("nftables")
-        .run(|| corrupt_table(Rig::new(Mode::Nftables, Box::new(NftablesDataplane::new(&nftables_config())?))?));
+        .run(|| corrupt_table(Rig::new(Mode::Nftables, Box::new(NftablesDataplane::new(&nftables_config())?))?))
+        .unwrap();
 }
 
 #[test]

@@ -214,9 +214,9 @@ impl<'a> PortRules<'a> {
         Chain { name: chain, rules }
     }
 
-    /// Renders the rules that lead to the listeners of the proxy while the gate is closed. The proxy
-    /// finds the endpoints of a NodePort by the port alone, because the address may be any address
-    /// of the node, also one that is an address of another service.
+    /// Renders the rules that lead to the listeners of the proxy while the gate is closed. The
+    /// proxy finds the endpoints of a NodePort by the port alone, because the address may be any
+    /// address of the node, also one that is an address of another service.
     fn gate_jumps(&self, chain: ChainName, rules: &mut String) {
         let protocol = self.view.protocol;
         if !self.config.has_proxy() || protocol != Protocol::Tcp {

@@ -7,6 +7,7 @@
 
 mod access_log;
 mod datagrams;
+mod gate;
 mod proxy;
 mod route;
 mod rules;
@@ -30,7 +31,8 @@ use headgate_userspace::{TcpSettings, UdpSettings};
 
 use self::{
     datagrams::Listeners,
-    proxy::{Connect, Proxy, connect_to_nftables},
+    gate::{Connect, connect_to_nftables},
+    proxy::Proxy,
     rules::GatedRules,
     set_gate::SetGate,
 };
@@ -139,9 +141,8 @@ pub fn over_nftables(
 /// Finds the programs of iptables and starts the proxy behind their rules, which listens and gets
 /// no connections yet. Changes no rules in chains that receive packets.
 ///
-/// # Errors
-/// [`super::ErrorKind::Unavailable`] if this machine lacks iptables or IP sets, or refuses the proxy
-/// a socket or a thread. The message names it.
+/// # Errors [`super::ErrorKind::Unavailable`] if this machine lacks iptables or IP sets, or refuses
+/// the proxy a socket or a thread. The message names it.
 pub fn over_iptables(
     config: &iptables::Config,
     proxy: ProxySettings,

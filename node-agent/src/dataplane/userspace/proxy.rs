@@ -28,8 +28,9 @@ use socket2::Type;
 use tracing::warn;
 
 use super::{
-    super::{ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts, nftables},
+    super::{ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts},
     ProxySettings, access_log, datagrams,
+    gate::{Connect, Gate},
     route::listener_address,
     rules::GatedRules,
     sockets::{bind, scope},
@@ -50,40 +51,6 @@ const LONGEST_CLOSING: Duration = Duration::from_secs(1);
 const OTHER_DESCRIPTORS: u64 = 2_000;
 /// The most threads of the proxy.
 const MAX_THREADS: usize = 4;
-
-/// A connection that changes only the gate. The connection belongs to one network namespace.
-pub(super) trait Gate {
-    /// Closes the gate for some protocols, or keeps it closed.
-    ///
-    /// # Errors
-    /// The kernel has no gate, or does not answer. Try again after the next full sync.
-    fn close(&mut self, family: Family, protocols: &[Transport]) -> Result<(), String>;
-
-    /// Opens the gate: new connections and all datagrams go to endpoints.
-    ///
-    /// # Errors
-    /// The kernel does not answer. The gate opens by itself.
-    fn open(&mut self, family: Family) -> Result<(), String>;
-}
-
-impl Gate for nftables::Gate {
-    fn close(&mut self, family: Family, protocols: &[Transport]) -> Result<(), String> {
-        self.close(family, protocols).map_err(|error| error.to_string())
-    }
-
-    fn open(&mut self, family: Family) -> Result<(), String> {
-        self.open(family).map_err(|error| error.to_string())
-    }
-}
-
-/// Connects to the gate in the network namespace of the calling thread.
-pub(super) type Connect = fn() -> Result<Box<dyn Gate>, String>;
-
-/// Connects to the gate of nftables.
-pub(super) fn connect_to_nftables() -> Result<Box<dyn Gate>, String> {
-    let gate = nftables::Gate::connect().map_err(|error| error.to_string())?;
-    Ok(Box::new(gate))
-}
 
 /// The listeners of each family.
 type Listeners = HashMap<Family, BTreeMap<Lookup, SocketAddr>>;

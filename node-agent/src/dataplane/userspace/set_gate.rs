@@ -1,5 +1,5 @@
-//! The gate of mode userspace with rules of iptables: an IP set that contains all addresses while the
-//! gate is closed. The elements expire, so the kernel opens the gate if nobody renews them.
+//! The gate of mode userspace with rules of iptables: an IP set that contains all addresses while
+//! the gate is closed. The elements expire, so the kernel opens the gate if nobody renews them.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -17,7 +17,7 @@ use super::{
         iptables::Variant,
         xtables::programs::Programs,
     },
-    proxy::Gate,
+    gate::Gate,
 };
 
 /// The shortest timeout of an element that the kernel offers.

@@ -1,5 +1,5 @@
-//! `userspace-udp`: datagrams through the agent's proxy, compared with datagrams that go straight to
-//! the endpoint. The proxy has one processor. Clients and the server share the other one.
+//! `userspace-udp`: datagrams through the agent's proxy, compared with datagrams that go straight
+//! to the endpoint. The proxy has one processor. Clients and the server share the other one.
 //!
 //! Each client sends groups of datagrams, and waits for the answers to a group before it sends the
 //! next one. There are enough clients that the proxy and the server always have work.

@@ -1,0 +1,39 @@
+//! What the proxy needs of its gate. `set_gate` is the gate of rules of iptables.
+
+use headgate_core::{Family, Protocol};
+
+use super::super::nftables;
+
+/// A connection that changes only the gate. The connection belongs to one network namespace.
+pub(super) trait Gate {
+    /// Closes the gate for some protocols, or keeps it closed.
+    ///
+    /// # Errors
+    /// The kernel has no gate, or does not answer. Try again after the next full sync.
+    fn close(&mut self, family: Family, protocols: &[Protocol]) -> Result<(), String>;
+
+    /// Opens the gate: new connections and all datagrams go to endpoints.
+    ///
+    /// # Errors
+    /// The kernel does not answer. The gate opens by itself.
+    fn open(&mut self, family: Family) -> Result<(), String>;
+}
+
+impl Gate for nftables::Gate {
+    fn close(&mut self, family: Family, protocols: &[Protocol]) -> Result<(), String> {
+        self.close(family, protocols).map_err(|error| error.to_string())
+    }
+
+    fn open(&mut self, family: Family) -> Result<(), String> {
+        self.open(family).map_err(|error| error.to_string())
+    }
+}
+
+/// Connects to the gate in the network namespace of the calling thread.
+pub(super) type Connect = fn() -> Result<Box<dyn Gate>, String>;
+
+/// Connects to the gate of nftables.
+pub(super) fn connect_to_nftables() -> Result<Box<dyn Gate>, String> {
+    let gate = nftables::Gate::connect().map_err(|error| error.to_string())?;
+    Ok(Box::new(gate))
+}
