@@ -148,10 +148,18 @@ impl Found {
             ));
         }
         if self.count("drift") > 0 {
-            problems.push(format!("{} nodes differ from what the control plane requires: the agents have tried to repair this; find out what changed it, and verify again", self.count("drift")));
+            problems.push(format!(
+                "differences on {} of {} nodes: the agents have tried to repair them; find out what changed the kernel, and verify again",
+                self.count("drift"),
+                self.nodes.len()
+            ));
         }
         if self.count("unverified") > 0 {
-            problems.push(format!("{} nodes are not verified, for the reasons above", self.count("unverified")));
+            problems.push(format!(
+                "{} of {} nodes not verified, for the reasons above",
+                self.count("unverified"),
+                self.nodes.len()
+            ));
         }
         if !missing.is_empty() {
             let named = missing[..missing.len().min(MAX_NAMED)].join(", ");

@@ -102,7 +102,7 @@ fn add(table: &mut Table, view: &ServicePortView, settings: &NodeSettings) {
         table.entries.entry(at(*address)).or_insert_with(|| entry.clone());
     }
     for address in &view.load_balancer_ips {
-        let admitted = admitted(view, *address);
+        let admitted = admitted(view, *address, settings);
         let is_listed_twice = view.external_ips.contains(address) || view.cluster_ip == Some(*address);
         if is_listed_twice && admitted != Admitted::All {
             table.unverified.insert(at(*address));
@@ -129,9 +129,11 @@ fn direct(view: &ServicePortView, settings: &NodeSettings, fate: impl FnOnce() -
 }
 
 /// The clients of a load balancer IP. Without endpoints, the packets of all clients are rejected.
-fn admitted(view: &ServicePortView, address: IpAddr) -> Admitted {
+/// So are those of SCTP by the rules of iptables in front of the proxy.
+fn admitted(view: &ServicePortView, address: IpAddr, settings: &NodeSettings) -> Admitted {
     let ranges = &view.source_ranges;
-    if ranges.is_open() || !view.has_any_endpoint {
+    let is_refused = settings.mode == Mode::UserspaceIptables && view.protocol == Protocol::Sctp;
+    if ranges.is_open() || !view.has_any_endpoint || is_refused {
         return Admitted::All;
     }
     Admitted::only(ranges.ranges.iter().copied().chain(ranges.admits_node.then(|| address.into())))
