@@ -159,7 +159,7 @@ fn each_deleted_rule_of_the_dispatch_is_found() {
         for position in (0..rules.len()).filter(|position| !is_other(&chain, *position, rules.len() - 1)) {
             replace(&mut rig, Some(position));
             if verify(&mut rig).total > 0 {
-                found += 1
+                found += 1;
             } else {
                 missed.insert(format!("{chain} {position}"));
             }
