@@ -46,7 +46,7 @@ pub(crate) struct Agent {
     disk: Option<Disk>,
     /// Whether the state comes from disk and no replica has confirmed the state. In this case the
     /// kernel may have newer rules, which an earlier run of the agent wrote.
-    is_unconfirmed: bool,
+    pub(crate) is_unconfirmed: bool,
     /// The version of each key's value at the replica when the stream began. After a start from
     /// disk, the agent programs no older value.
     at_begin: Places,

@@ -326,6 +326,25 @@ fn without_any_one_of_its_rules_the_drain_barrier_would_open_too_early() {
     }
 }
 
+#[test]
+fn the_drain_barrier_stays_closed_while_an_agent_starts_from_an_old_disk() {
+    use Move::{Connect, Deliver, DeliverStep, PassTime, Program as Programmed, Restart, RestartAgent};
+    let moves = [
+        Deliver(0, SERVICE),
+        DeliverStep(0),
+        Deliver(0, SERVICE),
+        PassTime,
+        Programmed,
+        RestartAgent(Program::Old),
+        Connect(1),
+        Programmed,
+        Restart(1),
+    ];
+    let mut world = World::new(History::whole(), 3, Program::Old);
+    moves.into_iter().for_each(|action| world.act(action));
+    world.finish();
+}
+
 fn any_program() -> impl Strategy<Value = Program> {
     prop::sample::select(vec![Program::Old, Program::New])
 }
