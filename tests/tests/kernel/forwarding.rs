@@ -1,6 +1,8 @@
 //! What the real kernel forwards is decoded to the table that the state asks for: random Services,
-//! both families, every backend of this kernel. Each kind of corruption is found and names the
-//! Service, and a full sync repairs it. Tests of IPVS use a fake kernel (`core/tests`).
+//! both families, every backend. Each kind of corruption is found and names the Service, and a full
+//! sync repairs it.
+
+mod ipvs;
 
 use std::{net::IpAddr, path::Path, sync::Arc};
 
@@ -43,17 +45,19 @@ fn masquerade() -> MasqueradeConfig {
 
 fn inputs() -> NodeInputs {
     let MasqueradeConfig { detector_v4, detector_v6, .. } = masquerade();
-    NodeInputs { detector_v4, detector_v6, ..NodeInputs::default() }
+    let interfaces = vec![IpAddr::from([192, 0, 2, 11]), "2001:db8:1::11".parse().unwrap()];
+    NodeInputs { detector_v4, detector_v6, interfaces, ..NodeInputs::default() }
 }
 
-/// Random Services with random endpoints. The first Service has three endpoints.
+/// Random Services with random endpoints. `svc0` has NodePorts and three endpoints. `svc1` has an external policy
+/// Local, source ranges, and endpoints on both nodes. `svc2` has no endpoints.
 fn random_state(rng: &mut fastrand::Rng) -> State {
     let mut state = State::default();
     let mut apply = |change: Change| state.apply(change, &mut Dirty::default());
     for i in 0..SERVICES {
         let key = ServiceKey::new("shop", &format!("svc{i}"));
         let port = |name: &str, protocol, port, node_port| ServicePort { name: name.into(), protocol, port, node_port };
-        let node_port = |base: u16, rng: &mut fastrand::Rng| if rng.bool() { base + u16::from(i) } else { 0 };
+        let node_port = |base: u16, rng: &mut fastrand::Rng| if i == 0 || rng.bool() { base + u16::from(i) } else { 0 };
         let ports = vec![
             port("web", Protocol::Tcp, 80, node_port(30000, rng)),
             port("dns", Protocol::Udp, 53, node_port(31000, rng)),
@@ -65,15 +69,16 @@ fn random_state(rng: &mut fastrand::Rng) -> State {
         let mut service = Service::new(key.clone(), cluster_ips, ports);
         if i > 0 {
             service.internal_traffic_policy = policy(rng);
-            service.external_traffic_policy = policy(rng);
+            service.external_traffic_policy = if i == 1 { TrafficPolicy::Local } else { policy(rng) };
             service.session_affinity = rng.bool().then_some(ClientIpAffinity { timeout_seconds: 60 });
         }
         if rng.bool() {
             service.external_ips = addresses(113, "2001:db8:e::");
         }
-        if rng.bool() {
+        if i == 1 || rng.bool() {
             service.load_balancer_ips = addresses(114, "2001:db8:b::");
-            let ranges: &[&str] = if rng.bool() { &["192.0.2.0/24", "198.51.100.7/32", "2001:db8::/32"] } else { &[] };
+            let ranges: &[&str] =
+                if i == 1 || rng.bool() { &["192.0.2.0/24", "198.51.100.7/32", "2001:db8::/32"] } else { &[] };
             service.load_balancer_source_ranges = ranges.iter().map(|range| range.parse().unwrap()).collect();
         }
         apply(Change::from(service));
@@ -82,10 +87,16 @@ fn random_state(rng: &mut fastrand::Rng) -> State {
             EndpointPort::new("dns", Protocol::Udp, 5353),
             EndpointPort::new("sig", Protocol::Sctp, 9999),
         ]);
-        for j in 0..if i == 0 { 3 } else { rng.u8(0..4) } {
-            let node = if rng.bool() { "node-a" } else { "node-b" };
+        let count = match i {
+            0 | 1 => 3,
+            2 => 0,
+            _ => rng.u8(0..4),
+        };
+        for j in 0..count {
+            let is_here = if i == 1 { j == 0 } else { rng.bool() };
+            let node = if is_here { "node-a" } else { "node-b" };
             let addresses = [IpAddr::from([10, 244, i, j]), format!("fd00:10:244:{i:x}::{j:x}").parse().unwrap()];
-            let conditions = if i > 0 && rng.u8(0..4) == 0 {
+            let conditions = if i > 1 && rng.u8(0..4) == 0 {
                 Conditions { ready: false, serving: true, terminating: true }
             } else {
                 Conditions::READY
@@ -143,14 +154,31 @@ impl Rig {
         Ok(())
     }
 
-    /// Corrupts the kernel. The difference must name the first Service, and a full sync must repair
-    /// the kernel.
-    fn corrupt(&mut self, what: &str, corrupt: impl FnOnce() -> Result<()>) -> Result<()> {
+    /// Corrupts the kernel. The differences must name `service` and no other Service, and a full
+    /// sync must repair the kernel.
+    fn corrupt(&mut self, what: &str, service: &str, corrupt: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.corrupt_by(what, corrupt, |found| {
+            let named: Vec<String> = found.services().iter().map(ToString::to_string).collect();
+            named == [format!("shop/{service}")]
+        })
+    }
+
+    /// Corrupts something that many Services need. A difference must contain `wanted`, and a full
+    /// sync must repair the kernel.
+    fn corrupt_shared(&mut self, what: &str, wanted: &str, corrupt: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.corrupt_by(what, corrupt, |found| sentences(found).iter().any(|sentence| sentence.contains(wanted)))
+    }
+
+    fn corrupt_by(
+        &mut self,
+        what: &str,
+        corrupt: impl FnOnce() -> Result<()>,
+        is_found: impl FnOnce(&Comparison) -> bool,
+    ) -> Result<()> {
         corrupt().with_context(|| what.to_owned())?;
-        let comparison = self.verify()?;
-        let named: Vec<String> = comparison.services().iter().map(ToString::to_string).collect();
-        ensure!(named == ["shop/svc0"], "{what}: {:#?}", sentences(&comparison));
-        self.sync()?;
+        let comparison = self.verify().with_context(|| what.to_owned())?;
+        ensure!(is_found(&comparison), "{what}: {:#?}", sentences(&comparison));
+        self.sync().with_context(|| format!("the repair of {what}"))?;
         self.ensure_equal().with_context(|| format!("after the repair of {what}"))
     }
 }
@@ -169,17 +197,43 @@ fn namespace(name: &str) -> Namespace {
     namespace
 }
 
-fn iptables_rules_are_verified(mode: Mode, variant: Variant, by: programs::Variant, layout: Layout) {
-    let namespace = namespace(&format!("{}-{by:?}-{layout:?}", mode.as_str()));
-    let run = |script: &str| {
-        let path = std::env::temp_dir().join(format!("{}-rules", namespace.name()));
-        std::fs::write(&path, script)?;
-        let lock = Path::new("/run/xtables.lock");
-        let done = programs::restore(&namespace, by, plan::Family::V4, lock, &path);
+/// The rules of iptables in a namespace.
+#[derive(Debug, Clone, Copy)]
+struct Tables<'a> {
+    namespace: &'a Namespace,
+    by: programs::Variant,
+}
+
+impl Tables<'_> {
+    const LOCK: &'static str = "/run/xtables.lock";
+
+    /// Runs a line of a script for one table.
+    fn run(&self, family: plan::Family, table: &str, lines: &[&str]) -> Result<()> {
+        let path = std::env::temp_dir().join(format!("{}-rules", self.namespace.name()));
+        std::fs::write(&path, format!("*{table}\n{}\nCOMMIT\n", lines.join("\n")))?;
+        let done = programs::restore(self.namespace, self.by, family, Path::new(Self::LOCK), &path);
         std::fs::remove_file(&path)?;
         done
-    };
-    let saved = || programs::save(&namespace, by, plan::Family::V4, Path::new("/run/xtables.lock"));
+    }
+
+    /// The first rule of a table that contains all these parts.
+    fn rule(&self, family: plan::Family, table: &str, parts: &[&str]) -> Result<String> {
+        let saved = programs::save(self.namespace, self.by, family, Path::new(Self::LOCK))?;
+        let mut lines = saved.lines().skip_while(|line| line.strip_prefix('*') != Some(table));
+        let has = |line: &&str| line.starts_with("-A ") && parts.iter().all(|part| line.contains(part));
+        let rule = lines.by_ref().take_while(|line| *line != "COMMIT").find(has);
+        Ok(rule.with_context(|| format!("no rule of table {table} has {parts:?} in\n{saved}"))?.to_owned())
+    }
+
+    fn delete(&self, family: plan::Family, table: &str, parts: &[&str]) -> Result<()> {
+        let rule = self.rule(family, table, parts)?;
+        self.run(family, table, &[&rule.replacen("-A", "-D", 1)])
+    }
+}
+
+fn iptables_rules_are_verified(mode: Mode, variant: Variant, by: programs::Variant, layout: Layout) {
+    let namespace = namespace(&format!("{}-{by:?}-{layout:?}", mode.as_str()));
+    let (tables, v4) = (Tables { namespace: &namespace, by }, plan::Family::V4);
     let verified = || {
         let config = IptablesConfig { variant, layout, masquerade: masquerade(), ..IptablesConfig::default() };
         let dataplane: Box<dyn NodeDataplane> = match mode {
@@ -190,24 +244,14 @@ fn iptables_rules_are_verified(mode: Mode, variant: Variant, by: programs::Varia
         };
         let mut rig = Rig::new(mode, dataplane)?;
         rig.ensure_equal()?;
-        let rule_of = |part: &str| -> Result<String> {
-            let saved = saved()?;
-            let rule = saved.lines().find(|line| line.starts_with("-A ") && line.contains(part));
-            Ok(rule.with_context(|| format!("no rule has {part} in\n{saved}"))?.to_owned())
-        };
-        let endpoint = rule_of("--to-destination 10.244.0.1:8080")?;
-        rig.corrupt("a deleted rule of an endpoint", || {
-            run(&format!("*nat\n{}\nCOMMIT\n", endpoint.replacen("-A", "-D", 1)))
+        let endpoint = ["--to-destination 10.244.0.1:8080"];
+        rig.corrupt("a deleted rule of an endpoint", "svc0", || tables.delete(v4, "nat", &endpoint))?;
+        rig.corrupt("a swapped address", "svc0", || {
+            let rule = tables.rule(v4, "nat", &endpoint)?;
+            let swapped = rule.replace("10.244.0.1:8080", "10.244.0.77:8080");
+            tables.run(v4, "nat", &[&rule.replacen("-A", "-D", 1), &swapped.replacen("-A", "-I", 1)])
         })?;
-        let endpoint = rule_of("--to-destination 10.244.0.1:8080")?;
-        rig.corrupt("a swapped address", || {
-            let swapped = endpoint.replace("10.244.0.1:8080", "10.244.0.77:8080");
-            run(&format!("*nat\n{}\n{}\nCOMMIT\n", endpoint.replacen("-A", "-D", 1), swapped.replacen("-A", "-I", 1)))
-        })?;
-        let dispatch = rule_of("-d 10.96.0.0/32 -p tcp")?;
-        rig.corrupt("a deleted rule of a ClusterIP", || {
-            run(&format!("*nat\n{}\nCOMMIT\n", dispatch.replacen("-A", "-D", 1)))
-        })
+        rig.corrupt("a deleted rule of a ClusterIP", "svc0", || tables.delete(v4, "nat", &["-d 10.96.0.0/32 -p tcp"]))
     };
     namespace.run(verified).unwrap();
 }
@@ -267,15 +311,15 @@ fn corrupt_table(mut rig: Rig) -> Result<()> {
     };
     let endpoint = [10, 244, 0, 1, 0x1f, 0x90];
     let element = find("endpoints", &endpoint, false)?;
-    rig.corrupt("a deleted element", || change("endpoints", &element, None))?;
+    rig.corrupt("a deleted element", "svc0", || change("endpoints", &element, None))?;
     let element = find("endpoints", &endpoint, false)?;
     let mut swapped = element.clone();
     if let Some(ElementData::Value(value)) = &mut swapped.data {
         value.0[3] = 77;
     }
-    rig.corrupt("a swapped address", || change("endpoints", &element, Some(swapped)))?;
+    rig.corrupt("a swapped address", "svc0", || change("endpoints", &element, Some(swapped)))?;
     let element = find("services", &[10, 96, 0, 0, 6], true)?;
-    rig.corrupt("a deleted frontend", || change("services", &element, None))
+    rig.corrupt("a deleted frontend", "svc0", || change("services", &element, None))
 }
 
 #[test]
