@@ -190,7 +190,26 @@ impl Comparer {
                 if !wanted.unverified.contains(frontend) && self.is_compared(frontend) {
                     self.comparison.frontends += 1;
                     self.comparison.add_entry(Some(key), *frontend, entry, &found);
+                    self.node_port_addresses(state, key, *frontend, entry);
                 }
+            }
+        }
+    }
+
+    /// Compares the addresses of the node that serve a NodePort otherwise than the others.
+    fn node_port_addresses(&mut self, state: &State, key: &Arc<ServiceKey>, frontend: Frontend, expected: &Entry) {
+        let (Frontend::NodePort(_, protocol, port), NodePortsAt::Only(addresses)) =
+            (frontend, &self.found.node_ports_at)
+        else {
+            return;
+        };
+        for address in addresses {
+            let frontend = Frontend::Address(*address, protocol, port);
+            // The address and port may belong to another Service.
+            if state.frontends().owner(&frontend).is_none()
+                && let Some(found) = self.found.entries.remove(&frontend)
+            {
+                self.comparison.add_entry(Some(key), frontend, expected, &found);
             }
         }
     }

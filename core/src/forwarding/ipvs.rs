@@ -68,11 +68,11 @@ pub struct Dump {
     pub node_port_addresses: BTreeSet<IpAddr>,
 }
 
-/// The sets of a dump. `is_admitted` says whether a client is in the sets that name sources.
+/// The sets of a dump. The client is in none of the sets that name sources but `client_in`.
 #[derive(Debug)]
 struct Members<'a> {
     dump: &'a Dump,
-    is_admitted: bool,
+    client_in: Option<&'a str>,
 }
 
 impl Sets for Members<'_> {
@@ -81,7 +81,7 @@ impl Sets for Members<'_> {
         let Frontend::Address(address, protocol, port) = *frontend else { return Some(false) };
         let member = |address, port| Member { address, port, source: None };
         match flags {
-            "dst,dst,src" => Some(self.is_admitted && sources(members, frontend).next().is_some()),
+            "dst,dst,src" => Some(self.client_in == Some(set) && sources(members, frontend).next().is_some()),
             "dst,dst" => Some(members.contains(&member(Some(address), Some((Some(protocol), port))))),
             "dst" => Some(
                 members.contains(&member(Some(address), None)) || members.contains(&member(None, Some((None, port)))),
@@ -110,7 +110,7 @@ pub fn decode(dump: &Dump, family: Family, detector: Option<&LocalDetector>) -> 
     for (name, base, targets) in NEEDED {
         rules.check_base(name, base, targets, family, &mut table.problems);
     }
-    let members = Members { dump, is_admitted: false };
+    let members = Members { dump, client_in: None };
     let translated = translations(rules, detector, Some(&members), &mut table);
     // Each NodePort has a virtual server at each address.
     table.node_ports_at = NodePortsAt::Only(dump.node_port_addresses.clone());
@@ -199,10 +199,10 @@ struct Follower<'a> {
 }
 
 impl Follower<'_> {
-    /// How a chain ends a packet.
-    fn ending(&mut self, table: TableName, chain: &str, origin: Origin, is_admitted: bool) -> Option<Ending> {
+    /// How a chain ends a packet. `client_in` is the set that names the source.
+    fn ending(&mut self, table: TableName, chain: &str, origin: Origin, client_in: Option<&str>) -> Option<Ending> {
         let id = self.dump.rules.find(table, chain)?;
-        let members = Members { dump: self.dump, is_admitted };
+        let members = Members { dump: self.dump, client_in };
         let packet = Packet { origin, frontend: self.frontend, detector: self.detector, sets: Some(&members) };
         self.dump.rules.evaluate(id, packet, 0, self.unknown).ending
     }
@@ -217,7 +217,7 @@ impl Follower<'_> {
         // IPVS takes the packets of the node itself before filter sees them, and those that the
         // node receives afterwards.
         let chain = if origin == Origin::Node && !is_at_node { SENT } else { RECEIVED };
-        let ending = self.ending(TableName::Filter, chain, origin, true);
+        let ending = self.ending(TableName::Filter, chain, origin, None);
         match ending {
             Some(Ending::Drop | Ending::Reject) if origin != Origin::Node || endpoints.peek().is_none() => {
                 Ending::fate(ending)
@@ -230,18 +230,17 @@ impl Follower<'_> {
     /// The clients that rules and sets admit.
     fn admitted(&mut self) -> Admitted {
         let ways = [(TableName::Filter, FIREWALL, Origin::Outside), (TableName::Mangle, SENT, Origin::Node)];
-        let dropped = |follower: &mut Self, is_admitted| {
-            ways.map(|(table, chain, origin)| follower.ending(table, chain, origin, is_admitted) == Some(Ending::Drop))
+        let dropped = |follower: &mut Self, client_in| {
+            ways.map(|(table, chain, origin)| follower.ending(table, chain, origin, client_in) == Some(Ending::Drop))
         };
-        if dropped(self, false) != [true; 2] {
+        if dropped(self, None) != [true; 2] {
             return Admitted::All;
         }
-        if dropped(self, true) != [false; 2] {
-            return Admitted::only([]);
-        }
-        let of_family = |name: &&String| name.contains("KUBE-6-") == (self.family == Family::V6);
-        let sets = self.dump.sets.iter().filter(|(name, _)| of_family(name) && name.contains(SOURCES));
-        Admitted::only(sets.flat_map(|(_, members)| sources(members, &self.frontend)))
+        let (dump, frontend) = (self.dump, self.frontend);
+        let is_of_v6 = self.family == Family::V6;
+        let names = dump.sets.keys().filter(|name| name.contains("KUBE-6-") == is_of_v6 && name.contains(SOURCES));
+        let admitting = names.filter(|name| dropped(self, Some(name)) == [false; 2]);
+        Admitted::only(admitting.flat_map(|name| sources(&dump.sets[name], &frontend)))
     }
 }
 
