@@ -2,15 +2,20 @@
 //! rules make a difference that names the Service.
 #![allow(clippy::unwrap_used)]
 
-use std::sync::Arc;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
 
 use headgate_core::{
-    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol, Service,
-    ServiceKey, ServicePort, State, TrafficPolicy,
+    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol, ProxyProtocol,
+    Service, ServiceKey, ServicePort, State, TrafficPolicy,
     explain::{Mode, NodeSettings},
     forwarding::{Comparison, compare, expected, expected_digests, iptables, unverified},
     iptables::{
-        ExistingTables, Layout, Ledger, NodePortAddresses, RenderConfig, Table, fake_kernel::FakeKernel, ruleset,
+        ExistingTables, Layout, Ledger, NodePortAddresses, RenderConfig, Table, fake_kernel::FakeKernel,
+        names::GateChain, ruleset,
     },
     masquerade::{LocalDetector, MasqueradeConfig},
 };
@@ -19,9 +24,9 @@ use proptest::prelude::*;
 mod changes;
 use changes::{any_event, node};
 
-fn settings(node_ports: NodePortAddresses) -> NodeSettings {
+fn settings(mode: Mode, node_ports: NodePortAddresses) -> NodeSettings {
     NodeSettings {
-        mode: Mode::Iptables,
+        mode,
         masquerade: MasqueradeConfig {
             detector_v4: Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap())),
             ..MasqueradeConfig::default()
@@ -32,6 +37,15 @@ fn settings(node_ports: NodePortAddresses) -> NodeSettings {
     }
 }
 
+/// The listeners of the proxy in mode userspace.
+fn listeners(family: Family, settings: &NodeSettings) -> BTreeMap<GateChain, SocketAddr> {
+    if settings.mode != Mode::UserspaceIptables {
+        return BTreeMap::new();
+    }
+    let address: IpAddr = if family == Family::V4 { "169.254.77.1" } else { "fd00:77::1" }.parse().unwrap();
+    GateChain::ALL.into_iter().zip((10245..).map(|port| SocketAddr::new(address, port))).collect()
+}
+
 /// The rules of a state, as `iptables-save` prints them.
 fn rules(state: &State, facts: &NodeFacts, family: Family, layout: Layout, settings: &NodeSettings) -> String {
     let config = RenderConfig {
@@ -39,6 +53,7 @@ fn rules(state: &State, facts: &NodeFacts, family: Family, layout: Layout, setti
         masquerade: settings.masquerade.clone(),
         localhost_node_ports: false,
         node_port_addresses: settings.node_ports_v4.clone(),
+        listeners: listeners(family, settings),
         ..RenderConfig::new(family)
     };
     let mut kernel = FakeKernel::default();
@@ -50,7 +65,8 @@ fn rules(state: &State, facts: &NodeFacts, family: Family, layout: Layout, setti
 fn decode(dump: &str, family: Family, settings: &NodeSettings) -> headgate_core::forwarding::Table {
     let mut rules = iptables::Rules::default();
     dump.lines().for_each(|line| rules.line(line));
-    iptables::decode(&rules, family, settings.masquerade.detector(family))
+    let listeners: BTreeSet<SocketAddr> = listeners(family, settings).into_values().collect();
+    iptables::decode(&rules, family, settings.masquerade.detector(family), &listeners)
 }
 
 fn verify(state: &State, facts: &NodeFacts, family: Family, settings: &NodeSettings, dump: &str) -> Comparison {
@@ -69,11 +85,12 @@ proptest! {
         events in prop::collection::vec(any_event(8), 1..60),
         layout in prop_oneof![Just(Layout::Classic), Just(Layout::Compact)],
         family in prop_oneof![Just(Family::V4), Just(Family::V6)],
+        mode in prop_oneof![Just(Mode::Iptables), Just(Mode::UserspaceIptables)],
         has_addresses in any::<bool>(),
     ) {
         let addresses = ["192.0.2.1", "192.0.2.9", "2001:db8::1"].map(|address| address.parse().unwrap());
         let node_ports = if has_addresses { NodePortAddresses::Only(addresses.into()) } else { NodePortAddresses::All };
-        let settings = settings(node_ports);
+        let settings = settings(mode, node_ports);
         let (mut state, mut facts) = (State::default(), node());
         events.iter().for_each(|event| event.apply(&mut state, &mut facts, &mut Dirty::default()));
         let dump = rules(&state, &facts, family, layout, &settings);
@@ -124,15 +141,29 @@ fn some_services() -> State {
 /// True for a rule without which a Service is served otherwise.
 fn is_essential(rule: &str) -> bool {
     let (_, target) = rule.split_once(" -j ").unwrap_or((rule, ""));
-    let is_of_service = ["KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-", "DNAT", "REJECT", "DROP"];
+    let is_of_service = [
+        "KUBE-GATE-CLUSTER",
+        "KUBE-GATE-LOCAL",
+        "KUBE-GATE-NODEPORT",
+        "KUBE-SVC-",
+        "KUBE-SVL-",
+        "KUBE-EXT-",
+        "KUBE-FW-",
+        "KUBE-SEP-",
+        "DNAT",
+        "REJECT",
+        "DROP",
+    ];
     let is_other = ["--rcheck", "INVALID", "LOCALNET", "localnet"].iter().any(|word| rule.contains(word));
     rule.starts_with("-A KUBE-") && is_of_service.iter().any(|prefix| target.starts_with(prefix)) && !is_other
 }
 
 #[test]
 fn a_deleted_rule_is_found_and_names_the_service() {
-    let (state, settings) = (some_services(), settings(NodePortAddresses::All));
-    for layout in [Layout::Classic, Layout::Compact] {
+    let state = some_services();
+    let modes = [Mode::Iptables, Mode::UserspaceIptables];
+    for (layout, mode) in modes.into_iter().flat_map(|mode| [(Layout::Classic, mode), (Layout::Compact, mode)]) {
+        let settings = settings(mode, NodePortAddresses::All);
         let dump = rules(&state, &node(), Family::V4, layout, &settings);
         assert_eq!(sentences(&verify(&state, &node(), Family::V4, &settings, &dump)), Vec::<String>::new());
         let essential: Vec<(usize, &str)> = dump.lines().enumerate().filter(|(_, rule)| is_essential(rule)).collect();
@@ -141,7 +172,7 @@ fn a_deleted_rule_is_found_and_names_the_service() {
             let without: String =
                 dump.lines().enumerate().filter(|(i, _)| *i != at).map(|(_, line)| format!("{line}\n")).collect();
             let comparison = verify(&state, &node(), Family::V4, &settings, &without);
-            assert!(comparison.total > 0, "{layout:?}: no difference without {rule}\n{dump}");
+            assert!(comparison.total > 0, "{layout:?}, {mode:?}: no difference without {rule}\n{dump}");
             assert!(!comparison.services().is_empty(), "{:?}", sentences(&comparison));
             if let Some((_, name)) = rule.split_once("\"shop/") {
                 let name = name.split(':').next().unwrap();
@@ -154,7 +185,7 @@ fn a_deleted_rule_is_found_and_names_the_service() {
 
 #[test]
 fn changed_and_foreign_rules_are_found() {
-    let (state, settings) = (some_services(), settings(NodePortAddresses::All));
+    let (state, settings) = (some_services(), settings(Mode::Iptables, NodePortAddresses::All));
     let cases = [
         // A swapped address.
         ("--to-destination 10.244.1.1:8080", "--to-destination 10.244.9.9:8080", "Service shop/cart: connections"),
@@ -214,9 +245,37 @@ fn changed_and_foreign_rules_are_found() {
     );
 }
 
+/// The rules that lead connections to the proxy, and a Service to which only the proxy can send.
+#[test]
+fn changed_rules_in_front_of_the_proxy_are_found() {
+    let (mut state, settings) = (some_services(), settings(Mode::UserspaceIptables, NodePortAddresses::All));
+    let mut service = state.entries().find(|(key, _)| key.name == "cart").unwrap().1.service().unwrap().clone();
+    service.proxy_protocol = Some(ProxyProtocol::V2);
+    state.apply(Change::from(service), &mut Dirty::default());
+    let dump = rules(&state, &node(), Family::V4, Layout::Classic, &settings);
+    assert_eq!(sentences(&verify(&state, &node(), Family::V4, &settings, &dump)), Vec::<String>::new());
+    let without = "do not reach the proxy";
+    let cases = [
+        ("-j KUBE-GATE-CLUSTER", "-j KUBE-MARK-MASQ", vec!["cart", "front", "sticky"]),
+        ("-j KUBE-GATE-LOCAL", "-j KUBE-MARK-MASQ", vec!["front"]),
+        ("-j KUBE-GATE-NODEPORT-CLUSTER", "-j KUBE-MARK-MASQ", vec!["cart", "front"]),
+        ("--to-destination 169.254.77.1:10245", "--to-destination 169.254.78.1:10245", vec!["cart", "front", "sticky"]),
+        ("--match-set KUBE-GATE src -j DNAT", "--match-set KUBE-OTHER src -j DNAT", vec!["cart", "front", "sticky"]),
+        ("--dport 30001 -j KUBE-GATE-NODEPORT-CLUSTER", "--dport 30009 -j KUBE-GATE-NODEPORT-CLUSTER", vec!["cart"]),
+    ];
+    for (old, new, services) in cases {
+        assert!(dump.contains(old), "{old} is not in\n{dump}");
+        let comparison = verify(&state, &node(), Family::V4, &settings, &dump.replace(old, new));
+        let found = sentences(&comparison);
+        assert!(found.iter().all(|sentence| sentence.contains(without)), "{old} -> {new}: {found:?}");
+        let wanted: BTreeSet<_> = services.iter().map(|name| Arc::new(ServiceKey::new("shop", name))).collect();
+        assert_eq!(comparison.services(), wanted, "{old} -> {new}: {found:?}");
+    }
+}
+
 #[test]
 fn services_that_are_not_verified_are_left_out() {
-    let (state, settings) = (some_services(), settings(NodePortAddresses::All));
+    let (state, settings) = (some_services(), settings(Mode::Iptables, NodePortAddresses::All));
     let dump = rules(&state, &node(), Family::V4, Layout::Classic, &settings);
     let found = decode(&dump.replace("10.244.1.", "10.244.77."), Family::V4, &settings);
     let is_verified = |key: &ServiceKey| key.name != "cart";

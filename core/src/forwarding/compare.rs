@@ -55,6 +55,18 @@ pub enum Difference {
         /// What the kernel does.
         found: Admitted,
     },
+    /// Connections to a frontend do not reach the proxy of mode userspace, or reach it although the
+    /// state does not ask for it.
+    Proxy {
+        /// The Service that owns the frontend.
+        service: Option<Arc<ServiceKey>>,
+        /// The frontend.
+        frontend: Frontend,
+        /// Where the connections come from. `None` for all origins.
+        origin: Option<Origin>,
+        /// What the kernel does.
+        reaches_proxy: bool,
+    },
     /// The difference concerns all Services. A sentence.
     Everything(String),
 }
@@ -64,16 +76,18 @@ impl Difference {
     #[must_use]
     pub fn service(&self) -> Option<&Arc<ServiceKey>> {
         match self {
-            Self::Fate { service, .. } | Self::Clients { service, .. } => service.as_ref(),
+            Self::Fate { service, .. } | Self::Clients { service, .. } | Self::Proxy { service, .. } => {
+                service.as_ref()
+            }
             Self::Everything(_) => None,
         }
     }
 
     fn place(&self) -> (Option<&Arc<ServiceKey>>, Option<Frontend>) {
         match self {
-            Self::Fate { service, frontend, .. } | Self::Clients { service, frontend, .. } => {
-                (service.as_ref(), Some(*frontend))
-            }
+            Self::Fate { service, frontend, .. }
+            | Self::Clients { service, frontend, .. }
+            | Self::Proxy { service, frontend, .. } => (service.as_ref(), Some(*frontend)),
             Self::Everything(_) => (None, None),
         }
     }
@@ -85,10 +99,15 @@ impl fmt::Display for Difference {
             Some(service) => format!("Service {service}"),
             None => "no Service".to_owned(),
         };
+        let from = |origin: &Option<Origin>| origin.map_or_else(String::new, |origin| format!(" {origin}"));
         match self {
             Self::Everything(sentence) => f.write_str(sentence),
+            Self::Proxy { service, frontend, origin, reaches_proxy } => {
+                let what = if *reaches_proxy { "reach the proxy, but should not" } else { "do not reach the proxy" };
+                write!(f, "{}: connections{} to {frontend} {what}", owner(service), from(origin))
+            }
             Self::Fate { service, frontend, origin, expected, found } => {
-                let origin = origin.map_or_else(String::new, |origin| format!(" {origin}"));
+                let origin = from(origin);
                 let owner = owner(service);
                 write!(f, "{owner}: connections{origin} to {frontend} are {found}, but should be {expected}")
             }
@@ -279,6 +298,21 @@ impl Comparison {
                 origin: (!is_same_everywhere).then_some(origin),
                 expected: expected.clone(),
                 found: found.clone(),
+            });
+        }
+        // A rule without which the fate differs too is one difference.
+        let is_wrong = |origin: &Origin| {
+            let at = *origin as usize;
+            expected.fates[at] == found.fates[at] && expected.reaches_proxy[at] != found.reaches_proxy[at]
+        };
+        let wrong: Vec<Origin> = Origin::ALL.into_iter().filter(is_wrong).collect();
+        let is_wrong_everywhere = wrong == Origin::ALL && [[true; 3], [false; 3]].contains(&found.reaches_proxy);
+        for origin in wrong.into_iter().take(if is_wrong_everywhere { 1 } else { Origin::ALL.len() }) {
+            self.add(Difference::Proxy {
+                service: service.cloned(),
+                frontend,
+                origin: (!is_wrong_everywhere).then_some(origin),
+                reaches_proxy: found.reaches_proxy[origin as usize],
             });
         }
         let is_served = |entry: &Entry| entry.fates.iter().any(|fate| *fate != Fate::NotServed);

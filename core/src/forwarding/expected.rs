@@ -4,10 +4,10 @@ use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
 use super::{Admitted, Entry, Fate, NodePortsAt, Table, table::fate_of};
 use crate::{
-    behaviours::view::{ServicePortView, service_views},
+    behaviours::view::{Outcome, ServicePortView, service_views},
     dataplane::iptables::NodePortAddresses,
     explain::{Mode, NodeSettings},
-    model::{Family, Protocol, ServiceKey},
+    model::{Family, Protocol, ServiceKey, TrafficPolicy},
     node_facts::NodeFacts,
     state::{ServiceEntry, State, digest::Digests, frontends::Frontend},
 };
@@ -88,16 +88,30 @@ fn addresses(family: Family, settings: &NodeSettings) -> &NodePortAddresses {
 fn add(table: &mut Table, view: &ServicePortView, settings: &NodeSettings) {
     let at = |address: IpAddr| Frontend::Address(address, view.protocol, view.port);
     if let Some(address) = view.cluster_ip {
-        let fate = direct(view, settings, || fate_of(view, view.internal_traffic_policy));
-        table.entries.entry(at(address)).or_insert_with(|| Entry::always(&fate));
+        let policy = view.internal_traffic_policy;
+        let fate = direct(view, settings, || fate_of(view, policy));
+        let reaches_proxy = [reaches_proxy(view, settings, policy); 3];
+        table.entries.entry(at(address)).or_insert_with(|| Entry { reaches_proxy, ..Entry::always(&fate) });
     }
     if !view.is_externally_accessible() {
         return;
     }
-    let inside = direct(view, settings, || fate_of(view, view.external_policy(true)));
-    let outside = direct(view, settings, || fate_of(view, view.external_policy(false)));
+    let of = |is_from_inside| {
+        let policy = view.external_policy(is_from_inside);
+        (direct(view, settings, || fate_of(view, policy)), reaches_proxy(view, settings, policy))
+    };
+    let (outside, mut inside) = (of(false), of(true));
+    if is_over_iptables(settings) && outside.0 == Fate::Dropped {
+        // Without the proxy, one rule refuses the packets of all clients.
+        inside.0 = dropped_instead(inside.0);
+    }
     let pod = if settings.masquerade.detector(view.family).is_some() { &inside } else { &outside };
-    let entry = Entry { fates: [outside.clone(), pod.clone(), inside.clone()], admitted: Admitted::All };
+    let of_origins = [&outside, pod, &inside];
+    let entry = Entry {
+        fates: of_origins.map(|(fate, _)| fate.clone()),
+        reaches_proxy: of_origins.map(|(_, reaches_proxy)| *reaches_proxy),
+        admitted: Admitted::All,
+    };
     for address in &view.external_ips {
         table.entries.entry(at(*address)).or_insert_with(|| entry.clone());
     }
@@ -107,12 +121,25 @@ fn add(table: &mut Table, view: &ServicePortView, settings: &NodeSettings) {
         if is_listed_twice && admitted != Admitted::All {
             table.unverified.insert(at(*address));
         }
-        table.entries.entry(at(*address)).or_insert_with(|| Entry { admitted, ..entry.clone() });
+        let mut entry = Entry { admitted, ..entry.clone() };
+        if is_over_iptables(settings) && entry.admitted != Admitted::All {
+            // Without the proxy, the rule that drops the packets of other clients comes first.
+            entry.fates = entry.fates.map(dropped_instead);
+        }
+        table.entries.entry(at(*address)).or_insert(entry);
     }
     if view.node_port != 0 && *addresses(view.family, settings) != NodePortAddresses::Only(Vec::new()) {
         let frontend = Frontend::NodePort(view.family, view.protocol, view.node_port);
         table.entries.entry(frontend).or_insert(entry);
     }
+}
+
+fn is_over_iptables(settings: &NodeSettings) -> bool {
+    settings.mode == Mode::UserspaceIptables
+}
+
+fn dropped_instead(fate: Fate) -> Fate {
+    if fate == Fate::Rejected { Fate::Dropped } else { fate }
 }
 
 /// The fate while no proxy accepts connections: the proxy of mode userspace alone can send headers
@@ -128,11 +155,18 @@ fn direct(view: &ServicePortView, settings: &NodeSettings, fate: impl FnOnce() -
     }
 }
 
+/// Whether rules of iptables lead connections to the proxy while it accepts connections.
+fn reaches_proxy(view: &ServicePortView, settings: &NodeSettings, policy: TrafficPolicy) -> bool {
+    is_over_iptables(settings)
+        && view.protocol == Protocol::Tcp
+        && matches!(view.outcome(policy), Outcome::Forwarded(_))
+}
+
 /// The clients of a load balancer IP. Without endpoints, the packets of all clients are rejected.
 /// So are those of SCTP by the rules of iptables in front of the proxy.
 fn admitted(view: &ServicePortView, address: IpAddr, settings: &NodeSettings) -> Admitted {
     let ranges = &view.source_ranges;
-    let is_refused = settings.mode == Mode::UserspaceIptables && view.protocol == Protocol::Sctp;
+    let is_refused = is_over_iptables(settings) && view.protocol == Protocol::Sctp;
     if ranges.is_open() || !view.has_any_endpoint || is_refused {
         return Admitted::All;
     }

@@ -141,13 +141,16 @@ pub struct Entry {
     pub fates: [Fate; 3],
     /// The clients for whom the fates hold.
     pub admitted: Admitted,
+    /// Whether connections from each origin reach the proxy of mode userspace while it accepts
+    /// connections. Only rules of iptables lead each Service to the proxy by rules of its own.
+    pub reaches_proxy: [bool; 3],
 }
 
 impl Entry {
     /// The same fate for every origin and all clients.
     #[must_use]
     pub fn always(fate: &Fate) -> Self {
-        Self { fates: [fate.clone(), fate.clone(), fate.clone()], admitted: Admitted::All }
+        Self { fates: [fate.clone(), fate.clone(), fate.clone()], ..Self::default() }
     }
 
     /// The fate of a packet from `origin`.
@@ -200,6 +203,9 @@ impl Entry {
                 }
             }
         }
+        for reaches_proxy in self.reaches_proxy {
+            form.number(u64::from(reaches_proxy));
+        }
         match &self.admitted {
             Admitted::All => form.number(u64::MAX),
             Admitted::Only(ranges) => {
@@ -241,8 +247,8 @@ pub enum Problem {
 pub struct Table {
     /// The family.
     pub family: Family,
-    /// What happens to packets for each frontend. In mode userspace the table describes the rules
-    /// while the proxy accepts no connections.
+    /// What happens to packets for each frontend. In mode userspace, the fates are those while the
+    /// proxy accepts no connections.
     pub entries: BTreeMap<Frontend, Entry>,
     /// Where NodePorts answer.
     pub node_ports_at: NodePortsAt,

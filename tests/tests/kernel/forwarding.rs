@@ -31,7 +31,7 @@ use crate::mirrored;
 
 const SERVICES: u8 = 14;
 
-fn node() -> NodeFacts {
+pub(crate) fn node() -> NodeFacts {
     NodeFacts { addresses: vec![IpAddr::from([192, 0, 2, 11])], ..NodeFacts::named("node-a") }
 }
 
@@ -51,7 +51,7 @@ fn inputs() -> NodeInputs {
 
 /// Random Services with random endpoints. `svc0` has NodePorts and three endpoints. `svc1` has an external policy
 /// Local, source ranges, and endpoints on both nodes. `svc2` has no endpoints.
-fn random_state(rng: &mut fastrand::Rng) -> State {
+pub(crate) fn random_state(rng: &mut fastrand::Rng) -> State {
     let mut state = State::default();
     let mut apply = |change: Change| state.apply(change, &mut Dirty::default());
     for i in 0..SERVICES {
@@ -189,7 +189,7 @@ fn sentences(comparison: &Comparison) -> Vec<String> {
 
 /// A network namespace whose loopback interface is up, because the proxies of mode userspace route
 /// their addresses there.
-fn namespace(name: &str) -> Namespace {
+pub(crate) fn namespace(name: &str) -> Namespace {
     netns::check_prerequisites().unwrap();
     netns::sweep_stale().unwrap();
     let namespace = Namespace::create(format!("hg{}-forward-{name}", std::process::id())).unwrap();
@@ -199,16 +199,16 @@ fn namespace(name: &str) -> Namespace {
 
 /// The rules of iptables in a namespace.
 #[derive(Debug, Clone, Copy)]
-struct Tables<'a> {
-    namespace: &'a Namespace,
-    by: programs::Variant,
+pub(crate) struct Tables<'a> {
+    pub(crate) namespace: &'a Namespace,
+    pub(crate) by: programs::Variant,
 }
 
 impl Tables<'_> {
     const LOCK: &'static str = "/run/xtables.lock";
 
-    /// Runs a line of a script for one table.
-    fn run(&self, family: plan::Family, table: &str, lines: &[&str]) -> Result<()> {
+    /// Runs these lines of a script for one table.
+    pub(crate) fn run(&self, family: plan::Family, table: &str, lines: &[&str]) -> Result<()> {
         let path = std::env::temp_dir().join(format!("{}-rules", self.namespace.name()));
         std::fs::write(&path, format!("*{table}\n{}\nCOMMIT\n", lines.join("\n")))?;
         let done = programs::restore(self.namespace, self.by, family, Path::new(Self::LOCK), &path);
@@ -216,9 +216,14 @@ impl Tables<'_> {
         done
     }
 
+    /// All rules, as `iptables-save` prints them.
+    pub(crate) fn saved(&self, family: plan::Family) -> Result<String> {
+        programs::save(self.namespace, self.by, family, Path::new(Self::LOCK))
+    }
+
     /// The first rule of a table that contains all these parts.
     fn rule(&self, family: plan::Family, table: &str, parts: &[&str]) -> Result<String> {
-        let saved = programs::save(self.namespace, self.by, family, Path::new(Self::LOCK))?;
+        let saved = self.saved(family)?;
         let mut lines = saved.lines().skip_while(|line| line.strip_prefix('*') != Some(table));
         let has = |line: &&str| line.starts_with("-A ") && parts.iter().all(|part| line.contains(part));
         let rule = lines.by_ref().take_while(|line| *line != "COMMIT").find(has);
@@ -251,9 +256,27 @@ fn iptables_rules_are_verified(mode: Mode, variant: Variant, by: programs::Varia
             let swapped = rule.replace("10.244.0.1:8080", "10.244.0.77:8080");
             tables.run(v4, "nat", &[&rule.replacen("-A", "-D", 1), &swapped.replacen("-A", "-I", 1)])
         })?;
-        rig.corrupt("a deleted rule of a ClusterIP", "svc0", || tables.delete(v4, "nat", &["-d 10.96.0.0/32 -p tcp"]))
+        rig.corrupt("a deleted rule of a ClusterIP", "svc0", || tables.delete(v4, "nat", &["-d 10.96.0.0/32 -p tcp"]))?;
+        if mode == Mode::UserspaceIptables { corrupt_ways_to_the_proxy(&mut rig, tables) } else { Ok(()) }
     };
     namespace.run(verified).unwrap();
+}
+
+fn corrupt_ways_to_the_proxy(rig: &mut Rig, tables: Tables<'_>) -> Result<()> {
+    let v4 = plan::Family::V4;
+    let dispatch = tables.rule(v4, "nat", &["-d 10.96.0.0/32 -p tcp", "-j KUBE-SVC-"])?;
+    let (_, chain) = dispatch.rsplit_once(" -j ").context("the rule of a ClusterIP has no target")?;
+    rig.corrupt("a deleted jump to the proxy", "svc0", || {
+        tables.delete(v4, "nat", &[&format!("-A {chain} "), "-j KUBE-GATE-CLUSTER"])
+    })?;
+    let past = "Service shop/svc0: connections to 10.96.0.0 port 80/TCP do not reach the proxy";
+    rig.corrupt_shared("a deleted rule of the proxy", past, || tables.delete(v4, "nat", &["-A KUBE-GATE-CLUSTER "]))?;
+    rig.corrupt_shared("a swapped address of the proxy", past, || {
+        let rule = tables.rule(v4, "nat", &["-A KUBE-GATE-CLUSTER "])?;
+        let (rest, _) = rule.split_once("--to-destination").context("the rule translates nothing")?;
+        let swapped = format!("{rest}--to-destination 10.244.0.77:8080").replacen("-A", "-I", 1);
+        tables.run(v4, "nat", &[&rule.replacen("-A", "-D", 1), &swapped])
+    })
 }
 
 #[test]

@@ -20,7 +20,7 @@ const MAX_DEPTH: usize = 16;
 const ADMITTING: &str = "KUBE-FW-";
 
 /// The sets that lead connections to the proxy of mode userspace while they contain all addresses.
-/// The table describes the rules that apply while the proxy accepts no connections.
+/// Without [`Sets`], a packet meets the rules that apply while the proxy accepts no connections.
 const GATES: [&str; 2] = ["KUBE-GATE", "KUBE-6-GATE"];
 
 /// The first packet of a connection.
@@ -37,6 +37,16 @@ pub(in crate::forwarding) trait Sets: std::fmt::Debug {
     /// Whether a set contains the parts of the frontend that `flags` names. `None` if the set does
     /// not exist, or depends on the source.
     fn contains(&self, set: &str, flags: &str, frontend: &Frontend) -> Option<bool>;
+}
+
+/// The gates while the proxy accepts connections.
+#[derive(Debug)]
+pub(in crate::forwarding) struct ClosedGates;
+
+impl Sets for ClosedGates {
+    fn contains(&self, set: &str, _: &str, _: &Frontend) -> Option<bool> {
+        Some(GATES.contains(&set))
+    }
 }
 
 /// How a packet ends that is not translated.
@@ -209,7 +219,7 @@ impl Packet<'_> {
             Condition::Random(probability) if *probability <= 0.0 => Met::Never,
             Condition::Random(_) => Met::Sometimes,
             Condition::Recorded => Met::IfRecorded,
-            Condition::InSet(set, _, negated) if GATES.contains(&&**set) => when(*negated),
+            Condition::InSet(set, _, negated) if self.sets.is_none() && GATES.contains(&&**set) => when(*negated),
             Condition::InSet(set, flags, negated) => {
                 let contains = self.sets.and_then(|sets| sets.contains(set, flags, &self.frontend));
                 contains.map_or(Met::Unknown, |contains| when(contains != *negated))

@@ -12,11 +12,14 @@ pub(super) mod evaluate;
 pub(super) mod parse;
 mod walk;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
+};
 
 pub use self::parse::Rules;
 use self::{
-    evaluate::{Ending, Reached, Sets},
+    evaluate::{ClosedGates, Ending, Reached, Sets},
     parse::TableName,
     walk::Walk,
 };
@@ -41,13 +44,20 @@ const NEEDED: [(TableName, &str, &[&str]); 5] = [
 ];
 
 /// Decodes the rules of mode iptables. `detector` is how rules recognise pods of the node.
+/// `listeners` are those of the proxy, in mode userspace.
 #[must_use]
-pub fn decode(rules: &Rules, family: Family, detector: Option<&LocalDetector>) -> Table {
+pub fn decode(
+    rules: &Rules,
+    family: Family,
+    detector: Option<&LocalDetector>,
+    listeners: &BTreeSet<SocketAddr>,
+) -> Table {
     let mut table = Table::new(family);
     for (name, base, targets) in NEEDED {
         rules.check_base(name, base, targets, family, &mut table.problems);
     }
     let translated = translations(rules, detector, None, &mut table);
+    let to_proxy = (!listeners.is_empty()).then(|| translations(rules, detector, Some(&ClosedGates), &mut table));
     let refused = |base, problems: &mut BTreeSet<Problem>| {
         let mut walk = Walk::new(rules, family, TableName::Filter, Origin::Outside, detector, None);
         walk.from(base, &[FIREWALL, SERVICES, EXTERNAL]);
@@ -78,6 +88,11 @@ pub fn decode(rules: &Rules, family: Family, detector: Option<&LocalDetector>) -
                 entry.set(origin, Ending::fate(refused));
             }
             is_guarded &= refused == Some(Ending::Drop);
+            let to_proxy = to_proxy.as_ref().and_then(|to_proxy| to_proxy[origin as usize].get(&frontend));
+            entry.reaches_proxy[origin as usize] = to_proxy.is_some_and(|reached| match reached.fate() {
+                Fate::Forwarded(to) => to.iter().all(|to| listeners.contains(to)),
+                _ => false,
+            });
         }
         entry.share();
         // Without a rule that drops the packets of other clients, the packets go on.

@@ -152,9 +152,10 @@ impl Dataplane for IptablesFamily {
     }
 
     fn decode(&mut self, (): &mut ()) -> Result<forwarding::Table, DataplaneError> {
-        let RenderConfig { family, masquerade, leaves_out_sctp, .. } = self.ledger.config();
+        let RenderConfig { family, masquerade, leaves_out_sctp, listeners, .. } = self.ledger.config();
         let rules = self.rules.programs.for_decoder()?;
-        let table = forwarding::iptables::decode(&rules, *family, masquerade.detector(*family));
+        let listeners = listeners.values().copied().collect();
+        let table = forwarding::iptables::decode(&rules, *family, masquerade.detector(*family), &listeners);
         Ok(forwarding::Table { leaves_out_sctp: *leaves_out_sctp, ..table })
     }
 

@@ -71,7 +71,7 @@ impl Dataplane for LedgerFamily {
         let mut rules = forwarding::iptables::Rules::default();
         let kernel = kernel.0.lock().unwrap();
         Table::ALL.iter().for_each(|table| kernel.save(*table).lines().for_each(|line| rules.line(line)));
-        Ok(forwarding::iptables::decode(&rules, Family::V4, None))
+        Ok(forwarding::iptables::decode(&rules, Family::V4, None, &BTreeSet::new()))
     }
 }
 
