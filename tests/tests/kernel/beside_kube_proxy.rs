@@ -1,20 +1,36 @@
 //! Compares kube-proxy on node-b with Headgate's agent on node-a, at one real API server. See
-//! [`crate::mirrored`].
+//! [`crate::mirrored`]. And tests what `--cleanup` removes beside a kube-proxy.
 //!
-//! The tests need `kube-proxy` beside `etcd` and `kube-apiserver` in the folder that
-//! `KUBEBUILDER_ASSETS` names. If `kube-proxy` is missing, the tests print a message and pass.
+//! The tests that compare need `kube-proxy` beside `etcd` and `kube-apiserver` in the folder that
+//! `KUBEBUILDER_ASSETS` names. If `kube-proxy` is missing, these tests print a message and pass.
 
 use std::{collections::BTreeSet, fmt, path::Path, process::Command};
 
+use anyhow::{Context as _, Result, ensure};
+use clap::Parser as _;
+use headgate_node_agent::{
+    dataplane::{
+        DataplaneError, FixedState, NodeDataplane as _,
+        iptables::{Config, Variant},
+        userspace,
+    },
+    dataplane_choice::leftovers,
+    options::Options,
+};
 use headgate_tests::testbed::{
-    Backend, Machines, Manifests,
+    Backend, Machines, Manifests, iptables as programs,
     kube_proxy::{self, Mode, RealKubeProxies},
     manifests::{Service, ServiceType, Via},
     plan::{self, CLUSTER_CIDR, CONTROL, CONTROL_PORT},
     process::{Process, program},
 };
 
-use crate::mirrored::{self, Question, Seen};
+use ipset_netlink::IpSets;
+
+use crate::{
+    forwarding::{Tables, namespace, node, random_state},
+    mirrored::{self, Question, Seen},
+};
 
 /// The number of random Services. Each random Service also has a mirror image.
 const PAIRS: usize = 24;
@@ -91,4 +107,52 @@ fn compare_random_services(backend: Backend) {
 fn is_refused_to_the_node(_: &Service, question: Question, ours: &BTreeSet<Seen>, theirs: &BTreeSet<Seen>) -> bool {
     let is_own = question.from == "node-a" && matches!(question.via, Via::ExternalIp | Via::LoadBalancerIp);
     is_own && *ours == [Seen::Refused].into() && *theirs == [Seen::TimedOut].into()
+}
+
+/// Removes the gate of mode userspace as `--cleanup` does beside a kube-proxy in mode iptables.
+fn remove_gate() -> Result<Result<(), DataplaneError>> {
+    let settings =
+        Options::try_parse_from(["agent", "--cleanup", "--node-name=n1", "--control-plane=http://127.0.0.1:1"])?
+            .configured()?
+            .settings;
+    let mut leftovers = leftovers(&settings, Some("iptables")).into_iter();
+    Ok(leftovers.find(|leftover| leftover.name == "gate of userspace").context("no such leftover")?.remove())
+}
+
+/// A kube-proxy in mode iptables takes over the chains of Services. Before it has replaced them,
+/// they jump to the chains of the gate, which the kernel then does not delete.
+#[test]
+fn the_gate_of_mode_userspace_is_removed_beside_a_kube_proxy_in_mode_iptables() {
+    let namespace = namespace("gate");
+    let tables = Tables { namespace: &namespace, by: programs::Variant::Legacy };
+    let families = plan::Family::BOTH;
+    let removed = || {
+        let config = Config { variant: Variant::Legacy, ..Config::default() };
+        let mut dataplane = userspace::over_iptables(&config, userspace::ProxySettings::default())?;
+        dataplane.sync_full(&FixedState(&random_state(&mut mirrored::rng()), &node()))?;
+        drop(dataplane);
+        let error = remove_gate()?.err().context("chains of Services jump to the gate")?.to_string();
+        ensure!(error.contains("chain KUBE-GATE-CLUSTER of table nat (IPv4)"), "{error}");
+        ensure!(error.contains("chain KUBE-GATE-CLUSTER of table nat (IPv6)"), "{error}");
+        for family in families {
+            let saved = tables.saved(family)?;
+            ensure!(!saved.contains("--match-set") && !saved.contains("KUBE-GATE-INPUT"), "{saved}");
+            let jumps = saved.lines().filter_map(|line| line.strip_prefix("-A ")?.split_once(" -j KUBE-GATE-"));
+            let chains = jumps.filter_map(|(rule, _)| rule.split(' ').next());
+            let emptied: BTreeSet<String> = chains.map(|chain| format!(":{chain} - [0:0]")).collect();
+            ensure!(!emptied.is_empty(), "no chain of a Service jumps to the gate:\n{saved}");
+            tables.run(family, "nat", &emptied.iter().map(String::as_str).collect::<Vec<_>>())?;
+        }
+        remove_gate()??;
+        for family in families {
+            let saved = tables.saved(family)?;
+            ensure!(!saved.contains("KUBE-GATE"), "{saved}");
+            ensure!(saved.contains("-j KUBE-SERVICES"), "the rules that kube-proxy uses stay:\n{saved}");
+        }
+        for set in ["KUBE-GATE", "KUBE-6-GATE"] {
+            ensure!(IpSets::open()?.header(set)?.is_none(), "the set {set} is left");
+        }
+        Ok(())
+    };
+    namespace.run(removed).unwrap();
 }

@@ -98,17 +98,15 @@ pub(crate) fn gates() -> Leftover {
 
 fn remove(family: Family) -> Result<(), DataplaneError> {
     let (name, mut sets) = (gate_set(family), IpSets::open().map_err(of_sets)?);
-    let Some(found) = sets.header(name).map_err(of_sets)? else { return Ok(()) };
-    if found.references > 0 {
-        // A kube-proxy that runs has removed the jumps to these chains, and not the chains.
-        let programs = [Variant::Legacy, Variant::Nft].map(|variant| Programs::new(family, variant));
-        for programs in programs.iter().filter(|programs| programs.are_installed()) {
-            let script = Ledger::cleanup_of_gates(&programs.existing_tables()?);
-            if !script.is_empty() {
-                programs.restore(&script)?;
-            }
-        }
+    if sets.header(name).map_err(of_sets)?.is_none() {
+        return Ok(());
     }
+    // A kube-proxy that runs removes the jumps to these chains when it replaces the chains of
+    // Services, and not these chains. Until then, or if it uses the other variant of iptables, the
+    // chains stay without rules. The set stays, too, so that the next attempt looks for them.
+    let programs = [Variant::Legacy, Variant::Nft].map(|variant| Programs::new(family, variant));
+    let delete = |programs: &Programs| programs.delete(&Ledger::cleanup_of_gates(&programs.existing_tables()?));
+    DataplaneError::join_all(programs.iter().filter(|programs| programs.are_installed()).map(delete))?;
     destroy_if_there(&mut sets, name)
 }
 

@@ -131,7 +131,9 @@ impl Programs {
         self.delete(&script)
     }
 
-    fn delete(&self, script: &Script) -> Result<(), DataplaneError> {
+    /// Runs a script that only deletes. Returns an error that names the chains that stay, without
+    /// rules, because other rules jump to them.
+    pub(in crate::dataplane) fn delete(&self, script: &Script) -> Result<(), DataplaneError> {
         let kept = if script.is_empty() { Vec::new() } else { self.restore_leaving(script)? };
         let sentences: Vec<String> = kept.into_iter().map(|kept| kept.sentence).collect();
         if sentences.is_empty() { Ok(()) } else { Err(DataplaneError::new(ErrorKind::Fatal, sentences.join("; "))) }
