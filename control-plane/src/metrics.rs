@@ -113,6 +113,11 @@ pub struct Metrics {
     enrolments: Family<Outcome, Total>,
     enrolment_keys: Family<Outcome, Total>,
     barriers_waiting: Level,
+    gates_waiting: Level,
+    gate_leader: Level,
+    gates_set: Family<Reason, Total>,
+    gate_failures: Family<Kind, Total>,
+    gate_seconds: Histogram,
     balance_replicas: Level,
     balance_limit: Level,
     pub(crate) balance_asked: Total,
@@ -128,6 +133,13 @@ impl Default for Metrics {
             "control_plane_programmed_everywhere_seconds",
             "Time from the arrival of a change at this replica until all connected agents had the change in their kernels. The time that an ACK waits at its agent does not count",
             programmed_everywhere.clone(),
+        );
+        let gate_seconds = Histogram::new(EVERYWHERE_SECONDS);
+        catalogue.register(
+            &mut registry,
+            "readiness_gate_seconds",
+            "Time from the moment at which a pod lacked only its readiness gate until this replica set the condition",
+            gate_seconds.clone(),
         );
         let mut add = Adder(&mut catalogue, &mut registry);
         Self {
@@ -190,6 +202,11 @@ impl Default for Metrics {
             enrolments: add.add("enrolments", "Attempts of agents to get a certificate (--enrolment-listen), by result"),
             enrolment_keys: add.add("enrolment_keys", "Readings of the API server's keys for tokens (--enrolment-listen), by result"),
             barriers_waiting: add.add("barrier_waiting", "Pods that wait for the drain barrier at this replica"),
+            gates_waiting: add.add("readiness_gates_waiting", "Pods that lack only the readiness gate headgate.io/programmed (--ready-everywhere)"),
+            gate_leader: add.add("readiness_gate_leader", "1 if this replica holds the Lease and sets the conditions of readiness gates, otherwise 0"),
+            gates_set: add.add("readiness_gates_set", "Conditions of readiness gates that this replica set, by reason: programmed (all nodes use the pod), timed_out (some nodes have not confirmed this within the bound), or no_endpoints (no Service had an endpoint of the pod within the bound)"),
+            gate_failures: add.add("readiness_gate_request_failures", "Failed requests to the API server of --ready-everywhere, by kind: lease or condition"),
+            gate_seconds,
             balance_replicas: add.add("balance_replicas", "Ready endpoints of --balance-service, which are the replicas"),
             balance_limit: add.add(
                 "balance_limit_agents",
@@ -373,6 +390,23 @@ impl Metrics {
         self.drifting.set(level(agents));
     }
 
+    pub(crate) fn set_gates_waiting(&self, pods: usize) {
+        self.gates_waiting.set(level(pods));
+    }
+
+    pub(crate) fn set_gate_leader(&self, is_leader: bool) {
+        self.gate_leader.set(is_leader.into());
+    }
+
+    pub(crate) fn count_gate_set(&self, reason: &'static str, after: Duration) {
+        self.gates_set.get_or_create(&Reason { reason }).inc();
+        self.gate_seconds.observe(after.as_secs_f64());
+    }
+
+    pub(crate) fn count_gate_failure(&self, kind: &'static str) {
+        self.gate_failures.get_or_create(&Kind { kind }).inc();
+    }
+
     /// Counts a pod that waits until the returned value is dropped.
     pub(crate) fn barrier_waits(&self) -> Waiting {
         self.barriers_waiting.inc();
@@ -408,6 +442,7 @@ pub(crate) fn kind_name(kind: SourceKind) -> &'static str {
         SourceKind::EndpointSlices => "endpoint_slices",
         SourceKind::Nodes => "nodes",
         SourceKind::ServiceCidrs => "service_cidrs",
+        SourceKind::Pods => "pods",
         SourceKind::Files => "files",
     }
 }

@@ -11,7 +11,7 @@ use headgate_core::{ServiceKey, dns_name::check_subdomain, plaintext};
 use headgate_tls::FileError;
 
 use crate::{
-    serve::{EnrolmentSettings, PeerSettings, PeerTls, Security, Settings, tls::ServerTls},
+    serve::{EnrolmentSettings, PeerSettings, PeerTls, ReadinessSettings, Security, Settings, tls::ServerTls},
     source::{SourceSettings, SourceSpec},
 };
 
@@ -118,6 +118,23 @@ pub struct Options {
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(0..=86_400))]
     pub uncovered_after_seconds: u32,
 
+    /// Set the condition of the readiness gate headgate.io/programmed of pods once all nodes send
+    /// connections to them (docs/ready-everywhere.md). One replica at a time does so. Needs --source
+    /// kubernetes, and the rights to read pods, to patch pods/status and to hold a Lease. Give this
+    /// option to all replicas
+    #[arg(long, requires = "peers")]
+    pub ready_everywhere: bool,
+
+    /// The condition is set after this time in any case, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, requires = "ready_everywhere",
+        value_parser = clap::value_parser!(u32).range(1..=3600))]
+    pub ready_everywhere_timeout_seconds: u32,
+
+    /// Namespace and name of the Lease whose holder sets the conditions
+    #[arg(long, value_name = "NAMESPACE/NAME", value_parser = service_key, requires = "ready_everywhere",
+        default_value = "headgate-system/headgate-ready-everywhere")]
+    pub ready_everywhere_lease: ServiceKey,
+
     /// Where agents exchange service-account tokens for certificates (docs/security.md), over TLS
     /// with --tls-cert and without client certificates. The API server of --kubeconfig, or of the
     /// cluster, reviews the tokens. Without this option, agents need certificates from elsewhere
@@ -213,6 +230,9 @@ pub enum OptionsError {
          use TLS (--tls-cert, --tls-key, --tls-client-ca)", ranges = plaintext::TEST_RANGES.join(", ")
     )]
     ListenNotLocal(SocketAddr),
+    /// `--ready-everywhere` is given, and the source has no pods.
+    #[error("--ready-everywhere has no effect with --source {0}: remove it, or use --source kubernetes")]
+    NoPods(SourceSpec),
     /// The TLS files cannot be used.
     #[error(transparent)]
     Tls(#[from] FileError),
@@ -248,11 +268,23 @@ impl Options {
         Ok(Security::Tls(tls))
     }
 
+    /// Checks that the source has what other options need.
+    ///
+    /// # Errors
+    ///
+    /// [`OptionsError::NoPods`]. A retry does not help.
+    pub fn check_source(&self) -> Result<(), OptionsError> {
+        match self.source {
+            SourceSpec::Files(_) if self.ready_everywhere => Err(OptionsError::NoPods(self.source.clone())),
+            _ => Ok(()),
+        }
+    }
+
     /// The settings of the source.
     #[must_use]
     pub fn source_settings(&self) -> SourceSettings {
         let watch_silence = Duration::from_secs(self.watch_silence_seconds.into());
-        SourceSettings { kubeconfig: self.kubeconfig.clone(), watch_silence }
+        SourceSettings { kubeconfig: self.kubeconfig.clone(), watch_silence, reads_pods: self.ready_everywhere }
     }
 
     /// The other replicas; `None` if `--peers` is not given.
@@ -280,6 +312,15 @@ impl Options {
         })
     }
 
+    /// How conditions of readiness gates are set; `None` if `--ready-everywhere` is not given.
+    fn readiness(&self) -> Option<ReadinessSettings> {
+        self.ready_everywhere.then(|| ReadinessSettings {
+            bound: Duration::from_secs(self.ready_everywhere_timeout_seconds.into()),
+            lease: self.ready_everywhere_lease.clone(),
+            kubeconfig: self.kubeconfig.clone(),
+        })
+    }
+
     /// The settings of the server.
     #[must_use]
     pub fn settings(&self) -> Settings {
@@ -294,6 +335,7 @@ impl Options {
             peers: self.peers(),
             uncovered_after: Duration::from_secs(self.uncovered_after_seconds.into()),
             enrolment: self.enrolment(),
+            readiness: self.readiness(),
             ..Settings::default()
         }
     }

@@ -49,6 +49,7 @@ impl ControlPlane {
     ///
     /// [`RunError`], when options or ports cannot be used.
     pub async fn start(options: &Options, shutdown: CancellationToken) -> Result<Self, RunError> {
+        options.check_source()?;
         let security = options.security()?;
         let metrics = Arc::new(Metrics::default());
         let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));

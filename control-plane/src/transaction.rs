@@ -37,6 +37,26 @@ pub struct PodChange {
     pub pod: Option<(PodId, Option<Arc<str>>)>,
 }
 
+/// A pod with the readiness gate of Headgate waits, or waits no longer. Agents do not receive this.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GateChange {
+    /// The pod.
+    pub pod: PodId,
+    /// The names of the pod; `None` if the pod does not wait any more.
+    pub waiting: Option<Arc<GatedPod>>,
+}
+
+/// The names of a pod with the readiness gate of Headgate.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct GatedPod {
+    /// `metadata.namespace`.
+    pub namespace: Box<str>,
+    /// `metadata.name`.
+    pub name: Box<str>,
+    /// `metadata.uid`.
+    pub uid: Box<str>,
+}
+
 /// The kinds of objects. The source has a position for each kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SourceKind {
@@ -48,6 +68,8 @@ pub enum SourceKind {
     Nodes,
     /// ServiceCIDRs.
     ServiceCidrs,
+    /// Pods with the readiness gate of Headgate, which only `--ready-everywhere` reads.
+    Pods,
     /// A folder of manifests, which has one position for all its objects.
     Files,
 }
@@ -84,6 +106,8 @@ pub struct Transaction {
     pub nodes: Vec<NodeChange>,
     /// Changed pods of endpoints.
     pub pods: Vec<PodChange>,
+    /// Changed pods with the readiness gate of Headgate.
+    pub gates: Vec<GateChange>,
     /// The new position of each kind that has changed. With the Kubernetes API, a position is a
     /// resourceVersion.
     pub positions: Vec<(SourceKind, u64)>,

@@ -6,7 +6,8 @@
 //! exception, a terminating entry never replaces another entry. kube-proxy decides by the same rule
 //! (`addEndpoints` in `pkg/proxy/endpointslicecache.go`), but visits the slices in random order. In
 //! this module the result depends only on the present slices, and not on the order in which they
-//! arrived. A change of one slice visits only the addresses that the change affects.
+//! arrived. A change of one slice visits only the addresses that the change affects. The exception is
+//! described in `gates.rs`: pods that lack only the readiness gate of Headgate.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -14,15 +15,19 @@ use std::{
     sync::Arc,
 };
 
-use headgate_core::{Endpoint, EndpointPort, Protocol, ServiceKey};
+use headgate_core::{Conditions, Endpoint, EndpointPort, Protocol, ServiceKey};
 
 use super::{
+    gates::{Gates, Place, is_unready},
     intern::Interner,
     object_set::{Outcome, Reading},
     size,
     slices::{Facts, Slice},
 };
-use crate::{objects::ObjectKey, transaction::PodChange};
+use crate::{
+    objects::{ObjectKey, PodId},
+    transaction::PodChange,
+};
 
 /// The slices of a service whose addresses belong to one IP family. A slice is a carrier of the
 /// addresses that it contains. Endpoints are computed when they are needed and are not stored,
@@ -99,12 +104,14 @@ pub(super) struct SliceConflict {
     pub(super) slices: ConflictingSlices,
 }
 
+/// The version in use of each slice, and whether this version is good. A good version is used as
+/// written, except for invalid entries.
+type Slices = HashMap<Arc<ObjectKey>, (Slice, bool)>;
+
 /// All slices, and the changes of endpoints that result from them.
 #[derive(Debug, Default)]
 pub(super) struct Endpoints {
-    /// The version in use of each slice, and whether this version is good. A good version is used
-    /// as written, except for invalid entries.
-    slices: HashMap<Arc<ObjectKey>, (Slice, bool)>,
+    slices: Slices,
     /// The slices of each service, for IPv4 and for IPv6.
     services: HashMap<ServiceKey, [Carriers; 2]>,
     /// The endpoints before the pending changes.
@@ -112,6 +119,7 @@ pub(super) struct Endpoints {
     /// The endpoints whose pods may have changed.
     touched_pods: BTreeSet<(ServiceKey, IpAddr)>,
     conflicts: Vec<SliceConflict>,
+    pub(super) gates: Gates,
     visits: u64,
 }
 
@@ -176,7 +184,8 @@ impl Endpoints {
             let left = old_service.as_ref().filter(|_| in_old && (has_moved || !in_new));
             let entered = new_service.as_ref().filter(|_| in_new);
             for (service, carries) in left.map(|key| (key, false)).into_iter().chain(entered.map(|key| (key, true))) {
-                let (endpoint, _) = merge(&self.slices, address, self.carriers(service, address), interner);
+                let (endpoint, _) =
+                    merge(&self.slices, &self.gates, address, self.carriers(service, address), interner);
                 visited.push((service, address, carries, endpoint));
             }
         }
@@ -184,10 +193,55 @@ impl Endpoints {
             Some(slice) => self.slices.insert(Arc::clone(&shared), (slice, is_good)),
             None => self.slices.remove(key),
         };
-        self.move_carrier(&shared, old.as_ref().map(|(old, _)| old), &visited);
+        let old = old.map(|(old, _)| old);
+        self.move_carrier(&shared, old.as_ref(), &visited);
+        self.move_unready(&shared, old.as_ref(), visited.iter().map(|(_, address, ..)| *address));
         for (service, address, carries, before) in visited {
             self.visits += 1;
             self.note(service, address, carries, before, trigger_unix_ms, interner);
+        }
+    }
+
+    /// Updates the unready endpoints of pods after a slice has changed from `old` to its present
+    /// version.
+    fn move_unready(&mut self, key: &Arc<ObjectKey>, old: Option<&Slice>, addresses: impl Iterator<Item = IpAddr>) {
+        if !self.gates.is_on() {
+            return;
+        }
+        let new = self.slices.get(key).map(|(slice, _)| slice);
+        for address in addresses {
+            let was = old.and_then(|slice| slice.pod_facts(address));
+            let is = new.and_then(|slice| slice.pod_facts(address));
+            let unready = is.filter(|(_, facts)| is_unready(facts.conditions)).map(|(pod, _)| pod);
+            let was = was.map(|(pod, _)| pod);
+            if let Some(pod) = was.filter(|pod| unready != Some(*pod)) {
+                self.gates.remove(pod, key, address);
+            }
+            // An endpoint of the same pod that has served is not held again.
+            if let Some(pod) = unready.filter(|pod| was != Some(*pod)) {
+                self.gates.add(pod, (Arc::clone(key), address));
+            }
+        }
+    }
+
+    /// Applies a change to the held pods, and notes the endpoints of `pods` that it changes.
+    pub(super) fn change_gates(
+        &mut self,
+        pods: impl IntoIterator<Item = PodId>,
+        change: impl FnOnce(&mut Gates),
+        interner: &mut Interner,
+    ) {
+        let places = pods.into_iter().flat_map(|pod| self.gates.places(pod).iter().cloned());
+        let before = |(slice, address): Place| {
+            let service = self.slices.get(&slice)?.0.service.clone();
+            let (endpoint, _) = merge(&self.slices, &self.gates, address, self.carriers(&service, address), interner);
+            Some((service, address, endpoint))
+        };
+        let visited: Vec<_> = places.collect::<Vec<_>>().into_iter().filter_map(before).collect();
+        change(&mut self.gates);
+        for (service, address, endpoint) in visited {
+            self.visits += 1;
+            self.note(&service, address, true, endpoint, 0, interner);
         }
     }
 
@@ -281,7 +335,7 @@ impl Endpoints {
     ) {
         let carriers = self.carriers(service, address);
         let could_conflict = carriers.len() > 1 || !carries;
-        let (endpoint, conflict) = merge(&self.slices, address, carriers, interner);
+        let (endpoint, conflict) = merge(&self.slices, &self.gates, address, carriers, interner);
         if before != endpoint {
             if !self.before.contains_key(service) {
                 self.before.insert(service.clone(), BTreeMap::new());
@@ -318,7 +372,8 @@ impl Endpoints {
         for (service, addresses) in std::mem::take(&mut self.before) {
             let mut of_service = Vec::with_capacity(addresses.len());
             for (address, before) in addresses {
-                let (endpoint, _) = merge(&self.slices, address, self.carriers(&service, address), interner);
+                let (endpoint, _) =
+                    merge(&self.slices, &self.gates, address, self.carriers(&service, address), interner);
                 if before.endpoint != endpoint {
                     of_service.push(EndpointChange { address, endpoint, trigger_unix_ms: before.trigger_unix_ms });
                 }
@@ -346,14 +401,17 @@ fn older(a_unix_ms: u64, b_unix_ms: u64) -> u64 {
 
 /// The addresses on which two versions of a slice differ. For each address, the result says whether
 /// the old version and whether the new version contain the address.
-fn touched(old: Option<&Slice>, new: Option<&Slice>) -> Vec<(IpAddr, bool, bool)> {
-    let is_other = match (old, new) {
+fn touched(old_slice: Option<&Slice>, new_slice: Option<&Slice>) -> Vec<(IpAddr, bool, bool)> {
+    let pod = |slice: Option<&Slice>, rest: &[(IpAddr, Facts)]| {
+        slice.and_then(|slice| slice.pod_at(slice.endpoints.len().checked_sub(rest.len())?))
+    };
+    let is_other = match (old_slice, new_slice) {
         (Some(old), Some(new)) => old.ports != new.ports || old.service != new.service,
         _ => true,
     };
     let (mut left, mut right) = (
-        old.map(|slice| slice.endpoints.as_slice()).unwrap_or_default(),
-        new.map(|slice| slice.endpoints.as_slice()).unwrap_or_default(),
+        old_slice.map(|slice| slice.endpoints.as_slice()).unwrap_or_default(),
+        new_slice.map(|slice| slice.endpoints.as_slice()).unwrap_or_default(),
     );
     let mut touched = Vec::new();
     loop {
@@ -362,8 +420,9 @@ fn touched(old: Option<&Slice>, new: Option<&Slice>) -> Vec<(IpAddr, bool, bool)
             (Some((a, _)), Some((b, _))) if a < b => (*a, true, false),
             (Some((a, _)), None) => (*a, true, false),
             (Some((a, old)), Some((b, new))) if a == b => {
+                let has_other_pod = pod(old_slice, left) != pod(new_slice, right);
                 (left, right) = (&left[1..], &right[1..]);
-                if is_other || old != new {
+                if is_other || has_other_pod || old != new {
                     touched.push((*a, true, true));
                 }
                 continue;
@@ -402,6 +461,8 @@ struct Entry<'a> {
     slice: &'a Arc<ObjectKey>,
     ports: &'a Arc<[EndpointPort]>,
     facts: &'a Facts,
+    /// The conditions of the facts, or of a ready endpoint if the pod is held.
+    conditions: Conditions,
 }
 
 impl Entry<'_> {
@@ -411,7 +472,7 @@ impl Entry<'_> {
         (!self.ports.is_empty()).then(|| Endpoint {
             address,
             ports: Arc::clone(self.ports),
-            conditions: self.facts.conditions,
+            conditions: self.conditions,
             placement: Arc::clone(&self.facts.placement),
         })
     }
@@ -424,7 +485,8 @@ impl Entry<'_> {
 /// Merges the entries of all slices for one address. If the merged endpoint is too large to be
 /// sent, the result has the ports of one slice only. Also returns two slices that disagree, if any.
 fn merge(
-    slices: &HashMap<Arc<ObjectKey>, (Slice, bool)>,
+    slices: &Slices,
+    gates: &Gates,
     address: IpAddr,
     carriers: &[Arc<ObjectKey>],
     interner: &mut Interner,
@@ -432,7 +494,13 @@ fn merge(
     let entries = || {
         carriers.iter().filter_map(|key| {
             let (slice, _) = slices.get(key)?;
-            Some(Entry { slice: key, ports: &slice.ports, facts: slice.facts(address)? })
+            let facts = slice.facts(address)?;
+            let is_held = is_unready(facts.conditions)
+                && gates.is_on()
+                && slice.pod_facts(address).is_some_and(|(pod, _)| gates.holds(pod, key, address));
+            let held = Conditions { ready: true, serving: true, terminating: false };
+            let conditions = if is_held { held } else { facts.conditions };
+            Some(Entry { slice: key, ports: &slice.ports, facts, conditions })
         })
     };
     let mut rest = entries();
@@ -449,17 +517,17 @@ fn merge(
             }
         }
     }
-    let Some(main) = counting.values().next().map(|entry| entry.facts) else { return (None, None) };
+    let Some(main) = counting.values().next().copied() else { return (None, None) };
     let port = |((name, protocol, number), entry): (&(&str, Protocol, u16), &Entry<'_>)| EndpointPort {
-        conditions: Some(entry.facts.conditions).filter(|conditions| *conditions != main.conditions),
-        placement: Some(&entry.facts.placement).filter(|placement| **placement != main.placement).cloned(),
+        conditions: Some(entry.conditions).filter(|conditions| *conditions != main.conditions),
+        placement: Some(&entry.facts.placement).filter(|placement| **placement != main.facts.placement).cloned(),
         ..EndpointPort::new(*name, *protocol, *number)
     };
     let endpoint = Endpoint {
         address,
         ports: interner.ports(counting.iter().map(port).collect()),
         conditions: main.conditions,
-        placement: Arc::clone(&main.placement),
+        placement: Arc::clone(&main.facts.placement),
     };
     let conflict = entries().find_map(|entry| {
         let mut used = entry.ports.iter().filter_map(|port| counting.get(&port.key()));

@@ -10,6 +10,7 @@
 mod annotations;
 mod cidrs;
 mod endpoints;
+mod gates;
 mod intern;
 mod nodes;
 mod object_set;
@@ -35,8 +36,8 @@ use self::{
     problems::{Findings, Problems, Subject},
 };
 use crate::{
-    objects::{Object, ObjectKey, ObjectKind},
-    transaction::{NodeChange, PodChange, Problem, TriggeredChange},
+    objects::{GateState, Object, ObjectKey, ObjectKind, Pod, PodId},
+    transaction::{GateChange, NodeChange, PodChange, Problem, TriggeredChange},
 };
 
 /// One event of a source, about one object.
@@ -80,6 +81,14 @@ pub struct Model {
 }
 
 impl Model {
+    /// Creates an empty model that also reads pods with the readiness gate of Headgate.
+    #[must_use]
+    pub fn with_gates() -> Self {
+        let mut model = Self::default();
+        model.endpoints.gates.turn_on();
+        model
+    }
+
     /// Applies one event. `origin` is the place of the object, such as `web.yaml, document 2`;
     /// empty for the Kubernetes API.
     ///
@@ -167,6 +176,24 @@ impl Model {
         self.endpoints.take_pods()
     }
 
+    /// The pods with the readiness gate of Headgate that have begun or ceased to wait since the last
+    /// call.
+    pub fn take_gates(&mut self) -> Vec<GateChange> {
+        self.endpoints.gates.take()
+    }
+
+    /// Whether an event is about a pod that has no effect: the pod is not held, and does not wait.
+    #[must_use]
+    pub fn ignores(&self, event: &Event) -> bool {
+        let key = event.key();
+        let waits = matches!(event, Event::Apply(object)
+            if matches!(&**object, Object::Pod(pod) if matches!(pod.gate_state(), Some(GateState::Waiting | GateState::Programmed))));
+        key.kind == ObjectKind::Pod
+            && !waits
+            && self.endpoints.gates.id(&key).is_none()
+            && !matches!(event, Event::Undecodable { .. })
+    }
+
     /// The objects of a kind that are in use or have problems.
     fn keys(&self, kind: ObjectKind) -> Vec<ObjectKey> {
         let mut keys: Vec<ObjectKey> = match kind {
@@ -176,6 +203,7 @@ impl Model {
             ObjectKind::EndpointSlice => self.endpoints.slice_keys().cloned().collect(),
             ObjectKind::Node => self.nodes.keys().map(|name| ObjectKey::new(kind, "", name)).collect(),
             ObjectKind::ServiceCidr => self.service_cidrs.keys().map(|name| ObjectKey::new(kind, "", name)).collect(),
+            ObjectKind::Pod => self.endpoints.gates.keys().cloned().collect(),
         };
         keys.extend(self.problems.objects().filter(|key| key.kind == kind).cloned());
         keys
@@ -206,6 +234,7 @@ impl Model {
                 self.nodes.put(self.interner.name(&key.name), reading)
             }
             Object::ServiceCidr(object) => self.service_cidrs.put(key.name.clone(), cidrs::read(object)),
+            Object::Pod(pod) => self.put_pod(key, Some(pod)),
         };
         self.report(key, outcome, origin)
     }
@@ -220,8 +249,34 @@ impl Model {
             }
             ObjectKind::Node => self.nodes.put(self.interner.name(&key.name), Reading { value: None, findings }),
             ObjectKind::ServiceCidr => self.service_cidrs.put(key.name.clone(), Reading { value: None, findings }),
+            ObjectKind::Pod => Outcome { findings, ..self.put_pod(key, None) },
         };
         self.report(key, outcome, origin)
+    }
+
+    /// Applies a version of a pod, or its removal. A pod without UID cannot be told from the next pod
+    /// of its name, so it has no effect.
+    fn put_pod(&mut self, key: &ObjectKey, pod: Option<&Pod>) -> Outcome {
+        let gated = pod.and_then(|pod| {
+            let uid = Some(pod.metadata.uid.as_str()).filter(|uid| !uid.is_empty())?;
+            Some((PodId::new(uid, &pod.metadata.name), uid, pod.gate_state()?))
+        });
+        let old = self.endpoints.gates.id(key);
+        let new = gated.map(|(id, ..)| id);
+        let change = |gates: &mut gates::Gates| {
+            if old != new {
+                gates.release(key);
+            }
+            if let Some((id, uid, state)) = gated {
+                gates.set(key, id, uid, state);
+            }
+        };
+        let is_on = self.endpoints.gates.is_on();
+        if is_on {
+            let pods: BTreeSet<PodId> = old.into_iter().chain(new).collect();
+            self.endpoints.change_gates(pods, change, &mut self.interner);
+        }
+        Outcome { findings: Findings::default(), consequence: "it is not treated as ready early" }
     }
 
     fn report(&mut self, key: &ObjectKey, Outcome { findings, consequence }: Outcome, origin: &str) -> usize {

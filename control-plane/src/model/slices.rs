@@ -55,11 +55,20 @@ impl Slice {
         pods.map(|((address, _), _)| *address)
     }
 
+    /// The pod of the endpoint at this index of `endpoints`.
+    pub(super) fn pod_at(&self, index: usize) -> Option<PodId> {
+        self.pods.get(index).copied().filter(|pod| !pod.is_none())
+    }
+
+    /// The pod of an address, and the facts about the address.
+    pub(super) fn pod_facts(&self, address: IpAddr) -> Option<(PodId, &Facts)> {
+        let place = self.endpoints.binary_search_by(|(other, _)| other.cmp(&address)).ok()?;
+        Some((self.pod_at(place)?, &self.endpoints.get(place)?.1))
+    }
+
     /// The pod of an address, and the node of the pod.
     pub(super) fn pod(&self, address: IpAddr) -> Option<(PodId, Option<Arc<str>>)> {
-        let place = self.endpoints.binary_search_by(|(other, _)| other.cmp(&address)).ok()?;
-        let pod = self.pods.get(place).copied().filter(|pod| !pod.is_none())?;
-        Some((pod, self.endpoints.get(place)?.1.placement.node.clone()))
+        self.pod_facts(address).map(|(pod, facts)| (pod, facts.placement.node.clone()))
     }
 }
 

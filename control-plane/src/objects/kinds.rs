@@ -229,4 +229,43 @@ api_types! {
         /// Ranges.
         pub cidrs: Vec<String>,
     }
+
+    /// The fields of a Pod that say whether it is ready.
+    pub struct Pod {
+        /// Metadata.
+        pub metadata: Metadata,
+        /// Spec.
+        pub spec: PodSpec,
+        /// Status.
+        pub status: PodStatus,
+    }
+
+    /// `spec` of a Pod.
+    pub struct PodSpec {
+        /// The conditions that the pod needs to become ready, besides ready containers.
+        pub readiness_gates: Vec<ReadinessGate>,
+    }
+
+    /// `spec.readinessGates[]` of a Pod.
+    pub struct ReadinessGate {
+        /// The type of a condition.
+        pub condition_type: String,
+    }
+
+    /// `status` of a Pod.
+    pub struct PodStatus {
+        /// The conditions.
+        pub conditions: Vec<PodCondition>,
+    }
+
+    /// `status.conditions[]` of a Pod.
+    pub struct PodCondition {
+        /// The type, such as `ContainersReady`.
+        #[serde(rename = "type")]
+        pub condition_type: String,
+        /// `True`, `False` or `Unknown`.
+        pub status: String,
+        /// The reason, which may be empty.
+        pub reason: String,
+    }
 }

@@ -14,6 +14,8 @@ api_types! {
         pub name: String,
         /// Namespace; empty if the object gives no namespace.
         pub namespace: String,
+        /// UID; empty in files.
+        pub uid: String,
         /// resourceVersion; empty in files.
         pub resource_version: String,
         /// Time of creation (RFC 3339), or empty.

@@ -20,6 +20,7 @@ macro_rules! api_types {
     )+};
 }
 
+mod gate;
 mod kinds;
 mod metadata;
 mod pod;
@@ -29,10 +30,12 @@ use std::fmt;
 use serde::{Deserialize, Deserializer};
 
 pub use self::{
+    gate::{GATE, GateState},
     kinds::{
         ClientIpConfig, EndpointSlice, HintName, Ingress, LoadBalancerStatus, Node, NodeAddress, NodeSpec, NodeStatus,
-        Service, ServiceCidr, ServiceCidrSpec, ServicePort, ServiceSpec, ServiceStatus, SessionAffinityConfig,
-        SliceConditions, SliceEndpoint, SliceHints, SlicePort, Taint,
+        Pod, PodCondition, PodSpec, PodStatus, ReadinessGate, Service, ServiceCidr, ServiceCidrSpec, ServicePort,
+        ServiceSpec, ServiceStatus, SessionAffinityConfig, SliceConditions, SliceEndpoint, SliceHints, SlicePort,
+        Taint,
     },
     metadata::{Annotations, Labels, Metadata},
     pod::PodId,
@@ -49,10 +52,12 @@ pub enum ObjectKind {
     Node,
     /// `networking.k8s.io/v1` ServiceCIDR.
     ServiceCidr,
+    /// `v1` Pod.
+    Pod,
 }
 
 impl ObjectKind {
-    /// Every kind.
+    /// Every kind that each source reads. Pods are read only with `--ready-everywhere`.
     pub const ALL: [Self; 4] = [Self::Service, Self::EndpointSlice, Self::Node, Self::ServiceCidr];
 
     /// `kind` as the API spells it.
@@ -63,6 +68,7 @@ impl ObjectKind {
             Self::EndpointSlice => "EndpointSlice",
             Self::Node => "Node",
             Self::ServiceCidr => "ServiceCIDR",
+            Self::Pod => "Pod",
         }
     }
 
@@ -79,10 +85,16 @@ impl ObjectKind {
         }
     }
 
+    /// Whether a replica can serve only if it follows this kind.
+    #[must_use]
+    pub fn is_essential(self) -> bool {
+        self != Self::Pod
+    }
+
     /// Whether objects of this kind have namespaces.
     #[must_use]
     pub fn is_namespaced(self) -> bool {
-        matches!(self, Self::Service | Self::EndpointSlice)
+        matches!(self, Self::Service | Self::EndpointSlice | Self::Pod)
     }
 }
 
@@ -133,6 +145,8 @@ pub enum Object {
     Node(Node),
     /// A ServiceCIDR.
     ServiceCidr(ServiceCidr),
+    /// A pod.
+    Pod(Pod),
 }
 
 impl Object {
@@ -144,6 +158,7 @@ impl Object {
             Self::EndpointSlice(_) => ObjectKind::EndpointSlice,
             Self::Node(_) => ObjectKind::Node,
             Self::ServiceCidr(_) => ObjectKind::ServiceCidr,
+            Self::Pod(_) => ObjectKind::Pod,
         }
     }
 
@@ -155,6 +170,7 @@ impl Object {
             Self::EndpointSlice(object) => &object.metadata,
             Self::Node(object) => &object.metadata,
             Self::ServiceCidr(object) => &object.metadata,
+            Self::Pod(object) => &object.metadata,
         }
     }
 
@@ -175,6 +191,7 @@ impl Object {
             ObjectKind::EndpointSlice => Self::EndpointSlice(EndpointSlice::deserialize(deserializer)?),
             ObjectKind::Node => Self::Node(Node::deserialize(deserializer)?),
             ObjectKind::ServiceCidr => Self::ServiceCidr(ServiceCidr::deserialize(deserializer)?),
+            ObjectKind::Pod => Self::Pod(Pod::deserialize(deserializer)?),
         })
     }
 }

@@ -9,7 +9,7 @@ static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::new);
 
 /// The UID and the name of a pod, as hashes that only this process understands. The default value
 /// means that the endpoint belongs to no pod. The namespace is the namespace of the EndpointSlice.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct PodId {
     uid: u64,
     name: u64,

@@ -6,6 +6,7 @@ mod context;
 mod enrolment;
 mod fleet;
 pub(crate) mod fuzz;
+mod readiness;
 mod stream;
 mod transport;
 mod verification;
@@ -21,12 +22,12 @@ pub use tokio_util::sync::CancellationToken;
 
 pub use self::{
     barrier::Round,
-    context::{EnrolmentSettings, PeerSettings, PeerTls, Settings},
+    context::{EnrolmentSettings, PeerSettings, PeerTls, ReadinessSettings, Settings},
     enrolment::EnrolmentError,
     transport::tls::{self, Security},
 };
 use self::{enrolment::Enrolment, fleet::balance, stream::Streams};
-use crate::{metrics::Metrics, store::Store};
+use crate::{metrics::Metrics, source::SourceError, store::Store};
 
 /// Why a replica cannot serve.
 #[derive(Debug, thiserror::Error)]
@@ -47,6 +48,9 @@ pub enum ServeError {
     /// Agents cannot get certificates.
     #[error(transparent)]
     Enrolment(#[from] EnrolmentError),
+    /// No API client can be created to set the conditions of readiness gates.
+    #[error("--ready-everywhere: {0}")]
+    Readiness(#[source] SourceError),
 }
 
 fn remedy(error: &io::Error) -> &'static str {
@@ -126,6 +130,11 @@ pub async fn start(
             tokio::spawn(stopped.clone().run_until_cancelled_owned(enrolment.run(listener)));
         }
         tokio::spawn(Arc::clone(tls).follow(metrics, shutdown.clone()));
+    }
+    if let Some(settings) = context.settings.readiness.clone() {
+        let barrier = Arc::clone(&streams.barrier);
+        let started = readiness::start(Arc::clone(context), barrier, settings, shutdown.clone()).await;
+        started.map_err(ServeError::Readiness)?;
     }
     if let Some(service) = context.settings.balance_service.clone() {
         let balance = balance::run(Arc::clone(&streams.fleet), service);

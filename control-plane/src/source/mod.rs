@@ -9,10 +9,10 @@ use tokio_util::sync::CancellationToken;
 
 use crate::transaction::{Problem, Sink};
 
-// `crate::fuzz` calls these functions.
+// `crate::fuzz` and `crate::serve` use these items.
 pub(crate) use self::{
     files::manifest_events,
-    kubernetes::{client as kubernetes_client, list_events, watch_events},
+    kubernetes::{BackOff, client as kubernetes_client, list_events, watch_events},
 };
 
 /// Which source to read.
@@ -31,6 +31,8 @@ pub struct SourceSettings {
     pub kubeconfig: Option<PathBuf>,
     /// The time without a message after which a watch is opened again. Only `kubernetes` uses it.
     pub watch_silence: Duration,
+    /// Whether to read pods with the readiness gate of Headgate. Only `kubernetes` uses it.
+    pub reads_pods: bool,
 }
 
 impl SourceSettings {
@@ -41,7 +43,7 @@ impl SourceSettings {
 
 impl Default for SourceSettings {
     fn default() -> Self {
-        Self { kubeconfig: None, watch_silence: Self::DEFAULT_WATCH_SILENCE }
+        Self { kubeconfig: None, watch_silence: Self::DEFAULT_WATCH_SILENCE, reads_pods: false }
     }
 }
 

@@ -27,6 +27,7 @@ pub(crate) fn positions_to_wire(positions: impl IntoIterator<Item = (SourceKind,
             SourceKind::EndpointSlices => Kind::EndpointSlices,
             SourceKind::Nodes => Kind::Nodes,
             SourceKind::ServiceCidrs => Kind::ServiceCidrs,
+            SourceKind::Pods => Kind::Pods,
             SourceKind::Files => Kind::Files,
         };
         v1::SourcePosition { kind: kind.into(), position }
@@ -47,6 +48,7 @@ fn kind(wire: v1::source_position::Kind) -> Option<SourceKind> {
         Kind::EndpointSlices => Some(SourceKind::EndpointSlices),
         Kind::Nodes => Some(SourceKind::Nodes),
         Kind::ServiceCidrs => Some(SourceKind::ServiceCidrs),
+        Kind::Pods => Some(SourceKind::Pods),
         Kind::Files => Some(SourceKind::Files),
         Kind::Unspecified => None,
     }

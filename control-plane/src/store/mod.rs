@@ -17,6 +17,7 @@ mod cursor;
 mod deltas;
 mod encode;
 mod freshness;
+mod gates;
 mod inspect;
 mod log;
 mod names;
@@ -53,6 +54,8 @@ use buckets::Buckets;
 use deltas::{Delta, DeltaCache, Ring, SplitBudget};
 use encode::Span;
 use freshness::Freshness;
+use gates::Gates;
+pub(crate) use gates::WaitingPod;
 use log::{Log, LogKey};
 use names::Names;
 use nodes::Nodes;
@@ -64,6 +67,10 @@ pub use usage::Usage;
 /// If a commit has more changes than this number, the commit does not encode its batch. Streams
 /// receive a compacted step instead, which the first stream encodes.
 const EAGER_CHANGES: usize = 1024;
+
+/// For this time after a pod has begun to wait for its readiness gate, agents acknowledge new batches
+/// at once.
+const GATE_HURRY: Duration = Duration::from_secs(5);
 
 /// Number of commits whose arrival time is stored, to measure lag.
 pub(crate) const TIMED_COMMITS: usize = 4096;
@@ -117,6 +124,7 @@ pub struct Store {
     problems: Mutex<Arc<[Problem]>>,
     head: watch::Sender<u64>,
     moves: watch::Sender<u64>,
+    gates_changed: watch::Sender<()>,
     wanted_positions: watch::Sender<BTreeMap<SourceKind, u64>>,
     /// While this time lies ahead, new batches ask for ACKs at once (discovery.proto, section 18).
     hurry_until: Mutex<Option<Instant>>,
@@ -135,6 +143,7 @@ struct Inner {
     ring: Ring,
     nodes: Nodes,
     pods: Pods,
+    gates: Gates,
     version: u64,
     /// The position of each kind, including bookmarks. Positions of agents are compared with these
     /// positions.
@@ -171,6 +180,7 @@ impl Store {
             ring: Ring::new(limits.ring_bytes),
             nodes: Nodes::default(),
             pods: Pods::default(),
+            gates: Gates::default(),
             version: 0,
             positions: BTreeMap::new(),
             changed_positions: BTreeMap::new(),
@@ -187,6 +197,7 @@ impl Store {
             problems: Mutex::new(Arc::from([])),
             head: watch::Sender::new(0),
             moves: watch::Sender::new(0),
+            gates_changed: watch::Sender::default(),
             wanted_positions: watch::Sender::default(),
             hurry_until: Mutex::default(),
             head_version: AtomicU64::new(0),
@@ -364,7 +375,8 @@ impl Store {
 
     /// Asks for the ACKs of the batches of the next time at once (discovery.proto, section 18).
     pub(crate) fn hurry(&self, time: Duration) {
-        *self.hurry_until.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now().checked_add(time);
+        let mut until = self.hurry_until.lock().unwrap_or_else(PoisonError::into_inner);
+        *until = (*until).max(Instant::now().checked_add(time));
     }
 
     pub(super) fn is_in_hurry(&self) -> bool {
@@ -502,7 +514,11 @@ impl Inner {
 
 impl Sink for Store {
     fn commit(&self, transaction: Transaction) {
-        let Transaction { changes, nodes, pods, positions, bookmarks, received } = transaction;
+        let Transaction { changes, nodes, pods, gates, positions, bookmarks, received } = transaction;
+        let has_gates = !gates.is_empty();
+        if gates.iter().any(|change| change.waiting.is_some()) {
+            self.hurry(GATE_HURRY);
+        }
         let has_moved = !(positions.is_empty() && bookmarks.is_empty());
         let received = received.unwrap_or_else(SystemTime::now);
         let is_synced = self.is_synced();
@@ -515,6 +531,7 @@ impl Sink for Store {
             let nodes_position = changed_nodes_at.or_else(|| inner.nodes_position());
             let effective = inner.apply(changes);
             pods.into_iter().for_each(|change| inner.apply_pod(change));
+            gates.into_iter().for_each(|change| inner.gates.apply(change));
             if effective > 0 {
                 self.publish(&mut inner, received, is_synced && effective <= EAGER_CHANGES);
             }
@@ -534,6 +551,10 @@ impl Sink for Store {
         if effective > 0 {
             self.head_version.store(version, Ordering::Release);
             self.head.send_replace(version);
+        }
+        if has_gates {
+            self.metrics.set_gates_waiting(self.read().gates.len());
+            self.gates_changed.send_replace(());
         }
         if has_moved {
             self.moves.send_modify(|moves| *moves = moves.wrapping_add(1));

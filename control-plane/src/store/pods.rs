@@ -102,6 +102,13 @@ impl Pods {
             .flat_map(|address| self.by_address.get(&address).into_iter().flatten().map(move |entry| (address, entry)))
     }
 
+    /// The present endpoints of a pod.
+    pub(super) fn present(&self, pod: PodId) -> BTreeSet<(Arc<ServiceKey>, IpAddr)> {
+        let addresses = self.by_name.get(&pod.name()).into_iter().flatten().copied();
+        let entries = self.entries_of(addresses).filter(|(_, entry)| entry.pod == pod && !entry.is_removed);
+        entries.map(|(address, entry)| (Arc::clone(&entry.service), address)).collect()
+    }
+
     fn get(&self, name: &PodName) -> Result<PodEndpoints, NoPod> {
         let (candidates, hash): (Vec<IpAddr>, _) = match name {
             PodName::Address(address) => (vec![*address], None),

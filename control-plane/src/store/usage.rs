@@ -1,4 +1,4 @@
-//! Whether an endpoint gets new connections, for the drain barrier.
+//! Whether an endpoint gets new connections, for the drain barrier and for readiness gates.
 
 use std::net::IpAddr;
 
@@ -28,6 +28,18 @@ impl Store {
     #[must_use]
     pub fn usage(&self, key: &ServiceKey, address: IpAddr) -> Usage {
         self.read().usage(key, address)
+    }
+
+    /// Returns the version since which an endpoint is ready for all its ports: every node that has
+    /// programmed this version or a later one uses the endpoint. `None` if it is not ready, or if the
+    /// store lacks the endpoint or its Service.
+    pub(crate) fn ready_since(&self, key: &ServiceKey, address: IpAddr) -> Option<u64> {
+        let inner = self.read();
+        let entry = inner.state.entry(key)?;
+        entry.service()?;
+        let endpoint = entry.endpoints().get(&address)?;
+        let is_ready = endpoint.port_states().all(|state| state.conditions.ready);
+        is_ready.then(|| inner.log.endpoint_version(key, address).max(inner.log.service_version(key)))
     }
 }
 

@@ -11,7 +11,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::{
     identity::{Expiry, Peer},
-    serve::barrier::{Barrier, Question, address_from_wire, confirm},
+    serve::barrier::{Barrier, Question, Wanted, address_from_wire, confirm},
     serve::fleet::Fleet,
     store::positions_from_wire,
 };
@@ -117,5 +117,6 @@ fn question(request: &v1::ConfirmRequest) -> Result<Question, Status> {
         )
     })?;
     let awaited = request.awaited_nodes.clone();
-    Ok(Question { endpoints, positions: positions_from_wire(&request.positions), awaited })
+    let wanted = if request.wants_usable { Wanted::Usable } else { Wanted::Unusable };
+    Ok(Question { wanted, endpoints, positions: positions_from_wire(&request.positions), awaited })
 }

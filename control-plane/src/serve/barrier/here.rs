@@ -29,9 +29,20 @@ const MAX_NAMED: usize = 16_384;
 /// For this time after a question, agents acknowledge new batches at once.
 pub(super) const HURRY: Duration = Duration::from_secs(60);
 
+/// What nodes must confirm.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Wanted {
+    /// They send no new connections to the endpoints.
+    #[default]
+    Unusable,
+    /// They use the endpoints.
+    Usable,
+}
+
 /// A question about the endpoints of a pod.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Question {
+    pub(crate) wanted: Wanted,
     pub(crate) endpoints: Vec<(ServiceKey, IpAddr)>,
     /// The positions that the source must have reached.
     pub(crate) positions: BTreeMap<SourceKind, u64>,
@@ -39,25 +50,54 @@ pub(crate) struct Question {
     pub(crate) awaited: Vec<String>,
 }
 
-/// The usage of all endpoints together, with the endpoints that decide it.
+/// What the store shows about all endpoints together, with the endpoints that decide it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Used {
-    InUse(String),
+pub(super) enum Seen {
+    /// The wanted state has not come yet.
+    NotYet(String),
+    /// An endpoint is the last one, so it stays in use.
     Last(String),
-    UnusedSince(u64),
+    /// The endpoints have the wanted state since this version.
+    Since(u64),
+}
+
+impl Wanted {
+    /// Whether an answer belongs to this question. Older replicas know only [`Self::Unusable`].
+    pub(super) fn is_answered_by(self, state: State) -> bool {
+        (self == Self::Usable) == matches!(state, State::Usable | State::NotUsable)
+    }
+
+    /// Returns whether the endpoints have the wanted state, according to the store of this replica.
+    pub(super) fn seen(self, fleet: &Fleet, endpoints: &[(ServiceKey, IpAddr)]) -> Seen {
+        match self {
+            Self::Unusable => used(fleet, endpoints.iter().map(|(key, address)| (key, *address))),
+            Self::Usable => ready(fleet, endpoints),
+        }
+    }
+}
+
+fn ready(fleet: &Fleet, endpoints: &[(ServiceKey, IpAddr)]) -> Seen {
+    let mut since = 0;
+    for (key, address) in endpoints {
+        match fleet.context.store.ready_since(key, *address) {
+            Some(version) => since = since.max(version),
+            None => return Seen::NotYet(format!("endpoint {address} of Service {key} is not ready")),
+        }
+    }
+    Seen::Since(since)
 }
 
 /// Returns whether any of the endpoints is in use, according to the store of this replica.
-pub(super) fn used<'a>(fleet: &Fleet, endpoints: impl Iterator<Item = (&'a ServiceKey, IpAddr)>) -> Used {
+pub(super) fn used<'a>(fleet: &Fleet, endpoints: impl Iterator<Item = (&'a ServiceKey, IpAddr)>) -> Seen {
     let (mut since, mut last) = (0, Vec::new());
     for (key, address) in endpoints {
         match fleet.context.store.usage(key, address) {
-            Usage::InUse => return Used::InUse(format!("endpoint {address} of Service {key} is ready")),
+            Usage::InUse => return Seen::NotYet(format!("endpoint {address} of Service {key} is ready")),
             Usage::Last => last.push(format!("{address} is the last endpoint of Service {key}")),
             Usage::UnusedSince(version) => since = since.max(version),
         }
     }
-    if last.is_empty() { Used::UnusedSince(since) } else { Used::Last(last.join("; ")) }
+    if last.is_empty() { Seen::Since(since) } else { Seen::Last(last.join("; ")) }
 }
 
 /// Answers a question: as soon as the answer is complete, or at `until`.
@@ -76,19 +116,19 @@ pub(crate) async fn confirm(fleet: &Fleet, question: &Question, until: Instant, 
         source.borrow_and_update();
         let now = Instant::now();
         let seen = seen(fleet, question);
-        let is_seen = matches!(seen, Used::UnusedSince(_));
+        let is_seen = matches!(seen, Seen::Since(_));
         let is_complete = match &seen {
-            Used::InUse(_) => false,
-            Used::Last(_) => true,
-            Used::UnusedSince(version) if question.awaited.is_empty() => fleet.progress().outline().floor >= *version,
-            Used::UnusedSince(version) => question
+            Seen::NotYet(_) => false,
+            Seen::Last(_) => true,
+            Seen::Since(version) if question.awaited.is_empty() => fleet.progress().outline().floor >= *version,
+            Seen::Since(version) => question
                 .awaited
                 .iter()
                 .any(|node| fleet.confirms(node, *version, &services) || store.node(node).node.is_none()),
         };
         if is_complete || now >= until {
             let is_final = now >= until || !question.awaited.is_empty();
-            let answer = answer(fleet, &services, seen, started);
+            let answer = answer(fleet, question.wanted, &services, seen, started);
             // An agent that rejects the Service delays the answer like an agent that is behind.
             if is_final || answer.unconfirmed.is_empty() || answer.state() == State::Last {
                 return answer;
@@ -105,26 +145,35 @@ pub(crate) async fn confirm(fleet: &Fleet, question: &Question, until: Instant, 
     }
 }
 
-/// Returns whether the endpoints are in use. A replica that has not reached the positions of the
-/// question may lack the addition of an endpoint, so it does not call any endpoint unused.
-fn seen(fleet: &Fleet, question: &Question) -> Used {
+/// Returns whether the endpoints have the wanted state. A replica that has not reached the positions
+/// of the question may lack changes of the endpoints, so it does not say this of any endpoint.
+fn seen(fleet: &Fleet, question: &Question) -> Seen {
     let store = &fleet.context.store;
     if !store.is_synced() {
-        return Used::InUse("the replica has not listed its source".into());
+        return Seen::NotYet("the replica has not listed its source".into());
     }
     if let Some((kind, here, there)) = store.behind(&question.positions) {
-        return Used::InUse(format!(
+        store.want_position(kind, there);
+        return Seen::NotYet(format!(
             "the replica is at position {here} of {kind:?}, and another replica is at {there}"
         ));
     }
-    used(fleet, question.endpoints.iter().map(|(key, address)| (key, *address)))
+    question.wanted.seen(fleet, &question.endpoints)
 }
 
-fn answer(fleet: &Fleet, services: &BTreeSet<ServiceKey>, seen: Used, started: Instant) -> v1::ConfirmAnswer {
+fn answer(
+    fleet: &Fleet,
+    wanted: Wanted,
+    services: &BTreeSet<ServiceKey>,
+    seen: Seen,
+    started: Instant,
+) -> v1::ConfirmAnswer {
     let (state, version, reason) = match seen {
-        Used::InUse(reason) => (State::InUse, None, reason),
-        Used::Last(reason) => (State::Last, None, reason),
-        Used::UnusedSince(version) => (State::Unusable, Some(version), String::new()),
+        Seen::NotYet(reason) if wanted == Wanted::Usable => (State::NotUsable, None, reason),
+        Seen::NotYet(reason) => (State::InUse, None, reason),
+        Seen::Last(reason) => (State::Last, None, reason),
+        Seen::Since(version) if wanted == Wanted::Usable => (State::Usable, Some(version), String::new()),
+        Seen::Since(version) => (State::Unusable, Some(version), String::new()),
     };
     let Confirmations { mut confirmed, mut unconfirmed, mut departed, knows_departed } =
         fleet.confirmations(version, services);

@@ -24,9 +24,9 @@ use headgate_core::{ServiceKey, dns_name::check_subdomain};
 use headgate_proto::v1::{self, barrier_answer::Result as Outcome, confirm_answer::State};
 use tokio::time::{Instant, sleep, sleep_until};
 
-pub(crate) use self::here::{Question, confirm};
+pub(crate) use self::here::{Question, Wanted, confirm};
 use self::{
-    here::{HURRY, Used, used},
+    here::{HURRY, Seen, used},
     peers::{Known, Link, Peers},
 };
 use super::fleet::{Agent, Fleet};
@@ -125,7 +125,7 @@ impl Barrier {
             let silent_at = Instant::now() + Duration::from_millis(request.silent_ms).min(MAX_TIMEOUT);
             let confirmed = self.until_confirmed(peers, &endpoints, silent_at.min(deadline)).await;
             // The pod may have become the last endpoint meanwhile.
-            let is_unused = matches!(used(&self.fleet, refs(&endpoints)), Used::UnusedSince(_));
+            let is_unused = matches!(used(&self.fleet, refs(&endpoints)), Seen::Since(_));
             if is_unused || confirmed.result() != Outcome::Drained {
                 return Ok(confirmed);
             }
@@ -173,12 +173,12 @@ impl Barrier {
                 return Err(format!("the pod runs on {there} and not on node {node}: ask the agent of its own node"));
             }
             let reason = match used(&self.fleet, refs(&endpoints)) {
-                Used::UnusedSince(_) => return Ok(Ok(endpoints)),
-                Used::Last(reason) => {
+                Seen::Since(_) => return Ok(Ok(endpoints)),
+                Seen::Last(reason) => {
                     let reason = format!("{reason}, so it keeps receiving connections");
                     return Ok(Err(v1::BarrierAnswer { result: Outcome::Last.into(), reason, ..Default::default() }));
                 }
-                Used::InUse(reason) => reason,
+                Seen::NotYet(reason) => reason,
             };
             if now >= deadline {
                 let reason = format!("the source does not show that the pod stops: {reason}");
@@ -196,26 +196,58 @@ impl Barrier {
 
     /// Asks all replicas until they confirm every node, or until `limit`.
     async fn until_confirmed(&self, peers: &Peers, pod: &PodEndpoints, limit: Instant) -> v1::BarrierAnswer {
-        let store = &self.fleet.context.store;
-        let positions = store.changed_positions().into_iter().filter(|(kind, _)| kind.is_comparable()).collect();
         let endpoints = pod.endpoints.iter().map(|(key, address)| ((**key).clone(), *address)).collect();
-        let mut question = Question { endpoints, positions, awaited: Vec::new() };
+        let Confirmed { last, missing, uncovered, reason } =
+            self.until_all_confirm(peers, Wanted::Unusable, endpoints, limit).await;
+        if let Some(reason) = last {
+            return v1::BarrierAnswer { result: Outcome::Last.into(), reason, ..Default::default() };
+        }
+        if missing.is_empty() {
+            let answer = v1::BarrierAnswer { result: Outcome::Drained.into(), ..Default::default() };
+            return with_uncovered(answer, &uncovered);
+        }
+        let reason = format!(
+            "these nodes have not confirmed that they stopped to use the pod; `headgatectl agents` shows why{reason}"
+        );
+        incomplete(&missing, reason, &uncovered)
+    }
+
+    /// Asks all replicas until they confirm that every node uses the endpoints, or until `limit`.
+    pub(crate) async fn until_usable(&self, endpoints: Vec<(ServiceKey, IpAddr)>, limit: Instant) -> Confirmed {
+        match self.peers.as_ref() {
+            Some(peers) => self.until_all_confirm(peers, Wanted::Usable, endpoints, limit).await,
+            None => {
+                sleep_until(limit).await;
+                Confirmed { missing: self.nodes(), reason: "; --peers is missing".into(), ..Confirmed::default() }
+            }
+        }
+    }
+
+    fn nodes(&self) -> BTreeSet<String> {
+        self.fleet.context.store.node_names().iter().map(ToString::to_string).collect()
+    }
+
+    async fn until_all_confirm(
+        &self,
+        peers: &Peers,
+        wanted: Wanted,
+        endpoints: Vec<(ServiceKey, IpAddr)>,
+        limit: Instant,
+    ) -> Confirmed {
+        let positions = self.fleet.context.store.changed_positions();
+        let positions = positions.into_iter().filter(|(kind, _)| kind.is_comparable()).collect();
+        let mut question = Question { wanted, endpoints, positions, awaited: Vec::new() };
         loop {
             let Known { links, is_complete } = peers.known().await;
             question.awaited.clear();
             let asked = self.ask_all(&links, &question, limit);
-            let round = Round::of(join_all(asked).await, is_complete);
-            if let Some(reason) = round.last {
-                return v1::BarrierAnswer { result: Outcome::Last.into(), reason, ..Default::default() };
-            }
-            let nodes: BTreeSet<String> = store.node_names().iter().map(ToString::to_string).collect();
-            let (missing, uncovered) = round.missing(&nodes, self.uncovered_after);
-            if missing.is_empty() {
-                let answer = v1::BarrierAnswer { result: Outcome::Drained.into(), ..Default::default() };
-                return with_uncovered(answer, &uncovered);
-            }
-            if Instant::now() >= limit {
-                return incomplete(&missing, round.reason(), &uncovered);
+            let answers = join_all(asked).await.into_iter();
+            let answers = answers.map(|answer| answer.filter(|answer| wanted.is_answered_by(answer.state()))).collect();
+            let round = Round::of(answers, is_complete);
+            let (missing, uncovered) = round.missing(&self.nodes(), self.uncovered_after);
+            if missing.is_empty() || round.last.is_some() || Instant::now() >= limit {
+                let reason = round.reason();
+                return Confirmed { last: round.last, missing, uncovered, reason };
             }
             question.awaited = missing.into_iter().take(MAX_AWAITED).collect();
             let first = async {
@@ -248,6 +280,19 @@ impl Barrier {
             }
         })
     }
+}
+
+/// What all replicas together have confirmed.
+#[derive(Debug, Default)]
+pub(crate) struct Confirmed {
+    /// Why the endpoints stay in use, if one of them is the last one.
+    last: Option<String>,
+    /// The unconfirmed nodes.
+    pub(crate) missing: BTreeSet<String>,
+    /// The nodes that are not covered.
+    uncovered: BTreeSet<String>,
+    /// The problems of replicas, each after a semicolon.
+    pub(crate) reason: String,
 }
 
 /// The answers of all replicas to one question. [`Round::missing`] decides whether the barrier
@@ -307,11 +352,7 @@ impl Round {
     }
 
     fn reason(&self) -> String {
-        let problems = self.problems.iter().map(|(who, what)| format!("; {who}: {what}"));
-        let problems: String = problems.collect();
-        format!(
-            "these nodes have not confirmed that they stopped to use the pod; `headgatectl agents` shows why{problems}"
-        )
+        self.problems.iter().map(|(who, what)| format!("; {who}: {what}")).collect()
     }
 }
 

@@ -24,7 +24,7 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 
-use super::here::Question;
+use super::here::{Question, Wanted};
 use crate::{
     serve::context::{PeerSettings, PeerTls, milliseconds},
     store::positions_to_wire,
@@ -190,6 +190,7 @@ impl Link {
             positions: positions_to_wire(question.positions.iter().map(|(kind, position)| (*kind, *position))),
             wait_ms: milliseconds(until.saturating_duration_since(Instant::now())),
             awaited_nodes: question.awaited.clone(),
+            wants_usable: question.wanted == Wanted::Usable,
         };
         asked.stream.questions.send(request).await.ok()?;
         let answer = timeout_at(until + ANSWER_GRACE, receiver).await.ok()?.ok();

@@ -34,6 +34,19 @@ pub struct Settings {
     pub uncovered_after: Duration,
     /// How agents get certificates for service-account tokens. `None` turns enrolment off.
     pub enrolment: Option<EnrolmentSettings>,
+    /// How conditions of readiness gates are set. `None` turns this off.
+    pub readiness: Option<ReadinessSettings>,
+}
+
+/// How conditions of readiness gates are set.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReadinessSettings {
+    /// The longest time that a pod waits for nodes.
+    pub bound: Duration,
+    /// Namespace and name of the Lease whose holder writes the conditions.
+    pub lease: ServiceKey,
+    /// The kubeconfig file; `None` for the in-cluster configuration.
+    pub kubeconfig: Option<PathBuf>,
 }
 
 /// How agents get certificates for service-account tokens.
@@ -94,6 +107,7 @@ impl Default for Settings {
             peers: None,
             uncovered_after: Duration::from_secs(600),
             enrolment: None,
+            readiness: None,
         }
     }
 }

@@ -304,7 +304,7 @@ fn identify(header: &Header) -> Result<Option<ObjectKey>, (Option<ObjectKey>, Fa
 
 fn api_version(kind: ObjectKind) -> &'static str {
     match kind {
-        ObjectKind::Service | ObjectKind::Node => "v1",
+        ObjectKind::Service | ObjectKind::Node | ObjectKind::Pod => "v1",
         ObjectKind::EndpointSlice => "discovery.k8s.io/v1",
         ObjectKind::ServiceCidr => "networking.k8s.io/v1",
     }

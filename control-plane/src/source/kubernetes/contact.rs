@@ -109,7 +109,9 @@ impl Contact {
     pub(super) fn confirmed(&self, kind: ObjectKind) {
         self.answer(|inner, now| {
             inner.failing.remove(&kind);
-            inner.current.insert(kind, now);
+            if kind.is_essential() {
+                inner.current.insert(kind, now);
+            }
         });
     }
 
@@ -129,6 +131,9 @@ impl Contact {
 
     /// Notes that a list or a watch of the kind has failed.
     pub(super) fn failed(&self, kind: ObjectKind, message: &str) {
+        if !kind.is_essential() {
+            return;
+        }
         let mut inner = self.lock();
         let (_, last) = inner.failing.entry(kind).or_insert_with(|| (Instant::now(), String::new()));
         message.clone_into(last);

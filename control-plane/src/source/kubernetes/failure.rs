@@ -145,13 +145,14 @@ fn resource(kind: ObjectKind) -> &'static str {
         ObjectKind::EndpointSlice => "endpointslices.discovery.k8s.io",
         ObjectKind::Node => "nodes",
         ObjectKind::ServiceCidr => "servicecidrs.networking.k8s.io",
+        ObjectKind::Pod => "pods",
     }
 }
 
 /// Pauses between retries: random times between 0 and a bound that doubles with each failure. The
 /// pauses are random so that replicas do not retry together.
 #[derive(Debug, Default)]
-pub(super) struct BackOff {
+pub(crate) struct BackOff {
     failures: u32,
 }
 
@@ -163,7 +164,7 @@ impl BackOff {
 
     /// The time to wait before the next retry. `retry_after` is the pause that the server asks for.
     /// A random pause is added to `retry_after`.
-    pub(super) fn pause(&mut self, retry_after: Option<Duration>) -> Duration {
+    pub(crate) fn pause(&mut self, retry_after: Option<Duration>) -> Duration {
         let bound = FIRST_PAUSE.saturating_mul(1 << self.failures.min(16)).min(LONGEST_PAUSE);
         self.failures = self.failures.saturating_add(1);
         let drawn = bound.mul_f64(fastrand::f64());

@@ -21,6 +21,7 @@ use kube::{
 use tokio::{sync::mpsc, task::JoinSet};
 use tokio_util::sync::CancellationToken;
 
+pub(crate) use self::failure::BackOff;
 use self::{
     contact::Contact,
     gather::Gatherer,
@@ -53,7 +54,9 @@ pub(super) async fn run(
     let (sender, mut updates) = mpsc::channel(WAITING_UPDATES);
     let mut watches = JoinSet::new();
     let contact = Contact::new(Arc::clone(&sink), settings.watch_silence);
-    for kind in ObjectKind::ALL {
+    let kinds: BTreeSet<ObjectKind> =
+        ObjectKind::ALL.into_iter().chain(settings.reads_pods.then_some(ObjectKind::Pod)).collect();
+    for kind in kinds.iter().copied() {
         let (client, contact) = (client.clone(), Arc::clone(&contact));
         let watch = Watch::new(kind, client, settings.watch_silence, Arc::clone(&sink), contact, sender.clone());
         watches.spawn(watch.run(shutdown.clone()));
@@ -61,7 +64,7 @@ pub(super) async fn run(
     let judging = contact.run(client);
     watches.spawn(shutdown.clone().run_until_cancelled_owned(judging).map(drop));
     drop(sender);
-    let mut state = Applier::new(sink);
+    let mut state = Applier::new(sink, kinds);
     let mut gatherer = Gatherer::default();
     loop {
         tokio::select! {
@@ -124,21 +127,27 @@ struct Applier {
 }
 
 impl Applier {
-    fn new(sink: Arc<dyn Sink>) -> Self {
+    /// Creates the state of a source that has listed none of `kinds`.
+    fn new(sink: Arc<dyn Sink>, kinds: BTreeSet<ObjectKind>) -> Self {
+        let reads_pods = kinds.contains(&ObjectKind::Pod);
         Self {
             sink,
-            model: Model::default(),
+            model: if reads_pods { Model::with_gates() } else { Model::default() },
             shown_problems: Vec::new(),
             positions: BTreeMap::new(),
             bookmarks: BTreeMap::new(),
             received: None,
-            unlisted: ObjectKind::ALL.into(),
+            unlisted: kinds,
             is_synced: false,
             non_numeric_versions: BTreeSet::new(),
         }
     }
 
     fn take_in(&mut self, KindUpdate { kind, update, version, received }: KindUpdate) {
+        let update = match update {
+            WatchUpdate::Changed(event) if self.model.ignores(&event) => WatchUpdate::Moved,
+            update => update,
+        };
         let is_bookmark = matches!(update, WatchUpdate::Moved);
         if !is_bookmark {
             self.received.get_or_insert(received);
@@ -177,11 +186,12 @@ impl Applier {
             return;
         }
         let ((changes, nodes), pods) = (self.model.take_changes(), self.model.take_pods());
+        let gates = self.model.take_gates();
         let positions: Vec<_> = std::mem::take(&mut self.positions).into_iter().collect();
         let bookmarks: Vec<_> = std::mem::take(&mut self.bookmarks).into_iter().collect();
-        let has_resources = !(changes.is_empty() && nodes.is_empty() && pods.is_empty());
+        let has_resources = !(changes.is_empty() && nodes.is_empty() && pods.is_empty() && gates.is_empty());
         if has_resources || !(positions.is_empty() && bookmarks.is_empty()) {
-            self.sink.commit(Transaction { changes, nodes, pods, positions, bookmarks, received });
+            self.sink.commit(Transaction { changes, nodes, pods, gates, positions, bookmarks, received });
         }
         if !std::mem::replace(&mut self.is_synced, true) {
             self.sink.synced();
@@ -194,7 +204,7 @@ pub(crate) fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
     let lines = bytes.split(|byte| *byte == b'\n').map_while(|text| wire::line(kind, text).ok());
     let event = |line| match line {
         wire::Line::Event { event, .. } => Some(event),
-        wire::Line::Bookmark { .. } | wire::Line::Error(_) => None,
+        wire::Line::Bookmark { .. } | wire::Line::Ignored { .. } | wire::Line::Error(_) => None,
     };
     lines.filter_map(event).collect()
 }

@@ -253,6 +253,11 @@ impl Watch {
         } else {
             self.back_off.pause(failure.retry_after)
         };
+        if !self.kind.is_essential() && !is_streaming_list && !self.is_listed {
+            // Without the objects of this kind the replica serves all the same.
+            self.is_listed = true;
+            self.send_update(WatchUpdate::Listed(Vec::new()), None).await;
+        }
         let next = match (&self.version, is_streaming_list) {
             (Some(_), _) => "the watch resumes",
             (None, true) => "a list by pages starts",
@@ -312,7 +317,7 @@ impl Watch {
                 Line::Event { event: Event::Delete(key), .. } => listed.retain(|other: &Event| other.key() != key),
                 Line::Event { event, .. } => listed.push(event),
                 Line::Bookmark { version, ends_initial_state: true } => return Ok((listed, version)),
-                Line::Bookmark { .. } => {}
+                Line::Bookmark { .. } | Line::Ignored { .. } => {}
                 Line::Error(status) => return Err(Failure::event(self.kind, &status)),
             }
         }
@@ -456,15 +461,19 @@ impl Watch {
             let line = line.map_err(|_| Failure::silent("nothing arrived in a watch", self.silence_limit))??;
             let Some(line) = line else { return Ok(()) };
             let (update, version) = match self.decode(&line)? {
-                Line::Event { event, version } => (WatchUpdate::Changed(event), version),
-                Line::Bookmark { version, .. } => (WatchUpdate::Moved, version),
+                Line::Event { event, version } => (Some(WatchUpdate::Changed(event)), version),
+                Line::Bookmark { version, .. } => (Some(WatchUpdate::Moved), version),
+                // The next bookmark reports the position.
+                Line::Ignored { version } => (None, version),
                 Line::Error(status) => return Err(Failure::event(self.kind, &status)),
             };
             silent_since = Instant::now();
             self.heard();
             self.back_off.reset();
             self.version = Some(version.clone());
-            self.send_update(update, Some(version)).await;
+            if let Some(update) = update {
+                self.send_update(update, Some(version)).await;
+            }
         }
     }
 
@@ -477,7 +486,7 @@ impl Watch {
                 (Some("!service.kubernetes.io/service-proxy-name"), field_selector)
             }
             ObjectKind::EndpointSlice => (Some("!service.kubernetes.io/headless"), None),
-            ObjectKind::Node | ObjectKind::ServiceCidr => (None, None),
+            ObjectKind::Node | ObjectKind::ServiceCidr | ObjectKind::Pod => (None, None),
         }
     }
 
@@ -492,7 +501,9 @@ impl Watch {
     }
 
     fn heard(&self) {
-        self.sink.heard(source_kind(self.kind));
+        if self.kind.is_essential() {
+            self.sink.heard(source_kind(self.kind));
+        }
         self.contact.confirmed(self.kind);
     }
 }
@@ -510,5 +521,6 @@ pub(super) fn source_kind(kind: ObjectKind) -> SourceKind {
         ObjectKind::EndpointSlice => SourceKind::EndpointSlices,
         ObjectKind::Node => SourceKind::Nodes,
         ObjectKind::ServiceCidr => SourceKind::ServiceCidrs,
+        ObjectKind::Pod => SourceKind::Pods,
     }
 }

@@ -30,6 +30,7 @@ pub(super) fn path(kind: ObjectKind) -> &'static str {
         ObjectKind::EndpointSlice => "/apis/discovery.k8s.io/v1/endpointslices",
         ObjectKind::Node => "/api/v1/nodes",
         ObjectKind::ServiceCidr => "/apis/networking.k8s.io/v1/servicecidrs",
+        ObjectKind::Pod => "/api/v1/pods",
     }
 }
 
@@ -40,6 +41,11 @@ pub(super) enum Line {
     Event {
         /// The change.
         event: Event,
+        /// The object's resourceVersion.
+        version: String,
+    },
+    /// A pod without the readiness gate of Headgate, which has no effect.
+    Ignored {
         /// The object's resourceVersion.
         version: String,
     },
@@ -84,7 +90,7 @@ pub(super) fn line(kind: ObjectKind, text: &[u8]) -> Result<Line, String> {
     match raw.event.as_ref() {
         "ADDED" | "MODIFIED" => {
             let (event, version) = object(kind, raw.object)?;
-            Ok(Line::Event { event, version })
+            Ok(if has_effect(&event) { Line::Event { event, version } } else { Line::Ignored { version } })
         }
         "DELETED" => {
             let (key, version) = names(kind, raw.object)?;
@@ -144,10 +150,20 @@ pub(super) fn page(kind: ObjectKind, text: &[u8]) -> Result<Page, String> {
     if raw.metadata.resource_version.is_empty() {
         return Err("a list without a resourceVersion".to_owned());
     }
-    let events =
-        raw.items.into_iter().map(|item| object(kind, item).map(|(event, _)| event)).collect::<Result<_, _>>()?;
+    let events = raw
+        .items
+        .into_iter()
+        .map(|item| object(kind, item).map(|(event, _)| event))
+        .filter(|event| event.as_ref().map_or(true, has_effect))
+        .collect::<Result<_, _>>()?;
     let continue_token = raw.metadata.continue_token.filter(|token| !token.is_empty());
     Ok(Page { events, version: raw.metadata.resource_version, continue_token })
+}
+
+/// False for a pod without the readiness gate of Headgate. The gates of a pod never change, so such a
+/// pod never gets an effect.
+fn has_effect(event: &Event) -> bool {
+    !matches!(event, Event::Apply(object) if matches!(&**object, Object::Pod(pod) if !pod.has_gate()))
 }
 
 fn object(kind: ObjectKind, raw: &RawValue) -> Result<(Event, String), String> {

@@ -1,0 +1,281 @@
+//! Ready everywhere: sets the condition of the readiness gate `headgate.io/programmed` once all nodes
+//! use the endpoints of a pod, or after a bound (discovery.proto, section 20).
+//!
+//! Every replica treats the endpoints of a waiting pod as ready. Only the holder of the Lease writes,
+//! and it only ever writes the status "True".
+
+mod lease;
+
+use std::{collections::HashMap, sync::Arc, time::Duration};
+
+use headgate_core::errors::chain;
+use k8s_openapi::{api::core::v1::Pod, jiff::Timestamp};
+use kube::{
+    Api, Client,
+    api::{Patch, PatchParams},
+};
+use serde_json::json;
+use tokio::{
+    sync::{Semaphore, watch},
+    task::AbortHandle,
+    time::{Instant, sleep, sleep_until, timeout, timeout_at},
+};
+use tokio_util::sync::CancellationToken;
+
+use self::lease::Elector;
+use super::{
+    barrier::{Barrier, Confirmed},
+    context::{Context, ReadinessSettings},
+};
+use crate::{
+    objects::{GATE, PodId},
+    source::{BackOff, SourceError, kubernetes_client},
+    store::{Store, WaitingPod},
+    transaction::GatedPod,
+};
+
+/// The longest time for one request to the API server.
+const API_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The maximum number of pods that are asked about at the same time. Other pods wait for their turn,
+/// but not beyond their bound.
+const MAX_ASKED: usize = 1_024;
+
+/// The maximum number of requests to the API server at the same time.
+const MAX_WRITES: usize = 16;
+
+/// The shortest time between two looks at the store for one pod.
+const PACE: Duration = Duration::from_millis(50);
+
+/// The maximum number of nodes that a condition names.
+const MAX_NAMED: usize = 5;
+
+/// The name that appears in `metadata.managedFields`.
+const FIELD_MANAGER: &str = "headgate-control-plane";
+
+/// Why a pod becomes ready.
+#[derive(Debug)]
+enum Verdict {
+    /// All nodes use its endpoints.
+    Programmed,
+    /// Some nodes have not confirmed this within the bound.
+    TimedOut(Confirmed),
+    /// No Service had an endpoint of the pod within the bound.
+    NoEndpoints,
+}
+
+impl Verdict {
+    /// The reason in the condition.
+    fn reason(&self) -> &'static str {
+        match self {
+            Self::Programmed => "Programmed",
+            Self::TimedOut(_) => "TimedOut",
+            Self::NoEndpoints => "NoEndpoints",
+        }
+    }
+
+    /// The label `reason` of the metric.
+    fn label(&self) -> &'static str {
+        match self {
+            Self::Programmed => "programmed",
+            Self::TimedOut(_) => "timed_out",
+            Self::NoEndpoints => "no_endpoints",
+        }
+    }
+
+    fn message(&self, bound: Duration) -> String {
+        let seconds = bound.as_secs_f64();
+        match self {
+            Self::Programmed => "all nodes send connections to this pod".into(),
+            Self::NoEndpoints => {
+                format!("no EndpointSlice had an endpoint of this pod for a Service with an address within {seconds} s")
+            }
+            Self::TimedOut(confirmed) => {
+                let named: Vec<&str> = confirmed.missing.iter().take(MAX_NAMED).map(String::as_str).collect();
+                let more = confirmed.missing.len() - named.len();
+                let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+                format!(
+                    "these nodes have not confirmed within {seconds} s that they send connections to this pod: {}{more}; \
+                     `headgatectl agents` shows why{}",
+                    named.join(", "),
+                    confirmed.reason
+                )
+            }
+        }
+    }
+}
+
+/// Sets the conditions while this replica holds the Lease.
+pub(super) struct Readiness {
+    context: Arc<Context>,
+    barrier: Arc<Barrier>,
+    client: Client,
+    bound: Duration,
+    held_until: watch::Receiver<Option<Instant>>,
+    asking: Semaphore,
+    writing: Semaphore,
+}
+
+/// The work for one pod. Dropping it ends the work.
+struct Work {
+    since: std::time::Instant,
+    task: AbortHandle,
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// Starts the task that takes the Lease and the task that sets conditions.
+///
+/// # Errors
+/// [`SourceError`], if the configuration of the API client cannot be used. A retry does not help.
+pub(super) async fn start(
+    context: Arc<Context>,
+    barrier: Arc<Barrier>,
+    settings: ReadinessSettings,
+    shutdown: CancellationToken,
+) -> Result<(), SourceError> {
+    let client = kubernetes_client(settings.kubeconfig.as_deref()).await?;
+    let identity = format!("{}_{:016x}", context.settings.replica_name, context.store.epoch());
+    let elector = Elector::new(client.clone(), settings.lease, identity, Arc::clone(&context.metrics));
+    let readiness = Arc::new(Readiness {
+        context,
+        barrier,
+        client,
+        bound: settings.bound,
+        held_until: elector.held_until(),
+        asking: Semaphore::new(MAX_ASKED),
+        writing: Semaphore::new(MAX_WRITES),
+    });
+    tokio::spawn(elector.run(shutdown.clone()));
+    tokio::spawn(shutdown.run_until_cancelled_owned(readiness.run()));
+    Ok(())
+}
+
+impl Readiness {
+    /// Gives each waiting pod a task while this replica holds the Lease. Never returns.
+    async fn run(self: Arc<Self>) {
+        let (mut gates, mut held) = (self.store().watch_gates(), self.held_until.clone());
+        let mut running: HashMap<PodId, Work> = HashMap::new();
+        loop {
+            gates.borrow_and_update();
+            let is_holder = held.borrow_and_update().is_some();
+            let mut waiting: HashMap<PodId, WaitingPod> = HashMap::new();
+            if is_holder {
+                waiting.extend(self.store().waiting_pods());
+            }
+            // A pod that waits again after its condition was set has a new beginning.
+            running.retain(|pod, work| waiting.get(pod).is_some_and(|waiting| waiting.since == work.since));
+            for (pod, waiting) in waiting {
+                running.entry(pod).or_insert_with(|| {
+                    let since = waiting.since;
+                    Work { since, task: tokio::spawn(Arc::clone(&self).settle(pod, waiting)).abort_handle() }
+                });
+            }
+            sleep(PACE).await;
+            tokio::select! {
+                Ok(()) = gates.changed() => {}
+                Ok(()) = held.changed() => {}
+            }
+        }
+    }
+
+    fn store(&self) -> &Store {
+        &self.context.store
+    }
+
+    fn is_holder(&self) -> bool {
+        self.held_until.borrow().is_some_and(|until| until > Instant::now())
+    }
+
+    async fn settle(self: Arc<Self>, pod: PodId, WaitingPod { names, since }: WaitingPod) {
+        let verdict = self.verdict(pod, Instant::from_std(since) + self.bound).await;
+        if let Verdict::TimedOut(_) | Verdict::NoEndpoints = verdict {
+            let message = verdict.message(self.bound);
+            tracing::warn!(pod = format!("{}/{}", names.namespace, names.name), "a pod becomes ready: {message}");
+        }
+        if self.write(pod, &names, &verdict).await {
+            self.context.metrics.count_gate_set(verdict.label(), since.elapsed());
+        }
+    }
+
+    /// Waits until all nodes use the endpoints of the pod, or until `limit`.
+    async fn verdict(&self, pod: PodId, limit: Instant) -> Verdict {
+        let mut head = self.store().head();
+        loop {
+            head.borrow_and_update();
+            let endpoints = self.store().served_endpoints(pod);
+            if endpoints.is_empty() {
+                if Instant::now() >= limit {
+                    return Verdict::NoEndpoints;
+                }
+                tokio::select! {
+                    Ok(()) = head.changed() => {}
+                    () = sleep_until(limit) => {}
+                }
+                sleep_until((Instant::now() + PACE).min(limit)).await;
+                continue;
+            }
+            let turn = timeout_at(limit, self.asking.acquire()).await;
+            let confirmed = self.barrier.until_usable(endpoints.clone(), limit).await;
+            drop(turn);
+            // Another Service may have got an endpoint of the pod meanwhile.
+            if confirmed.missing.is_empty() && self.store().served_endpoints(pod) == endpoints {
+                return Verdict::Programmed;
+            }
+            if Instant::now() >= limit {
+                return Verdict::TimedOut(confirmed);
+            }
+        }
+    }
+
+    /// Sets the condition. Tries again after each failure: the caller ends this task when the pod
+    /// waits no longer, or when the replica loses the Lease. Returns whether the condition is set.
+    async fn write(&self, pod: PodId, names: &GatedPod, verdict: &Verdict) -> bool {
+        let GatedPod { namespace, name, uid } = names;
+        let api: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
+        // With another UID, the API server refuses the patch: it belongs to an older pod.
+        let patch = json!({
+            "metadata": {"uid": uid},
+            "status": {"conditions": [{
+                "type": GATE,
+                "status": "True",
+                "reason": verdict.reason(),
+                "message": verdict.message(self.bound),
+                "lastTransitionTime": Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
+            }]},
+        });
+        let parameters = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
+        let mut back_off = BackOff::default();
+        loop {
+            let turn = self.writing.acquire().await;
+            if !self.is_holder() || !self.store().is_waiting(pod) {
+                return false;
+            }
+            let patched = timeout(API_TIMEOUT, api.patch_status(name, &parameters, &Patch::Strategic(&patch))).await;
+            drop(turn);
+            let (problem, retry_after) = match patched {
+                Ok(Ok(_)) => return true,
+                Ok(Err(error)) => (chain(&error), retry_after(&error)),
+                Err(_) => (format!("no answer within {} seconds", API_TIMEOUT.as_secs()), None),
+            };
+            let pause = back_off.pause(retry_after);
+            self.context.metrics.count_gate_failure("condition");
+            tracing::warn!(
+                pod = format!("{namespace}/{name}"),
+                "cannot set the condition {GATE}: {problem}; the next attempt follows in {} ms; allow the verb patch on pods/status",
+                pause.as_millis()
+            );
+            sleep(pause).await;
+        }
+    }
+}
+
+fn retry_after(error: &kube::Error) -> Option<Duration> {
+    let kube::Error::Api(status) = error else { return None };
+    let seconds = status.details.as_ref()?.retry_after_seconds;
+    (seconds > 0).then(|| Duration::from_secs(seconds.into()))
+}
