@@ -19,6 +19,7 @@ use super::{
     params::{ContinueToken, Params},
     status::{self, Failure},
     watch::{Session, is_in_namespace, line},
+    writes::Request as Write,
 };
 
 type Body = UnsyncBoxBody<Bytes, io::Error>;
@@ -32,7 +33,7 @@ pub(super) async fn answer(
     connection: Arc<ConnectionState>,
     request: Request<Incoming>,
 ) -> io::Result<Response<Body>> {
-    let (head, body) = request.into_parts();
+    let (head, mut body) = request.into_parts();
     let (path, query) = (head.uri.path(), head.uri.query().unwrap_or_default());
     let target = Kind::of_path(path).filter(|_| head.method == Method::GET);
     let verb = match target {
@@ -53,11 +54,22 @@ pub(super) async fn answer(
         _ if faulty.is_some() => None,
         Method::GET => shared.tokens.page(path).map(|page| (StatusCode::OK, page)),
         Method::POST if path == "/apis/authentication.k8s.io/v1/tokenreviews" => {
-            let review = body.collect().await.map_err(io::Error::other)?.to_bytes();
+            let review = (&mut body).collect().await.map_err(io::Error::other)?.to_bytes();
             Some((StatusCode::CREATED, shared.tokens.review(&serde_json::from_slice(&review)?)))
         }
         _ => None,
     };
+    if let Some(write) = Write::of(&head.method, path).filter(|_| faulty.is_none() && page.is_none()) {
+        let bytes = body.collect().await.map_err(io::Error::other)?.to_bytes();
+        let content_type = head.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        let answer = write.answer(&shared.store, content_type.unwrap_or_default(), &bytes);
+        let response = match answer {
+            Ok((code, object)) => respond(StatusCode::from_u16(code).unwrap_or_default(), object.to_string().into()),
+            Err(failure) => refusal(&failure),
+        };
+        shared.counters.answered(index, response.status().as_u16());
+        return Ok(response);
+    }
     if let Some((status, page)) = page {
         shared.counters.answered(index, status.as_u16());
         return Ok(respond(status, Bytes::from(page.to_string())));

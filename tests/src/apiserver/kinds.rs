@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-/// One of the four kinds that a service proxy reads from the Kubernetes API.
+/// One of the kinds that Headgate reads from the Kubernetes API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     /// `v1` Service, namespaced.
@@ -13,11 +13,19 @@ pub enum Kind {
     EndpointSlice,
     /// `networking.k8s.io/v1` ServiceCIDR, cluster-scoped.
     ServiceCidr,
+    /// `v1` Pod, namespaced. Clients may patch the conditions of pods.
+    Pod,
+    /// `coordination.k8s.io/v1` Lease, namespaced. Clients may get, create and replace Leases.
+    Lease,
 }
 
 impl Kind {
-    /// All kinds that the stand-in serves.
+    /// The kinds that a service proxy always reads.
     pub const ALL: [Self; 4] = [Self::Service, Self::Node, Self::EndpointSlice, Self::ServiceCidr];
+
+    /// All kinds that the stand-in serves.
+    pub const SERVED: [Self; 6] =
+        [Self::Service, Self::Node, Self::EndpointSlice, Self::ServiceCidr, Self::Pod, Self::Lease];
 
     /// The `kind` field of an object, such as `ServiceCIDR`.
     pub fn name(self) -> &'static str {
@@ -26,6 +34,8 @@ impl Kind {
             Self::Node => "Node",
             Self::EndpointSlice => "EndpointSlice",
             Self::ServiceCidr => "ServiceCIDR",
+            Self::Pod => "Pod",
+            Self::Lease => "Lease",
         }
     }
 
@@ -36,30 +46,34 @@ impl Kind {
             Self::Node => "nodes",
             Self::EndpointSlice => "endpointslices",
             Self::ServiceCidr => "servicecidrs",
+            Self::Pod => "pods",
+            Self::Lease => "leases",
         }
     }
 
     /// The API group; empty for the core group.
     pub fn group(self) -> &'static str {
         match self {
-            Self::Service | Self::Node => "",
+            Self::Service | Self::Node | Self::Pod => "",
             Self::EndpointSlice => "discovery.k8s.io",
             Self::ServiceCidr => "networking.k8s.io",
+            Self::Lease => "coordination.k8s.io",
         }
     }
 
     /// The `apiVersion` field of an object, such as `discovery.k8s.io/v1`.
     pub fn api_version(self) -> &'static str {
         match self {
-            Self::Service | Self::Node => "v1",
+            Self::Service | Self::Node | Self::Pod => "v1",
             Self::EndpointSlice => "discovery.k8s.io/v1",
             Self::ServiceCidr => "networking.k8s.io/v1",
+            Self::Lease => "coordination.k8s.io/v1",
         }
     }
 
     /// Whether objects of this kind live in a namespace.
     pub fn is_namespaced(self) -> bool {
-        matches!(self, Self::Service | Self::EndpointSlice)
+        !matches!(self, Self::Node | Self::ServiceCidr)
     }
 
     /// The path of the collection in `namespace`, or in the whole cluster if `namespace` is `None`.
@@ -86,14 +100,14 @@ impl Kind {
     /// does not serve.
     pub fn of(object: &Value) -> Option<Self> {
         let text = |field: &str| object.get(field).and_then(Value::as_str);
-        Self::ALL
+        Self::SERVED
             .into_iter()
             .find(|kind| text("kind") == Some(kind.name()) && text("apiVersion") == Some(kind.api_version()))
     }
 
     /// The kind and the namespace, if any, of the collection with this path.
     pub(super) fn of_path(path: &str) -> Option<(Self, Option<&str>)> {
-        Self::ALL.into_iter().find_map(|kind| {
+        Self::SERVED.into_iter().find_map(|kind| {
             let all = kind.collection_path(None);
             if path == all {
                 return Some((kind, None));
@@ -105,6 +119,13 @@ impl Kind {
         })
     }
 
+    /// The kind, the namespace and the name of the object with this path. The kind is namespaced.
+    pub(super) fn of_object_path(path: &str) -> Option<(Self, &str, &str)> {
+        let (collection, name) = path.rsplit_once('/')?;
+        let (kind, namespace) = Self::of_path(collection)?;
+        Some((kind, namespace?, name))
+    }
+
     /// The required fields of this kind with zero values. The real server encodes whole Go structs,
     /// so the object in a BOOKMARK event has these fields besides its resourceVersion.
     pub(super) fn zero_fields(self) -> Value {
@@ -113,6 +134,8 @@ impl Kind {
             Self::Node => json!({"spec": {}, "status": {"daemonEndpoints": {"kubeletEndpoint": {"Port": 0}}}}),
             Self::EndpointSlice => json!({"addressType": "", "endpoints": null, "ports": null}),
             Self::ServiceCidr => json!({"spec": {}, "status": {}}),
+            Self::Pod => json!({"spec": {"containers": null}, "status": {}}),
+            Self::Lease => json!({"spec": {}}),
         }
     }
 }
@@ -123,11 +146,13 @@ mod tests {
 
     #[test]
     fn the_kind_is_found_from_every_collection_path() {
-        for kind in Kind::ALL {
+        for kind in Kind::SERVED {
             assert_eq!(Kind::of_path(&kind.collection_path(None)), Some((kind, None)));
             let namespace = kind.is_namespaced().then_some("shop");
             assert_eq!(Kind::of_path(&kind.collection_path(Some("shop"))), Some((kind, namespace)));
             assert_eq!(Kind::of_path(&kind.object_path("shop", "web")), None);
+            let found = namespace.map(|namespace| (kind, namespace, "web"));
+            assert_eq!(Kind::of_object_path(&kind.object_path("shop", "web")), found);
         }
     }
 }

@@ -176,9 +176,51 @@ impl EndpointSliceBuilder {
         }))
     }
 
+    /// Adds an endpoint of a pod on a node. `is_ready` says whether the pod is ready.
+    pub fn pod_endpoint(self, address: &str, node: &str, pod: (&str, &str), is_ready: bool) -> Self {
+        let (name, uid) = pod;
+        self.endpoint_json(json!({
+            "addresses": [address], "nodeName": node,
+            "conditions": {"ready": is_ready, "serving": is_ready, "terminating": false},
+            "targetRef": {"kind": "Pod", "namespace": "shop", "name": name, "uid": uid},
+        }))
+    }
+
     /// Adds an endpoint given as JSON, for zones, hints, and unusual or invalid content.
     pub fn endpoint_json(mut self, endpoint: Value) -> Self {
         push(&mut self.value["endpoints"], endpoint);
+        self
+    }
+}
+
+/// A builder of a pod. [`pod`] creates it.
+#[derive(Debug, Clone)]
+pub struct PodBuilder {
+    value: Value,
+}
+
+/// Begins a pod without readiness gates and conditions.
+pub fn pod(namespace: &str, name: &str, uid: &str) -> PodBuilder {
+    let mut value = object(Kind::Pod, Some(namespace), name);
+    value["metadata"]["uid"] = json!(uid);
+    value["spec"] = json!({"containers": [{"name": "main", "image": "registry.example/main"}]});
+    value["status"] = json!({});
+    PodBuilder { value }
+}
+
+impl PodBuilder {
+    common_methods!();
+
+    /// Adds a readiness gate.
+    pub fn gate(mut self, condition_type: &str) -> Self {
+        push(&mut self.value["spec"]["readinessGates"], json!({"conditionType": condition_type}));
+        self
+    }
+
+    /// Adds a condition.
+    pub fn condition(mut self, condition_type: &str, status: &str, reason: &str) -> Self {
+        let condition = json!({"type": condition_type, "status": status, "reason": reason});
+        push(&mut self.value["status"]["conditions"], condition);
         self
     }
 }

@@ -99,16 +99,31 @@ impl Store {
     }
 
     pub(super) fn get(&self, kind: Kind, namespace: &str, name: &str) -> Option<Arc<Value>> {
-        lock(&self.inner).objects.get(&kind)?.get(&key(kind, namespace, name)).cloned()
+        self.get_by_key(kind, &key(kind, namespace, name))
+    }
+
+    pub(super) fn get_by_key(&self, kind: Kind, key: &str) -> Option<Arc<Value>> {
+        lock(&self.inner).objects.get(&kind)?.get(key).cloned()
     }
 
     /// Creates or replaces an object. The resourceVersion of the given object is ignored.
-    pub(super) fn apply(&self, mut object: Value) -> Result<Arc<Value>, Failure> {
+    pub(super) fn apply(&self, object: Value) -> Result<Arc<Value>, Failure> {
         let kind = Kind::of(&object).filter(|_| object["metadata"]["name"].is_string());
         let kind = kind.ok_or_else(|| status::bad_request("the object has no name, or a kind that is not served"))?;
+        self.update(kind, key_of(kind, &object), |_| Ok(object))
+    }
+
+    /// Creates or replaces the object with a key by the result of `change`, whose argument is the
+    /// present object.
+    pub(super) fn update(
+        &self,
+        kind: Kind,
+        key: String,
+        change: impl FnOnce(Option<&Value>) -> Result<Value, Failure>,
+    ) -> Result<Arc<Value>, Failure> {
         let mut inner = lock(&self.inner);
-        let key = key_of(kind, &object);
         let before = inner.objects.get(&kind).and_then(|objects| objects.get(&key)).cloned();
+        let mut object = change(before.as_deref())?;
         if let Some(before) = &before {
             object["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"].clone();
             // As in the real server, a write without a change creates neither a version nor an
@@ -252,7 +267,7 @@ impl Inner {
     }
 }
 
-fn key(kind: Kind, namespace: &str, name: &str) -> String {
+pub(super) fn key(kind: Kind, namespace: &str, name: &str) -> String {
     if kind.is_namespaced() { format!("{namespace}/{name}") } else { name.to_owned() }
 }
 

@@ -36,7 +36,7 @@ fn wire_kind(kind: SourceKind) -> i32 {
         SourceKind::Services => Kind::Services,
         SourceKind::EndpointSlices => Kind::EndpointSlices,
         SourceKind::Nodes => Kind::Nodes,
-        SourceKind::ServiceCidrs | SourceKind::Files => panic!("the model's source has no {kind:?}"),
+        SourceKind::ServiceCidrs | SourceKind::Pods | SourceKind::Files => panic!("the model's source has no {kind:?}"),
     };
     kind.into()
 }
