@@ -1,6 +1,6 @@
 //! The changes that a source passes to the store, and the trait [`Sink`] that receives them.
 
-use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::SystemTime};
+use std::{collections::BTreeMap, fmt, net::IpAddr, sync::Arc, time::SystemTime};
 
 use headgate_core::{Change, Node, ServiceKey};
 use tokio::sync::watch;
@@ -55,6 +55,12 @@ pub struct GatedPod {
     pub name: Box<str>,
     /// `metadata.uid`.
     pub uid: Box<str>,
+}
+
+impl fmt::Display for GatedPod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
 }
 
 /// The kinds of objects. The source has a position for each kind.

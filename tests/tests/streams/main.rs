@@ -10,6 +10,7 @@ mod fleet;
 mod fuzz;
 mod identity;
 mod query_node;
+mod ready_everywhere;
 mod replica;
 mod sink;
 mod sync_connection;

@@ -96,7 +96,7 @@ impl Elector {
     async fn attempt(&mut self) -> Result<bool, String> {
         let Some(mut lease) = self.api.get_opt(&self.lease.name).await.map_err(|error| chain(&error))? else {
             let metadata = ObjectMeta { name: Some(self.lease.name.to_string()), ..ObjectMeta::default() };
-            let lease = Lease { metadata, spec: Some(self.taken(&LeaseSpec::default())), ..Lease::default() };
+            let lease = Lease { metadata, spec: Some(self.taken(&LeaseSpec::default())) };
             return is_written(self.api.create(&PostParams::default(), &lease).await);
         };
         let spec = lease.spec.take().unwrap_or_default();
@@ -133,7 +133,7 @@ impl Elector {
         let mut lease = self.api.get(&self.lease.name).await?;
         let spec = lease.spec.take().unwrap_or_default();
         if spec.holder_identity.as_ref() == Some(&self.identity) {
-            lease.spec = Some(LeaseSpec { holder_identity: Some(String::new()), renew_time: now(), ..spec });
+            lease.spec = Some(LeaseSpec { holder_identity: None, renew_time: now(), ..spec });
             self.api.replace(&self.lease.name, &PostParams::default(), &lease).await?;
         }
         Ok(())

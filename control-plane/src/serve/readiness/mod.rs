@@ -14,7 +14,7 @@ use kube::{
     Api, Client,
     api::{Patch, PatchParams},
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::{
     sync::{Semaphore, watch},
     task::AbortHandle,
@@ -195,11 +195,9 @@ impl Readiness {
         let verdict = self.verdict(pod, Instant::from_std(since) + self.bound).await;
         if let Verdict::TimedOut(_) | Verdict::NoEndpoints = verdict {
             let message = verdict.message(self.bound);
-            tracing::warn!(pod = format!("{}/{}", names.namespace, names.name), "a pod becomes ready: {message}");
+            tracing::warn!(pod = %names, "a pod becomes ready: {message}");
         }
-        if self.write(pod, &names, &verdict).await {
-            self.context.metrics.count_gate_set(verdict.label(), since.elapsed());
-        }
+        self.write(pod, &names, &verdict, since).await;
     }
 
     /// Waits until all nodes use the endpoints of the pod, or until `limit`.
@@ -233,13 +231,11 @@ impl Readiness {
     }
 
     /// Sets the condition. Tries again after each failure: the caller ends this task when the pod
-    /// waits no longer, or when the replica loses the Lease. Returns whether the condition is set.
-    async fn write(&self, pod: PodId, names: &GatedPod, verdict: &Verdict) -> bool {
-        let GatedPod { namespace, name, uid } = names;
-        let api: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
+    /// waits no longer, or when the replica loses the Lease.
+    async fn write(self: &Arc<Self>, pod: PodId, names: &Arc<GatedPod>, verdict: &Verdict, since: std::time::Instant) {
         // With another UID, the API server refuses the patch: it belongs to an older pod.
         let patch = json!({
-            "metadata": {"uid": uid},
+            "metadata": {"uid": names.uid},
             "status": {"conditions": [{
                 "type": GATE,
                 "status": "True",
@@ -248,28 +244,50 @@ impl Readiness {
                 "lastTransitionTime": Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
             }]},
         });
-        let parameters = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
+        let (patch, label) = (Arc::new(patch), verdict.label());
         let mut back_off = BackOff::default();
         loop {
             let turn = self.writing.acquire().await;
             if !self.is_holder() || !self.store().is_waiting(pod) {
-                return false;
+                return;
             }
-            let patched = timeout(API_TIMEOUT, api.patch_status(name, &parameters, &Patch::Strategic(&patch))).await;
+            // The pod may stop to wait before the answer arrives, which ends this task. The answer
+            // counts all the same.
+            let (readiness, pod, patch) = (Arc::clone(self), Arc::clone(names), Arc::clone(&patch));
+            let request = tokio::spawn(async move {
+                let patched = readiness.patch(&pod, &patch).await;
+                match patched {
+                    Ok(()) => readiness.context.metrics.count_gate_set(label, since.elapsed()),
+                    Err(_) => readiness.context.metrics.count_gate_failure("condition"),
+                }
+                patched
+            });
+            let answer = request.await;
             drop(turn);
-            let (problem, retry_after) = match patched {
-                Ok(Ok(_)) => return true,
-                Ok(Err(error)) => (chain(&error), retry_after(&error)),
-                Err(_) => (format!("no answer within {} seconds", API_TIMEOUT.as_secs()), None),
+            let (problem, retry_after) = match answer {
+                Ok(Ok(())) => return,
+                Ok(Err(problem)) => problem,
+                Err(defect) => (defect.to_string(), None),
             };
             let pause = back_off.pause(retry_after);
-            self.context.metrics.count_gate_failure("condition");
             tracing::warn!(
-                pod = format!("{namespace}/{name}"),
+                pod = %names,
                 "cannot set the condition {GATE}: {problem}; the next attempt follows in {} ms; allow the verb patch on pods/status",
                 pause.as_millis()
             );
             sleep(pause).await;
+        }
+    }
+
+    /// Sends one patch. The error has the pause that the server asks for.
+    async fn patch(&self, names: &GatedPod, patch: &Value) -> Result<(), (String, Option<Duration>)> {
+        let api: Api<Pod> = Api::namespaced(self.client.clone(), &names.namespace);
+        let parameters = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
+        let patched = timeout(API_TIMEOUT, api.patch_status(&names.name, &parameters, &Patch::Strategic(patch))).await;
+        match patched {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(error)) => Err((chain(&error), retry_after(&error))),
+            Err(_) => Err((format!("no answer within {} seconds", API_TIMEOUT.as_secs()), None)),
         }
     }
 }
