@@ -1,6 +1,8 @@
 //! The manifests and the chart in `deploy/` create the same valid objects, grant only the
 //! documented rights, and use only options that the programs have.
 
+mod ready_everywhere;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -230,7 +232,7 @@ fn strings(value: &Value) -> BTreeSet<&str> {
 
 #[test]
 fn kustomizations_list_every_manifest() {
-    for name in ["base", "trial", "production"] {
+    for name in ["base", "trial", "production", "ready-everywhere"] {
         let folder = deploy().join("kustomize").join(name);
         let kustomization = documents_of(&folder.join("kustomization.yaml"));
         let patches = kustomization[0]["patches"].as_array().into_iter().flatten().map(|patch| &patch["path"]);

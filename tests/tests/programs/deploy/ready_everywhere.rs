@@ -1,0 +1,66 @@
+//! The manifests of `--ready-everywhere`, which are off by default.
+
+use std::process::Command;
+
+use clap::Parser as _;
+use headgate_control_plane::options::Options;
+use headgate_tests::{apiserver::Rights, testbed::process::tool};
+use serde_json::json;
+
+use super::{KUBERNETES, by_name, chart, control_plane_pod, deploy, object, objects, run, strings, validate};
+
+/// What `kubectl apply -k` creates from an overlay with the component `ready-everywhere`, as YAML.
+fn overlay_with_ready_everywhere(name: &str) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    // kustomize accepts only relative paths.
+    let path = folder.path().canonicalize().unwrap();
+    let up = "../".repeat(path.components().count() - 1);
+    let kustomize = deploy().join("kustomize").canonicalize().unwrap();
+    let at = |name: &str| format!("{up}{}", kustomize.join(name).strip_prefix("/").unwrap().display());
+    let kustomization = json!({
+        "apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization",
+        "resources": [at(name)], "components": [at("ready-everywhere")],
+    });
+    std::fs::write(path.join("kustomization.yaml"), kustomization.to_string()).unwrap();
+    run(Command::new(tool("kustomize")).arg("build").arg(path))
+}
+
+#[test]
+fn ready_everywhere_adds_its_own_roles_and_options_only_if_it_is_on() {
+    let yaml = overlay_with_ready_everywhere("production");
+    let mut from_overlay = by_name(&yaml);
+    for version in KUBERNETES {
+        let (is_valid, report) = validate(version, &yaml);
+        assert!(is_valid, "Kubernetes {version}: {report}");
+    }
+    from_overlay.remove(&("Namespace".to_owned(), "headgate-system".to_owned())).unwrap();
+    let mut command = chart(&object("ConfigMap", "headgate-settings"));
+    command.arg("--values").arg(deploy().join("chart/values-production.yaml"));
+    let from_chart = by_name(&run(command.args(["--set", "controlPlane.readyEverywhere=true"])));
+    assert_eq!(from_chart, from_overlay);
+    let is_new = |key: &&(String, String)| !objects().contains_key(*key);
+    let new: Vec<&str> = from_chart.keys().filter(is_new).map(|(kind, _)| kind.as_str()).collect();
+    assert_eq!(new, ["ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"]);
+    let of = |kind: &str| &from_chart[&(kind.to_owned(), "headgate-ready-everywhere".to_owned())];
+    let rights = Rights::of_objects([of("ClusterRole"), of("Role")]);
+    let expected = [
+        "create leases.coordination.k8s.io in headgate-system",
+        "get leases.coordination.k8s.io in headgate-system",
+        "list pods.",
+        "patch pods/status.",
+        "update leases.coordination.k8s.io in headgate-system",
+        "watch pods.",
+    ];
+    assert_eq!(rights.all().iter().map(String::as_str).collect::<Vec<_>>(), expected);
+    for kind in ["ClusterRoleBinding", "RoleBinding"] {
+        assert_eq!(of(kind)["roleRef"]["name"], "headgate-ready-everywhere");
+        assert_eq!(of(kind)["subjects"], object(kind, "headgate-control-plane")["subjects"]);
+    }
+    let lease = of("Role")["rules"][1]["resourceNames"][0].as_str().unwrap();
+    let deployment = &from_chart[&("Deployment".to_owned(), "headgate-control-plane".to_owned())];
+    let args = strings(&deployment["spec"]["template"]["spec"]["containers"][0]["args"]);
+    assert!(args.contains(format!("--ready-everywhere-lease=headgate-system/{lease}").as_str()), "{args:?}");
+    let options = Options::try_parse_from(std::iter::once("headgate-control-plane").chain(args)).unwrap();
+    assert!(options.ready_everywhere);
+    assert!(control_plane_pod().to_string().find("ready-everywhere").is_none(), "it is off by default");
+}
