@@ -182,16 +182,21 @@ impl Model {
         self.endpoints.gates.take()
     }
 
-    /// Whether an event is about a pod that has no effect: the pod is not held, and does not wait.
+    /// Whether an event is about a pod that neither waits nor has waited, so that it has no effect.
     #[must_use]
     pub fn ignores(&self, event: &Event) -> bool {
-        let key = event.key();
-        let waits = matches!(event, Event::Apply(object)
-            if matches!(&**object, Object::Pod(pod) if matches!(pod.gate_state(), Some(GateState::Waiting | GateState::Programmed))));
-        key.kind == ObjectKind::Pod
-            && !waits
-            && self.endpoints.gates.id(&key).is_none()
-            && !matches!(event, Event::Undecodable { .. })
+        let is_held = |key: &ObjectKey| self.endpoints.gates.id(key).is_some();
+        match event {
+            Event::Apply(object) => match &**object {
+                Object::Pod(pod) => {
+                    !matches!(pod.gate_state(), Some(GateState::Waiting | GateState::Programmed))
+                        && !is_held(&object.key())
+                }
+                _ => false,
+            },
+            Event::Delete(key) => key.kind == ObjectKind::Pod && !is_held(key),
+            Event::Undecodable { .. } => false,
+        }
     }
 
     /// The objects of a kind that are in use or have problems.

@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::needless_pass_by_value)]
 
+mod gates;
 mod hostile;
 mod ports;
 mod replay;
