@@ -119,9 +119,9 @@ pub struct Options {
     pub uncovered_after_seconds: u32,
 
     /// Set the condition of the readiness gate headgate.io/programmed of pods once all nodes send
-    /// connections to them (docs/ready-everywhere.md). One replica at a time does so. Needs --source
-    /// kubernetes, and the rights to read pods, to patch pods/status and to hold a Lease. Give this
-    /// option to all replicas
+    /// connections to them (docs/ready-everywhere.md). One replica at a time does so. Needs
+    /// --source kubernetes, and the rights to read pods, to patch pods/status and to hold a Lease.
+    /// Give this option to all replicas
     #[arg(long, requires = "peers")]
     pub ready_everywhere: bool,
 

@@ -6,8 +6,8 @@
 //! exception, a terminating entry never replaces another entry. kube-proxy decides by the same rule
 //! (`addEndpoints` in `pkg/proxy/endpointslicecache.go`), but visits the slices in random order. In
 //! this module the result depends only on the present slices, and not on the order in which they
-//! arrived. A change of one slice visits only the addresses that the change affects. The exception is
-//! described in `gates.rs`: pods that lack only the readiness gate of Headgate.
+//! arrived. A change of one slice visits only the addresses that the change affects. The exception
+//! is described in `gates.rs`: pods that lack only the readiness gate of Headgate.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},

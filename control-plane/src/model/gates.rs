@@ -3,8 +3,8 @@
 //!
 //! The API shows a pod that becomes ready in three steps, which arrive over two watches: the
 //! condition of the gate, the condition `Ready`, and the endpoint in the EndpointSlice. A pod is
-//! *held* from the beginning until the last step, so that its endpoints do not change in between. An
-//! endpoint that has been serving, and stops to serve, is never held.
+//! *held* from the beginning until the last step, so that its endpoints do not change in between.
+//! An endpoint that has been serving, and stops to serve, is never held.
 
 use std::{
     collections::{BTreeMap, HashMap},

@@ -176,8 +176,8 @@ impl Model {
         self.endpoints.take_pods()
     }
 
-    /// The pods with the readiness gate of Headgate that have begun or ceased to wait since the last
-    /// call.
+    /// The pods with the readiness gate of Headgate that have begun or ceased to wait since the
+    /// last call.
     pub fn take_gates(&mut self) -> Vec<GateChange> {
         self.endpoints.gates.take()
     }
@@ -259,8 +259,8 @@ impl Model {
         self.report(key, outcome, origin)
     }
 
-    /// Applies a version of a pod, or its removal. A pod without UID cannot be told from the next pod
-    /// of its name, so it has no effect.
+    /// Applies a version of a pod, or its removal. A pod without UID cannot be told from the next
+    /// pod of its name, so it has no effect.
     fn put_pod(&mut self, key: &ObjectKey, pod: Option<&Pod>) -> Outcome {
         let gated = pod.and_then(|pod| {
             let uid = Some(pod.metadata.uid.as_str()).filter(|uid| !uid.is_empty())?;

@@ -63,7 +63,8 @@ mod tests {
 
     use super::*;
 
-    /// A pod with gates, and with conditions that are written `TYPE=STATUS` or `TYPE=STATUS/REASON`.
+    /// A pod with gates, and with conditions that are written `TYPE=STATUS` or
+    /// `TYPE=STATUS/REASON`.
     fn state(gates: &[&str], conditions: &[&str]) -> Option<GateState> {
         let gates: Vec<_> = gates.iter().map(|gate| json!({"conditionType": gate})).collect();
         let condition = |text: &&str| {

@@ -68,8 +68,8 @@ pub use usage::Usage;
 /// receive a compacted step instead, which the first stream encodes.
 const EAGER_CHANGES: usize = 1024;
 
-/// For this time after a pod has begun to wait for its readiness gate, agents acknowledge new batches
-/// at once.
+/// For this time after a pod has begun to wait for its readiness gate, agents acknowledge new
+/// batches at once.
 const GATE_HURRY: Duration = Duration::from_secs(5);
 
 /// Number of commits whose arrival time is stored, to measure lag.

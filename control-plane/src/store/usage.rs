@@ -31,8 +31,8 @@ impl Store {
     }
 
     /// Returns the version since which an endpoint is ready for all its ports: every node that has
-    /// programmed this version or a later one uses the endpoint. `None` if it is not ready, or if the
-    /// store lacks the endpoint or its Service.
+    /// programmed this version or a later one uses the endpoint. `None` if it is not ready, or if
+    /// the store lacks the endpoint or its Service.
     #[must_use]
     pub fn ready_since(&self, key: &ServiceKey, address: IpAddr) -> Option<u64> {
         let inner = self.read();

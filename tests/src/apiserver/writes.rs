@@ -1,4 +1,5 @@
-//! Requests for one object: Leases can be read, created and replaced, and conditions of pods patched.
+//! Requests for one object: Leases can be read, created and replaced, and conditions of pods
+//! patched.
 
 use http::Method;
 use serde_json::{Value, json};

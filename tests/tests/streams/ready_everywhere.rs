@@ -312,6 +312,25 @@ async fn another_replica_goes_on_after_the_leader_has_stopped() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_replica_that_loses_the_lease_stops_to_write() {
+    let api = cluster();
+    let replicas = replicas(&api, &["--ready-everywhere-timeout-seconds=1"]).await;
+    until("a replica takes the Lease", async || sum(&replicas, "_leader").await == 1).await;
+    let mut lease = api.get(Kind::Lease, "headgate-system", LEASE).unwrap();
+    lease["spec"]["holderIdentity"] = json!("another");
+    lease["spec"]["leaseDurationSeconds"] = json!(3_600);
+    api.apply(lease).unwrap();
+    until("the replica notices", async || sum(&replicas, "_leader").await == 0).await;
+    api.apply(waiting_pod("web-1").build()).unwrap();
+    until("the endpoint is ready", async || replicas[0].is_ready() && replicas[1].is_ready()).await;
+    sleep(Duration::from_millis(1_000)).await;
+    assert_unset(&api, "web-1").await;
+    assert_eq!(patches(&api), []);
+    api.delete(Kind::Lease, "headgate-system", LEASE).unwrap();
+    until_set(&api, "web-1", "TimedOut").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_pod_of_the_same_name_does_not_get_the_condition_of_an_older_pod() {
     let api = cluster();
     let replicas = replicas(&api, &[]).await;

@@ -145,8 +145,9 @@ pub(crate) async fn confirm(fleet: &Fleet, question: &Question, until: Instant, 
     }
 }
 
-/// Returns whether the endpoints have the wanted state. A replica that has not reached the positions
-/// of the question may lack changes of the endpoints, so it does not say this of any endpoint.
+/// Returns whether the endpoints have the wanted state. A replica that has not reached the
+/// positions of the question may lack changes of the endpoints, so it does not say this of any
+/// endpoint.
 fn seen(fleet: &Fleet, question: &Question) -> Seen {
     let store = &fleet.context.store;
     if !store.is_synced() {

@@ -1,5 +1,5 @@
-//! The Lease that decides which replica writes conditions. The rules are those of client-go's leader
-//! election (`k8s.io/client-go` `tools/leaderelection`), so that no clocks are compared.
+//! The Lease that decides which replica writes conditions. The rules are those of client-go's
+//! leader election (`k8s.io/client-go` `tools/leaderelection`), so that no clocks are compared.
 
 use std::{sync::Arc, time::Duration};
 

@@ -1,14 +1,14 @@
-//! Ready everywhere: sets the condition of the readiness gate `headgate.io/programmed` once all nodes
-//! use the endpoints of a pod, or after a bound (discovery.proto, section 20).
+//! Ready everywhere: sets the condition of the readiness gate `headgate.io/programmed` once all
+//! nodes use the endpoints of a pod, or after a bound (discovery.proto, section 20).
 //!
-//! Every replica treats the endpoints of a waiting pod as ready. Only the holder of the Lease writes,
-//! and it only ever writes the status "True".
+//! Every replica treats the endpoints of a waiting pod as ready. Only the holder of the Lease
+//! writes, and it only ever writes the status "True".
 
 mod lease;
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
-use headgate_core::errors::chain;
+use headgate_core::{errors::chain, node_state::SourceState};
 use k8s_openapi::{api::core::v1::Pod, jiff::Timestamp};
 use kube::{
     Api, Client,
@@ -37,8 +37,8 @@ use crate::{
 /// The longest time for one request to the API server.
 const API_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The maximum number of pods that are asked about at the same time. Other pods wait for their turn,
-/// but not beyond their bound.
+/// The maximum number of pods that are asked about at the same time. Other pods wait for their
+/// turn, but not beyond their bound.
 const MAX_ASKED: usize = 1_024;
 
 /// The maximum number of requests to the API server at the same time.
@@ -150,7 +150,14 @@ pub(super) async fn start(
         asking: Semaphore::new(MAX_ASKED),
         writing: Semaphore::new(MAX_WRITES),
     });
-    tokio::spawn(elector.run(shutdown.clone()));
+    // A replica that has not listed its source knows no pods, so it leaves the Lease to others.
+    let (mut source, stopping) = (readiness.store().watch_source(), shutdown.clone());
+    tokio::spawn(async move {
+        let listed = async { source.wait_for(|state| *state != SourceState::Unlisted).await.is_ok() };
+        if stopping.run_until_cancelled(listed).await == Some(true) {
+            elector.run(stopping).await;
+        }
+    });
     tokio::spawn(shutdown.run_until_cancelled_owned(readiness.run()));
     Ok(())
 }

@@ -160,8 +160,8 @@ pub(super) fn page(kind: ObjectKind, text: &[u8]) -> Result<Page, String> {
     Ok(Page { events, version: raw.metadata.resource_version, continue_token })
 }
 
-/// False for a pod without the readiness gate of Headgate. The gates of a pod never change, so such a
-/// pod never gets an effect.
+/// False for a pod without the readiness gate of Headgate. The gates of a pod never change, so such
+/// a pod never gets an effect.
 fn has_effect(event: &Event) -> bool {
     !matches!(event, Event::Apply(object) if matches!(&**object, Object::Pod(pod) if !pod.has_gate()))
 }
