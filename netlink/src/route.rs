@@ -218,6 +218,19 @@ impl Routing {
         self.connection.execute(changes.into_iter().map(wire::change), refused)
     }
 
+    /// Returns whether an address is an address of the node, by the routes of the node. The kernel
+    /// answers without the lock that changes of links and routes take.
+    ///
+    /// # Errors
+    /// The kernel does not answer. A node without any route to the address is no error.
+    pub fn is_local(&mut self, address: IpAddr) -> Result<bool, NetlinkError> {
+        let mut is_local = false;
+        match self.connection.ask(wire::get_route(address), |_, payload| is_local = wire::is_local(payload)) {
+            Err(error) if error.refusal_code().is_none() => Err(error),
+            _ => Ok(is_local),
+        }
+    }
+
     /// Adds a route that makes an address an address of the node, on a link that does not get the
     /// address. Rules and sockets can then use the address, and the kernel does not choose it as a
     /// source address.

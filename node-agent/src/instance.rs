@@ -14,6 +14,7 @@ use std::{
     time::Duration,
 };
 
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use tokio::{io::AsyncReadExt as _, net::UnixStream};
 use tracing::{info, warn};
 
@@ -55,7 +56,7 @@ pub(crate) async fn claim() -> io::Result<Claim> {
             continue;
         };
         let owner = other.peer_cred()?;
-        if owner.uid() != 0 && owner.uid() != nix::unistd::geteuid().as_raw() {
+        if is_foreign(owner.uid()) {
             warn!(
                 user = owner.uid(),
                 process = owner.pid(),
@@ -69,6 +70,27 @@ pub(crate) async fn claim() -> io::Result<Claim> {
         // The other agent sends nothing. The read ends when the kernel closes the socket.
         let _ = other.read(&mut [0]).await;
     }
+}
+
+/// Returns the process of the agent that programs the network namespace of the caller, if there is
+/// one. Agents of other users do not count.
+///
+/// # Errors
+/// The system does not connect to the socket of the agent.
+pub(crate) fn running() -> io::Result<Option<i32>> {
+    match StdUnixStream::connect_addr(&SocketAddr::from_abstract_name(NAME)?) {
+        Ok(stream) => {
+            let owner = getsockopt(&stream, PeerCredentials)?;
+            Ok(Some(owner.pid()).filter(|_| !is_foreign(owner.uid())))
+        }
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// True for a user who is neither root nor the user of this process.
+fn is_foreign(user: u32) -> bool {
+    user != 0 && user != nix::unistd::geteuid().as_raw()
 }
 
 fn connect(address: &SocketAddr) -> io::Result<UnixStream> {
@@ -88,7 +110,9 @@ mod tests {
         if nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).is_err() {
             panic!("this test needs CAP_SYS_ADMIN");
         }
+        assert_eq!(running().unwrap(), None);
         let first = claim().await.unwrap();
+        assert_eq!(running().unwrap(), Some(std::process::id().cast_signed()));
         let second = tokio::spawn(claim());
         tokio::time::sleep(Duration::from_millis(300)).await;
         assert!(!second.is_finished(), "both agents have the claim");

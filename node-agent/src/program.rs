@@ -15,7 +15,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::{
     dataplane::{ErrorKind, iptables},
-    dataplane_choice,
+    dataplane_choice, instance,
     options::{LogFormat, Options},
     persist, run,
 };
@@ -77,6 +77,11 @@ pub fn run_task(options: &Options) -> anyhow::Result<bool> {
 }
 
 fn clean(options: &Options) -> anyhow::Result<()> {
+    if let Some(process) = instance::running().context("--cleanup: looking for an agent on this node")? {
+        anyhow::bail!(
+            "--cleanup: an agent of Headgate runs on this node (process {process}), and would write its rules again: stop the agent, and repeat --cleanup"
+        );
+    }
     let settings = options.configured()?.settings;
     let running = settings.metrics_bind_address.map(running_mode).transpose()?.flatten();
     if let Some(mode) = &running {

@@ -195,6 +195,18 @@ fn local_route(kind: u16, flags: u16, link: u32, address: IpAddr) -> Request {
     request.attribute(ROUTE_LINK, &link.to_ne_bytes())
 }
 
+/// Asks for the route to an address.
+pub(super) fn get_route(address: IpAddr) -> Request {
+    let Prefix { address, length } = Prefix::host(address);
+    let header = [[family_of(address), length, 0, 0], [0; 4], [0; 4]];
+    put_ip(Request::new(libc::RTM_GETROUTE, 0, &header.concat()), ROUTE_DESTINATION, address)
+}
+
+/// Whether a route leads to this node.
+pub(super) fn is_local(payload: &[u8]) -> bool {
+    payload.get(7) == Some(&libc::RTN_LOCAL)
+}
+
 pub(super) fn add_local_route(link: u32, address: IpAddr) -> Request {
     local_route(libc::RTM_NEWROUTE, FLAG_CREATE, link, address)
 }

@@ -489,9 +489,11 @@ impl Reconciler {
     }
 
     /// The time of the dataplane's next maintenance. `None` if no maintenance is pending. Also
-    /// `None` while a full sync is pending, because the full sync does the same work.
+    /// `None` while a full sync is pending, because the full sync does the same work, and while the
+    /// rules of an earlier run stay.
     fn maintain_at(&mut self) -> Option<Instant> {
-        self.dataplane.maintain_at().filter(|_| !self.unfinished.needs_full)
+        let is_off = self.unfinished.needs_full || self.shared.is_unconfirmed();
+        self.dataplane.maintain_at().filter(|_| !is_off)
     }
 
     fn maintain(&mut self) {

@@ -46,6 +46,8 @@ impl Loop {
     fn start_with(shared: AgentState, timing: Timing, has_rules: Option<bool>) -> Self {
         let (dataplane, control) = InMemoryDataplane::new();
         has_rules.into_iter().for_each(|has_rules| control.next_verdict(has_rules));
+        // Maintenance waits until the state is confirmed.
+        control.needs_maintenance();
         let (shared, metrics) = (Arc::new(shared), SyncMetrics::default());
         let (reconciler, progress) = Reconciler::new(Box::new(dataplane), Arc::clone(&shared), metrics.clone(), timing);
         let thread = Some(std::thread::spawn(|| reconciler.run()));

@@ -147,10 +147,12 @@ fn is_in_uml() -> bool {
     uml::guest::is_here()
 }
 
-/// Whether this kernel has IPVS. Otherwise prints why a test does not run.
+/// Whether this kernel has IPVS. Otherwise prints why a test does not run. Panics instead if
+/// `HEADGATE_NEEDS_IPVS` is set.
 pub fn has_ipvs() -> bool {
     let has_ipvs = Command::new("modprobe").arg("ip_vs").output().is_ok_and(|output| output.status.success());
     if !has_ipvs {
+        assert!(std::env::var_os("HEADGATE_NEEDS_IPVS").is_none(), "modprobe ip_vs fails");
         println!("this kernel has no IPVS: run this test with `make kernels`");
     }
     has_ipvs

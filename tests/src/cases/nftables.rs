@@ -215,11 +215,13 @@ fn without_owner(bed: &Testbed) -> Result<AgentSetup> {
 
 /// The value of a metric of the agent of node-a. `name` includes the labels, if any.
 pub(super) fn metric(bed: &Testbed, name: &str) -> Result<u64> {
-    let page = tool(
-        bed.machines().machine("node-a")?,
-        "curl",
-        &["-sS", "--max-time", "10", "http://127.0.0.1:10249/metrics"],
-    )?;
+    metric_of(bed, "node-a", name)
+}
+
+/// The value of a metric of the agent of a node. `name` includes the labels, if any.
+pub(super) fn metric_of(bed: &Testbed, node: &str, name: &str) -> Result<u64> {
+    let page =
+        tool(bed.machines().machine(node)?, "curl", &["-sS", "--max-time", "10", "http://127.0.0.1:10249/metrics"])?;
     let value = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     let value = value.with_context(|| format!("the page has no metric {name}:\n{page}"))?;
     value.parse().with_context(|| format!("{name} is {value}"))

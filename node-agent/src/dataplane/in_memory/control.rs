@@ -4,7 +4,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use headgate_core::{NodeFacts, ServiceKey, digest::Digests, view::ServicePortView};
@@ -44,6 +44,8 @@ pub(super) struct Script {
     pub(super) rejected: BTreeSet<String>,
     pub(super) quarantined: BTreeSet<Arc<ServiceKey>>,
     pub(super) deferred: Option<Vec<Fault>>,
+    /// When maintenance is due.
+    pub(super) maintenance_due_at: Option<Instant>,
 }
 
 impl Control {
@@ -79,6 +81,11 @@ impl Control {
     #[must_use]
     pub fn quarantined(&self) -> Vec<String> {
         self.script().quarantined.iter().map(ToString::to_string).collect()
+    }
+
+    /// Makes maintenance due now, once.
+    pub fn needs_maintenance(&self) {
+        self.script().maintenance_due_at = Some(Instant::now());
     }
 
     /// Makes the kernel reject `parts` of services, and accept the rest, from now on.

@@ -143,10 +143,11 @@ impl Dataplane for InMemoryFamily {
 
 impl Maintain<Control> for InMemoryFamily {
     fn due_at(&self) -> Option<Instant> {
-        None
+        self.control.script().maintenance_due_at
     }
 
-    fn maintain(&mut self, _: &mut Control, _: Instant) -> Result<(), DataplaneError> {
+    fn maintain(&mut self, kernel: &mut Control, _: Instant) -> Result<(), DataplaneError> {
+        kernel.script().maintenance_due_at = None;
         Ok(())
     }
 

@@ -6,6 +6,9 @@ use super::super::nftables;
 
 /// A connection that changes only the gate. The connection belongs to one network namespace.
 pub(super) trait Gate {
+    /// The protocols that the rules send to the proxy while the gate is closed.
+    fn protocols(&self) -> &'static [Protocol];
+
     /// Closes the gate for some protocols, or keeps it closed.
     ///
     /// # Errors
@@ -20,6 +23,10 @@ pub(super) trait Gate {
 }
 
 impl Gate for nftables::Gate {
+    fn protocols(&self) -> &'static [Protocol] {
+        &[Protocol::Tcp, Protocol::Udp]
+    }
+
     fn close(&mut self, family: Family, protocols: &[Protocol]) -> Result<(), String> {
         self.close(family, protocols).map_err(|error| error.to_string())
     }

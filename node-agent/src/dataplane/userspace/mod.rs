@@ -141,7 +141,8 @@ pub fn over_nftables(
 /// Finds the programs of iptables and starts the proxy behind their rules, which listens and gets
 /// no connections yet. Changes no rules in chains that receive packets.
 ///
-/// # Errors [`super::ErrorKind::Unavailable`] if this machine lacks iptables or IP sets, or refuses
+/// # Errors
+/// [`super::ErrorKind::Unavailable`] if this machine lacks iptables or IP sets, or refuses
 /// the proxy a socket or a thread. The message names it.
 pub fn over_iptables(
     config: &iptables::Config,
@@ -205,7 +206,6 @@ impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
     }
 
     fn prepare(&mut self, kernel: &mut UserspaceKernel<R::Kernel>) -> Result<Vec<String>, DataplaneError> {
-        route::add(self.family())?;
         self.direct.prepare_gate()?;
         self.direct.prepare(&mut kernel.rules)
     }

@@ -31,7 +31,7 @@ use super::{
     super::{ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts},
     ProxySettings, access_log, datagrams,
     gate::{Connect, Gate},
-    route::listener_address,
+    route::{Route, listener_address},
     rules::GatedRules,
     sockets::{bind, scope},
 };
@@ -45,8 +45,11 @@ const BACKLOG: i32 = 4096;
 const RENEWAL: Duration = Duration::from_millis(200);
 /// The gate is renewed only if a thread of the proxy has begun a turn of its loop within this time.
 const HANG: Duration = Duration::from_millis(400);
-/// How long the first sync waits for the gate.
-const LONGEST_CLOSING: Duration = Duration::from_secs(1);
+/// How long the agent waits until the gate is closed or open. A gate that nobody renews is open
+/// after this time.
+const LONGEST_CHANGE: Duration = Duration::from_secs(1);
+/// If the proxy gets no connections this long after its start, this is reported as a problem.
+const LONGEST_START: Duration = Duration::from_secs(10);
 /// Descriptors for everything except connections and datagrams.
 const OTHER_DESCRIPTORS: u64 = 2_000;
 /// The most threads of the proxy.
@@ -61,6 +64,7 @@ pub(super) struct Proxy {
     tcp: Arc<TcpProxy>,
     udp: Arc<UdpProxy>,
     gate: Arc<Mutex<GateState>>,
+    started: Instant,
     /// Wakes the thread, which answers when it has acted. Dropping the sender ends the thread.
     wake: Option<mpsc::Sender<mpsc::Sender<()>>>,
     thread: Option<JoinHandle<()>>,
@@ -121,7 +125,8 @@ impl Proxy {
         let (wake, woken) = mpsc::channel();
         let keeper = Keeper { tcp: Arc::clone(&tcp), udp: Arc::clone(&udp), connect, gate: Arc::clone(&gate) };
         let thread = thread::Builder::new().name("gate".into()).spawn(move || keeper.run(&woken)).map_err(refused)?;
-        Ok((Self { services, tcp, udp, gate, wake: Some(wake), thread: Some(thread) }, listeners))
+        let started = Instant::now();
+        Ok((Self { services, tcp, udp, gate, started, wake: Some(wake), thread: Some(thread) }, listeners))
     }
 
     /// Keeps the gate of a family closed from now on. The rules and the table are complete. Waits
@@ -132,7 +137,7 @@ impl Proxy {
             gate.families.push(family);
             drop(gate);
             // If the gate cannot be closed, `problem` says why.
-            let _ = self.wake().recv_timeout(LONGEST_CLOSING);
+            let _ = self.wake().recv_timeout(LONGEST_CHANGE);
         }
     }
 
@@ -198,7 +203,16 @@ impl Proxy {
 
     /// Why the gate is open although the proxy should get connections, as a sentence.
     pub(super) fn problem(&self) -> Option<String> {
-        lock(&self.gate).problem.clone()
+        if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {
+            return Some(
+                "traffic goes straight to endpoints, because the thread of the gate has ended: restart the agent"
+                    .to_owned(),
+            );
+        }
+        let gate = lock(&self.gate);
+        let waits = gate.families.is_empty() && self.started.elapsed() > LONGEST_START;
+        let waits = waits.then(|| "the agent carries no connection until a control plane has answered: traffic goes straight to endpoints, and Services that use the PROXY protocol are refused".to_owned());
+        gate.problem.clone().or(waits)
     }
 }
 
@@ -209,10 +223,10 @@ impl ConnectionProxy for Proxy {
     fn drain(&self, limit: Duration) -> u64 {
         let until = Instant::now() + limit;
         lock(&self.gate).is_draining = true;
-        drop(self.wake());
-        // The gate's thread opens the gate. Connections that passed the gate before complete their
-        // handshake meanwhile.
-        thread::sleep(RENEWAL * 2);
+        let is_open = self.wake().recv_timeout(LONGEST_CHANGE).is_ok() && lock(&self.gate).problem.is_none();
+        // Connections that passed the gate before complete their handshake. A gate that the thread
+        // could not open opens by itself.
+        thread::sleep(if is_open { RENEWAL * 2 } else { LONGEST_CHANGE });
         let left = || until.saturating_duration_since(Instant::now());
         self.tcp.drain(left()) + self.udp.drain(left())
     }
@@ -248,7 +262,7 @@ struct Keeper {
 
 impl Keeper {
     fn run(self, woken: &mpsc::Receiver<mpsc::Sender<()>>) {
-        let mut kernel: Option<Box<dyn Gate>> = None;
+        let mut kernel = None;
         loop {
             let acted = match woken.recv_timeout(RENEWAL) {
                 Ok(acted) => Some(acted),
@@ -259,11 +273,7 @@ impl Keeper {
                 let gate = lock(&self.gate);
                 (gate.families.clone(), gate.is_draining)
             };
-            let renewed = self.renew(&mut kernel, &families, is_draining);
-            let problem = renewed.err().map(|error| {
-                kernel = None;
-                format!("traffic goes straight to endpoints, because the gate of the proxy cannot be closed: {error}")
-            });
+            let problem = self.renew(&mut kernel, &families, is_draining).err();
             let mut gate = lock(&self.gate);
             if let Some(sentence) = problem.as_ref().filter(|_| gate.problem.is_none()) {
                 warn!("{sentence}");
@@ -275,26 +285,52 @@ impl Keeper {
         }
     }
 
-    fn renew(&self, kernel: &mut Option<Box<dyn Gate>>, families: &[Family], is_draining: bool) -> Result<(), String> {
+    /// Closes or opens the gate of each family. A family with an error does not hinder the other
+    /// one. Returns the problems as a sentence.
+    fn renew(&self, kernel: &mut Option<Connections>, families: &[Family], is_draining: bool) -> Result<(), String> {
         if families.is_empty() {
             return Ok(());
         }
-        let kernel = match kernel {
-            Some(kernel) => kernel,
-            closed => closed.insert((self.connect)()?),
+        let open = |error| {
+            format!("traffic goes straight to endpoints, because the gate of the proxy cannot be closed: {error}")
         };
-        let turns = [(Transport::Tcp, self.tcp.since_last_turn()), (Transport::Udp, self.udp.since_last_turn())];
-        let (live, hanging): (Vec<_>, Vec<_>) = turns.into_iter().partition(|(_, hang)| *hang <= HANG);
-        let live: Vec<Transport> = live.into_iter().map(|(transport, _)| transport).collect();
-        for family in families {
-            let result = if is_draining { kernel.open(*family) } else { kernel.close(*family, &live) };
-            result.map_err(|error| format!("{family}: {error}"))?;
+        if kernel.is_none() {
+            let (gate, route) = ((self.connect)().map_err(open)?, Route::connect().map_err(open)?);
+            *kernel = Some(Connections { gate, route });
+        }
+        let Some(Connections { gate, route }) = kernel else { return Ok(()) };
+        let hang = |transport: &Transport| match transport {
+            Transport::Udp => self.udp.since_last_turn(),
+            _ => self.tcp.since_last_turn(),
+        };
+        let (live, hanging): (Vec<_>, Vec<_>) =
+            gate.protocols().iter().copied().partition(|transport| hang(transport) <= HANG);
+        let mut change = |family| match is_draining {
+            true => gate.open(family),
+            false => route.keep(family).and_then(|()| gate.close(family, &live)),
+        };
+        let failed: Vec<String> = families
+            .iter()
+            .filter_map(|family| change(*family).err().map(|error| format!("{family}: {error}")))
+            .collect();
+        if !failed.is_empty() {
+            *kernel = None;
+            return Err(open(failed.join("; ")));
         }
         match hanging.first().filter(|_| !is_draining) {
-            Some((transport, hang)) => Err(format!("a {transport} thread of the proxy has not turned for {hang:?}")),
+            Some(transport) => Err(format!(
+                "{transport} traffic goes straight to endpoints, because a thread of the proxy has not turned for {:?}",
+                hang(transport)
+            )),
             None => Ok(()),
         }
     }
+}
+
+/// The gate, and the routes without which nobody reaches the listeners.
+struct Connections {
+    gate: Box<dyn Gate>,
+    route: Route,
 }
 
 fn lock(gate: &Mutex<GateState>) -> MutexGuard<'_, GateState> {

@@ -19,11 +19,31 @@ pub(super) fn listener_address(family: Family) -> IpAddr {
     }
 }
 
-/// Makes the address of the listeners an address of the node.
-pub(super) fn add(family: Family) -> Result<(), DataplaneError> {
-    let address = listener_address(family);
-    let added = Routing::open().and_then(|mut routing| routing.add_local_route(LOOPBACK, address));
-    unless(libc::EEXIST, added, &format!("adding the local route to {address}, the address of the proxy"))
+/// Keeps the addresses of the listeners addresses of the node. The connection belongs to one network
+/// namespace.
+#[derive(Debug)]
+pub(super) struct Route(Routing);
+
+impl Route {
+    /// Connects in the network namespace of the calling thread.
+    pub(super) fn connect() -> Result<Self, String> {
+        Ok(Self(Routing::open().map_err(|error| error.to_string())?))
+    }
+
+    /// Adds the route of a family if it is missing: another program may have removed it, and it
+    /// goes when the loopback device goes down.
+    ///
+    /// # Errors
+    /// The kernel refuses the route, for example while the loopback device is down. Try again.
+    pub(super) fn keep(&mut self, family: Family) -> Result<(), String> {
+        let address = listener_address(family);
+        let added = self
+            .0
+            .is_local(address)
+            .and_then(|is_local| if is_local { Ok(()) } else { self.0.add_local_route(LOOPBACK, address) });
+        unless(libc::EEXIST, added, &format!("adding the local route to {address}, the address of the proxy"))
+            .map_err(|error| error.to_string())
+    }
 }
 
 /// The routes of both families, as a leftover.

@@ -45,18 +45,26 @@ fn elements(family: Family) -> [Element; 2] {
 pub(super) fn create(family: Family) -> Result<(), DataplaneError> {
     let (wanted, mut sets) = (specification(family), IpSets::open().map_err(of_sets)?);
     match sets.create(&wanted) {
-        Err(error) if error.refusal_code() == Some(libc::EEXIST) => {}
-        result => return result.map_err(of_sets),
+        Err(error) if error.refusal_code() == Some(libc::EEXIST) => find(&mut sets, family).map(drop),
+        result => result.map_err(of_sets),
     }
-    let found = sets.header(&wanted.name).map_err(of_sets)?;
-    if found.is_none_or(|found| found.fits(&wanted)) {
-        return Ok(());
+}
+
+/// Returns how many rules refer to the gate of a family, if it exists.
+///
+/// # Errors
+/// [`ErrorKind::Unavailable`] if a set of another program has the name of the gate.
+fn find(sets: &mut IpSets, family: Family) -> Result<Option<u32>, DataplaneError> {
+    let wanted = specification(family);
+    let Some(found) = sets.header(&wanted.name).map_err(of_sets)? else { return Ok(None) };
+    if found.fits(&wanted) {
+        return Ok(Some(found.references));
     }
     let message = format!(
         "the set {name} has another type or other options than the gate of mode userspace: remove the set (ipset destroy {name})",
         name = wanted.name
     );
-    Err(DataplaneError::new(ErrorKind::Fatal, message))
+    Err(DataplaneError::new(ErrorKind::Unavailable, message).of(family))
 }
 
 /// Checks that this machine has what the gate needs in these families. Tries a rule in a chain that
@@ -67,8 +75,8 @@ pub(super) fn create(family: Family) -> Result<(), DataplaneError> {
 pub(super) fn require(families: &[Family], variant: Variant) -> Result<(), DataplaneError> {
     for family in families.iter().copied().filter(|family| *family == Family::V4 || has_ipv6()) {
         let mut sets = IpSets::open().map_err(of_sets)?;
-        let found = sets.header(gate_set(family)).map_err(of_sets)?;
-        if found.as_ref().is_some_and(|found| found.references > 0) {
+        let found = find(&mut sets, family)?;
+        if found.is_some_and(|references| references > 0) {
             continue;
         }
         create(family)?;
@@ -98,8 +106,11 @@ pub(crate) fn gates() -> Leftover {
 
 fn remove(family: Family) -> Result<(), DataplaneError> {
     let (name, mut sets) = (gate_set(family), IpSets::open().map_err(of_sets)?);
-    if sets.header(name).map_err(of_sets)?.is_none() {
-        return Ok(());
+    match find(&mut sets, family) {
+        // A set of another program is nothing that Headgate left.
+        Ok(None) => return Ok(()),
+        Err(error) if error.kind == ErrorKind::Unavailable => return Ok(()),
+        found => drop(found?),
     }
     // A kube-proxy that runs removes the jumps to these chains when it replaces the chains of
     // Services, and not these chains. Until then, or if it uses the other variant of iptables, the
@@ -132,10 +143,13 @@ impl SetGate {
 }
 
 impl Gate for SetGate {
+    fn protocols(&self) -> &'static [Protocol] {
+        &[Protocol::Tcp]
+    }
+
     /// Adding an element that exists renews its timeout.
     fn close(&mut self, family: Family, protocols: &[Protocol]) -> Result<(), String> {
-        // The rules redirect only TCP.
-        if protocols.contains(&Protocol::Tcp) { self.execute(family, Change::add) } else { Ok(()) }
+        if protocols.is_empty() { Ok(()) } else { self.execute(family, Change::add) }
     }
 
     fn open(&mut self, family: Family) -> Result<(), String> {

@@ -46,7 +46,8 @@ const LONGEST_WAIT: Duration = Duration::from_secs(20);
 /// # Errors
 /// A program does not start, or the upgrade loses a connection.
 pub fn run() -> Result<Vec<Figure>> {
-    let bench = Bench::new()?;
+    // New connections are open, too.
+    let bench = Bench::new(CONNECTIONS * 2)?;
     let mut figures = Vec::new();
     let mut agent = bench.start_agent()?;
     thread::sleep(SETTLE);
@@ -139,6 +140,8 @@ fn observe(bench: &Bench, failure: impl FnOnce(&Clients) -> Result<()>) -> Resul
             ensure!(began_waiting.elapsed() < LONGEST_WAIT * 3, "the clients did not open their connections in time");
             thread::sleep(Duration::from_millis(20));
         }
+        let carried = bench.agent_counter("headgate_userspace_connections_open")?;
+        ensure!(carried >= CONNECTIONS as f64, "the agent carries only {carried} of {CONNECTIONS} connections");
         let began = Instant::now();
         threads.push(start(scope, &bench.namespace, move || shared.open_new(began)));
         let result = failure(&clients);

@@ -22,9 +22,11 @@ use nix::{
 /// The processor of client and server. The proxy has processor 0.
 const OTHER_PROCESSOR: usize = 1;
 pub(super) const IDLE_CONNECTIONS: usize = 10_000;
-/// Open files of a process. HAProxy, and this process with client and server, need two for each
-/// idle connection. The agent uses three of four for connections.
-const OPEN_FILES: u64 = IDLE_CONNECTIONS as u64 * 8 / 3 + 3_000;
+/// Open files of a process for a number of connections. HAProxy, and this process with client and
+/// server, need two for each connection. The agent uses three of four for connections.
+pub(super) const fn open_files(connections: usize) -> u64 {
+    connections as u64 * 8 / 3 + 3_000
+}
 const ACCEPTING_THREADS: usize = 4;
 /// After this time, the threads of a load have opened their connections.
 const WARM_UP: Duration = Duration::from_millis(300);
@@ -46,11 +48,14 @@ pub(super) fn use_the_other_processor() -> Result<()> {
     sched_setaffinity(Pid::from_raw(0), &processors).context("the bench needs two processors")
 }
 
-/// Raises the limit of open files of this process, and of the programs that it starts later.
-pub(super) fn raise_open_files() -> Result<()> {
+/// Raises the limit of open files of this process, and of the programs that it starts later, to at
+/// least `needed`.
+pub(super) fn raise_open_files(needed: u64) -> Result<()> {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    let limit = hard.max(OPEN_FILES);
-    setrlimit(Resource::RLIMIT_NOFILE, limit, limit).context("raising the limit of open files, which needs root")
+    let limit = hard.max(needed);
+    setrlimit(Resource::RLIMIT_NOFILE, limit, limit).with_context(|| {
+        format!("the bench needs {needed} open files, and the limit is {hard}: run it with CAP_SYS_RESOURCE, or raise the limit (ulimit -Hn {needed})")
+    })
 }
 
 /// Starts the server in the namespace of the calling thread.

@@ -66,7 +66,7 @@ const FIELDS: [(&str, &str, Field); 5] = [
 /// # Errors
 /// HAProxy is not installed, a program does not start, or a connection fails.
 pub fn run() -> Result<Vec<Figure>> {
-    let bench = Bench::new()?;
+    let bench = Bench::new(load::IDLE_CONNECTIONS)?;
     let mut costs = [Vec::new(), Vec::new()];
     for _ in 0..ROUNDS {
         costs[0].push(bench.headgate()?);
@@ -89,8 +89,9 @@ struct Bench {
 }
 
 impl Bench {
-    fn new() -> Result<Self> {
-        load::raise_open_files()?;
+    /// Starts a control plane and a server for a number of connections.
+    fn new(connections: usize) -> Result<Self> {
+        load::raise_open_files(load::open_files(connections))?;
         let folder = tempfile::tempdir().context("creating a folder")?;
         let manifests = folder.path().join("manifests");
         fs::create_dir(&manifests)?;
