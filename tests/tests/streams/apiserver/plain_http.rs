@@ -39,7 +39,7 @@ fn watch_lines(server: &ApiServer, path: &str) -> Vec<Value> {
 fn requests_that_the_watch_loop_never_sends_are_refused() {
     let server = ApiServer::start().unwrap();
     for (path, code) in [
-        ("/api/v1/pods", 404),
+        ("/api/v1/configmaps", 404),
         ("/api/v1/namespaces/shop/services/web", 404),
         ("/api/v1/services?labelSelector=app%3Dweb", 400),
         ("/api/v1/nodes?fieldSelector=spec.clusterIP!=None", 400),
