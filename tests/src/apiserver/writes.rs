@@ -83,7 +83,7 @@ fn conflict() -> Failure {
 fn patched(pod: &Value, patch: &Value) -> Result<Value, Failure> {
     let uid = &patch["metadata"]["uid"];
     if !uid.is_null() && *uid != pod["metadata"]["uid"] {
-        return Err(failure(409, "Conflict", "Precondition failed: UID in precondition"));
+        return Err(failure(422, "Invalid", &format!("metadata.uid: Invalid value: {uid}: field is immutable")));
     }
     let mut pod = pod.clone();
     let conditions = &mut pod["status"]["conditions"];

@@ -348,7 +348,7 @@ async fn a_pod_of_the_same_name_does_not_get_the_condition_of_an_older_pod() {
     api.delete(Kind::Pod, "shop", "web-1").unwrap();
     api.apply(pod("shop", "web-1", "uid-2").gate(GATE).condition("ContainersReady", "False", "").build()).unwrap();
     program(&replicas[0], &mut clients[2]).await;
-    until("the patch is refused", async || patches(&api).iter().any(|(_, code)| *code == Some(409))).await;
+    until("the patch is refused", async || patches(&api).iter().any(|(_, code)| *code == Some(422))).await;
     assert_eq!(condition(&api, "web-1"), None);
     api.release(Kind::Pod);
     for replica in &replicas {
