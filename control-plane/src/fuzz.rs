@@ -72,13 +72,14 @@ fn serve_events(events: Vec<Event>) -> usize {
 
 /// A store with the state after these events, and the number of events.
 fn store_of(events: Vec<Event>) -> (Store, usize) {
-    let (mut model, store) = (Model::default(), Store::new(Limits::default(), Arc::new(Metrics::default())));
+    let (mut model, store) = (Model::with_gates(), Store::new(Limits::default(), Arc::new(Metrics::default())));
     let count = events.len();
     for event in events {
         model.event(event, "");
     }
     let (changes, nodes) = model.take_changes();
-    store.commit(Transaction { changes, nodes, ..Transaction::default() });
+    let gates = model.take_gates();
+    store.commit(Transaction { changes, nodes, gates, ..Transaction::default() });
     store.problems(model.take_problems().unwrap_or_default());
     store.synced();
     (store, count)

@@ -5,6 +5,7 @@ mod real;
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
+    path::Path,
     sync::Arc,
     time::Duration,
 };
@@ -357,41 +358,32 @@ async fn a_pod_of_the_same_name_does_not_get_the_condition_of_an_older_pod() {
     }
 }
 
-/// The rights that the manifests grant without and with `--ready-everywhere`.
-fn rights(verbs: &[&str]) -> Rights {
-    let rule = |group: &str, resources: &[&str], verbs: &[&str]| json!({"apiGroups": [group], "resources": resources, "verbs": verbs});
-    let read = ["list", "watch"];
-    let mut rules = vec![
-        rule("", &["services", "nodes"], &read),
-        rule("discovery.k8s.io", &["endpointslices"], &read),
-        rule("networking.k8s.io", &["servicecidrs"], &read),
-        rule("coordination.k8s.io", &["leases"], &["get", "create", "update"]),
-    ];
-    if verbs.contains(&"watch") {
-        rules.push(rule("", &["pods"], &read));
-    }
-    if verbs.contains(&"patch") {
-        rules.push(rule("", &["pods/status"], &["patch"]));
-    }
-    Rights::of_objects([&json!({"kind": "ClusterRole", "rules": rules})])
+/// The rights that these manifests of `deploy/kustomize` grant.
+fn rights(files: &[&str]) -> Rights {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/kustomize");
+    let read = |file: &&str| std::fs::read_to_string(folder.join(file)).unwrap();
+    let objects = |text: String| serde_saphyr::from_multiple::<Value>(&text).unwrap();
+    let objects: Vec<Value> = files.iter().map(read).flat_map(objects).collect();
+    Rights::of_objects(&objects)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn without_the_roles_services_are_served_and_conditions_stay_unset() {
     let api = cluster();
     api.apply(waiting_pod("web-1").build()).unwrap();
-    api.set_options(|options| options.rights = Some(rights(&[])));
+    api.set_options(|options| options.rights = Some(rights(&["base/rbac.yaml"])));
     let replicas = replicas(&api, &["--ready-everywhere-timeout-seconds=1"]).await;
     let forbidden = "headgate_source_errors_total{kind=\"pods\",reason=\"forbidden\"}";
     until("the refusal is counted", async || replicas[0].metric(forbidden).await > 0).await;
     assert_eq!((replicas[0].store.source_problem(), replicas[0].is_ready()), (None, false));
-    api.set_options(|options| options.rights = Some(rights(&["watch"])));
+    let all = rights(&["base/rbac.yaml", "ready-everywhere/rbac.yaml"]);
+    api.set_options(|options| options.rights = Some(all.without("patch pods/status.")));
     for replica in &replicas {
         until("the endpoint is ready", async || replica.is_ready()).await;
     }
     until("the patch is refused", async || patches(&api).iter().any(|(_, code)| *code == Some(403))).await;
     assert_eq!(condition(&api, "web-1"), None);
-    api.set_options(|options| options.rights = Some(rights(&["watch", "patch"])));
+    api.set_options(|options| options.rights = Some(all));
     until_set(&api, "web-1", "TimedOut").await;
     assert!(sum(&replicas, "_request_failures_total{kind=\"condition\"}").await > 0);
 }

@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use clap::Parser as _;
-use headgate_control_plane::options::Options;
+use headgate_control_plane::{objects::GATE, options::Options};
 use headgate_tests::{apiserver::Rights, testbed::process::tool};
 use serde_json::json;
 
@@ -64,4 +64,19 @@ fn ready_everywhere_adds_its_own_roles_and_options_only_if_it_is_on() {
     let options = Options::try_parse_from(std::iter::once("headgate-control-plane".to_owned()).chain(args)).unwrap();
     assert!(options.ready_everywhere);
     assert!(control_plane_pod().to_string().find("ready-everywhere").is_none(), "it is off by default");
+}
+
+/// The second block of docs/ready-everywhere.md is a part of the specification of a pod.
+#[test]
+fn the_gate_of_the_page_is_valid_by_the_schemas_of_kubernetes() {
+    let page = std::fs::read_to_string(deploy().join("../docs/ready-everywhere.md")).unwrap();
+    let block = page.split("```yaml\n").nth(2).unwrap().split_once("```").unwrap().0;
+    let specification: String = block.lines().map(|line| format!("{}\n", line.strip_prefix(' ').unwrap())).collect();
+    let container = "  containers:\n    - name: web\n";
+    let pod = format!("apiVersion: v1\nkind: Pod\nmetadata:\n  name: web\nspec:\n{container}{specification}");
+    assert!(pod.contains(GATE));
+    for version in KUBERNETES {
+        let (is_valid, report) = validate(version, &pod);
+        assert!(is_valid, "Kubernetes {version}: {report}\n{pod}");
+    }
 }

@@ -178,7 +178,7 @@ fn mutated_manifests_are_read_safely() {
 }
 
 fn kind_of(name: &str) -> ObjectKind {
-    let kinds = ObjectKind::ALL.into_iter();
+    let kinds = ObjectKind::ALL.into_iter().chain([ObjectKind::Pod]);
     kinds.max_by_key(|kind| usize::from(name.contains(kind.name())) * kind.name().len()).unwrap()
 }
 
