@@ -410,6 +410,20 @@ mod tests {
     }
 
     #[test]
+    fn ready_everywhere_needs_an_api_server_and_the_other_replicas() {
+        let start = ["headgate-control-plane", "--ready-everywhere"];
+        let alone = Options::try_parse_from(start.iter().chain(&["--source", "kubernetes"])).unwrap_err();
+        assert!(alone.to_string().contains("--peers"), "{alone}");
+        let files = options(&["--ready-everywhere", "--peers", "none"]);
+        let error = files.check_source().unwrap_err().to_string();
+        assert!(error.contains("remove it, or use --source kubernetes"), "{error}");
+        let on = Options::try_parse_from(start.iter().chain(&["--source", "kubernetes", "--peers", "none"])).unwrap();
+        assert!(on.check_source().is_ok() && on.source_settings().reads_pods);
+        assert_eq!(on.settings().readiness.unwrap().bound, Duration::from_secs(30));
+        assert_eq!(options(&[]).settings().readiness, None);
+    }
+
+    #[test]
     fn a_service_is_named_with_its_namespace() {
         let key = ServiceKey::new("headgate-system", "headgate-control-plane");
         let read = options(&["--balance-service", "headgate-system/headgate-control-plane"]).settings().balance_service;
