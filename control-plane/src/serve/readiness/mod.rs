@@ -195,7 +195,17 @@ impl Readiness {
     }
 
     fn is_holder(&self) -> bool {
-        self.held_until.borrow().is_some_and(|until| until > Instant::now())
+        is_ahead(&self.held_until.borrow())
+    }
+
+    /// Waits until this replica may write. A replica that cannot renew the Lease for a moment keeps
+    /// its tasks, and goes on with them after the renewal.
+    async fn until_holder(&self) {
+        let mut held = self.held_until.clone();
+        if held.wait_for(is_ahead).await.is_err() {
+            // The replica stops.
+            std::future::pending::<()>().await;
+        }
     }
 
     async fn settle(self: Arc<Self>, pod: PodId, WaitingPod { names, since }: WaitingPod) {
@@ -254,9 +264,13 @@ impl Readiness {
         let (patch, label) = (Arc::new(patch), verdict.label());
         let mut back_off = BackOff::default();
         loop {
+            self.until_holder().await;
             let turn = self.writing.acquire().await;
-            if !self.is_holder() || !self.store().is_waiting(pod) {
+            if !self.store().is_waiting(pod) {
                 return;
+            }
+            if !self.is_holder() {
+                continue;
             }
             // The pod may stop to wait before the answer arrives, which ends this task. The answer
             // counts all the same.
@@ -297,6 +311,10 @@ impl Readiness {
             Err(_) => Err((format!("no answer within {} seconds", API_TIMEOUT.as_secs()), None)),
         }
     }
+}
+
+fn is_ahead(until: &Option<Instant>) -> bool {
+    until.is_some_and(|until| until > Instant::now())
 }
 
 fn retry_after(error: &kube::Error) -> Option<Duration> {
