@@ -17,6 +17,7 @@ use headgate_tests::apiserver::{
     ApiServer, Kind, RequestFault, RequestFilter, Rights, Verb,
     objects::{PodBuilder, endpoint_slice, node, pod, service},
 };
+use headgate_tests::failover::{Gate, Mode};
 use http::Method;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -270,6 +271,30 @@ async fn other_pods_are_never_written() {
     until_set(&api, "last", "NoEndpoints").await;
     assert_eq!(patches(&api), [("/api/v1/namespaces/shop/pods/last/status".to_owned(), Some(200))]);
     drop((first, second));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replica_that_has_not_seen_the_pod_confirms_none_of_its_nodes() {
+    let api = cluster();
+    let gate = Gate::start(api.address(), Mode::Open).await.unwrap();
+    let through = api.kubeconfig().replace(&api.url(), &format!("http://{}", gate.address));
+    let leader = Replica::start(0, &api.kubeconfig(), &[]).await;
+    until("the leader has the Lease", async || leader.metric("headgate_readiness_gate_leader").await == 1).await;
+    let cut_off = Replica::start(1, &through, &[]).await;
+    until("the other replica is synced", async || cut_off.store.is_synced()).await;
+    let (mut a, mut b) = (agent(&leader, "a").await, agent(&cut_off, "b").await);
+    let mut c = agent(&leader, "c").await;
+    gate.set(Mode::Silent).await;
+    api.apply(waiting_pod("web-1").build()).unwrap();
+    program(&leader, &mut a).await;
+    program(&leader, &mut c).await;
+    // Node b has everything that its replica knows.
+    assert_unset(&api, "web-1").await;
+    assert!(!cut_off.is_ready());
+    gate.set(Mode::Refusing).await;
+    gate.set(Mode::Open).await;
+    program(&cut_off, &mut b).await;
+    until_set(&api, "web-1", "Programmed").await;
 }
 
 fn holder(api: &ApiServer) -> Option<String> {
