@@ -54,7 +54,8 @@ pub struct Member {
 /// What the kernel of a node has in one family.
 #[derive(Debug, Default)]
 pub struct Dump {
-    /// The virtual servers with their endpoints and weights.
+    /// The virtual servers with their endpoints and weights. An endpoint of weight 0 gets no new
+    /// connections.
     pub servers: BTreeMap<(IpAddr, Protocol, u16), Vec<(SocketAddr, u32)>>,
     /// The addresses on the device for Services.
     pub device: BTreeSet<IpAddr>,

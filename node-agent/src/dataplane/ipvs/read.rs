@@ -14,7 +14,7 @@ use headgate_core::{
 use headgate_netlink::route::{Change as RouteChange, Prefix, Routing};
 use ipnet::IpNet;
 use ipset_netlink::{Change, IpSets, Specification};
-use ipvs_netlink::{Ipvs, ServiceId};
+use ipvs_netlink::{Destination, Forwarding, Ipvs, ServiceId};
 
 use super::{
     super::{
@@ -210,7 +210,11 @@ pub(super) fn for_decoder(
         let ServiceId::Address { protocol, address } = found.service.id else { continue };
         let Some(protocol) = protocol_of(protocol).filter(|_| of_family(&&address.ip())) else { continue };
         let destinations = ipvs.destinations(found.service.id).map_err(of_ipvs)?.into_iter();
-        let destinations = destinations.map(|entry| (entry.destination.address, entry.destination.weight));
+        // An endpoint cannot answer packets to the address of a Service that IPVS does not translate.
+        let destinations = destinations.map(|entry| match entry.destination {
+            Destination { address, weight, forwarding: Forwarding::Masquerade, .. } => (address, weight),
+            Destination { address, .. } => (address, 0),
+        });
         dump.servers.insert((address.ip(), protocol, address.port()), destinations.collect());
     }
     Ok(dump)

@@ -18,7 +18,7 @@ use headgate_tests::{
     uml,
 };
 use ipset_netlink::{Change, Element, IpSets, Protocol as OfSet};
-use ipvs_netlink::{Command, Destination, Ipvs, Protocol, ServiceId};
+use ipvs_netlink::{Command, Destination, Forwarding, Ipvs, Protocol, ServiceId};
 
 use super::{Rig, Tables, masquerade, namespace};
 
@@ -93,6 +93,10 @@ fn corrupt_family(rig: &mut Rig, tables: Tables<'_>, targets: &Targets) -> Resul
     })?;
     rig.corrupt("a destination without weight", "svc0", || {
         change_servers(&[Command::SetDestination(web, Destination::new(endpoint).weighing(0))])
+    })?;
+    rig.corrupt("a destination whose packets are not translated", "svc0", || {
+        let destination = Destination { forwarding: Forwarding::Direct, ..Destination::new(endpoint) };
+        change_servers(&[Command::SetDestination(web, destination)])
     })?;
     rig.corrupt("a deleted virtual server", "svc0", || change_servers(&[Command::RemoveService(web)]))?;
     rig.corrupt("a deleted virtual server of a NodePort", "svc0", || {
