@@ -10,10 +10,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
-use headgate_core::{
-    Change, Dirty, NodeFacts, State,
-    masquerade::{LocalDetector, MasqueradeConfig},
-};
+use headgate_core::{Change, Dirty, NodeFacts, State, explain::Mode};
 use headgate_node_agent::dataplane::{
     FixedState, NodeDataplane as _,
     iptables::{Config, IptablesDataplane, Variant},
@@ -22,6 +19,7 @@ use headgate_node_agent::dataplane::{
 use super::{
     clock::wall_ms,
     kube_proxy_shape,
+    memory::verification,
     report::{Figure, median},
     two_level_shape, workload,
 };
@@ -79,8 +77,8 @@ fn measured(bench: Bench, variant: Variant, services: u32) -> Result<Vec<Figure>
     let what = if bench == Bench::Full { "iptables-full" } else { "iptables-incremental" };
     let label = if variant == Variant::Legacy { "legacy" } else { "nft" };
     let name = |what: &str| format!("{what}/{label}/{services}x{ENDPOINTS}");
-    let (ours, least_ms) = in_namespace("ours", |_| ours(variant, services))?;
-    let mut figures = Vec::new();
+    let (ours, least_ms, verified) = in_namespace("ours", |_| ours(&name(what), variant, services))?;
+    let mut figures = if bench == Bench::Full { verified } else { Vec::new() };
     if variant == Variant::Nft && services > NFT_ANCHOR_MAX_SERVICES {
         figures.push(Figure::alone(name(what), pick(&ours), "ms"));
     } else {
@@ -107,16 +105,16 @@ fn in_namespace<T: Send>(name: &str, work: impl FnOnce(&Namespace) -> Result<T> 
     namespace.run(|| work(&namespace))
 }
 
-/// Headgate's timings, and the time of the smallest possible change, in milliseconds.
-fn ours(variant: Variant, services: u32) -> Result<(Timings, f64)> {
-    let detector = LocalDetector::Cidr("11.0.0.0/8".parse().context("cluster CIDR")?);
-    let masquerade = MasqueradeConfig { detector_v4: Some(detector), ..MasqueradeConfig::default() };
-    let config = Config { variant, masquerade, ..Config::default() };
+/// Headgate's timings, the time of the smallest possible change in milliseconds, and what a
+/// verification costs after the first sync.
+fn ours(name: &str, variant: Variant, services: u32) -> Result<(Timings, f64, Vec<Figure>)> {
+    let config = Config { variant, masquerade: workload::masquerade(), ..Config::default() };
     let mut backend = IptablesDataplane::new(config)?;
     let node = NodeFacts::named("node-000");
     let mut state = workload::state(services, ENDPOINTS);
     let (full_ms, report) = wall_ms(|| backend.sync_full(&FixedState(&state, &node)));
     report?;
+    let verified = verification(name, &mut backend, (&state, &node), &workload::settings(Mode::Iptables))?;
     let (mut times, mut least) = (Vec::new(), Vec::new());
     for i in 0..CHANGES {
         let (ms, result) = wall_ms(|| one_change(&mut backend, &mut state, &node, services, i));
@@ -127,7 +125,7 @@ fn ours(variant: Variant, services: u32) -> Result<(Timings, f64)> {
         result?;
         least.push(ms);
     }
-    Ok((Timings { full_ms, change_ms: median(times) }, median(least)))
+    Ok((Timings { full_ms, change_ms: median(times) }, median(least), verified))
 }
 
 /// Adds one endpoint to a Service in the middle of the list.

@@ -12,9 +12,24 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
+use headgate_core::{
+    NodeFacts, State,
+    explain::NodeSettings,
+    forwarding::{Comparison, compare},
+};
+use headgate_node_agent::dataplane::NodeDataplane;
+use nix::sys::{
+    resource::{UsageWho, getrusage},
+    time::TimeValLike as _,
+};
 
-use super::{cgroup::Cgroup, report::Figure, workload};
+use super::{
+    cgroup::Cgroup,
+    clock::{thread_cpu, wall_ms},
+    report::Figure,
+    workload,
+};
 use crate::testbed::{
     netns::Namespace,
     process::{Process, program},
@@ -261,6 +276,47 @@ impl Page {
         self.value("headgate_agent_version_programmed") >= f64::from(services.min(1))
             && self.value("kubeproxy_sync_proxy_rules_iptables_total") > rules
     }
+}
+
+/// What one verification of a kernel costs in this process: the time of the processor with the
+/// programs that it runs, and the memory at its peak above the memory before.
+///
+/// # Errors
+/// The kernel cannot be read, or the verification finds a difference.
+pub(super) fn verification(
+    name: &str,
+    dataplane: &mut dyn NodeDataplane,
+    (state, node): (&State, &NodeFacts),
+    settings: &NodeSettings,
+) -> Result<Vec<Figure>> {
+    let own = std::process::id();
+    fs::write("/proc/self/clear_refs", "5").context("resetting the peak of the memory")?;
+    let before = status_mb(own, "VmRSS")?;
+    let of_programs = || -> Result<f64> {
+        let usage = getrusage(UsageWho::RUSAGE_CHILDREN)?;
+        let used = usage.user_time() + usage.system_time();
+        Ok(Duration::from_micros(u64::try_from(used.num_microseconds())?).as_secs_f64() * 1e3)
+    };
+    let programs_before = of_programs()?;
+    // A thread of its own takes new memory, and not memory that the sync has released.
+    let verify = || {
+        let cpu = thread_cpu();
+        let mut all = Comparison::default();
+        for table in dataplane.decode()? {
+            all.merge(compare(state, node, settings, table, &|_| true));
+        }
+        anyhow::Ok((thread_cpu().saturating_sub(cpu).as_secs_f64() * 1e3, all))
+    };
+    let (wall, verified) = wall_ms(|| std::thread::scope(|scope| scope.spawn(verify).join()));
+    let (cpu, found) = verified.map_err(|_| anyhow::anyhow!("the verification has panicked"))??;
+    ensure!(found.total == 0 && found.not_understood.is_empty(), "the verification found {found:?}");
+    ensure!(found.frontends > 0, "the verification compared nothing");
+    let programs = of_programs()? - programs_before;
+    Ok(vec![
+        Figure::against(format!("{name}/verification/cpu"), cpu + programs, "ms", "wall-clock time", wall),
+        Figure::alone(format!("{name}/verification/cpu-of-programs"), programs, "ms"),
+        Figure::alone(format!("{name}/verification/peak-above"), status_mb(own, "VmHWM")? - before, "MB"),
+    ])
 }
 
 /// A memory field of `/proc/PID/status`, in megabytes of 1,000,000 bytes. The kernel prints KiB.

@@ -7,11 +7,8 @@
 
 use std::{ops::Range, time::Duration};
 
-use anyhow::{Context as _, Result, ensure};
-use headgate_core::{
-    Change, Conditions, Dirty, Endpoint, Family, NodeFacts, Service, State,
-    masquerade::{LocalDetector, MasqueradeConfig},
-};
+use anyhow::{Result, ensure};
+use headgate_core::{Change, Conditions, Dirty, Endpoint, Family, NodeFacts, Service, State, explain::Mode};
 use headgate_node_agent::dataplane::{
     FixedState, NodeDataplane as _,
     nftables::{Config, NftablesDataplane},
@@ -20,6 +17,7 @@ use headgate_node_agent::dataplane::{
 use super::{
     clock::{thread_cpu, wall_ms},
     kube_proxy_nft_shape as shape,
+    memory::verification,
     report::{Figure, median},
     workload,
 };
@@ -55,7 +53,7 @@ pub fn full(services: Option<u32>) -> Result<Vec<Figure>> {
         let state = workload::state(services, endpoints);
         let (mut wall, mut cpu, mut anchor) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..LOADS {
-            let (ms, cpu_ms) = in_namespace(|| first_sync(&state))?;
+            let (ms, cpu_ms, ..) = in_namespace(|| first_sync(&state))?;
             wall.push(ms);
             cpu.push(cpu_ms);
             if (services, endpoints) == (anchor_services, ENDPOINTS) {
@@ -67,6 +65,10 @@ pub fn full(services: Option<u32>) -> Result<Vec<Figure>> {
             }
         }
         let (name, wall, cpu) = (format!("nft-full/{services}x{endpoints}"), median(wall), median(cpu));
+        figures.extend(in_namespace(|| {
+            let (.., mut backend, node) = first_sync(&state)?;
+            verification(&name, &mut backend, (&state, &node), &workload::settings(Mode::Nftables))
+        })?);
         figures.push(if anchor.is_empty() {
             Figure::alone(&name, wall, "ms")
         } else {
@@ -151,11 +153,9 @@ fn in_namespace<T: Send>(work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
 /// # Errors
 /// The kernel lacks what the dataplane needs.
 pub(super) fn dataplane(counts_services: bool) -> Result<NftablesDataplane> {
-    let detector = LocalDetector::Cidr("11.0.0.0/8".parse().context("cluster CIDR")?);
-    let masquerade = MasqueradeConfig { detector_v4: Some(detector), ..MasqueradeConfig::default() };
     Ok(NftablesDataplane::new(&Config {
         families: Family::BOTH.to_vec(),
-        masquerade,
+        masquerade: workload::masquerade(),
         localhost_node_ports: false,
         conntrack_tcp_be_liberal: false,
         owns_tables: true,
@@ -167,13 +167,13 @@ pub(super) fn dataplane(counts_services: bool) -> Result<NftablesDataplane> {
 }
 
 /// Makes the first sync in an empty namespace. Returns the wall-clock time and the CPU time in
-/// milliseconds.
-fn first_sync(state: &State) -> Result<(f64, f64)> {
+/// milliseconds, the dataplane and its node.
+fn first_sync(state: &State) -> Result<(f64, f64, NftablesDataplane, NodeFacts)> {
     let (mut backend, node) = (dataplane(false)?, NodeFacts::named("node-000"));
     let cpu = thread_cpu();
     let (ms, report) = wall_ms(|| backend.sync_full(&FixedState(state, &node)));
     report?;
-    Ok((ms, thread_cpu().saturating_sub(cpu).as_secs_f64() * 1e3))
+    Ok((ms, thread_cpu().saturating_sub(cpu).as_secs_f64() * 1e3, backend, node))
 }
 
 /// A programmed cluster.

@@ -4,7 +4,11 @@ use std::{net::IpAddr, sync::Arc};
 
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceKey, ServicePort, State,
+    explain::{Mode, NodeSettings},
+    iptables::NodePortAddresses,
+    masquerade::{LocalDetector, MasqueradeConfig},
 };
+use ipnet::{IpNet, Ipv4Net};
 
 /// The key of a Service, from its number.
 #[must_use]
@@ -61,4 +65,23 @@ pub fn state(services: u32, endpoints: u32) -> State {
         state.apply(change, &mut Dirty::default());
     }
     state
+}
+
+/// How rules recognise pods of the node: by the range of the endpoints.
+#[must_use]
+pub fn masquerade() -> MasqueradeConfig {
+    let range = IpNet::V4(Ipv4Net::new_assert([11, 0, 0, 0].into(), 8));
+    MasqueradeConfig { detector_v4: Some(LocalDetector::Cidr(range)), ..MasqueradeConfig::default() }
+}
+
+/// The settings of a node with [`masquerade`].
+#[must_use]
+pub fn settings(mode: Mode) -> NodeSettings {
+    NodeSettings {
+        mode,
+        masquerade: masquerade(),
+        node_ports_v4: NodePortAddresses::All,
+        node_ports_v6: NodePortAddresses::All,
+        localhost_node_ports: false,
+    }
 }
