@@ -102,8 +102,8 @@ fn sentences(comparison: &Comparison) -> Vec<String> {
     comparison.differences.iter().map(ToString::to_string).chain(comparison.not_understood.iter().cloned()).collect()
 }
 
-/// The Services whose frontends are verified among those at these addresses and ports. A frontend is
-/// one of the address, or a NodePort.
+/// The Services with verified frontends at these addresses and ports. A frontend is one of the
+/// address, or a NodePort.
 fn owners(
     state: &State,
     unverified: &BTreeSet<Frontend>,
@@ -197,7 +197,7 @@ proptest! {
     }
 }
 
-/// A Service with policy Local and source ranges, and endpoints on both nodes; and a Service without
+/// A Service with policy Local, source ranges, and endpoints on both nodes; and a Service without
 /// endpoints.
 fn two_services() -> State {
     let mut state = State::default();

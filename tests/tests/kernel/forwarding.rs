@@ -49,8 +49,8 @@ fn inputs() -> NodeInputs {
     NodeInputs { detector_v4, detector_v6, interfaces, ..NodeInputs::default() }
 }
 
-/// Random Services with random endpoints. `svc0` has NodePorts and three endpoints. `svc1` has an external policy
-/// Local, source ranges, and endpoints on both nodes. `svc2` has no endpoints.
+/// Random Services with random endpoints. `svc0` has NodePorts and three endpoints. `svc1` has an
+/// external policy Local, source ranges, and endpoints on both nodes. `svc2` has no endpoints.
 pub(crate) fn random_state(rng: &mut fastrand::Rng) -> State {
     let mut state = State::default();
     let mut apply = |change: Change| state.apply(change, &mut Dirty::default());

@@ -210,7 +210,7 @@ pub(super) fn for_decoder(
         let ServiceId::Address { protocol, address } = found.service.id else { continue };
         let Some(protocol) = protocol_of(protocol).filter(|_| of_family(&&address.ip())) else { continue };
         let destinations = ipvs.destinations(found.service.id).map_err(of_ipvs)?.into_iter();
-        // An endpoint cannot answer packets to the address of a Service that IPVS does not translate.
+        // Without translation, an endpoint gets packets to an address that it does not have.
         let destinations = destinations.map(|entry| match entry.destination {
             Destination { address, weight, forwarding: Forwarding::Masquerade, .. } => (address, weight),
             Destination { address, .. } => (address, 0),
