@@ -1,15 +1,18 @@
 //! Cases of mode userspace: the agent hangs, is killed, or stops, while it carries connections.
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, SocketAddrV4};
+use std::ops::Range;
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use nix::sys::signal::Signal;
+use nix::{libc, sys::signal::Signal};
+use socket2::{Domain, Protocol, Socket, Type};
 
 use super::changes::eventually;
 use super::live::{outcomes_while_asking, targets, while_asking};
-use super::nftables::metric_of;
+use super::nftables::{metric, metric_of};
 use super::rollout::{REFUSES, SILENT, fail};
 use crate::testbed::client::{self, HeldConnection};
 use crate::testbed::manifests::Via;
@@ -185,4 +188,65 @@ pub fn rules_lose_connections_to_a_dead_endpoint(bed: &Testbed) -> Result<()> {
         lost.len()
     );
     Ok(())
+}
+
+/// The ports from which connections begin and never complete. Other clients use higher ports.
+const HALF_OPEN_PORTS: Range<u16> = 2_000..22_000;
+
+/// A pod begins 20,000 connections and completes none of them. The kernel answers with SYN cookies,
+/// so other clients notice nothing, and the agent has no connections to carry.
+pub fn half_open_connections_hinder_nobody(bed: &Testbed) -> Result<()> {
+    until_carried(bed)?;
+    let machine = bed.machines().machine(CLIENT)?;
+    let addresses = (plan::address(CLIENT).map(|client| client.v4), steady(bed)?[0]);
+    let (Some(from), SocketAddr::V4(to)) = addresses else { bail!("no IPv4 addresses: {addresses:?}") };
+    // The pod's kernel would reset the connections, because no socket belongs to them.
+    let (first, last) = (HALF_OPEN_PORTS.start, HALF_OPEN_PORTS.end - 1);
+    let rules = format!(
+        "add table ip silent; add chain ip silent input {{ type filter hook input priority 0; }}; \
+         add rule ip silent input tcp sport {} tcp dport {first}-{last} drop",
+        to.port()
+    );
+    machine.output({
+        let mut nft = Command::new("nft");
+        nft.arg(rules);
+        nft
+    })?;
+    while_asking(bed, &targets(bed, "steady")?, || {
+        machine.run(|| {
+            let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(libc::IPPROTO_RAW)))?;
+            for port in HALF_OPEN_PORTS {
+                let sent = socket.send_to(&first_packet(SocketAddrV4::new(from, port), to), &SocketAddr::V4(to).into());
+                sent.context("sending a packet")?;
+            }
+            Ok(())
+        })?;
+        thread::sleep(OBSERVED);
+        Ok(())
+    })?;
+    let open = metric(bed, "headgate_userspace_connections_open")?;
+    ensure!(open < 100, "the agent carries {open} connections");
+    Ok(())
+}
+
+/// The packet that begins a TCP connection (RFC 9293, 3.1). The kernel completes the IP header.
+fn first_packet(from: SocketAddrV4, to: SocketAddrV4) -> Vec<u8> {
+    const BYTES: u8 = 20;
+    const SYN: u8 = 2;
+    let mut segment = [from.port().to_be_bytes(), to.port().to_be_bytes()].concat();
+    segment.extend([0; 8]);
+    segment.extend([BYTES << 2, SYN, 0xff, 0xff, 0, 0, 0, 0]);
+    let pseudo_header =
+        [from.ip().octets(), to.ip().octets(), [0, u8::try_from(libc::IPPROTO_TCP).unwrap_or_default(), 0, BYTES]];
+    let words = pseudo_header.as_flattened().chunks(2).chain(segment.chunks(2));
+    let sum: u32 = words.map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum();
+    let folded = (sum & 0xffff) + (sum >> 16);
+    let checksum = !u16::try_from((folded & 0xffff) + (folded >> 16)).unwrap_or_default();
+    segment[16..18].copy_from_slice(&checksum.to_be_bytes());
+    let mut packet =
+        vec![0x45, 0, 0, 2 * BYTES, 0, 0, 0, 0, 64, u8::try_from(libc::IPPROTO_TCP).unwrap_or_default(), 0, 0];
+    packet.extend(from.ip().octets());
+    packet.extend(to.ip().octets());
+    packet.extend(segment);
+    packet
 }

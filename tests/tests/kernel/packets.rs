@@ -631,6 +631,11 @@ mod carried {
     }
 
     #[test]
+    fn half_open_connections_hinder_nobody() {
+        on_testbed(BACKEND, lifecycle::some_services(), userspace::half_open_connections_hinder_nobody);
+    }
+
+    #[test]
     fn a_dead_endpoint_loses_no_connection() {
         on_testbed(BACKEND, lifecycle::some_services(), userspace::a_dead_endpoint_loses_no_connection);
     }

@@ -479,7 +479,8 @@ fn run_without_cluster(commands: &str, folder: &Path) -> usize {
     let is_start = |line: &&str| !line.starts_with(' ');
     let lines = commands.lines().map(|line| line.strip_prefix("   ").unwrap_or(line)).filter(is_start);
     let mut run_commands = 0;
-    for command in lines {
+    for line in lines {
+        let command = line.split_once(" #").map_or(line, |(command, _)| command.trim_end());
         let checked = match command.split_once(' ').unwrap().0 {
             // The configuration of kube-proxy exists only in a cluster.
             _ if command.ends_with(" | headgatectl migrate check -") => {

@@ -114,9 +114,9 @@ impl World {
             }
             Move::ReadAll => while self.read() {},
             Move::Save => self.agent.save(),
-            // The rules of the last run stay until a replica has confirmed the state from disk. Only
-            // after a reboot, the agent programs this state; docs/drain.md names this limit of the
-            // barrier.
+            // The rules of the last run stay until a replica has confirmed the state from disk.
+            // Only after a reboot, the agent programs this state; docs/drain.md names this limit of
+            // the barrier.
             Move::Program => {
                 if let Some(stream) = self.stream.as_ref().filter(|_| !self.agent.is_unconfirmed) {
                     let epoch = self.replicas[stream.replica].store.epoch();
