@@ -58,6 +58,16 @@ pub(in crate::forwarding) enum Ending {
 }
 
 impl Ending {
+    /// How a target ends a packet.
+    pub(super) fn of(target: &Target) -> Option<Self> {
+        match target {
+            Target::Accept => Some(Self::Accept),
+            Target::Drop => Some(Self::Drop),
+            Target::Reject => Some(Self::Reject),
+            _ => None,
+        }
+    }
+
     /// The fate of an untranslated packet.
     pub(in crate::forwarding) fn fate(ending: Option<Self>) -> Fate {
         match ending {
@@ -75,7 +85,9 @@ pub(in crate::forwarding) struct Reached {
     recorded: BTreeSet<SocketAddr>,
     pub(in crate::forwarding) ending: Option<Ending>,
     /// Some packets leave the chain at its end.
-    pub(in crate::forwarding) passes: bool,
+    passes: bool,
+    /// Some packets leave the chain earlier. They meet none of its later rules.
+    left: bool,
     /// The clients to whom this applies. `None` for all clients.
     pub(in crate::forwarding) admitted: Option<BTreeSet<IpNet>>,
 }
@@ -119,7 +131,11 @@ impl Reached {
             Endpoints::Shared(shared) if self.recorded.is_empty() => Arc::clone(shared),
             other => with_recorded(other.clone().into_set(), &self.recorded).into_iter().collect(),
         };
-        if self.passes || self.ending.is_some() { Fate::Partly(endpoints) } else { Fate::Forwarded(endpoints) }
+        match self.passes || self.left || self.ending.is_some() {
+            _ if endpoints.is_empty() => Fate::NotServed,
+            true => Fate::Partly(endpoints),
+            false => Fate::Forwarded(endpoints),
+        }
     }
 
     /// The packet was not translated, and ends so.
@@ -127,7 +143,7 @@ impl Reached {
         Self { ending, passes: ending.is_none(), ..Self::default() }
     }
 
-    /// True if no packet leaves the chain at its end.
+    /// True if no packet meets a later rule.
     pub(in crate::forwarding) fn is_final(&self) -> bool {
         !self.passes
     }
@@ -142,6 +158,7 @@ impl Reached {
         self.endpoints.add(other.endpoints);
         self.recorded.extend(other.recorded);
         self.ending = self.ending.or(other.ending);
+        self.left |= other.left;
         if let Some(admitted) = other.admitted {
             self.admitted.get_or_insert_default().extend(admitted);
         }
@@ -218,6 +235,7 @@ impl Packet<'_> {
             Condition::Random(probability) if *probability >= 1.0 => Met::Always,
             Condition::Random(probability) if *probability <= 0.0 => Met::Never,
             Condition::Random(_) => Met::Sometimes,
+            Condition::Translated(negated) => when(*negated),
             Condition::Recorded => Met::IfRecorded,
             Condition::InSet(set, _, negated) if self.sets.is_none() && GATES.contains(&&**set) => when(*negated),
             Condition::InSet(set, flags, negated) => {
@@ -246,7 +264,8 @@ impl Rules {
     }
 
     /// Follows a packet through a chain. Appends the chains with a rule that the decoder does not
-    /// understand to `unknown`.
+    /// understand to `unknown`, and those in which it gave up. `depth` is 0 for a caller that asks
+    /// about a frontend.
     pub(in crate::forwarding) fn evaluate(
         &self,
         id: ChainId,
@@ -254,6 +273,9 @@ impl Rules {
         depth: usize,
         unknown: &mut BTreeSet<Box<str>>,
     ) -> Reached {
+        if depth == 0 {
+            self.more_steps();
+        }
         let mut reached = Reached::default();
         let chain = self.chain(id);
         let rules = match &chain.content {
@@ -276,8 +298,8 @@ impl Rules {
 
     /// True if the chain that is the target decides nothing about a packet. It may set a mark, with
     /// which a later hook masquerades the packet.
-    fn only_marks(&self, target: &Target) -> bool {
-        let (Target::Jump(id) | Target::Goto(id)) = target else { return false };
+    pub(super) fn only_marks(&self, target: &Target) -> bool {
+        let (Target::Jump(id) | Target::Goto(id)) = target else { return *target == Target::Nothing };
         match &self.chain(*id).content {
             Content::Rules(rules) => rules.iter().all(|rule| rule.target == Target::Nothing),
             Content::Choice(_) => false,
@@ -294,6 +316,10 @@ impl Rules {
     ) -> Reached {
         let (mut reached, mut admits) = (Reached::default(), None);
         for rule in rules {
+            if !self.step() {
+                unknown.insert(chain.into());
+                break;
+            }
             let met = rule.conditions.iter().fold(Met::Always, |met, one| met.and(packet.meets(one, chain)));
             if met == Met::Never || rule.target == Target::Nothing {
                 continue;
@@ -307,25 +333,26 @@ impl Rules {
             }
             let (result, goes_on) = self.follow(rule, packet, depth, unknown);
             match met {
-                Met::IfRecorded => reached.recorded.extend(result.endpoints.into_set()),
+                Met::IfRecorded => {
+                    reached.ending = reached.ending.or(result.ending);
+                    reached.left |= result.left;
+                    reached.recorded.extend(result.endpoints.into_set());
+                }
                 Met::From(range) => {
                     reached.add(result);
                     reached.admitted.get_or_insert_default().insert(range);
                     *admits.get_or_insert(false) |= goes_on;
                 }
-                Met::Always if !goes_on => {
-                    reached.passes |= result.passes;
-                    reached.add(result);
-                    return reached;
-                }
                 _ => {
-                    reached.passes |= result.passes && !goes_on;
                     reached.add(result);
+                    if met == Met::Always && !goes_on {
+                        return reached;
+                    }
                 }
             }
         }
         // Clients that are not admitted pass. The result applies to the others.
-        reached.passes |= admits.unwrap_or(true);
+        reached.passes = admits.unwrap_or(true);
         reached
     }
 
@@ -343,16 +370,20 @@ impl Rules {
             Target::Accept => ending(Ending::Accept),
             Target::Drop => ending(Ending::Drop),
             Target::Reject => ending(Ending::Reject),
-            Target::Return => (Reached { passes: true, ..Reached::default() }, false),
+            Target::Return => (Reached { left: true, ..Reached::default() }, false),
             Target::Translate(endpoint) => {
                 (Reached { endpoints: Endpoints::Many([endpoint].into()), ..Reached::default() }, false)
             }
             Target::Jump(id) => {
                 let mut result = self.evaluate(id, packet, depth + 1, unknown);
-                let goes_on = std::mem::take(&mut result.passes);
+                let goes_on = std::mem::take(&mut result.passes) | std::mem::take(&mut result.left);
                 (result, goes_on)
             }
-            Target::Goto(id) => (self.evaluate(id, packet, depth + 1, unknown), false),
+            Target::Goto(id) => {
+                let mut result = self.evaluate(id, packet, depth + 1, unknown);
+                result.left |= std::mem::take(&mut result.passes);
+                (result, false)
+            }
             Target::Nothing | Target::Unknown => (Reached::default(), true),
         }
     }

@@ -24,7 +24,9 @@ use self::{
     walk::Walk,
 };
 use super::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table};
-use crate::{behaviours::masquerade::LocalDetector, model::Family, state::frontends::Frontend};
+use crate::{
+    behaviours::masquerade::LocalDetector, dataplane::iptables::names, model::Family, state::frontends::Frontend,
+};
 
 /// The chain of Services, in nat and filter.
 pub(super) const SERVICES: &str = "KUBE-SERVICES";
@@ -32,6 +34,9 @@ pub(super) const SERVICES: &str = "KUBE-SERVICES";
 const EXTERNAL: &str = "KUBE-EXTERNAL-SERVICES";
 /// The chain that drops the packets of clients outside of source ranges.
 pub(super) const FIREWALL: &str = "KUBE-PROXY-FIREWALL";
+
+/// The other chains of Headgate in filter.
+const OTHERS: [&str; 4] = [names::LOCALNET_GUARD, names::GATE_INPUT, names::NODE_PORTS, names::FORWARD];
 
 /// The chains that each base chain must lead to. Without one of them, whole groups of Services are
 /// not served.
@@ -60,28 +65,26 @@ pub fn decode(
     let to_proxy = (!listeners.is_empty()).then(|| translations(rules, detector, Some(&ClosedGates), &mut table));
     let refused = |base, problems: &mut BTreeSet<Problem>| {
         let mut walk = Walk::new(rules, family, TableName::Filter, Origin::Outside, detector, None);
-        walk.from(base, &[FIREWALL, SERVICES, EXTERNAL]);
-        problems.extend(walk.problems);
-        walk.reached
+        walk.from(base, &[&[FIREWALL, SERVICES, EXTERNAL], &OTHERS[..]].concat());
+        problems.append(&mut walk.problems);
+        walk
     };
     let input = refused("INPUT", &mut table.problems);
     let forward = refused("FORWARD", &mut table.problems);
     let output = refused("OUTPUT", &mut table.problems);
-    let frontends = translated.iter().chain([&input, &forward, &output]).flat_map(BTreeMap::keys);
+    let frontends = translated.iter().chain([&input.reached, &forward.reached, &output.reached]).flat_map(BTreeMap::keys);
     let frontends: BTreeSet<Frontend> = frontends.copied().collect();
     for frontend in frontends {
         let is_node_port = matches!(frontend, Frontend::NodePort(..));
+        let (Frontend::Address(_, protocol, _) | Frontend::NodePort(_, protocol, _)) = frontend;
         let mut entry = Entry::default();
         let (mut admitted, mut is_guarded) = (None, true);
         for (origin, translated) in Origin::ALL.into_iter().zip(&translated) {
-            let filter = match origin {
-                _ if is_node_port => &input,
-                Origin::Outside | Origin::Pod => &forward,
-                Origin::Node => &output,
-            };
-            let refused = filter.get(&frontend).and_then(|reached| reached.ending);
+            let to_endpoint = if origin == Origin::Node { &output } else { &forward };
+            let filter = if is_node_port { &input } else { to_endpoint };
+            let refused = filter.reached.get(&frontend).and_then(|reached| reached.ending);
             if let Some(reached) = translated.get(&frontend) {
-                entry.set(origin, reached.fate());
+                entry.set(origin, to_endpoint.filtered(reached.fate(), protocol));
                 admitted = admitted.or_else(|| reached.admitted.clone());
             }
             if *entry.fate(origin) == Fate::NotServed {

@@ -1,6 +1,7 @@
 //! The rules in the output of `iptables-save`.
 
 use std::{
+    cell::Cell,
     collections::{BTreeSet, HashMap},
     net::{IpAddr, SocketAddr},
     sync::Arc,
@@ -56,6 +57,8 @@ pub(in crate::forwarding) enum Condition {
     /// The same for each first packet of a connection.
     Constant(bool),
     Random(f64),
+    /// The packet was translated, and begins a connection.
+    Translated(bool),
     /// The client was recorded for ClientIP affinity.
     Recorded,
     /// The name of a set, and the addresses and ports to compare.
@@ -112,9 +115,28 @@ pub(in crate::forwarding) struct Chain {
     pub(in crate::forwarding) content: Content,
 }
 
+/// The steps that a dump without rules may take.
+const LEAST_STEPS: u64 = 2_000_000;
+
+/// The steps that a dump may take more for each rule, and for each frontend that no rule names. A
+/// rule of Headgate is followed six times for each frontend of its Service.
+const STEPS_EACH: u64 = 1000;
+
+/// How many rules the decoder may still follow. Without a limit, a few chains of another program
+/// that each jump to the next chain several times would take years.
+#[derive(Debug)]
+struct Steps(Cell<u64>);
+
+impl Default for Steps {
+    fn default() -> Self {
+        Self(Cell::new(LEAST_STEPS))
+    }
+}
+
 /// The rules of the tables mangle, nat and filter of one family.
 #[derive(Debug, Default)]
 pub struct Rules {
+    steps: Steps,
     chains: Vec<Chain>,
     ids: HashMap<(TableName, Box<str>), ChainId>,
     table: Option<TableName>,
@@ -142,6 +164,7 @@ impl Rules {
                 self.current = Some(id);
             }
             let rule = self.rule(table, rest);
+            self.more_steps();
             match &mut self.chains[id].content {
                 Content::Rules(rules) => rules.push(rule),
                 // The rules of this chain are not together.
@@ -165,8 +188,23 @@ impl Rules {
         &self.chains[id]
     }
 
-    /// Adds a problem for each of `targets` to which no rule of a base chain jumps, and for each
-    /// rule before such a jump that the decoder cannot judge.
+    /// Allows the steps of one more rule or frontend.
+    pub(super) fn more_steps(&self) {
+        self.steps.0.update(|left| left.saturating_add(STEPS_EACH));
+    }
+
+    /// Takes a step. Returns false if none is left.
+    pub(super) fn step(&self) -> bool {
+        self.steps.0.update(|left| left.saturating_sub(1));
+        !self.is_exhausted()
+    }
+
+    /// True if the decoder has given up.
+    pub(super) fn is_exhausted(&self) -> bool {
+        self.steps.0.get() == 0
+    }
+
+    /// Adds a problem for each of `targets` to which no rule of a base chain jumps.
     pub(in crate::forwarding) fn check_base(
         &self,
         table: TableName,
@@ -248,7 +286,13 @@ impl Rules {
                 "--probability" => value().parse().map_or(Condition::Unknown, Condition::Random),
                 "--dst-type" => node(value()).map_or(Condition::Unknown, |()| Condition::ToNode(negated)),
                 "--src-type" => node(value()).map_or(Condition::Unknown, |()| Condition::FromNode(negated)),
-                "--ctstate" => Condition::Constant(value().split(',').any(|state| state == "NEW") != negated),
+                "--ctstate" => {
+                    let states: Vec<&str> = value().split(',').collect();
+                    match states.contains(&"DNAT") && !states.contains(&"NEW") {
+                        true => Condition::Translated(negated),
+                        false => Condition::Constant(states.contains(&"NEW") != negated),
+                    }
+                }
                 // The first packet of a connection has no mark.
                 "--mark" => {
                     let value = value();

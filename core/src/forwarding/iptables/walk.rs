@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
+    net::{IpAddr, SocketAddr},
 };
 
 use ipnet::IpNet;
@@ -13,16 +13,13 @@ use super::{
 };
 use crate::{
     behaviours::masquerade::LocalDetector,
-    forwarding::{Origin, Problem},
+    forwarding::{Fate, Origin, Problem},
     model::{Family, Protocol},
     state::frontends::Frontend,
 };
 
 /// The chain of NodePorts. Its rules are read once, although a rule for each address leads to it.
 const NODE_PORTS: &str = "KUBE-NODEPORTS";
-
-/// The beginning of the names of Kubernetes' chains.
-const PREFIX: &str = "KUBE-";
 
 /// The maximum depth of jumps.
 const MAX_DEPTH: usize = 16;
@@ -32,22 +29,17 @@ const MAX_CUTS: usize = 64;
 
 /// The packets that can reach a rule.
 #[derive(Debug, Clone, Copy, Default)]
-struct Reach {
+struct Reach<'a> {
     destination: Option<IpNet>,
     to_node: Option<bool>,
+    translated: Option<bool>,
     protocol: Option<Protocol>,
     ports: Option<(u16, u16)>,
+    /// The chain with a condition on the way that only some of these packets may meet.
+    uncertain: Option<&'a str>,
 }
 
-/// How the conditions of a rule narrow the packets.
-enum Narrowed {
-    /// No packet meets the conditions.
-    Never,
-    /// These packets meet the conditions. `is_certain` is false if some of them may not.
-    To { reach: Reach, is_certain: bool },
-}
-
-impl Reach {
+impl Reach<'_> {
     fn narrow(&mut self, condition: &Condition) -> bool {
         match condition {
             Condition::Destination(net, false) => {
@@ -72,24 +64,25 @@ impl Reach {
                 both.0 <= both.1
             }
             Condition::ToNode(negated) => self.to_node.replace(!negated).is_none_or(|old| old != *negated),
+            Condition::Translated(negated) => self.translated.replace(!negated).is_none_or(|old| old != *negated),
             _ => true,
         }
     }
 
-    /// The only frontend whose packets are in reach.
-    fn frontend(&self, family: Family) -> Option<Frontend> {
+    /// The only frontend whose packets are in reach. If `is_at_node`, all packets are to the node.
+    fn frontend(&self, family: Family, is_at_node: bool) -> Option<Frontend> {
         let (first, last) = self.ports?;
-        let protocol = self.protocol.filter(|_| first == last)?;
+        let protocol = self.protocol.filter(|_| first == last && self.translated != Some(true))?;
         match (self.destination, self.to_node) {
-            (Some(net), _) if net.prefix_len() == net.max_prefix_len() => {
+            (Some(net), None | Some(false)) if net.prefix_len() == net.max_prefix_len() => {
                 Some(Frontend::Address(net.addr(), protocol, first))
             }
-            (None, Some(true)) => Some(Frontend::NodePort(family, protocol, first)),
+            (None, to_node) if to_node.unwrap_or(is_at_node) => Some(Frontend::NodePort(family, protocol, first)),
             _ => None,
         }
     }
 
-    fn includes(&self, frontend: &Frontend) -> bool {
+    fn includes(&self, frontend: &Frontend, is_translated: bool) -> bool {
         let (Frontend::Address(_, protocol, port) | Frontend::NodePort(_, protocol, port)) = frontend;
         let is_here = match frontend {
             Frontend::Address(address, ..) => {
@@ -98,6 +91,7 @@ impl Reach {
             Frontend::NodePort(..) => self.destination.is_none() && self.to_node != Some(false),
         };
         is_here
+            && self.translated.is_none_or(|wanted| wanted == is_translated)
             && self.protocol.is_none_or(|wanted| wanted == *protocol)
             && self.ports.is_none_or(|(first, last)| (first..=last).contains(port))
     }
@@ -112,8 +106,10 @@ pub(in crate::forwarding) struct Walk<'a> {
     detector: Option<&'a LocalDetector>,
     sets: Option<&'a dyn Sets>,
     family: Family,
+    /// All packets are to the node.
+    is_at_node: bool,
     /// Frontends whose packets are decided by a rule for many frontends.
-    cuts: Vec<(Reach, Option<Ending>)>,
+    cuts: Vec<(Reach<'a>, Option<Ending>)>,
     /// What happens to packets for each frontend. The first rule of a frontend decides.
     pub(in crate::forwarding) reached: BTreeMap<Frontend, Reached>,
     /// The addresses whose packets reach the chain of NodePorts.
@@ -140,6 +136,7 @@ impl<'a> Walk<'a> {
             detector,
             sets,
             family,
+            is_at_node: false,
             cuts: Vec::new(),
             reached: BTreeMap::new(),
             node_port_addresses: BTreeSet::new(),
@@ -150,8 +147,9 @@ impl<'a> Walk<'a> {
     }
 
     /// Walks from the rules of a base chain that lead to `targets` down. What other programs do
-    /// with packets after these rules does not matter. Before them it may.
-    pub(in crate::forwarding) fn from(&mut self, base: &str, targets: &[&str]) {
+    /// with packets before and after these rules does not count, but if a rule before them ends all
+    /// packets, then no rule of `targets` has an effect.
+    pub(in crate::forwarding) fn from(&mut self, base: &'a str, targets: &[&str]) {
         let rules: &'a Rules = self.rules;
         let Some(Content::Rules(list)) = rules.find(self.table, base).map(|id| &rules.chain(id).content) else {
             return;
@@ -161,20 +159,43 @@ impl<'a> Walk<'a> {
             _ => None,
         };
         let is_ours = |rule: &&Rule| target(rule).is_some_and(|target| targets.contains(&target));
+        self.is_at_node = base == "INPUT";
         let count = list.iter().rposition(|rule| is_ours(&rule)).map_or(0, |last| last + 1);
         for rule in &list[..count] {
+            let ending = Ending::of(&rule.target).filter(|_| rule.conditions.is_empty());
             if is_ours(&rule) {
-                if let Narrowed::To { reach, is_certain } = self.narrowed(rule, Reach::default()) {
-                    self.many(rule, reach, is_certain, base, 0);
+                if let Some(reach) = self.narrowed(rule, Reach::default(), base) {
+                    self.many(rule, reach, base, 0);
                 }
-            } else if target(rule).is_none_or(|target| !target.starts_with(PREFIX)) {
-                self.not_understood(base);
+            } else if ending.is_some() {
+                self.cuts.push((Reach { translated: Some(false), ..Reach::default() }, ending));
             }
+        }
+        if self.rules.is_exhausted() {
+            let (family, table) = (self.family, self.table.as_str());
+            self.problems.insert(Problem::NotUnderstood(format!(
+                "cannot verify the rules of table {table} ({family}): they lead packets through too many chains"
+            )));
+        }
+    }
+
+    /// What becomes of translated packets in filter.
+    pub(in crate::forwarding) fn filtered(&self, fate: Fate, protocol: Protocol) -> Fate {
+        let (Fate::Forwarded(endpoints) | Fate::Partly(endpoints)) = &fate else { return fate };
+        let refused = |endpoint: &SocketAddr| {
+            let to = Frontend::Address(endpoint.ip(), protocol, endpoint.port());
+            let (_, ending) = self.cuts.iter().find(|(reach, _)| reach.includes(&to, true))?;
+            ending.filter(|ending| *ending != Ending::Accept)
+        };
+        match endpoints.iter().find_map(refused) {
+            None => fate,
+            Some(ending) if endpoints.iter().all(|endpoint| refused(endpoint).is_some()) => Ending::fate(Some(ending)),
+            Some(_) => Fate::Partly(endpoints.iter().filter(|endpoint| refused(endpoint).is_none()).copied().collect()),
         }
     }
 
     /// Returns false if no packet leaves the chain at its end.
-    fn chain(&mut self, id: ChainId, reach: Reach, depth: usize) -> bool {
+    fn chain(&mut self, id: ChainId, reach: Reach<'a>, depth: usize) -> bool {
         let rules: &'a Rules = self.rules;
         let chain = rules.chain(id);
         let Content::Rules(list) = &chain.content else {
@@ -187,15 +208,18 @@ impl<'a> Walk<'a> {
         }
         let cuts = self.cuts.len();
         for rule in list {
-            let Narrowed::To { reach: narrowed, is_certain } = self.narrowed(rule, reach) else { continue };
-            let goes_on = match narrowed.frontend(self.family) {
+            if !rules.step() {
+                return true;
+            }
+            let Some(narrowed) = self.narrowed(rule, reach, &chain.name) else { continue };
+            let goes_on = match narrowed.frontend(self.family, self.is_at_node) {
                 Some(frontend) => {
-                    self.decide(frontend, rule, &chain.name);
+                    self.decide(frontend, rule, &chain.name, reach.uncertain);
                     true
                 }
-                None => self.many(rule, narrowed, is_certain, &chain.name, depth),
+                None => self.many(rule, narrowed, &chain.name, depth),
             };
-            let is_all = is_certain && rule.conditions.iter().all(|one| matches!(one, Condition::Constant(true)));
+            let is_all = rule.conditions.iter().all(|one| matches!(one, Condition::Constant(true)));
             if !goes_on && is_all {
                 if rule.target == Target::Return {
                     break;
@@ -212,8 +236,8 @@ impl<'a> Walk<'a> {
         true
     }
 
-    fn narrowed(&self, rule: &Rule, mut reach: Reach) -> Narrowed {
-        let mut is_certain = true;
+    /// The packets that meet the conditions of a rule of `chain`. `None` if no packet does.
+    fn narrowed(&self, rule: &Rule, mut reach: Reach<'a>, chain: &'a str) -> Option<Reach<'a>> {
         for condition in &rule.conditions {
             let meets = match condition {
                 Condition::Constant(value) => *value,
@@ -229,32 +253,39 @@ impl<'a> Walk<'a> {
                 | Condition::Recorded
                 | Condition::InSet(..)
                 | Condition::Unknown => {
-                    is_certain = false;
+                    reach.uncertain = reach.uncertain.or(Some(chain));
                     true
                 }
+                Condition::Translated(negated) if self.table != TableName::Filter => *negated,
                 other => reach.narrow(other),
             };
             if !meets {
-                return Narrowed::Never;
+                return None;
             }
         }
-        Narrowed::To { reach, is_certain }
+        Some(reach)
     }
 
-    /// Decides about one frontend, if no earlier rule has decided.
-    fn decide(&mut self, frontend: Frontend, rule: &Rule, chain: &str) {
+    /// Decides about one frontend, if no earlier rule has decided. `uncertain` is the chain with a
+    /// condition on the way to `chain` that only some packets may meet.
+    fn decide(&mut self, frontend: Frontend, rule: &Rule, chain: &str, uncertain: Option<&str>) {
         if self.reached.get(&frontend).is_some_and(Reached::is_final) {
             return;
         }
-        if let Some((_, ending)) = self.cuts.iter().find(|(reach, _)| reach.includes(&frontend)) {
+        if let Some((_, ending)) = self.cuts.iter().find(|(reach, _)| reach.includes(&frontend, false)) {
             let ending = *ending;
             self.reached.entry(frontend).or_insert_with(|| Reached::untranslated(ending));
             return;
         }
+        if let Some(before) = uncertain.filter(|_| !self.rules.only_marks(&rule.target)) {
+            self.not_understood(before);
+        }
         let packet = Packet { origin: self.origin, frontend, detector: self.detector, sets: self.sets };
         let mut unknown = BTreeSet::new();
         let reached = self.rules.evaluate_rule(rule, chain, packet, &mut unknown);
-        unknown.iter().for_each(|chain| self.not_understood(chain));
+        if !self.rules.is_exhausted() {
+            unknown.iter().for_each(|chain| self.not_understood(chain));
+        }
         match self.reached.get_mut(&frontend) {
             Some(old) => old.follow_with(reached),
             None => {
@@ -264,7 +295,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Follows a rule for many frontends. Returns false if none of its packets goes on.
-    fn many(&mut self, rule: &Rule, reach: Reach, is_certain: bool, chain: &str, depth: usize) -> bool {
+    fn many(&mut self, rule: &Rule, reach: Reach<'a>, chain: &str, depth: usize) -> bool {
         match rule.target {
             Target::Nothing => true,
             Target::Jump(id) | Target::Goto(id) => {
@@ -280,19 +311,22 @@ impl<'a> Walk<'a> {
                 self.not_understood(chain);
                 true
             }
+            // No later rule of Headgate refuses translated packets.
+            Target::Accept if reach.translated == Some(true) => true,
             Target::Accept | Target::Drop | Target::Reject | Target::Return => {
                 let has_sets = self.sets.is_some();
                 let is_set = |condition: &Condition| matches!(condition, Condition::InSet(..));
-                let ending = match rule.target {
-                    Target::Accept => Some(Ending::Accept),
-                    Target::Drop => Some(Ending::Drop),
-                    Target::Reject => Some(Ending::Reject),
-                    _ => None,
-                };
-                if is_certain && self.cuts.len() < MAX_CUTS {
+                let ending = Ending::of(&rule.target);
+                let is_certain = reach.uncertain.is_none();
+                let is_cut = is_certain && self.cuts.len() < MAX_CUTS;
+                if is_cut {
                     self.cuts.push((reach, ending));
-                } else if !(has_sets && rule.conditions.iter().any(is_set)) {
-                    self.not_understood(chain);
+                }
+                // In filter, Headgate refuses packets of single frontends.
+                let refuses = matches!(ending, Some(Ending::Drop | Ending::Reject));
+                let is_foreign = self.table == TableName::Filter && refuses && reach.translated != Some(false);
+                if is_foreign || !is_cut && !(has_sets && rule.conditions.iter().any(is_set)) {
+                    self.not_understood(reach.uncertain.unwrap_or(chain));
                 }
                 !is_certain
             }
@@ -300,7 +334,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Reads the chain of NodePorts.
-    fn node_ports(&mut self, id: ChainId, reach: Reach, depth: usize) {
+    fn node_ports(&mut self, id: ChainId, reach: Reach<'a>, depth: usize) {
         match reach.destination {
             Some(net) if net.prefix_len() == net.max_prefix_len() => {
                 self.node_port_addresses.insert(net.addr());
