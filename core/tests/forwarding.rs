@@ -121,7 +121,8 @@ fn some_services() -> State {
         ["198.51.100.0/24", "192.0.2.0/24"].map(|range| range.parse().unwrap()).to_vec();
     let mut sticky = service("sticky", 3, 0);
     sticky.session_affinity = Some(ClientIpAffinity { timeout_seconds: 60 });
-    let empty = service("empty", 4, 30004);
+    let mut empty = service("empty", 4, 30004);
+    empty.external_ips = vec![[203, 0, 113, 4].into()];
     for (service, endpoints) in [(cart, 3), (front, 2), (sticky, 2), (empty, 0)] {
         let key = service.key.clone();
         let last = service.cluster_ips[0].to_string().rsplit('.').next().unwrap().parse::<u8>().unwrap();
@@ -180,6 +181,171 @@ fn a_deleted_rule_is_found_and_names_the_service() {
                 assert_eq!(comparison.services(), [key].into(), "{rule}: {:?}", sentences(&comparison));
             }
         }
+    }
+}
+
+/// True if a comparison found nothing, and understood everything.
+fn is_verified(comparison: &Comparison) -> bool {
+    comparison.total == 0 && comparison.not_understood.is_empty()
+}
+
+/// The rules of a dump for which `is_chosen` holds, with the dump in which `change` replaces the
+/// rule.
+fn each_changed<'a>(
+    dump: &'a str,
+    is_chosen: impl Fn(&str) -> bool + 'a,
+    change: impl Fn(&str, &str) -> String + 'a,
+) -> impl Iterator<Item = (&'a str, String)> + 'a {
+    dump.lines().enumerate().filter(move |(_, rule)| is_chosen(rule)).map(move |(at, rule)| {
+        let (chain, rest) = rule.strip_prefix("-A ").unwrap().split_once(' ').unwrap();
+        let changed = change(chain, rest);
+        let lines = dump.lines().enumerate().map(|(i, line)| if i == at { &changed } else { line });
+        (rule, lines.map(|line| format!("{line}\n")).collect())
+    })
+}
+
+const HALF: &str = "-m statistic --mode random --probability 0.50000000000";
+
+#[test]
+fn a_rule_for_some_packets_is_found() {
+    let state = some_services();
+    for mode in [Mode::Iptables, Mode::UserspaceIptables] {
+        for layout in [Layout::Classic, Layout::Compact] {
+            let settings = settings(mode, NodePortAddresses::All);
+            let dump = rules(&state, &node(), Family::V4, layout, &settings);
+            assert!(is_verified(&verify(&state, &node(), Family::V4, &settings, &dump)));
+            let narrowed = each_changed(
+                &dump,
+                |rule| is_essential(rule) && !rule.contains(" -s "),
+                |chain, rest| format!("-A {chain} -s 10.3.0.0/16 {rest}"),
+            );
+            // Packets that return from the chain of an endpoint reach the next endpoint, so that only
+            // the shares change. So do packets of pods for a NodePort with policy Local.
+            let is_of_shares = |rule: &str| {
+                rule.starts_with("-A KUBE-SEP-") || rule.ends_with("--dport 30002 -j KUBE-GATE-NODEPORT-CLUSTER")
+            };
+            let is_of_all = move |rule: &str| is_essential(rule) && !is_of_shares(rule);
+            let returning = each_changed(&dump, is_of_all, |chain, rest| {
+                let (conditions, _) = rest.rsplit_once("-j ").unwrap();
+                format!("-A {chain} {conditions}{HALF} -j RETURN\n-A {chain} {rest}")
+            });
+            let mut count = 0;
+            for (rule, dump) in narrowed.chain(returning) {
+                count += 1;
+                let comparison = verify(&state, &node(), Family::V4, &settings, &dump);
+                assert!(!is_verified(&comparison), "{layout:?}, {mode:?}: a change of {rule}");
+            }
+            assert!(count > 40, "{count} rules in\n{dump}");
+        }
+    }
+}
+
+#[test]
+fn a_conditional_jump_is_found() {
+    let state = some_services();
+    let leads = |rule: &str| {
+        let needed = ["KUBE-SERVICES", "KUBE-EXTERNAL-SERVICES", "KUBE-PROXY-FIREWALL"];
+        let is_of_base = !rule.starts_with("-A KUBE-") && needed.iter().any(|target| rule.ends_with(target));
+        is_of_base || rule.starts_with("-A KUBE-SERVICES") && rule.ends_with("KUBE-NODEPORTS")
+    };
+    let addresses = NodePortAddresses::Only(vec![[192, 0, 2, 1].into()]);
+    for (layout, node_ports) in [(Layout::Classic, NodePortAddresses::All), (Layout::Compact, addresses)] {
+        let settings = settings(Mode::Iptables, node_ports);
+        let dump = rules(&state, &node(), Family::V4, layout, &settings);
+        assert!(is_verified(&verify(&state, &node(), Family::V4, &settings, &dump)));
+        assert!(dump.lines().filter(|rule| leads(rule)).count() >= 11, "{dump}");
+        for condition in ["-s 10.3.0.0/16", "-p udp", "-i eth9", HALF, "-m connlimit --connlimit-above 5"] {
+            for (rule, dump) in each_changed(&dump, leads, |chain, rest| format!("-A {chain} {condition} {rest}")) {
+                let comparison = verify(&state, &node(), Family::V4, &settings, &dump);
+                assert!(!is_verified(&comparison), "{layout:?}: {condition} in front of {rule}");
+            }
+        }
+    }
+}
+
+/// Inserts a rule at the beginning of a chain of a table. Creates the chains that it names.
+fn insert(dump: &str, table: &str, rule: &str) -> String {
+    let head = format!("*{table}\n");
+    let (before, after) = dump.split_once(&head).unwrap();
+    let at = after.find("-A ").unwrap();
+    let target = rule.rsplit(' ').next().unwrap();
+    let is_new = target.contains('-') && !after.contains(&format!(":{target} "));
+    let declaration = if is_new { format!(":{target} - [0:0]\n") } else { String::new() };
+    // The rules of a chain must be together.
+    let chain = format!("-A {} ", rule.split(' ').next().unwrap());
+    let at = after[at..].find(&chain).map_or(at, |offset| at + offset);
+    format!("{before}{head}{declaration}{}-A {rule}\n{}", &after[..at], &after[at..])
+}
+
+#[test]
+fn foreign_rules_count_among_the_rules_of_headgate_and_not_before() {
+    let (state, settings) = (some_services(), settings(Mode::Iptables, NodePortAddresses::All));
+    for layout in [Layout::Classic, Layout::Compact] {
+        let dump = rules(&state, &node(), Family::V4, layout, &settings);
+        let found = |dump: &str| verify(&state, &node(), Family::V4, &settings, dump);
+        let in_front = [
+            ("filter", "FORWARD -j cali-FORWARD"),
+            ("filter", "INPUT -j KUBE-FIREWALL"),
+            ("filter", "FORWARD -s 10.0.0.0/8 -j DROP"),
+            ("filter", "INPUT -i lo -j ACCEPT"),
+            ("nat", "PREROUTING -m addrtype --dst-type LOCAL -j CNI-HOSTPORT-DNAT"),
+            ("nat", "PREROUTING -d 10.96.0.9/32 -p tcp -m tcp --dport 80 -j DNAT --to-destination 10.9.9.9:80"),
+        ];
+        for (table, rule) in in_front {
+            let comparison = found(&insert(&dump, table, rule));
+            assert!(is_verified(&comparison), "{layout:?}: {rule}: {comparison:?}");
+        }
+        let drops_all = "Service shop/cart: connections from outside to 10.96.0.1 port 80/TCP are dropped";
+        let loses_one = "are only partly forwarded, to 10.244.1.1:8080, 10.244.1.2:8080, but";
+        let mut among = vec![
+            ("nat", "PREROUTING -j ACCEPT", "Service shop/cart: connections from outside to 10.96.0.1"),
+            ("nat", "KUBE-SERVICES -p tcp -m tcp --dport 80 -j ACCEPT", "to 10.96.0.1 port 80/TCP are not served"),
+            ("filter", "FORWARD -j ACCEPT", "Service shop/empty: connections from outside to 10.96.0.4"),
+            ("filter", "KUBE-FORWARD -j DROP", drops_all),
+            ("filter", "KUBE-FORWARD -d 10.244.1.0/32 -j DROP", loses_one),
+            ("filter", "KUBE-FORWARD -d 10.244.1.0/32 -m conntrack --ctstate DNAT -j DROP", loses_one),
+            ("filter", "KUBE-FORWARD -d 10.244.1.0/32 -p tcp -m tcp --dport 8080 -j DROP", "no Service: connections"),
+            ("filter", "KUBE-SERVICES -d 10.244.1.0/24 -p tcp -m tcp --dport 8080 -j REJECT", "10.96.0.1 port 80/TCP"),
+            ("filter", "KUBE-NODEPORTS -p tcp -m tcp --dport 8080 -j DROP", "no Service: connections to IPv4 node"),
+        ];
+        if layout == Layout::Compact {
+            among.push(("filter", "KUBE-HAIRPIN -j DROP", drops_all));
+        }
+        for (table, rule, wanted) in among {
+            let sentences = sentences(&found(&insert(&dump, table, rule)));
+            assert!(sentences.iter().any(|one| one.contains(wanted)), "{layout:?}: {rule}: {sentences:?}");
+        }
+        let not_understood = [
+            ("nat", "KUBE-SERVICES -p tcp -m tcp --dport 80:81 -j DNAT --to-destination 9.9.9.9:80", "KUBE-SERVICES"),
+            ("filter", "KUBE-FORWARD -s 10.0.0.0/8 -j DROP", "KUBE-FORWARD"),
+            ("filter", "KUBE-NODEPORTS -j DROP", "KUBE-NODEPORTS"),
+        ];
+        for (table, rule, chain) in not_understood {
+            let comparison = found(&insert(&dump, table, rule));
+            let wanted = format!("chain {chain} in table {table}");
+            let has = comparison.not_understood.iter().any(|one| one.contains(&wanted));
+            assert!(has, "{layout:?}: {rule}: {comparison:?}");
+        }
+    }
+}
+
+/// A chain that jumps ten times to the next chain, which does the same, would take ages.
+#[test]
+fn chains_that_multiply_the_steps_end_the_verification() {
+    let (state, settings) = (some_services(), settings(Mode::Iptables, NodePortAddresses::All));
+    let dump = rules(&state, &node(), Family::V4, Layout::Classic, &settings);
+    for rule in ["KUBE-SERVICES -j DEEP-0", "KUBE-SERVICES -d 10.96.0.1/32 -p tcp -m tcp --dport 80 -j DEEP-0"] {
+        let mut dump = insert(&dump, "nat", rule);
+        for i in 0..14 {
+            let (chain, next) = (format!("-A DEEP-{i} -j DEEP-{}\n", i + 1).repeat(10), i + 1);
+            dump = dump.replacen("*nat\n", &format!("*nat\n:DEEP-{next} - [0:0]\n"), 1);
+            let (before, after) = dump.split_once("*nat\n").unwrap();
+            let at = after.find("-A ").unwrap();
+            dump = format!("{before}*nat\n{}{chain}{}", &after[..at], &after[at..]);
+        }
+        let comparison = verify(&state, &node(), Family::V4, &settings, &dump);
+        let wanted = "cannot verify the rules of table nat (IPv4): they lead packets through too many chains";
+        assert!(comparison.not_understood.contains(&wanted.to_owned()), "{:?}", comparison.not_understood);
     }
 }
 

@@ -138,6 +138,11 @@ impl Reached {
         }
     }
 
+    /// How all packets end. `None` if some of them go on.
+    pub(in crate::forwarding) fn ending_of_all(&self) -> Option<Ending> {
+        self.ending.filter(|_| !self.passes && !self.left)
+    }
+
     /// The packet was not translated, and ends so.
     pub(in crate::forwarding) fn untranslated(ending: Option<Ending>) -> Self {
         Self { ending, passes: ending.is_none(), ..Self::default() }

@@ -72,7 +72,8 @@ pub fn decode(
     let input = refused("INPUT", &mut table.problems);
     let forward = refused("FORWARD", &mut table.problems);
     let output = refused("OUTPUT", &mut table.problems);
-    let frontends = translated.iter().chain([&input.reached, &forward.reached, &output.reached]).flat_map(BTreeMap::keys);
+    let frontends =
+        translated.iter().chain([&input.reached, &forward.reached, &output.reached]).flat_map(BTreeMap::keys);
     let frontends: BTreeSet<Frontend> = frontends.copied().collect();
     for frontend in frontends {
         let is_node_port = matches!(frontend, Frontend::NodePort(..));
@@ -82,7 +83,7 @@ pub fn decode(
         for (origin, translated) in Origin::ALL.into_iter().zip(&translated) {
             let to_endpoint = if origin == Origin::Node { &output } else { &forward };
             let filter = if is_node_port { &input } else { to_endpoint };
-            let refused = filter.reached.get(&frontend).and_then(|reached| reached.ending);
+            let refused = filter.reached.get(&frontend).and_then(Reached::ending_of_all);
             if let Some(reached) = translated.get(&frontend) {
                 entry.set(origin, to_endpoint.filtered(reached.fate(), protocol));
                 admitted = admitted.or_else(|| reached.admitted.clone());

@@ -160,6 +160,17 @@ impl<'a> Walk<'a> {
         };
         let is_ours = |rule: &&Rule| target(rule).is_some_and(|target| targets.contains(&target));
         self.is_at_node = base == "INPUT";
+        let is_whole = |condition: &Condition| match condition {
+            Condition::Constant(value) => *value,
+            Condition::ToNode(negated) => *negated && base == "OUTPUT",
+            _ => false,
+        };
+        for name in targets {
+            let mut jumps = list.iter().filter(|rule| target(rule) == Some(name)).peekable();
+            if jumps.peek().is_some() && !jumps.any(|rule| rule.conditions.iter().all(is_whole)) {
+                self.not_understood(base);
+            }
+        }
         let count = list.iter().rposition(|rule| is_ours(&rule)).map_or(0, |last| last + 1);
         for rule in &list[..count] {
             let ending = Ending::of(&rule.target).filter(|_| rule.conditions.is_empty());
