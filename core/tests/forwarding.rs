@@ -51,7 +51,7 @@ fn rules(state: &State, facts: &NodeFacts, family: Family, layout: Layout, setti
     let config = RenderConfig {
         layout,
         masquerade: settings.masquerade.clone(),
-        localhost_node_ports: false,
+        localhost_node_ports: settings.localhost_node_ports,
         node_port_addresses: settings.node_ports_v4.clone(),
         listeners: listeners(family, settings),
         ..RenderConfig::new(family)
@@ -87,10 +87,11 @@ proptest! {
         family in prop_oneof![Just(Family::V4), Just(Family::V6)],
         mode in prop_oneof![Just(Mode::Iptables), Just(Mode::UserspaceIptables)],
         has_addresses in any::<bool>(),
+        localhost_node_ports in any::<bool>(),
     ) {
         let addresses = ["192.0.2.1", "192.0.2.9", "2001:db8::1"].map(|address| address.parse().unwrap());
         let node_ports = if has_addresses { NodePortAddresses::Only(addresses.into()) } else { NodePortAddresses::All };
-        let settings = settings(mode, node_ports);
+        let settings = NodeSettings { localhost_node_ports, ..settings(mode, node_ports) };
         let (mut state, mut facts) = (State::default(), node());
         events.iter().for_each(|event| event.apply(&mut state, &mut facts, &mut Dirty::default()));
         let dump = rules(&state, &facts, family, layout, &settings);
@@ -399,6 +400,17 @@ fn changed_and_foreign_rules_are_found() {
         let found = sentences(&comparison);
         assert!(found.iter().any(|sentence| sentence.contains(wanted)), "{old} -> {new}: {found:?}");
     }
+    // Recorded clients reach other endpoints than new clients.
+    let other = dump.lines().find(|line| line.ends_with("--to-destination 10.244.1.1:8080")).unwrap();
+    let other = other.split(' ').nth(1).unwrap();
+    let changed = dump.lines().map(|line| match line.rsplit_once(" -j ") {
+        Some((conditions, _)) if line.contains("--rcheck") => format!("{conditions} -j {other}\n"),
+        _ => format!("{line}\n"),
+    });
+    let changed: String = changed.collect();
+    let found = sentences(&verify(&state, &node(), Family::V4, &settings, &changed));
+    let wanted = "Service shop/sticky: connections to 10.96.0.3 port 80/TCP are not served, but should be forwarded";
+    assert!(found.iter().any(|sentence| sentence.starts_with(wanted)), "{found:?}");
     // One missing jump is one difference.
     let jump = "-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n";
     assert_eq!(verify(&state, &node(), Family::V4, &settings, &dump.replacen(jump, "", 1)).total, 1);

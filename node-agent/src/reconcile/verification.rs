@@ -37,7 +37,8 @@ const MAX_LOGGED: usize = 5;
 pub(super) struct Pauses {
     /// When the next verification without a request may begin.
     next: Option<Instant>,
-    /// The differences of the last verification. A full sync followed.
+    /// What the last verification found and a full sync should have removed: differences, and rules
+    /// that the decoder does not understand.
     repaired: BTreeSet<String>,
 }
 
@@ -141,7 +142,9 @@ impl Reconciler {
     }
 
     /// Logs and counts differences, and requests a full sync, which repairs the kernel and the
-    /// ledger. If a full sync has not removed a difference, it does not follow again.
+    /// ledger. It also removes rules that the decoder does not understand, because the decoder reads
+    /// only what belongs to Headgate. If a full sync has not removed a finding, it does not follow
+    /// again for that finding.
     fn record_differences(&mut self, comparison: &Comparison) {
         self.metrics.verified(if comparison.total == 0 { "equal" } else { "drift" });
         let sentences: BTreeSet<String> = comparison.differences.iter().map(ToString::to_string).collect();
@@ -152,16 +155,17 @@ impl Reconciler {
             .for_each(|sentence| warn!("the kernel does not do what the state asks for: {sentence}"));
         self.metrics.dataplane.drift.inc_by(comparison.total);
         comparison.services().iter().for_each(|service| self.metrics.drifted(service));
-        if sentences.is_empty() {
-            self.pauses.repaired.clear();
-        } else if sentences == self.pauses.repaired {
-            error!(differences = comparison.total, "a full sync has not removed these differences");
-        } else {
-            warn!(differences = comparison.total, "making a full sync");
+        let mut findings = sentences;
+        findings.extend(comparison.not_understood.iter().cloned());
+        let (differences, not_understood) = (comparison.total, comparison.not_understood.len());
+        if !findings.is_subset(&self.pauses.repaired) {
+            warn!(differences, not_understood, "making a full sync");
             self.metrics.repairs.inc();
-            self.pauses.repaired = sentences;
             self.unfinished.needs_full = true;
             self.done = None;
+        } else if !findings.is_empty() {
+            error!(differences, not_understood, "a full sync has not removed what this verification found");
         }
+        self.pauses.repaired = findings;
     }
 }

@@ -153,6 +153,40 @@ fn a_verification_finds_a_wrong_ledger_and_a_changed_kernel_and_repairs_both() {
 }
 
 #[test]
+fn a_verification_makes_one_full_sync_for_each_rule_that_it_does_not_understand() {
+    let kernel = Arc::new(Mutex::new(FakeKernel::default()));
+    let timing = Timing { sync_period: Duration::from_secs(3600), ..timing() };
+    let run = ledger_loop(&kernel, &Arc::default(), 0, timing);
+    let repairs = || run.metrics.repairs.get();
+    run.snapshot(1, vec![service("web", 80), endpoint("web", 1, 8080)]);
+    run.wait_programmed(1);
+    let foreign = "KUBE-SERVICES -p tcp -m tcp --dport 80:81 -j DNAT --to-destination 192.0.2.9:80";
+    let insert = |rule: &str| kernel.lock().unwrap().restore(&format!("*nat\n-I {rule}\nCOMMIT\n")).unwrap();
+    // A full sync does not remove the rules of other programs in front of Headgate's.
+    insert("PREROUTING -j ACCEPT");
+    insert(foreign);
+    let differences = verified(&run);
+    assert!(!differences.is_empty());
+    run.batch(2, vec![endpoint("web", 2, 8080)]);
+    run.wait_programmed(2);
+    assert!(!kernel.lock().unwrap().save(Table::Nat).contains(foreign));
+    assert_eq!(repairs(), 1);
+    // The differences name another endpoint now.
+    assert_ne!(verified(&run), differences);
+    assert_eq!(repairs(), 2);
+    run.batch(3, vec![service("db", 5432)]);
+    run.wait_programmed(3);
+    assert!(!verified(&run).is_empty());
+    assert_eq!(repairs(), 2, "a full sync does not follow again for the same findings");
+    insert(foreign);
+    verified(&run);
+    assert_eq!(repairs(), 3);
+    run.batch(4, vec![endpoint("web", 3, 8080)]);
+    run.wait_programmed(4);
+    assert!(!kernel.lock().unwrap().save(Table::Nat).contains(foreign));
+}
+
+#[test]
 fn a_change_whose_first_attempt_fails_is_in_the_kernel_when_it_is_reported_as_programmed() {
     let kernel = Arc::new(Mutex::new(FakeKernel::default()));
     let run = ledger_loop(&kernel, &Arc::default(), 1, timing());
