@@ -220,8 +220,8 @@ fn a_rule_for_some_packets_is_found() {
                 |rule| is_essential(rule) && !rule.contains(" -s "),
                 |chain, rest| format!("-A {chain} -s 10.3.0.0/16 {rest}"),
             );
-            // Packets that return from the chain of an endpoint reach the next endpoint, so that only
-            // the shares change. So do packets of pods for a NodePort with policy Local.
+            // Packets that return from the chain of an endpoint reach the next endpoint, so that
+            // only the shares change. So do packets of pods for a NodePort with policy Local.
             let is_of_shares = |rule: &str| {
                 rule.starts_with("-A KUBE-SEP-") || rule.ends_with("--dport 30002 -j KUBE-GATE-NODEPORT-CLUSTER")
             };

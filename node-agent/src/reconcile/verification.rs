@@ -142,9 +142,9 @@ impl Reconciler {
     }
 
     /// Logs and counts differences, and requests a full sync, which repairs the kernel and the
-    /// ledger. It also removes rules that the decoder does not understand, because the decoder reads
-    /// only what belongs to Headgate. If a full sync has not removed a finding, it does not follow
-    /// again for that finding.
+    /// ledger. It also removes rules that the decoder does not understand, because the decoder
+    /// reads only what belongs to Headgate. If a full sync has not removed a finding, it does not
+    /// follow again for that finding.
     fn record_differences(&mut self, comparison: &Comparison) {
         self.metrics.verified(if comparison.total == 0 { "equal" } else { "drift" });
         let sentences: BTreeSet<String> = comparison.differences.iter().map(ToString::to_string).collect();

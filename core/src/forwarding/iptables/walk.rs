@@ -160,6 +160,8 @@ impl<'a> Walk<'a> {
         };
         let is_ours = |rule: &&Rule| target(rule).is_some_and(|target| targets.contains(&target));
         self.is_at_node = base == "INPUT";
+        // The packets that do not meet another condition miss the rules of Headgate. A jump for all
+        // packets beside such a jump is enough.
         let is_whole = |condition: &Condition| match condition {
             Condition::Constant(value) => *value,
             Condition::ToNode(negated) => *negated && base == "OUTPUT",
@@ -336,7 +338,8 @@ impl<'a> Walk<'a> {
                 // In filter, Headgate refuses packets of single frontends.
                 let refuses = matches!(ending, Some(Ending::Drop | Ending::Reject));
                 let is_foreign = self.table == TableName::Filter && refuses && reach.translated != Some(false);
-                if is_foreign || !is_cut && !(has_sets && rule.conditions.iter().any(is_set)) {
+                let is_by_set = has_sets && rule.conditions.iter().any(is_set);
+                if is_foreign || !(is_cut || is_by_set) {
                     self.not_understood(reach.uncertain.unwrap_or(chain));
                 }
                 !is_certain
