@@ -78,24 +78,27 @@ fn verify(state: &State, facts: &NodeFacts, family: Family, kernel: &FakeKernel)
 }
 
 fn verify_with(state: &State, facts: &NodeFacts, family: Family, kernel: &FakeKernel, saved: &str) -> Comparison {
+    let of_family = addresses().into_iter().filter(|address| Family::of(*address) == family).collect();
+    let found = decode(&dump(family, kernel, saved, &of_family), family, settings().masquerade.detector(family));
+    compare(state, facts, &settings(), found, &|_| true)
+}
+
+/// What a node with these addresses has.
+fn dump(family: Family, kernel: &FakeKernel, saved: &str, addresses: &BTreeSet<IpAddr>) -> Dump {
     let mut rules = Rules::default();
     saved.lines().for_each(|line| rules.line(line));
     let servers = kernel.servers.iter().map(|(key, (_, destinations))| {
         let destinations = destinations.iter().map(|(address, weight)| (*address, *weight));
         ((key.address, key.protocol, key.port), destinations.collect())
     });
-    let of_family: BTreeSet<IpAddr> =
-        addresses().into_iter().filter(|address| Family::of(*address) == family).collect();
-    let dump = Dump {
+    Dump {
         servers: servers.collect(),
         device: kernel.device_addresses.clone(),
         sets: kernel.sets.iter().map(|(set, all)| (set.name(family), all.iter().map(member).collect())).collect(),
         rules,
-        node_addresses: of_family.clone(),
-        node_port_addresses: of_family,
-    };
-    let found = decode(&dump, family, settings().masquerade.detector(family));
-    compare(state, facts, &settings(), found, &|_| true)
+        node_addresses: addresses.clone(),
+        node_port_addresses: addresses.clone(),
+    }
 }
 
 fn sentences(comparison: &Comparison) -> Vec<String> {
@@ -194,6 +197,23 @@ proptest! {
                 check(format!("without {element} in {set:?}"), &corrupted, vec![(address, protocol, port)])?;
             }
         }
+    }
+}
+
+/// A node without an address in a family, which therefore answers no NodePort there.
+#[test]
+fn a_node_without_an_address_for_node_ports_is_verified() {
+    let state = two_services();
+    let config = IpvsConfig { masquerade: settings().masquerade, ..IpvsConfig::new(Family::V4) };
+    let mut kernel = FakeKernel::new(&config);
+    kernel.apply(&Ledger::new(config).full(&state, &node(), &kernel.existing(), 0)).unwrap();
+    for node_ports in [NodePortAddresses::All, NodePortAddresses::Only(Vec::new())] {
+        let settings = NodeSettings { node_ports_v4: node_ports, ..settings() };
+        let dump = dump(Family::V4, &kernel, &saved(&kernel), &BTreeSet::new());
+        let found = decode(&dump, Family::V4, settings.masquerade.detector(Family::V4));
+        let comparison = compare(&state, &node(), &settings, found, &|_| true);
+        assert_eq!(sentences(&comparison), Vec::<String>::new());
+        assert!(comparison.frontends >= 4, "{}", comparison.frontends);
     }
 }
 

@@ -6,7 +6,7 @@
 
 use std::net::IpAddr;
 
-use headgate_core::{Demand, Family, Node, iptables::NodePortAddresses, masquerade::LocalDetector};
+use headgate_core::{Demand, Family, Node, explain::Mode, iptables::NodePortAddresses, masquerade::LocalDetector};
 use ipnet::IpNet;
 
 use headgate_settings::{DetectLocal, NodePortSelector, Settings};
@@ -56,6 +56,26 @@ impl NodeInputs {
         match family {
             Family::V4 => &self.node_ports_v4,
             Family::V6 => &self.node_ports_v6,
+        }
+    }
+
+    /// The addresses at which NodePorts answer in mode IPVS, which programs each of them.
+    #[must_use]
+    pub fn listed_node_ports(&self, family: Family) -> Vec<IpAddr> {
+        let all = match self.node_ports(family) {
+            NodePortAddresses::All => &self.interfaces,
+            NodePortAddresses::Only(addresses) => addresses,
+        };
+        all.iter().filter(|address| Family::of(**address) == family && !address.is_loopback()).copied().collect()
+    }
+
+    /// The addresses at which NodePorts answer in a mode. Mode IPVS programs no NodePort in a
+    /// family of which the node has no address.
+    #[must_use]
+    pub fn node_ports_of(&self, mode: Mode, family: Family) -> NodePortAddresses {
+        match mode {
+            Mode::Ipvs if self.listed_node_ports(family).is_empty() => NodePortAddresses::Only(Vec::new()),
+            _ => self.node_ports(family).clone(),
         }
     }
 }
@@ -290,5 +310,14 @@ mod tests {
         assert_eq!(inputs.node_ports_v4, NodePortAddresses::Only(vec![ip("10.0.0.1")]));
         assert_eq!(inputs.node_ports_v6, NodePortAddresses::Only(vec![]));
         assert!(settings.needs_node() && !settings.needs_interfaces());
+    }
+
+    #[test]
+    fn mode_ipvs_answers_no_node_port_in_a_family_without_an_address() {
+        let inputs = NodeSettings::default().resolve(None, &["10.0.0.1", "127.0.0.1", "::1"].map(ip));
+        assert_eq!(inputs.listed_node_ports(Family::V4), [ip("10.0.0.1")]);
+        assert_eq!(inputs.node_ports_of(Mode::Ipvs, Family::V4), NodePortAddresses::All);
+        assert_eq!(inputs.node_ports_of(Mode::Ipvs, Family::V6), NodePortAddresses::Only(vec![]));
+        assert_eq!(inputs.node_ports_of(Mode::Nftables, Family::V6), NodePortAddresses::All);
     }
 }

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     explain::NodeSettings,
-    model::{Protocol, ServiceKey},
+    model::{Family, Protocol, ServiceKey},
     node_facts::NodeFacts,
     state::{State, frontends::Frontend},
 };
@@ -173,19 +173,20 @@ impl Comparer {
     #[must_use]
     pub fn new(mut found: Table, settings: &NodeSettings) -> Self {
         let mut comparison = Comparison::default();
-        let mut is_broken = false;
+        let is_broken = found.is_broken();
         for problem in std::mem::take(&mut found.problems) {
             match problem {
-                Problem::Broken(sentence) => {
-                    is_broken = true;
-                    comparison.add(Difference::Everything(sentence));
+                Problem::Broken(sentence) => comparison.add(Difference::Everything(sentence)),
+                Problem::NotUnderstood(sentence) | Problem::GivenUp(sentence) => {
+                    comparison.not_understood.push(sentence);
                 }
-                Problem::NotUnderstood(sentence) => comparison.not_understood.push(sentence),
             }
         }
-        let difference = node_ports_difference(&node_ports_at(found.family, settings), &found.node_ports_at);
+        let expected = node_ports_at(found.family, settings);
+        let difference = node_ports_difference(found.family, &expected, &found.node_ports_at);
         let difference = difference.filter(|_| !is_broken);
-        let has_node_ports = difference.is_none();
+        let is_nowhere = found.node_ports_at == NodePortsAt::Listed(BTreeSet::new());
+        let has_node_ports = difference.is_none() && !is_nowhere;
         difference.into_iter().for_each(|difference| comparison.add(difference));
         Self { found, comparison, is_broken, has_node_ports }
     }
@@ -217,7 +218,7 @@ impl Comparer {
 
     /// Compares the addresses of the node that serve a NodePort otherwise than the others.
     fn node_port_addresses(&mut self, state: &State, key: &Arc<ServiceKey>, frontend: Frontend, expected: &Entry) {
-        let (Frontend::NodePort(_, protocol, port), NodePortsAt::Only(addresses)) =
+        let (Frontend::NodePort(_, protocol, port), NodePortsAt::Only(addresses) | NodePortsAt::Listed(addresses)) =
             (frontend, &self.found.node_ports_at)
         else {
             return;
@@ -258,26 +259,26 @@ impl Comparer {
     }
 }
 
-fn node_ports_difference(expected: &NodePortsAt, found: &NodePortsAt) -> Option<Difference> {
+fn node_ports_difference(family: Family, expected: &NodePortsAt, found: &NodePortsAt) -> Option<Difference> {
+    use NodePortsAt::{AnyAddress, Listed, Only, Unknown};
     // Whether NodePorts answer on 127.0.0.0/8 is a setting of the dataplane.
     let without_loopback = |at: &NodePortsAt| match at {
-        NodePortsAt::AnyAddress => NodePortsAt::AnyAddress,
-        NodePortsAt::Only(addresses) => {
-            NodePortsAt::Only(addresses.iter().filter(|address| !address.is_loopback()).copied().collect())
+        Unknown | AnyAddress => None,
+        Only(addresses) | Listed(addresses) => {
+            Some(addresses.iter().filter(|address| !address.is_loopback()).copied().collect::<BTreeSet<_>>())
         }
     };
-    let (expected, found) = (&without_loopback(expected), &without_loopback(found));
-    let list = |at: &NodePortsAt| match at {
-        NodePortsAt::AnyAddress => "every address of the node".to_owned(),
-        NodePortsAt::Only(addresses) if addresses.is_empty() => "no address".to_owned(),
-        NodePortsAt::Only(addresses) => addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
-    };
+    let at = [expected, found].map(without_loopback);
     let is_same = match (expected, found) {
-        // The rules may list all addresses of the node.
-        (NodePortsAt::AnyAddress, NodePortsAt::Only(addresses)) => !addresses.is_empty(),
-        _ => expected == found,
+        (Unknown, _) | (_, Unknown) | (AnyAddress, Listed(_)) => true,
+        _ => at[0] == at[1],
     };
-    let sentence = || format!("NodePorts answer on {}, but should answer on {}", list(found), list(expected));
+    let [expected, found] = at.map(|at| match at {
+        None => "every address of the node".to_owned(),
+        Some(addresses) if addresses.is_empty() => "no address".to_owned(),
+        Some(addresses) => addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+    });
+    let sentence = || format!("{family} NodePorts answer on {found}, but should answer on {expected}");
     (!is_same).then(|| Difference::Everything(sentence()))
 }
 

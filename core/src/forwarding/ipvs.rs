@@ -114,7 +114,7 @@ pub fn decode(dump: &Dump, family: Family, detector: Option<&LocalDetector>) -> 
     let members = Members { dump, client_in: None };
     let translated = translations(rules, detector, Some(&members), &mut table);
     // Each NodePort has a virtual server at each address.
-    table.node_ports_at = NodePortsAt::Only(dump.node_port_addresses.clone());
+    table.node_ports_at = NodePortsAt::Listed(dump.node_port_addresses.clone());
     let mut frontends: BTreeSet<Frontend> = translated.iter().flat_map(BTreeMap::keys).copied().collect();
     frontends.retain(|frontend| matches!(frontend, Frontend::Address(..)));
     frontends.extend(dump.sets.values().flatten().filter_map(|member| {

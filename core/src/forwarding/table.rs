@@ -223,11 +223,16 @@ impl Entry {
 /// The addresses of the node at which NodePorts answer.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum NodePortsAt {
-    /// The dump does not contain the addresses, or every address of the node answers.
+    /// The dump does not say, for example because it has no NodePort. This value is not compared.
     #[default]
+    Unknown,
+    /// Every address of the node.
     AnyAddress,
     /// These addresses.
     Only(BTreeSet<IpAddr>),
+    /// These addresses, which may be all addresses of the node: the dataplane lists the addresses
+    /// also if every address answers.
+    Listed(BTreeSet<IpAddr>),
 }
 
 /// What is wrong with a dump as a whole.
@@ -240,6 +245,9 @@ pub enum Problem {
     /// between the rules of Headgate. A sentence that begins with "cannot verify". The entries are
     /// compared, and hold as far as the decoder understands the dump.
     NotUnderstood(String),
+    /// The decoder gave up, because the dump needs too many steps. A sentence that begins with
+    /// "cannot verify". The entries of the table are not compared.
+    GivenUp(String),
 }
 
 /// The forwarding table of one family. A frontend that is absent is not served.
@@ -268,7 +276,7 @@ impl Table {
         Self {
             family,
             entries: BTreeMap::new(),
-            node_ports_at: NodePortsAt::AnyAddress,
+            node_ports_at: NodePortsAt::Unknown,
             unverified: BTreeSet::new(),
             leaves_out_sctp: false,
             problems: BTreeSet::new(),
@@ -285,10 +293,11 @@ impl Table {
         }
     }
 
-    /// True if something that all Services need is missing.
+    /// True if the entries are not compared: something that all Services need is missing, or the
+    /// decoder gave up.
     #[must_use]
     pub fn is_broken(&self) -> bool {
-        self.problems.iter().any(|problem| matches!(problem, Problem::Broken(_)))
+        self.problems.iter().any(|problem| matches!(problem, Problem::Broken(_) | Problem::GivenUp(_)))
     }
 
     /// The digests of this table alone; see [`Self::digest`].

@@ -6,7 +6,7 @@ use std::{
 };
 
 use headgate_core::{
-    Protocol, ServiceKey,
+    Family, Protocol, ServiceKey,
     explain::{self, ExplainedEndpoint, Explanation, MAX_DESTINATIONS, NodeSettings, Source, To},
     masquerade::MasqueradeConfig,
 };
@@ -67,8 +67,8 @@ impl Explainer {
                 detector_v6: inputs.detector_v6.clone(),
                 ..MasqueradeConfig::default()
             },
-            node_ports_v4: inputs.node_ports_v4.clone(),
-            node_ports_v6: inputs.node_ports_v6.clone(),
+            node_ports_v4: inputs.node_ports_of(mode, Family::V4),
+            node_ports_v6: inputs.node_ports_of(mode, Family::V6),
             localhost_node_ports: self.localhost_node_ports,
         })
     }

@@ -11,7 +11,7 @@ use std::{
 };
 
 use headgate_core::{
-    ServiceKey,
+    Family, ServiceKey,
     digest::Digests,
     explain::{Mode, NodeSettings},
     forwarding::{self, Comparer, Comparison, Table},
@@ -128,15 +128,16 @@ impl Reconciler {
 
     fn expected_settings(&self) -> NodeSettings {
         let inputs = self.inputs.borrow();
+        let mode = mode_of(self.dataplane.name()).unwrap_or(Mode::Iptables);
         NodeSettings {
-            mode: mode_of(self.dataplane.name()).unwrap_or(Mode::Iptables),
+            mode,
             masquerade: MasqueradeConfig {
                 detector_v4: inputs.detector_v4.clone(),
                 detector_v6: inputs.detector_v6.clone(),
                 ..MasqueradeConfig::default()
             },
-            node_ports_v4: inputs.node_ports_v4.clone(),
-            node_ports_v6: inputs.node_ports_v6.clone(),
+            node_ports_v4: inputs.node_ports_of(mode, Family::V4),
+            node_ports_v6: inputs.node_ports_of(mode, Family::V6),
             localhost_node_ports: false,
         }
     }

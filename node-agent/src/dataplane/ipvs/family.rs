@@ -9,7 +9,6 @@ use std::{
 
 use headgate_core::{
     Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, forwarding,
-    iptables::NodePortAddresses,
     ipvs::{DEVICE, Existing, IpvsConfig, Ledger, Object, Op, Plan, Problem, Scheduler, ServerKey, Set},
 };
 
@@ -96,11 +95,7 @@ impl Dataplane for IpvsFamily {
         let mut config = self.ledger.config().clone();
         let of_family = |address: &&IpAddr| Family::of(**address) == config.family;
         let other_addresses = inputs.interfaces.iter().filter(of_family).copied().collect();
-        let is_not_loopback = |address: &&IpAddr| !address.is_loopback() && of_family(address);
-        config.node_port_addresses = match inputs.node_ports(config.family) {
-            NodePortAddresses::All => inputs.interfaces.iter().filter(is_not_loopback).copied().collect(),
-            NodePortAddresses::Only(addresses) => addresses.iter().filter(is_not_loopback).copied().collect(),
-        };
+        config.node_port_addresses = inputs.listed_node_ports(config.family);
         config.other_addresses = other_addresses;
         config.masquerade.detector_v4.clone_from(&inputs.detector_v4);
         config.masquerade.detector_v6.clone_from(&inputs.detector_v6);
