@@ -108,6 +108,14 @@ impl Dump {
         self.family
     }
 
+    /// The number of rules, expressions and elements.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        let rules = self.chains.values().flat_map(|chain| &chain.rules).map(|rule| rule.len() + 1);
+        let elements = self.sets.values().map(|set| set.elements.len() + set.verdicts.len());
+        rules.chain(elements).sum::<usize>() as u64
+    }
+
     pub(super) fn has_base_chain(&self, kind: ChainType, hook: Hook) -> bool {
         self.base_chains(hook).iter().any(|(_, base)| base.kind == kind)
     }
@@ -188,9 +196,17 @@ impl SetDump {
     }
 
     /// The keys that begin with `start`.
-    pub(super) fn keys<'a>(&'a self, start: &'a [u8]) -> impl Iterator<Item = &'a [u8]> {
+    pub(super) fn keys<'a>(&'a self, start: &[u8]) -> impl Iterator<Item = &'a [u8]> {
+        self.range(start).map(|(key, _)| key)
+    }
+
+    /// The keys that begin with `start`, with their data.
+    pub(super) fn range<'a>(&'a self, start: &[u8]) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
         let first = self.elements.partition_point(|element| self.key_of(element) < start);
-        self.elements[first..].iter().map(|element| self.key_of(element)).take_while(move |key| key.starts_with(start))
+        let left = &self.elements[first..];
+        // Elements are sorted, so those with this beginning follow each other.
+        let count = left.partition_point(|element| self.key_of(element).starts_with(start));
+        left[..count].iter().map(|element| element.split_at_checked(self.key_bytes).unwrap_or((element, &[])))
     }
 
     fn key_of<'a>(&self, element: &'a [u8]) -> &'a [u8] {

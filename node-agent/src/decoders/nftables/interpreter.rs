@@ -1,8 +1,9 @@
 //! Executes rules for one packet, with every result of random numbers and hashes.
 
 use std::{
-    collections::{BTreeSet, HashSet},
+    collections::{BTreeSet, HashMap, HashSet},
     net::SocketAddr,
+    rc::Rc,
     sync::Arc,
 };
 
@@ -19,7 +20,7 @@ use nftables_netlink::{
 use super::{
     Dump,
     dump::{SetDump, address_of},
-    packet::{Key, Packet, Registers},
+    packet::{Key, Packet, Registers, Word},
 };
 
 /// The maximum depth of jumps, as in the kernel.
@@ -30,6 +31,10 @@ const MAX_RESULTS: u32 = 1 << 16;
 
 /// The set of the addresses that answer NodePorts. Other sets contain addresses of Services.
 const NODE_PORT_ADDRESSES: &str = "node-port-addresses";
+
+/// The set of the addresses of the node, which exists if rules cannot ask the routing table. Rules
+/// then list the addresses that answer NodePorts, also if all do.
+const NODE_ADDRESSES: &str = "node-addresses";
 
 /// How a packet ends that is not translated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,6 +75,26 @@ impl Outcome {
     }
 }
 
+/// The results of a random number or a hash.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Numbers {
+    count: u32,
+    first: u32,
+    to: Register,
+}
+
+/// What a lookup finds for the results of a random number or a hash.
+#[derive(Debug)]
+struct Drawn<'a> {
+    /// The distinct data of the elements.
+    data: BTreeSet<&'a [u8]>,
+    /// There is an element for every result.
+    is_complete: bool,
+}
+
+/// A set, the beginning of a key in it, and the rest of the key.
+type Draw<'a> = (&'a str, Vec<u8>, Numbers);
+
 /// Executes the rules of a dump.
 #[derive(Debug)]
 pub(super) struct Interpreter<'a> {
@@ -79,6 +104,11 @@ pub(super) struct Interpreter<'a> {
     full: Option<&'a str>,
     /// The lists of endpoints so far. Frontends share equal lists.
     lists: HashSet<Arc<[SocketAddr]>>,
+    /// The groups of elements so far. All packets share them, because a group may have thousands of
+    /// elements and few endpoints.
+    drawn: HashMap<Draw<'a>, Rc<Drawn<'a>>>,
+    /// The steps that are left: expressions and rules to execute, and elements to read.
+    steps_left: u64,
     /// The chains with something that is not understood.
     pub(super) unknown: BTreeSet<String>,
     /// How the rules recognise an address that answers NodePorts, if a packet reached such a rule.
@@ -86,8 +116,31 @@ pub(super) struct Interpreter<'a> {
 }
 
 impl<'a> Interpreter<'a> {
-    pub(super) fn new(dump: &'a Dump, detector: Option<&'a LocalDetector>, full: Option<&'a str>) -> Self {
-        Self { dump, detector, full, lists: HashSet::new(), unknown: BTreeSet::new(), node_ports_at: None }
+    pub(super) fn new(
+        dump: &'a Dump,
+        detector: Option<&'a LocalDetector>,
+        full: Option<&'a str>,
+        max_steps: u64,
+    ) -> Self {
+        Self {
+            dump,
+            detector,
+            full,
+            lists: HashSet::new(),
+            drawn: HashMap::new(),
+            steps_left: max_steps,
+            unknown: BTreeSet::new(),
+            node_ports_at: None,
+        }
+    }
+
+    /// True if no steps are left. What the interpreter returns is then wrong.
+    pub(super) fn is_exhausted(&self) -> bool {
+        self.steps_left == 0
+    }
+
+    fn count_steps(&mut self, count: usize) {
+        self.steps_left = self.steps_left.saturating_sub(count as u64);
     }
 
     /// Returns the fate of the first packet of a connection. Also returns the clients that reach
@@ -152,6 +205,10 @@ impl<'a> Interpreter<'a> {
         };
         let mut all = Outcome::default();
         for rule in &chain.rules {
+            self.count_steps(1);
+            if self.is_exhausted() {
+                break;
+            }
             let outcome = self.rule(rule, Registers::default(), packet, name, depth);
             let goes_on = outcome.goes_on;
             all.add(Outcome { goes_on: false, ..outcome });
@@ -175,6 +232,7 @@ impl<'a> Interpreter<'a> {
         depth: usize,
     ) -> Outcome {
         for (position, expression) in rule.iter().enumerate() {
+            self.count_steps(1);
             let rest = &rule[position + 1..];
             let is_met = match expression {
                 Expression::Payload { base, offset, length, to } => {
@@ -229,7 +287,9 @@ impl<'a> Interpreter<'a> {
                 }
                 Expression::NumberGenerator { modulus, offset, to, .. }
                 | Expression::Hash { modulus, offset, to, .. } => {
-                    return self.each(*modulus, *offset, *to, rest, registers, packet, chain, depth);
+                    let numbers = Numbers { count: *modulus, first: *offset, to: *to };
+                    let drawn = self.each_drawn(numbers, rest, registers, packet, chain, depth);
+                    return drawn.unwrap_or_else(|| self.each(numbers, rest, registers, packet, chain, depth));
                 }
                 // A set may be full, and a client may exceed a rate.
                 Expression::DynamicSet(_) | Expression::Limit { .. } => {
@@ -261,12 +321,9 @@ impl<'a> Interpreter<'a> {
     }
 
     /// Executes the rest of a rule for each result of a random number or a hash.
-    #[allow(clippy::too_many_arguments)]
     fn each(
         &mut self,
-        modulus: u32,
-        offset: u32,
-        to: Register,
+        numbers: Numbers,
         rest: &[Expression],
         mut registers: Registers,
         packet: Packet,
@@ -274,14 +331,80 @@ impl<'a> Interpreter<'a> {
         depth: usize,
     ) -> Outcome {
         let mut all = Outcome::default();
-        if modulus > MAX_RESULTS {
+        if numbers.count > MAX_RESULTS {
             self.unknown.insert(chain.to_owned());
         }
-        for number in 0..modulus.min(MAX_RESULTS) {
-            registers.load_number(to, offset.wrapping_add(number));
+        for number in 0..numbers.count.min(MAX_RESULTS) {
+            self.count_steps(1);
+            if self.is_exhausted() {
+                break;
+            }
+            registers.load_number(numbers.to, numbers.first.wrapping_add(number));
             all.add(self.rule(rest, registers, packet, chain, depth));
         }
         all
+    }
+
+    /// Executes the rest of a rule that uses the random number or hash only to look up an element:
+    /// once for each distinct data that the lookup finds. `None` if the rule does something else.
+    fn each_drawn(
+        &mut self,
+        numbers: Numbers,
+        rest: &[Expression],
+        mut registers: Registers,
+        packet: Packet,
+        chain: &str,
+        depth: usize,
+    ) -> Option<Outcome> {
+        registers.set(numbers.to, 0, Word::Unknown);
+        let loads = rest.iter().take_while(|expression| matches!(expression, Expression::Immediate { .. })).count();
+        for expression in &rest[..loads] {
+            if let Expression::Immediate { to, value } = expression {
+                registers.load(*to, &value.0);
+            }
+        }
+        let (lookup, rest) = rest[loads..].split_first()?;
+        let Expression::Lookup { set, key, result: LookupResult::Into(to) } = lookup else { return None };
+        // None of these expressions reads the number, or its value is not understood.
+        let is_translation = rest.iter().all(|expression| {
+            matches!(expression, Expression::DynamicSet(_) | Expression::Limit { .. } | Expression::Nat { .. })
+        });
+        let (name, set) = self.dump.sets.get_key_value(&set.name)?;
+        let is_plain = !set.has_ranges && !set.is_recorded && self.full != Some(name);
+        let start_bytes = set.key_bytes.checked_sub(4)?;
+        let is_at_end = start_bytes % 4 == 0 && numbers.to.index() as usize == key.index() as usize + start_bytes / 4;
+        let is_number = registers.key(numbers.to, 4) == Key::Unknown;
+        if !(is_translation && is_plain && is_at_end && is_number) {
+            return None;
+        }
+        let drawn = self.drawn(set, (name, registers.bytes(*key, start_bytes)?, numbers));
+        let mut all = Outcome { goes_on: !drawn.is_complete, ..Outcome::default() };
+        for data in &drawn.data {
+            self.count_steps(1);
+            let mut registers = registers;
+            registers.load(*to, data);
+            all.add(self.rule(rest, registers, packet, chain, depth));
+        }
+        Some(all)
+    }
+
+    /// Reads the elements of a group, unless a packet has been here before.
+    fn drawn(&mut self, set: &'a SetDump, draw: Draw<'a>) -> Rc<Drawn<'a>> {
+        if let Some(drawn) = self.drawn.get(&draw) {
+            return Rc::clone(drawn);
+        }
+        let (_, start, numbers) = &draw;
+        let is_drawn = |key: &[u8]| {
+            let number = key.last_chunk().map(|bytes| u32::from_ne_bytes(*bytes));
+            number.is_some_and(|number| number.wrapping_sub(numbers.first) < numbers.count)
+        };
+        let elements: Vec<_> = set.range(start).filter(|(key, _)| is_drawn(key)).collect();
+        let is_complete = elements.len() as u64 == u64::from(numbers.count);
+        self.count_steps(elements.len());
+        let data = elements.into_iter().map(|(_, data)| data).collect();
+        let drawn = Rc::new(Drawn { data, is_complete });
+        self.drawn.insert(draw, Rc::clone(&drawn));
+        drawn
     }
 
     fn verdict(&mut self, verdict: &Verdict, packet: Packet, chain: &str, depth: usize) -> Outcome {
@@ -373,6 +496,7 @@ impl<'a> Interpreter<'a> {
             (Key::EndsWithSource(start, prefix_length), LookupResult::Present) => {
                 let range = |key: &[u8]| IpNet::new(address_of(key.get(start.len()..)?)?, *prefix_length).ok();
                 let ranges: Vec<IpNet> = set.keys(start).filter_map(range).collect();
+                self.count_steps(ranges.len());
                 return if ranges.is_empty() { Found::No } else { Found::Admitted(ranges) };
             }
             _ => None,
@@ -393,7 +517,10 @@ impl<'a> Interpreter<'a> {
     fn node_address<'s>(&mut self, set: &'s SetDump) -> Option<&'s [u8]> {
         let addresses: BTreeSet<_> = set.keys(&[]).filter_map(address_of).collect();
         let is_known = !addresses.is_empty();
-        self.node_ports_at = Some(NodePortsAt::Only(addresses));
+        self.count_steps(addresses.len());
+        let lists_all = self.dump.sets.contains_key(NODE_ADDRESSES);
+        self.node_ports_at =
+            Some(if lists_all { NodePortsAt::Listed(addresses) } else { NodePortsAt::Only(addresses) });
         is_known.then_some(&[])
     }
 }
@@ -429,7 +556,7 @@ fn mask_register(registers: &mut Registers, from: Register, to: Register, mask: 
         }
         _ => {
             for index in 0..length.div_ceil(4) {
-                registers.set(to, index, super::packet::Word::Unknown);
+                registers.set(to, index, Word::Unknown);
             }
         }
     }

@@ -4,7 +4,7 @@
 //! base chains, and follows every result of random numbers and hashes ([`interpreter`]). The
 //! frontends are the keys of the table's sets and maps. So a missing rule, a changed element and a
 //! foreign element all change the table that it finds. The cost grows with the number of frontends
-//! and endpoints.
+//! and elements. It is limited, because rules of other programs may have any shape.
 
 mod dump;
 mod interpreter;
@@ -23,12 +23,26 @@ use nftables_netlink::{ChainType, Hook};
 pub use self::dump::{Dump, Packed, pack};
 use self::interpreter::Interpreter;
 
+/// The maximum number of steps for each rule, expression and element of a dump.
+const MAX_STEPS: u64 = 1000;
+
 /// Decodes a table. `detector` is how rules recognise pods of the node. `gate` is the set whose
 /// elements make rules send connections to the proxy, in mode userspace. The result describes the
 /// rules without these elements. If the rules that send TCP connections to the proxy are missing,
 /// the result says so.
 #[must_use]
 pub fn decode(dump: &Dump, detector: Option<&LocalDetector>, gate: Option<&str>) -> Table {
+    decode_within(dump, detector, gate, dump.size().saturating_mul(MAX_STEPS))
+}
+
+/// Like [`decode`], with a maximum number of steps. A step executes a rule or an expression, or
+/// reads an element. Beyond the maximum, the result says that the decoder gave up.
+pub(crate) fn decode_within(
+    dump: &Dump,
+    detector: Option<&LocalDetector>,
+    gate: Option<&str>,
+    max_steps: u64,
+) -> Table {
     let mut table = Table::new(dump.family());
     for (kind, hooks) in [
         (ChainType::Nat, &[Hook::Prerouting, Hook::Output][..]),
@@ -46,7 +60,7 @@ pub fn decode(dump: &Dump, detector: Option<&LocalDetector>, gate: Option<&str>)
     if !table.problems.is_empty() {
         return table;
     }
-    let mut interpreter = Interpreter::new(dump, detector, None);
+    let mut interpreter = Interpreter::new(dump, detector, None, max_steps);
     let frontends = dump.frontends();
     for frontend in &frontends {
         let mut entry = Entry::default();
@@ -56,19 +70,27 @@ pub fn decode(dump: &Dump, detector: Option<&LocalDetector>, gate: Option<&str>)
             entry.set(origin, fate);
             admitted = admitted.or(ranges);
         }
+        if interpreter.is_exhausted() {
+            return given_up(dump);
+        }
         entry.share();
         entry.admitted = admitted.map_or(Admitted::All, Admitted::only);
         if entry != Entry::default() {
             table.entries.insert(*frontend, entry);
         }
     }
+    // Without NodePorts, no packet reaches a rule for the addresses that answer them.
     let has_node_ports = frontends.iter().any(|frontend| matches!(frontend, Frontend::NodePort(..)));
     table.node_ports_at = match interpreter.node_ports_at {
         None if has_node_ports => NodePortsAt::Only(BTreeSet::new()),
         found => found.unwrap_or_default(),
     };
     if let Some(gate) = gate {
-        check_redirects(dump, detector, gate, &mut table);
+        let mut interpreter = Interpreter::new(dump, detector, Some(gate), max_steps);
+        check_redirects(&mut interpreter, dump, &mut table);
+        if interpreter.is_exhausted() {
+            return given_up(dump);
+        }
     }
     for chain in interpreter.unknown {
         table.problems.insert(Problem::NotUnderstood(format!(
@@ -79,10 +101,18 @@ pub fn decode(dump: &Dump, detector: Option<&LocalDetector>, gate: Option<&str>)
     table
 }
 
+fn given_up(dump: &Dump) -> Table {
+    let problem = Problem::GivenUp(format!(
+        "cannot verify the table {}: its rules branch too often to follow them. Look for rules of other programs in it (nft list table {}), and remove them",
+        dump.name(),
+        dump.name()
+    ));
+    Table { problems: [problem].into(), ..Table::new(dump.family()) }
+}
+
 /// Checks that connections go to one listener of the proxy while the gate is closed. The rules do
 /// not depend on single Services, so one frontend of each kind is enough.
-fn check_redirects(dump: &Dump, detector: Option<&LocalDetector>, gate: &str, table: &mut Table) {
-    let mut interpreter = Interpreter::new(dump, detector, Some(gate));
+fn check_redirects(interpreter: &mut Interpreter<'_>, dump: &Dump, table: &mut Table) {
     let mut checked = BTreeSet::new();
     for (frontend, entry) in &table.entries {
         let (Frontend::Address(_, protocol, _) | Frontend::NodePort(_, protocol, _)) = frontend;

@@ -73,11 +73,25 @@ fn a_deleted_rule_and_a_swapped_address_are_named_and_repaired() {
 
 #[test]
 fn every_mode_is_verified() {
-    let rig = rig();
+    verify_every_mode(&rig());
+}
+
+/// No packet reaches the rules for the addresses that answer NodePorts.
+#[test]
+fn a_cluster_without_node_ports_is_verified_in_every_mode() {
+    let web = service("web", 10, "").replace("NodePort", "ClusterIP").replace(", nodePort: 30010", "");
+    verify_every_mode(&Rig::serving(&[
+        ("node", node("podCIDRs: [10.244.1.0/24]")),
+        ("web", web),
+        ("web-1", slice("web", &[("node-a", 10)], "")),
+    ]));
+}
+
+fn verify_every_mode(rig: &Rig) {
     for mode in ["nftables", "userspace", "iptables"] {
         let agent = rig.agent(&[&format!("--proxy-mode={mode}"), "--iptables-sync-period=1h"]);
         rig.until_programmed();
-        until_verified(&rig);
+        until_verified(rig);
         assert!(agent.terminate().0.success());
     }
 }

@@ -4,22 +4,22 @@
 use std::collections::BTreeSet;
 
 use headgate_core::{
-    Change, Family,
+    Change, Family, Service,
     explain::{Mode, NodeSettings},
     forwarding::{Comparison, compare},
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
 };
 use nftables_netlink::{
-    Element, Kernel as _, Transaction,
+    Chain, Element, Expression, Generator, Kernel as _, Register, Rule, RulePosition, Transaction, Verdict,
     fake::{FakeKernel, FakeNftables},
 };
 
 use super::{
     super::{elements::has_node_addresses, layout::table_name},
-    rig::{Rig, endpoint, shapes},
+    rig::{NODES, Rig, address, endpoint, hashed_service, key, service, shapes},
 };
-use crate::decoders::nftables::{Dump, decode, pack};
+use crate::decoders::nftables::{Dump, decode, decode_within, pack};
 
 /// Services of all shapes. Some have no endpoints, some only on another node.
 fn programmed(family: Family, fake: &FakeKernel, has_fib: bool) -> Rig<FakeNftables> {
@@ -35,15 +35,20 @@ fn programmed(family: Family, fake: &FakeKernel, has_fib: bool) -> Rig<FakeNftab
     rig
 }
 
-fn verify(rig: &mut Rig<FakeNftables>) -> Comparison {
+fn dump(rig: &mut Rig<FakeNftables>) -> Dump {
     let table = table_name(rig.family);
     let dump = Dump::read(&mut rig.kernel, &table, |kernel, set| {
         let mut elements: Vec<_> = kernel.elements(&table, set)?.into_iter().map(pack).collect();
         elements.sort_unstable();
         Ok(elements)
     });
+    dump.unwrap().unwrap()
+}
+
+fn verify(rig: &mut Rig<FakeNftables>) -> Comparison {
+    let dump = dump(rig);
     let detector = rig.config.detector.as_ref();
-    let found = decode(&dump.unwrap().unwrap(), detector, None);
+    let found = decode(&dump, detector, None);
     let settings = NodeSettings {
         mode: Mode::Nftables,
         masquerade: MasqueradeConfig {
@@ -51,8 +56,8 @@ fn verify(rig: &mut Rig<FakeNftables>) -> Comparison {
             detector_v6: detector.filter(|_| rig.family == Family::V6).cloned(),
             ..MasqueradeConfig::default()
         },
-        node_ports_v4: NodePortAddresses::All,
-        node_ports_v6: NodePortAddresses::All,
+        node_ports_v4: rig.config.node_port_addresses.clone(),
+        node_ports_v6: rig.config.node_port_addresses.clone(),
         localhost_node_ports: true,
     };
     compare(&rig.state, &rig.node, &settings, found, &|_| true)
@@ -69,6 +74,112 @@ fn the_tables_of_services_of_all_shapes_decode_to_the_expected_table() {
         let comparison = verify(&mut rig);
         assert_eq!(sentences(&comparison), Vec::<String>::new());
         assert!(comparison.frontends > 100, "{}", comparison.frontends);
+    }
+}
+
+/// A Service without NodePorts.
+fn without_node_ports(family: Family, number: u8) -> Service {
+    let mut service = service(family, number);
+    service.ports.iter_mut().for_each(|port| port.node_port = 0);
+    service
+}
+
+#[test]
+fn tables_without_node_ports_or_without_an_address_for_them_are_verified() {
+    for (family, has_fib) in [(Family::V4, true), (Family::V6, true), (Family::V4, false), (Family::V6, false)] {
+        let only = |addresses: &[_]| NodePortAddresses::Only(addresses.to_vec());
+        for addresses in [NodePortAddresses::All, only(&[]), only(&[address(family, NODES, 1)])] {
+            for service in [without_node_ports(family, 0), service(family, 0)] {
+                let mut rig = Rig::with(family, FakeKernel::new().connect(), has_fib);
+                rig.set_node_port_addresses(addresses.clone());
+                rig.apply([Change::from(service), Change::Endpoint(key(0), endpoint(family, 1, "here"))]);
+                let comparison = verify(&mut rig);
+                assert_eq!(sentences(&comparison), Vec::<String>::new(), "{family} {has_fib} {addresses:?}");
+                assert!(comparison.frontends > 3);
+                rig.set_interfaces(Vec::new());
+                assert_eq!(sentences(&verify(&mut rig)), Vec::<String>::new(), "{family} {has_fib} {addresses:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_changed_list_of_addresses_for_node_ports_is_found_and_names_the_family() {
+    let family = Family::V6;
+    let mut rig = programmed(family, &FakeKernel::new(), true);
+    let (wanted, other) = (address(family, NODES, 1), address(family, NODES, 2));
+    rig.set_node_port_addresses(NodePortAddresses::Only(vec![wanted]));
+    assert_eq!(sentences(&verify(&mut rig)), Vec::<String>::new());
+    let mut expect = |addresses, found: &str, expected: &str| {
+        let right = rig.config.node_port_addresses.clone();
+        rig.set_node_port_addresses(addresses);
+        rig.config.node_port_addresses = right.clone();
+        let sentence = format!("IPv6 NodePorts answer on {found}, but should answer on {expected}");
+        assert_eq!(sentences(&verify(&mut rig)), [sentence]);
+        rig.set_node_port_addresses(right);
+    };
+    let listed = format!("{wanted}, {other}");
+    expect(NodePortAddresses::Only(vec![wanted, other]), &listed, &wanted.to_string());
+    expect(NodePortAddresses::Only(Vec::new()), "no address", &wanted.to_string());
+    expect(NodePortAddresses::All, "every address of the node", &wanted.to_string());
+    rig.set_node_port_addresses(NodePortAddresses::All);
+    let mut expect = |addresses, found: &str| {
+        rig.set_node_port_addresses(addresses);
+        rig.config.node_port_addresses = NodePortAddresses::All;
+        let sentence = format!("IPv6 NodePorts answer on {found}, but should answer on every address of the node");
+        assert_eq!(sentences(&verify(&mut rig)), [sentence]);
+        rig.set_node_port_addresses(NodePortAddresses::All);
+    };
+    expect(NodePortAddresses::Only(vec![wanted]), &wanted.to_string());
+}
+
+/// The elements of a group are read once, and not for each frontend and origin.
+#[test]
+fn the_steps_grow_with_the_elements() {
+    let family = Family::V4;
+    let mut rig = Rig::new(family, FakeKernel::new().connect());
+    for number in 0..20 {
+        rig.apply([Change::from(hashed_service(family, number))]);
+        rig.apply((0..10).map(|last| Change::Endpoint(key(number), endpoint(family, 10 * number + last, "there"))));
+    }
+    let dump = dump(&mut rig);
+    let detector = rig.config.detector.as_ref();
+    let needs_more_than = |steps: u64| decode_within(&dump, detector, None, steps).is_broken();
+    assert!(needs_more_than(dump.size()));
+    assert!(!needs_more_than(10 * dump.size()));
+}
+
+#[test]
+fn the_decoder_gives_up_if_foreign_rules_branch_too_often() {
+    let table = table_name(Family::V4);
+    let jump = |chain: &str, target: String| Rule::new(&table, chain, vec![Expression::Verdict(Verdict::Jump(target))]);
+    // Chains that each jump to the next one ten times.
+    let chains = |transaction: &mut Transaction| {
+        for number in (0..6).rev() {
+            let chain = format!("foreign-{number}");
+            transaction.add_chain(&Chain::regular(&table, &chain));
+            (0..10).filter(|_| number < 5).for_each(|_| {
+                transaction.add_rule(&jump(&chain, format!("foreign-{}", number + 1)));
+            });
+        }
+        transaction.put_rule(&jump("nat-prerouting", "foreign-0".to_owned()), RulePosition::First);
+    };
+    // Random numbers that are not used to look up an element.
+    let numbers = |transaction: &mut Transaction| {
+        let generator = Generator::Random;
+        let number = Expression::NumberGenerator { generator, modulus: 1 << 16, offset: 0, to: Register::R1 };
+        let rule = Rule::new(&table, "nat-prerouting", vec![number.clone(), number.clone(), number]);
+        transaction.put_rule(&rule, RulePosition::First);
+    };
+    for add in [&chains as &dyn Fn(&mut Transaction), &numbers] {
+        let mut rig = programmed(Family::V4, &FakeKernel::new(), true);
+        let mut transaction = Transaction::new();
+        add(&mut transaction);
+        rig.kernel.commit(&transaction).unwrap();
+        let comparison = verify(&mut rig);
+        assert!(comparison.differences.is_empty() && comparison.frontends == 0, "{:?}", sentences(&comparison));
+        assert_eq!(comparison.not_understood.len(), 1);
+        assert!(comparison.not_understood[0].contains("branch too often"), "{:?}", comparison.not_understood);
     }
 }
 

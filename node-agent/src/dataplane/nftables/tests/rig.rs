@@ -193,6 +193,12 @@ impl<K: Kernel> Rig<K> {
         self.commit(&Plan::default());
     }
 
+    /// Changes which addresses answer NodePorts.
+    pub(super) fn set_node_port_addresses(&mut self, addresses: NodePortAddresses) {
+        self.config.node_port_addresses = addresses;
+        self.commit(&Plan::default());
+    }
+
     fn commit(&mut self, plan: &Plan) {
         let table = table_name(self.family);
         let mut transaction = Transaction::new();
