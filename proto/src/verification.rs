@@ -153,6 +153,9 @@ impl NodeView {
             node_ports_v6: NodePortAddresses::All,
             localhost_node_ports: wire.localhost_node_ports,
         };
+        if wire.families.is_empty() {
+            return Err("families: no IP family".to_owned());
+        }
         let mut families = BTreeSet::new();
         for family in &wire.families {
             // The table depends only on the presence of the detector.
@@ -252,6 +255,8 @@ mod tests {
         let unknown = v1::NodeView { mode: "x".into(), ..view.to_wire() };
         assert!(NodeView::from_wire("node-a", &unknown).unwrap_err().contains("mode"));
         let mut short = view.to_wire();
+        let none = v1::NodeView { families: Vec::new(), ..view.to_wire() };
+        assert!(NodeView::from_wire("node-a", &none).unwrap_err().contains("families"));
         short.failing[0].endpoints[0] = Bytes::from_static(&[1, 2, 3]);
         assert!(NodeView::from_wire("node-a", &short).unwrap_err().contains("failing"));
     }

@@ -64,17 +64,34 @@ impl Agent {
     async fn start(
         replica: &Replica,
         node: &'static str,
-        mut change: impl FnMut(usize, &mut Client, Option<&mut v1::Verification>) + Send + 'static,
+        change: impl FnMut(usize, &mut Client, Option<&mut v1::Verification>) + Send + 'static,
     ) -> Self {
+        Self::answer(Self::connect(replica, node).await, node, usize::MAX, change)
+    }
+
+    async fn connect(replica: &Replica, node: &str) -> Client {
         let mut client = Client::open(channel(replica.running.local_addr).await, node, None).await.unwrap();
         client.reach(replica.store.version()).await;
         client.ack().await;
+        client
+    }
+
+    /// Answers so many queries. The stream ends at the next query.
+    fn answer(
+        mut client: Client,
+        node: &'static str,
+        answers: usize,
+        mut change: impl FnMut(usize, &mut Client, Option<&mut v1::Verification>) + Send + 'static,
+    ) -> Self {
         Self(tokio::spawn(async move {
             for number in 1.. {
                 while client.queries.len() < number {
                     if !matches!(client.step().await, Ok(Some(()))) {
                         return;
                     }
+                }
+                if number > answers {
+                    return;
                 }
                 let v1::Query { id, query } = client.queries[number - 1].clone();
                 let Some(node_query::Kind::Verify(query)) = query.unwrap().kind else { panic!("not a verification") };
@@ -205,10 +222,150 @@ async fn the_agents_own_differences_are_shown_and_a_second_verification_confirms
     let found = verify_one(&replica, "a").await;
     assert_eq!((drift(&found), found.drift_count), (vec![("default/service-1", "is broken")], 3));
     assert!(found.is_repaired);
+    let agent = agent_info(&replica, "a").await;
+    assert!(agent.verified_unix_ms > 0 && agent.drift_count == 0, "{agent:?}");
+    replica.running.stop().await;
+}
+
+async fn agent_info(replica: &Replica, node: &str) -> v1::AgentInfo {
     let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
     let mut agents = inspect.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
-    let agent = agents.message().await.unwrap().unwrap();
-    assert!(agent.verified_unix_ms > 0 && agent.drift_count == 0, "{agent:?}");
+    loop {
+        let agent = agents.message().await.unwrap().expect("the node is not listed");
+        if agent.node == node {
+            return agent;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_verification_that_proves_nothing_does_not_hide_an_earlier_difference() {
+    let replica = Replica::start().await;
+    replica.put(cluster(3));
+    // Five answers with a difference, and then an unreadable kernel.
+    let broken = |number, _: &mut Client, answer: Option<&mut v1::Verification>| {
+        let Some(answer) = answer else { return };
+        if number <= 5 {
+            answer.drift = vec![v1::Drift { service: "default/service-1".into(), difference: "is broken".into() }];
+            answer.drift_count = 1;
+        } else {
+            answer.table = None;
+            answer.unverified = vec!["the kernel cannot be read; verify again: no permission".into()];
+        }
+    };
+    let _agent = Agent::start(&replica, "a", broken).await;
+    assert_eq!(verify_one(&replica, "a").await.result, "drift");
+    let before = agent_info(&replica, "a").await;
+    assert_eq!(before.drift_count, 1);
+    assert_eq!(verify_one(&replica, "a").await.result, "unverified");
+    let after = agent_info(&replica, "a").await;
+    assert_eq!((after.drift_count, after.verified_unix_ms), (1, before.verified_unix_ms));
+    // A node without any verification stays without one.
+    let unreadable = |_, _: &mut Client, answer: Option<&mut v1::Verification>| {
+        if let Some(answer) = answer {
+            answer.table = None;
+            answer.unverified = vec!["the kernel cannot be read; verify again: no permission".into()];
+        }
+    };
+    let _other = Agent::start(&replica, "b", unreadable).await;
+    assert_eq!(verify_one(&replica, "b").await.result, "unverified");
+    assert_eq!(agent_info(&replica, "b").await.verified_unix_ms, 0);
+    replica.running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_difference_stays_named_if_the_agent_then_stops() {
+    let replica = Replica::start().await;
+    replica.put(cluster(3));
+    let report = |_, _: &mut Client, answer: Option<&mut v1::Verification>| {
+        if let Some(answer) = answer {
+            answer.drift = vec![v1::Drift { service: "default/service-1".into(), difference: "is broken".into() }];
+            answer.drift_count = 1;
+        }
+    };
+    let client = Agent::connect(&replica, "a").await;
+    let _agent = Agent::answer(client, "a", 1, report);
+    let found = verify_one(&replica, "a").await;
+    assert_eq!((found.result.as_str(), drift(&found)), ("drift", vec![("default/service-1", "is broken")]));
+    assert!(!found.is_repaired);
+    assert_eq!(found.unverified.len(), 1, "the reason why the verification ended early: {found:?}");
+    assert_eq!(replica.metric("headgate_node_verifications_total{result=\"drift\"}"), 1);
+    // An agent that stops before its first answer is counted, too.
+    let _other = Agent::answer(Agent::connect(&replica, "b").await, "b", 0, |_, _, _| {});
+    assert_eq!(verify_one(&replica, "b").await.result, "unverified");
+    assert_eq!(replica.metric("headgate_node_verifications_total{result=\"unverified\"}"), 1);
+    replica.running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rejected_service_is_named_even_if_another_changes_meanwhile() {
+    let replica = Replica::start().await;
+    replica.put(cluster(50));
+    assert_ne!(service_bucket(&key(7)), service_bucket(&key(8)));
+    let store = Arc::clone(&replica.store);
+    let change = move |number, client: &mut Client, answer: Option<&mut v1::Verification>| match answer {
+        // The agent holds an older state of Service 7, which it rejects.
+        None if number == 1 => {
+            assert!(client.held.state.apply(remove_endpoint(7, 1), &mut Dirty::default()));
+        }
+        // Another Service changes, so that a second attempt is needed.
+        Some(_) if number == 1 => {
+            let changes = vec![TriggeredChange { change: endpoint(8, 3, 8080), trigger_unix_ms: 0 }];
+            store.commit(Transaction { changes, ..Transaction::default() });
+        }
+        _ => {}
+    };
+    let client = Agent::connect(&replica, "a").await;
+    let resource = format!("Service {}", key(7));
+    let rejection = v1::Rejection { resource, field: "ports".into(), reason: "no such port".into() };
+    client.send(Body::Nack(v1::Nack { version: 1, rejections: vec![rejection], ..v1::Nack::default() })).await;
+    let _agent = Agent::answer(client, "a", usize::MAX, change);
+    let found = verify_one(&replica, "a").await;
+    assert_eq!((found.result.as_str(), found.version), ("unverified", replica.store.version()));
+    let name = key(7).to_string();
+    assert!(found.unverified.iter().any(|text| text.contains(&name)), "{:?}", found.unverified);
+    replica.running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_that_lies_about_the_number_of_differences_is_not_verified() {
+    let replica = Replica::start().await;
+    replica.put(cluster(3));
+    let lie = |number, client: &mut Client, answer: Option<&mut v1::Verification>| match answer {
+        None if number == 1 => {
+            assert!(client.held.state.apply(remove_endpoint(1, 1), &mut Dirty::default()));
+        }
+        Some(answer) => answer.drift_count = u64::MAX,
+        None => {}
+    };
+    let _agent = Agent::start(&replica, "a", lie).await;
+    let found = verify_one(&replica, "a").await;
+    assert_eq!((found.result.as_str(), found.drift_count), ("drift", u64::MAX));
+    assert_eq!(found.drift.len(), 1);
+    replica.running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_zone_in_each_attempt_and_a_view_without_families_are_not_verified() {
+    let replica = Replica::start().await;
+    replica.put(cluster(3));
+    let zone = Some("zone-1".into());
+    let node = Node { name: "a".into(), zone, pod_cidrs: Vec::new(), addresses: Vec::new(), going_away: false };
+    replica.store.commit(Transaction { nodes: vec![NodeChange::Apply(node)], ..Transaction::default() });
+    // The agent of the tests never has a zone.
+    let _agent = Agent::honest(&replica, "a").await;
+    let found = verify_one(&replica, "a").await;
+    assert_eq!(found.result, "drift");
+    assert!(drift(&found)[0].1.starts_with("the agent uses no zone as its zone, and the Node has zone-1"), "{found:?}");
+    let empty = |_, _: &mut Client, answer: Option<&mut v1::Verification>| {
+        let Some(answer) = answer else { return };
+        answer.view.as_mut().unwrap().families.clear();
+        answer.table = Some(digests_to_wire(&Digests::default()));
+    };
+    let _other = Agent::start(&replica, "b", empty).await;
+    let found = verify_one(&replica, "b").await;
+    assert_eq!(found.result, "unverified");
+    assert!(found.unverified.iter().any(|text| text.contains("families")), "{:?}", found.unverified);
     replica.running.stop().await;
 }
 

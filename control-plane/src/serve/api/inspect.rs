@@ -443,7 +443,7 @@ fn agent_info(store: &Store, agent: &Agent) -> v1::AgentInfo {
         message: rejection.reason,
         origin: String::new(),
     };
-    let verified = record.verified.as_ref();
+    let verified = record.verified().cloned();
     v1::AgentInfo {
         node: agent.node.to_string(),
         address: agent.address.to_string(),
@@ -464,9 +464,9 @@ fn agent_info(store: &Store, agent: &Agent) -> v1::AgentInfo {
         rejections: record.rejections.iter().cloned().map(rejection).collect(),
         state: state.as_str().into(),
         reason: agent.reason(store, source, state),
-        verified_unix_ms: verified.map_or(0, |verified| unix_ms(verified.at)),
-        drift_count: verified.map_or(0, |verified| verified.drift_count),
-        drift: verified.map(|verified| verified.drift.clone()).unwrap_or_default(),
+        verified_unix_ms: verified.as_ref().map_or(0, |verified| unix_ms(verified.at)),
+        drift_count: verified.as_ref().map_or(0, |verified| verified.drift_count),
+        drift: verified.map(|verified| verified.drift).unwrap_or_default(),
     }
 }
 

@@ -27,7 +27,10 @@ pub(crate) struct Record {
     pub(crate) backend: String,
     pub(crate) degraded: Vec<String>,
     /// The last verification that the agent reported.
-    pub(crate) verified: Option<Verified>,
+    reported: Option<Verified>,
+    /// The last verification that a client has asked for. The replica may have seen differences
+    /// that the agent does not see.
+    requested: Option<Verified>,
     pub(crate) programmed_version: u64,
     has_acknowledged: bool,
     pub(crate) apply_microseconds: u64,
@@ -40,7 +43,7 @@ pub(crate) struct Record {
     pub(crate) rejections: Arc<Vec<v1::Rejection>>,
 }
 
-/// A verification that an agent reported (discovery.proto, section 19).
+/// The result of a verification (discovery.proto, section 19).
 #[derive(Debug, Clone)]
 pub(crate) struct Verified {
     /// By the clock of this replica.
@@ -94,9 +97,20 @@ impl Record {
         !self.last_error.is_empty() || !self.rejections.is_empty()
     }
 
-    /// Returns true if the last verification found differences.
+    /// Returns the verification to show: the last one. Differences that a request found stay until
+    /// a later request finds none.
+    pub(crate) fn verified(&self) -> Option<&Verified> {
+        let replaces = |reported: &&Verified| {
+            self.requested.as_ref().is_none_or(|requested| {
+                reported.at > requested.at && (requested.drift_count == 0 || reported.drift_count > 0)
+            })
+        };
+        self.reported.as_ref().filter(replaces).or(self.requested.as_ref())
+    }
+
+    /// Returns true if the verification to show found differences.
     pub(crate) fn has_drift(&self) -> bool {
-        self.verified.as_ref().is_some_and(|verified| verified.drift_count > 0)
+        self.verified().is_some_and(|verified| verified.drift_count > 0)
     }
 
     /// Returns true if the kernel has `version`, and the agent rejects none of the services and
@@ -113,15 +127,16 @@ impl Record {
         self.degraded = status.degraded.iter().take(MAX_LISTED).map(|text| clip(text).to_owned()).collect();
         // An agent that cannot read its kernel at the moment reports no verification.
         if let Some(verified) = &status.verified {
-            self.verified = Some(Verified::of(verified));
+            self.reported = Some(Verified::of(verified));
         }
     }
 
-    /// Applies a verification that a client has asked for. Repaired differences do not count.
+    /// Applies a verification that a client has asked for, with a result other than `unverified`.
+    /// Repaired differences do not count.
     pub(crate) fn verified_on_request(&mut self, verification: &v1::NodeVerification) {
         let is_repaired = verification.is_repaired;
         let drift = if is_repaired { &[][..] } else { &verification.drift };
-        self.verified = Some(Verified {
+        self.requested = Some(Verified {
             at: SystemTime::now(),
             drift_count: if is_repaired { 0 } else { verification.drift_count },
             drift: drift.iter().take(MAX_DRIFT).cloned().collect(),
@@ -221,6 +236,30 @@ mod tests {
         let ago = |(version, at): (u64, Instant)| (version, (now - at).as_micros());
         let found: Vec<_> = programmed(&ack, now).into_iter().map(ago).collect();
         assert_eq!(found, [(5, 300), (7, 200), (9, 10)]);
+    }
+
+    #[test]
+    fn a_difference_that_a_request_found_stays_until_a_later_request_finds_none() {
+        let reported = |drift_count, ago_ms| v1::AgentStatus {
+            verified: Some(v1::Verified { ago_ms, drift_count, ..v1::Verified::default() }),
+            ..v1::AgentStatus::default()
+        };
+        let requested = |drift_count, is_repaired| v1::NodeVerification {
+            drift_count,
+            is_repaired,
+            ..v1::NodeVerification::default()
+        };
+        let shown = |record: &Record| record.verified().map(|verified| verified.drift_count);
+        let mut record = Record::default();
+        record.status(&reported(2, 60_000));
+        assert_eq!(shown(&record), Some(2));
+        record.verified_on_request(&requested(0, false));
+        assert_eq!(shown(&record), Some(0), "the request is newer than the report");
+        record.verified_on_request(&requested(1, false));
+        record.status(&reported(0, 0));
+        assert!(record.has_drift(), "the agent does not see what the replica sees");
+        record.verified_on_request(&requested(1, true));
+        assert!(!record.has_drift());
     }
 
     #[test]

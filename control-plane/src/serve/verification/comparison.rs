@@ -29,6 +29,12 @@ const MAX_DESCRIBED: usize = 32;
 /// The maximum number of Services that one sentence names.
 const MAX_NAMED: usize = 12;
 
+/// The difference of a bucket with a ServiceCIDR whose Services are equal.
+const CIDRS_DIFFER: &str = "the ServiceCIDRs that the agent holds differ from those of the control plane";
+
+/// The difference of a bucket without a ServiceCIDR whose Services are equal.
+const DIGEST_DIFFERS: &str = "the agent's digest of its resources differs from that of the control plane, and its description of its Services does not: read the log of the agent, and verify again";
+
 /// What the replica knows.
 pub(super) struct Known {
     pub(super) store: Arc<Store>,
@@ -63,6 +69,15 @@ pub(super) struct Comparison {
     has_drift: bool,
     /// What the last answer could not verify.
     unverified: Vec<String>,
+    /// The Services that are left out because they are rejected, as sentences.
+    left_out: BTreeSet<String>,
+    /// The number of answers whose digests were compared, and of those with a wrong zone.
+    answers: usize,
+    wrong_zones: usize,
+    /// What is wrong about the zone in the last answer.
+    wrong_zone: Option<String>,
+    /// Why the comparison ended early.
+    failure: Option<String>,
     version: u64,
     services: u64,
     frontends: u64,
@@ -82,6 +97,11 @@ impl Comparison {
             more_drift: 0,
             has_drift: false,
             unverified: Vec::new(),
+            left_out: BTreeSet::new(),
+            answers: 0,
+            wrong_zones: 0,
+            wrong_zone: None,
+            failure: None,
             version: 0,
             services: 0,
             frontends: 0,
@@ -102,6 +122,16 @@ impl Comparison {
         &self.differing
     }
 
+    /// True if an answer was compared.
+    pub(super) fn has_answer(&self) -> bool {
+        self.answers > 0
+    }
+
+    /// Records why the next answer did not arrive. Differences that were found before stay.
+    pub(super) fn fail(&mut self, reason: &str) {
+        self.failure = Some(clip(reason).to_owned());
+    }
+
     /// True if everything was equal in the end.
     pub(super) fn is_settled(&self) -> bool {
         self.resources.is_empty() && self.table.is_empty() && !self.has_drift
@@ -112,7 +142,7 @@ impl Comparison {
         if self.drift.len() < MAX_DRIFT {
             self.drift.insert(drift);
         } else {
-            self.more_drift += u64::from(!self.drift.contains(&drift));
+            self.more_drift = self.more_drift.saturating_add(u64::from(!self.drift.contains(&drift)));
         }
     }
 
@@ -120,6 +150,8 @@ impl Comparison {
     pub(super) fn take(&mut self, known: &Known, answer: &v1::Verification) {
         self.suspects.clear();
         self.differing.clear();
+        self.wrong_zone = None;
+        self.answers += 1;
         self.unverified = answer.unverified.iter().take(MAX_DRIFT).map(|text| clip(text).to_owned()).collect();
         let drift = answer.drift.iter().take(MAX_DRIFT);
         drift.for_each(|v1::Drift { service, difference }| self.add(clip(service), clip(difference)));
@@ -155,10 +187,11 @@ impl Comparison {
         if let Some(zone) = own_node.map(|node| node.zone.clone()).filter(|zone| *zone != view.facts.zone) {
             let name = |zone: &Option<Arc<str>>| zone.as_deref().unwrap_or("no zone").to_owned();
             self.has_drift = true;
+            self.wrong_zones += 1;
             // The Node may have changed a moment ago. The next attempt decides.
-            self.unverified.push(format!(
+            self.wrong_zone = Some(format!(
                 "the agent uses {} as its zone, and the Node has {}: verify again, and read the log of the agent",
-                name(&view.facts.zone),
+                clip(&name(&view.facts.zone)),
                 name(&zone)
             ));
         }
@@ -209,12 +242,15 @@ impl Comparison {
         for (key, digests) in answer.held.iter().filter_map(ServiceDigests::from_wire) {
             held.entry(service_bucket(&key)).or_default().insert(key, digests);
         }
+        let resources = answer.resources.as_ref().and_then(digests_from_wire);
         let described: BTreeSet<u16> = answer.buckets.iter().filter_map(|bucket| u16::try_from(*bucket).ok()).collect();
         for bucket in described.intersection(&self.suspects.clone()) {
             if let Some(ours) = known.store.services_since(version, *bucket, &view) {
                 let ours = ours.into_iter().map(|(key, digests)| ((*key).clone(), digests)).collect();
                 let theirs = held.remove(bucket).unwrap_or_default();
-                self.describe_bucket(known, *bucket, &ours, &theirs);
+                let digest = resources.as_ref().and_then(|digests| digests.buckets().get(usize::from(*bucket)));
+                let sides = Sides { ours: &ours, theirs: &theirs, digest };
+                self.describe_bucket(known, version, *bucket, &sides);
             }
         }
         // Suspects that were too many to describe stay open.
@@ -226,13 +262,8 @@ impl Comparison {
         }
     }
 
-    fn describe_bucket(
-        &mut self,
-        known: &Known,
-        bucket: u16,
-        ours: &BTreeMap<ServiceKey, ServiceDigests>,
-        theirs: &BTreeMap<ServiceKey, ServiceDigests>,
-    ) {
+    fn describe_bucket(&mut self, known: &Known, version: u64, bucket: u16, sides: &Sides<'_>) {
+        let Sides { ours, theirs, digest } = *sides;
         let (differs, table_differs) = (self.resources.contains(&bucket), self.table.contains(&bucket));
         let keys: BTreeSet<&ServiceKey> = ours.keys().chain(theirs.keys()).collect();
         let (mut named, mut has_rejected) = (false, false);
@@ -252,11 +283,16 @@ impl Comparison {
         if has_rejected && !named {
             // The rejected resource, or the last good rules of the Service, are the difference. The
             // agent has reported both.
-            self.unverified.push(rejected(&keys, known));
+            self.left_out.insert(rejected(&keys, known));
             self.resources.remove(&bucket);
             self.table.remove(&bucket);
         } else if !named && differs {
-            self.add("", "the ServiceCIDRs that the agent holds differ from those of the control plane");
+            // The agent may have repaired its resources since its first answer, or the store may
+            // have changed the bucket. The next attempt decides.
+            let present = known.store.digests_since(version, &BTreeSet::from([bucket]));
+            let Some((_, present)) = present.first().filter(|(_, present)| Some(present) != digest) else { return };
+            let is_cidr = present.count > count(ours) || digest.is_some_and(|digest| digest.count > count(theirs));
+            self.add("", if is_cidr { CIDRS_DIFFER } else { DIGEST_DIFFERS });
             self.differing.insert(bucket);
         } else if !named && table_differs && !self.has_drift && !self.doubted.insert(bucket) {
             let names: Vec<String> = keys.iter().take(MAX_NAMED).map(ToString::to_string).collect();
@@ -270,14 +306,20 @@ impl Comparison {
     /// Returns the result of all attempts, without its name.
     pub(super) fn finish(mut self, of_node: v1::NodeVerification) -> v1::NodeVerification {
         let is_settled = self.is_settled();
+        match self.wrong_zone.take() {
+            Some(text) if self.wrong_zones == self.answers && self.failure.is_none() => self.add("", text),
+            wrong_zone => self.unverified.extend(wrong_zone),
+        }
+        self.unverified.extend(std::mem::take(&mut self.left_out));
+        self.unverified.extend(self.failure.take());
         let open = self.resources.union(&self.table).count();
         if self.drift.is_empty() && open > 0 && self.unverified.is_empty() {
             self.unverified.push(format!(
-                "{open} of {BUCKETS} groups of Services changed in each attempt: verify again when fewer Services change"
+                "{open} of {BUCKETS} groups of Services could not be compared, because Services or the node changed in each attempt: verify again when fewer Services change"
             ));
         }
         let is_repaired = is_settled && !self.drift.is_empty();
-        let drift_count = self.drift.len() as u64 + self.more_drift;
+        let drift_count = self.more_drift.saturating_add(self.drift.len() as u64);
         let drift = self.drift.into_iter().map(|(service, difference)| v1::Drift { service, difference }).collect();
         v1::NodeVerification {
             version: self.version,
@@ -290,6 +332,19 @@ impl Comparison {
             ..of_node
         }
     }
+}
+
+/// The Services of a bucket, on both sides.
+struct Sides<'a> {
+    ours: &'a BTreeMap<ServiceKey, ServiceDigests>,
+    theirs: &'a BTreeMap<ServiceKey, ServiceDigests>,
+    /// The agent's digest of the resources of the bucket.
+    digest: Option<&'a BucketDigest>,
+}
+
+/// The number of resources of these Services. A bucket with more resources holds a ServiceCIDR.
+fn count(services: &BTreeMap<ServiceKey, ServiceDigests>) -> u32 {
+    services.values().fold(0, |count, digests| digests.resources.count.saturating_add(count))
 }
 
 /// Returns how the resources of a Service differ.

@@ -18,7 +18,7 @@ use tokio::{
 use tonic::{Code, Status};
 
 use self::comparison::Comparison;
-use super::fleet::{Fleet, clip};
+use super::fleet::Fleet;
 
 /// The maximum number of nodes that a replica verifies at the same time. Other queries about nodes
 /// have room beside them.
@@ -65,9 +65,9 @@ impl Verifier {
             let verifier = Arc::clone(&verifier);
             async move {
                 let verification = verifier.node(&node).await.unwrap_or_else(|status| {
-                    let unverified = vec![clip(status.message()).to_owned()];
-                    let verification = v1::NodeVerification { unverified, ..verifier.of_node(&node) };
-                    verifier.finish(verification)
+                    let mut comparison = Comparison::new(&node);
+                    comparison.fail(status.message());
+                    verifier.finish(&node, comparison)
                 });
                 v1::VerifyNodesResponse { verification: Some(verification), ..v1::VerifyNodesResponse::default() }
             }
@@ -83,40 +83,50 @@ impl Verifier {
         verifications.buffer_unordered(MAX_NODES).chain(stream::once(last))
     }
 
-    /// Verifies a node.
+    /// Verifies a node. A result `unverified` names the reason if the node cannot be verified.
     ///
     /// # Errors
     ///
-    /// A status like that of [`Fleet::ask`].
+    /// `NOT_FOUND` if the node has no stream to this replica, and `UNAVAILABLE` if the replica
+    /// stops. Retry in both cases, with another replica too.
     pub(crate) async fn node(&self, node: &str) -> Result<v1::NodeVerification, Status> {
         let _permit = self.nodes.acquire().await.map_err(closed)?;
         let mut comparison = Comparison::new(node);
+        match self.attempts(&mut comparison).await {
+            // The node has, or had, its stream elsewhere, and nothing is known about it.
+            Err(status) if status.code() == Code::NotFound && !comparison.has_answer() => Err(status),
+            ended => {
+                if let Err(status) = ended {
+                    comparison.fail(status.message());
+                }
+                Ok(self.finish(node, comparison))
+            }
+        }
+    }
+
+    /// Compares answers of a node until everything is equal, or [`MAX_ATTEMPTS`] are over.
+    async fn attempts(&self, comparison: &mut Comparison) -> Result<(), Status> {
+        let node = comparison.node().to_owned();
         for attempt in 0..MAX_ATTEMPTS {
             if attempt > 0 {
                 sleep(ATTEMPT_PAUSE).await;
             }
-            let answer = self.answer(node, v1::VerifyQuery::default()).await?;
+            let answer = self.answer(&node, v1::VerifyQuery::default()).await?;
             let run = answer.run;
-            comparison = self.compare(comparison, answer, Comparison::take).await?;
+            self.compare(comparison, answer, Comparison::take).await?;
             let buckets = comparison.suspects();
             if !buckets.is_empty() {
-                let answer = self.answer(node, v1::VerifyQuery { run, buckets }).await?;
-                comparison = self.compare(comparison, answer, Comparison::describe).await?;
+                let answer = self.answer(&node, v1::VerifyQuery { run, buckets }).await?;
+                self.compare(comparison, answer, Comparison::describe).await?;
             }
-            if let Some(agent) = self.fleet.find(node).filter(|_| !comparison.differing().is_empty()) {
+            if let Some(agent) = self.fleet.find(&node).filter(|_| !comparison.differing().is_empty()) {
                 agent.send_again(comparison.differing());
             }
             if comparison.is_settled() {
                 break;
             }
         }
-        let verification = comparison.finish(self.of_node(node));
-        if verification.version > 0
-            && let Some(agent) = self.fleet.find(node)
-        {
-            agent.update(|record| record.verified_on_request(&verification));
-        }
-        Ok(self.finish(verification))
+        Ok(())
     }
 
     /// The names in the result for a node.
@@ -130,18 +140,26 @@ impl Verifier {
         }
     }
 
-    /// Sets the result, counts it, and logs differences.
-    fn finish(&self, mut verification: v1::NodeVerification) -> v1::NodeVerification {
-        let result = match (verification.drift_count, verification.unverified.is_empty()) {
-            (1.., _) => "drift",
-            (0, false) => "unverified",
-            (0, true) => "verified",
+    /// Returns the result of a comparison, counts it, logs differences, and records what it proves.
+    fn finish(&self, node: &str, comparison: Comparison) -> v1::NodeVerification {
+        let mut verification = comparison.finish(self.of_node(node));
+        let has_drift = verification.drift_count > 0 || !verification.drift.is_empty();
+        let result = match (has_drift, verification.unverified.is_empty()) {
+            (true, _) => "drift",
+            (false, false) => "unverified",
+            (false, true) => "verified",
         };
         result.clone_into(&mut verification.result);
         self.fleet.context.metrics.count_verification(result);
         if let Some(v1::Drift { service, difference }) = verification.drift.first() {
-            let v1::NodeVerification { node, drift_count, .. } = &verification;
+            let drift_count = verification.drift_count;
             tracing::warn!(%node, drift_count, service, difference, "a node differs from what it should have");
+        }
+        // A verification that proves nothing must not hide an earlier difference.
+        if result != "unverified"
+            && let Some(agent) = self.fleet.find(node)
+        {
+            agent.update(|record| record.verified_on_request(&verification));
         }
         verification
     }
@@ -149,21 +167,23 @@ impl Verifier {
     /// Runs a step of a comparison on a thread that may block.
     async fn compare(
         &self,
-        mut comparison: Comparison,
+        comparison: &mut Comparison,
         answer: v1::Verification,
         step: impl FnOnce(&mut Comparison, &comparison::Known, &v1::Verification) + Send + 'static,
-    ) -> Result<Comparison, Status> {
+    ) -> Result<(), Status> {
         let _permit = self.comparisons.acquire().await.map_err(closed)?;
         let rejections = self.fleet.find(comparison.node()).map(|agent| Arc::clone(&agent.record().rejections));
         let known = comparison::Known {
             store: Arc::clone(&self.fleet.context.store),
             rejections: rejections.unwrap_or_default(),
         };
+        let mut taken = std::mem::replace(comparison, Comparison::new(comparison.node()));
         let compared = spawn_blocking(move || {
-            step(&mut comparison, &known, &answer);
-            comparison
+            step(&mut taken, &known, &answer);
+            taken
         });
-        compared.await.map_err(|error| Status::internal(error.to_string()))
+        *comparison = compared.await.map_err(|error| Status::internal(error.to_string()))?;
+        Ok(())
     }
 
     /// Asks an agent until its verification has ended.
