@@ -7,7 +7,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use headgate_core::{digest::Digests, forwarding::Comparison};
+use headgate_core::{NodeFacts, digest::Digests, forwarding::Comparison};
 use headgate_proto::v1;
 
 /// The state that a sync programs.
@@ -59,6 +59,8 @@ pub struct Verification {
     /// tables contain all Services, also those that were not compared. `None` if the dump could
     /// not be read, or if the kernel's rules are broken as a whole.
     pub found: Option<Arc<Digests>>,
+    /// The node's facts when the dump was read.
+    pub facts: Arc<NodeFacts>,
     /// Processor time of the verification. `None` if the system does not say.
     pub cpu_time: Option<Duration>,
     /// Why the kernel could not be read. Try again.

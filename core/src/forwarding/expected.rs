@@ -9,7 +9,7 @@ use crate::{
     explain::{Mode, NodeSettings},
     model::{Family, Protocol, ServiceKey, TrafficPolicy},
     node_facts::NodeFacts,
-    state::{ServiceEntry, State, digest::Digests, frontends::Frontend},
+    state::{ServiceEntry, State, frontends::Frontend},
 };
 
 /// Returns the table that a node with these facts and settings should have for some Services. The
@@ -36,19 +36,6 @@ pub fn of_views(views: impl IntoIterator<Item = ServicePortView>, family: Family
     let mut table = Table { node_ports_at: node_ports_at(family, settings), ..Table::new(family) };
     views.into_iter().for_each(|view| add(&mut table, &view, settings));
     table
-}
-
-/// Returns the digests of the expected tables of both families, as [`Table::digest`] computes them.
-/// The cost grows with the number of Services.
-#[must_use]
-pub fn expected_digests(state: &State, facts: &NodeFacts, settings: &NodeSettings) -> Digests {
-    let mut digests = Digests::default();
-    for (key, _) in state.entries() {
-        for family in Family::BOTH {
-            expected(state, [key], family, facts, settings).digest(state.frontends(), &mut digests);
-        }
-    }
-    digests
 }
 
 /// Returns the frontends that no expected table verifies; see [`Table::unverified`]. A caller sets

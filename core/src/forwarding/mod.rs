@@ -7,7 +7,7 @@
 //! ledger of the dataplane is wrong.
 //!
 //! - [`Table`] is the table, and [`Table::digests`] the digest of each bucket of it.
-//! - [`expected()`] is the table that a state asks for, with [`expected_digests`].
+//! - [`expected()`] is the table that a state asks for.
 //! - [`compare`] finds the differences between a table of a kernel and a state, one Service at a
 //!   time, so that the whole expected table is never in memory.
 
@@ -19,6 +19,6 @@ mod table;
 
 pub use self::{
     compare::{Comparer, Comparison, Difference, MAX_DIFFERENCES, compare},
-    expected::{expected, expected_digests, of_views, unverified},
+    expected::{expected, of_views, unverified},
     table::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
 };

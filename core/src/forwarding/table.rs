@@ -16,7 +16,7 @@ use crate::{
     },
     model::{Family, ServiceKey, TrafficPolicy},
     state::{
-        digest::{Digests, Form, service_bucket},
+        digest::{BucketDigest, Digests, Form, service_bucket},
         frontends::{Frontend, FrontendOwners},
     },
 };
@@ -287,10 +287,18 @@ impl Table {
     /// Service that owns it, also if the table comes from a kernel. Frontends without an owner
     /// count in bucket 0. Two tables of the same state are equal exactly if their digests are.
     pub fn digest(&self, owners: &FrontendOwners, digests: &mut Digests) {
-        for (frontend, entry) in self.entries.iter().filter(|(frontend, _)| !self.unverified.contains(frontend)) {
-            let bucket = owner(owners, frontend).map_or(0, service_bucket);
-            digests.add(bucket, entry.hash(frontend));
-        }
+        self.hashes(owners).for_each(|(bucket, hash)| digests.add(bucket, hash));
+    }
+
+    /// Like [`Self::digest`], for the frontends of one bucket.
+    pub fn digest_of_bucket(&self, owners: &FrontendOwners, bucket: u16, digest: &mut BucketDigest) {
+        self.hashes(owners).filter(|(of, _)| *of == bucket).for_each(|(_, hash)| digest.add(hash));
+    }
+
+    /// The bucket and the hash of each frontend that is verified.
+    fn hashes<'a>(&'a self, owners: &'a FrontendOwners) -> impl Iterator<Item = (u16, u128)> + 'a {
+        let verified = self.entries.iter().filter(|(frontend, _)| !self.unverified.contains(frontend));
+        verified.map(|(frontend, entry)| (owner(owners, frontend).map_or(0, service_bucket), entry.hash(frontend)))
     }
 
     /// True if the entries are not compared: something that all Services need is missing, or the

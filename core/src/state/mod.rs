@@ -170,15 +170,27 @@ impl State {
     /// on the hot path, because it hashes every resource.
     pub fn renew_digests(&mut self) -> bool {
         let mut digests = Digests::default();
-        for (key, entry) in &self.entries {
-            entry.hashes(key).for_each(|hash| digests.add(digest::service_bucket(key), hash));
-        }
-        for (name, service_cidr) in &self.service_cidrs {
-            digests.add(digest::service_cidr_bucket(name), digest::service_cidr_hash(service_cidr));
-        }
+        self.digest_services(self.entries.keys(), &mut digests);
+        self.digest_service_cidrs(&mut digests);
         let was_right = digests == self.digests;
         self.digests = digests;
         was_right
+    }
+
+    /// Adds the hashes of these Services and of their endpoints to digests. Leaves out Services that
+    /// the state does not hold.
+    pub fn digest_services<'a>(&self, keys: impl IntoIterator<Item = &'a Arc<ServiceKey>>, digests: &mut Digests) {
+        for (key, entry) in keys.into_iter().filter_map(|key| Some((key, self.entries.get(key)?))) {
+            let bucket = digest::service_bucket(key);
+            entry.hashes(key).for_each(|hash| digests.add(bucket, hash));
+        }
+    }
+
+    /// Adds the hashes of the ServiceCIDRs to digests.
+    pub fn digest_service_cidrs(&self, digests: &mut Digests) {
+        for (name, service_cidr) in &self.service_cidrs {
+            digests.add(digest::service_cidr_bucket(name), digest::service_cidr_hash(service_cidr));
+        }
     }
 
     /// Number of Services.

@@ -8,7 +8,7 @@ use std::{
 };
 
 use headgate_core::{
-    Family,
+    Family, ServiceKey, State,
     digest::{Digests, service_bucket},
 };
 use headgate_proto::{NodeView, digests_to_wire, v1, v1::node_answer};
@@ -26,6 +26,7 @@ use crate::{
         answers::{NodeAnswer, PART_BYTES},
         verified::drift_to_wire,
     },
+    state::AgentState,
 };
 
 /// How long an answer waits for the end of a pause and of the verification.
@@ -73,7 +74,14 @@ impl Verifier {
     /// pause after the last verification lasts.
     async fn begin(&self, run: u64, deadline: Instant) -> Result<Option<u64>, String> {
         if run != 0 {
-            return Ok(Some(run));
+            let state = Arc::clone(&self.explainer.state);
+            let requested = spawn_blocking(move || state.verifications_requested()).await;
+            return match requested.map_err(|error| error.to_string())? {
+                requested if run > requested => {
+                    Err(format!("the agent has restarted and does not know verification {run}; verify again"))
+                }
+                _ => Ok(Some(run)),
+            };
         }
         let next = *self.next.lock().unwrap_or_else(PoisonError::into_inner);
         if next > deadline {
@@ -108,21 +116,12 @@ impl Verifier {
         let settings = self.explainer.settings(&progress.status.backend)?;
         let families = self.explainer.state.backlog().counts().synced_at;
         let families = Family::BOTH.into_iter().zip(families).filter_map(|(family, at)| at.map(|_| family)).collect();
-        let mut held = Vec::new();
-        let seen = self.explainer.state.with_renewed_digests(|state, facts, position| {
-            let view = NodeView { facts: facts.clone(), settings, families };
-            if !buckets.is_empty() {
-                for (key, _) in state.entries() {
-                    let bucket = service_bucket(key);
-                    if buckets.contains(&bucket) {
-                        held.push((bucket, view.digests_of(state, key, bucket).to_wire(key)));
-                    }
-                }
-            }
-            (position, state.digests().clone(), state.service_count(), view)
-        });
-        let ((epoch, version), resources, services, view) = seen;
-        if epoch != verification.target.epoch {
+        let view = NodeView { facts: (*verification.facts).clone(), settings, families };
+        let state = &self.explainer.state;
+        let ((epoch, version), resources) = state.renewed_digests();
+        let held = held(state, &view, buckets);
+        let services = state.with_state(State::service_count);
+        if [epoch, state.position().unwrap_or_default().0].iter().any(|epoch| *epoch != verification.target.epoch) {
             return Err("the agent has just moved to another replica; ask again".to_owned());
         }
         let (unverified, drift) = (unverified(verification, &progress), &verification.comparison.differences);
@@ -145,6 +144,17 @@ impl Verifier {
         parts.extend(held_parts(held, buckets));
         Ok(parts.into_iter().map(node_answer::Kind::Verification).collect())
     }
+}
+
+/// The Services of these buckets, each with its bucket. Holds the lock for one Service at a time.
+fn held(state: &AgentState, view: &NodeView, buckets: &BTreeSet<u16>) -> Vec<(u16, v1::HeldService)> {
+    let keys = if buckets.is_empty() { Vec::new() } else { state.keys() };
+    let wanted = keys.iter().map(|key| (service_bucket(key), key)).filter(|(bucket, _)| buckets.contains(bucket));
+    let describe = |(bucket, key): (u16, &Arc<ServiceKey>)| {
+        let digests = state.with_state(|state| state.entry(key).map(|_| view.digests_of(state, key, bucket)));
+        digests.map(|digests| (bucket, digests.to_wire(key)))
+    };
+    wanted.filter_map(describe).collect()
 }
 
 fn running(run: u64) -> Vec<node_answer::Kind> {
@@ -197,14 +207,13 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use std::time::SystemTime;
 
-    use headgate_core::{explain::NodeSettings, forwarding::Comparison};
+    use headgate_core::{NodeFacts, explain::NodeSettings, forwarding::Comparison};
     use headgate_proto::{ServiceDigests, digests_from_wire};
 
     use super::*;
     use crate::{
         node_inputs::NodeInputs,
         progress::{Failure, Programmed, Target},
-        state::AgentState,
         testing::{endpoint, key, service, snapshot, update},
     };
 
@@ -246,6 +255,7 @@ mod tests {
                 target: Target { epoch: 1, version: 1, stream: 1, node_revision: 0 },
                 comparison: Arc::new(Comparison { frontends: 2, total, ..Comparison::default() }),
                 found: Some(Arc::default()),
+                facts: Arc::new(NodeFacts { zone: Some("at-the-dump".into()), ..NodeFacts::named("node-a") }),
                 cpu_time: None,
                 error: None,
             };
@@ -280,7 +290,9 @@ mod tests {
         assert_eq!(digests_from_wire(answer.resources.as_ref().unwrap()), Some(digests));
         assert_eq!(digests_from_wire(answer.table.as_ref().unwrap()), Some(Digests::default()));
         let view = NodeView::from_wire("node-a", answer.view.as_ref().unwrap()).unwrap();
-        assert_eq!(view.families, [Family::V4]);
+        assert_eq!((view.families, view.facts.zone.as_deref()), (vec![Family::V4], Some("at-the-dump")));
+        let unknown = rig.answer(9, Vec::new()).await.unwrap_err();
+        assert!(unknown.contains("does not know verification 9"), "{unknown}");
         let NodeSettings { mode, localhost_node_ports, .. } = view.settings;
         assert_eq!((mode.as_str(), localhost_node_ports), ("nftables", true));
         assert_eq!(answer.buckets, [u32::from(bucket)]);

@@ -58,6 +58,7 @@ impl Reconciler {
         let Some(target) = self.progress.borrow().programmed.as_ref().map(|programmed| programmed.target) else {
             return;
         };
+        let facts = Arc::new(self.shared.with_facts(|_, facts| facts.clone()));
         let (at, started, before) = (SystemTime::now(), Instant::now(), cpu_time::of_thread_and_children());
         let decoded = self.dataplane.decode().map_err(|error| error.to_string());
         let compared = decoded.and_then(|tables| {
@@ -85,6 +86,7 @@ impl Reconciler {
             target,
             comparison: comparison.into(),
             found: found.map(Arc::new),
+            facts,
             cpu_time,
             error,
         };
@@ -100,8 +102,7 @@ impl Reconciler {
             let Self { unfinished, quarantine, .. } = self;
             !unfinished.dirty.services.contains(key) && !quarantine.concerns(key)
         };
-        let keys: Vec<Arc<ServiceKey>> =
-            self.shared.with_state(|state| state.entries().map(|(key, _)| Arc::clone(key)).collect());
+        let keys = self.shared.keys();
         let (mut all, mut digests) = (Comparison::default(), Digests::default());
         let is_broken = tables.iter().any(Table::is_broken);
         for mut table in tables {

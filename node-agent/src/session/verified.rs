@@ -16,10 +16,13 @@ const INTERVAL: Duration = Duration::from_secs(60);
 /// If the clock goes back by more than this, the time of the last report is not compared.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 
-/// Converts a verification for a status; `None` if the kernel could not be read.
+/// Converts a verification for a status; `None` if the kernel could not be read, or if no
+/// difference was found and a part of the kernel was not understood: this must not hide a
+/// difference that was found before.
 pub(super) fn to_wire(verification: &Verification) -> Option<v1::Verified> {
     let Verification { at, comparison, error, .. } = verification;
-    error.is_none().then(|| v1::Verified {
+    let is_result = comparison.total > 0 || comparison.not_understood.is_empty();
+    (error.is_none() && is_result).then(|| v1::Verified {
         ago_ms: at.elapsed().map_or(0, |ago| u64::try_from(ago.as_millis()).unwrap_or(u64::MAX)),
         drift_count: comparison.total,
         drift: comparison.differences.iter().take(MAX_REPORTED).map(drift_to_wire).collect(),
@@ -36,7 +39,7 @@ pub(crate) fn drift_to_wire(difference: &Difference) -> v1::Drift {
     v1::Drift { service, difference }
 }
 
-/// Decides which verifications are reported. Times are the ends of verifications.
+/// Decides which verifications are reported. Times are the starts of verifications.
 #[derive(Debug, Default)]
 pub(super) struct Reported {
     at: Option<SystemTime>,
@@ -51,7 +54,7 @@ impl Reported {
         Self { at, drift: (verified.drift_count, verified.drift.clone()) }
     }
 
-    /// True if this verification, which ended at `at`, must be reported. The next call assumes that
+    /// True if this verification, which began at `at`, must be reported. The next call assumes that
     /// it was reported.
     pub(super) fn is_news(&mut self, at: SystemTime, verified: &v1::Verified) -> bool {
         let is_due = self.at.is_none_or(|before| match at.duration_since(before) {
@@ -69,7 +72,35 @@ impl Reported {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use headgate_core::{NodeFacts, forwarding::Comparison};
+
     use super::*;
+    use crate::progress::Target;
+
+    #[test]
+    fn a_verification_that_proves_nothing_is_not_reported() {
+        let verification = |total, not_understood: &[&str], error: Option<&str>| Verification {
+            at: SystemTime::now(),
+            request: 0,
+            target: Target { epoch: 1, version: 1, stream: 1, node_revision: 0 },
+            comparison: Arc::new(Comparison {
+                total,
+                not_understood: not_understood.iter().map(ToString::to_string).collect(),
+                ..Comparison::default()
+            }),
+            found: None,
+            facts: Arc::new(NodeFacts::named("node-a")),
+            cpu_time: None,
+            error: error.map(ToOwned::to_owned),
+        };
+        let count = |verification: &Verification| to_wire(verification).map(|verified| verified.drift_count);
+        assert_eq!(count(&verification(0, &[], None)), Some(0));
+        assert_eq!(count(&verification(0, &[], Some("no permission"))), None);
+        assert_eq!(count(&verification(0, &["cannot verify what chain X does"], None)), None);
+        assert_eq!(count(&verification(2, &["cannot verify what chain X does"], None)), Some(2));
+    }
 
     #[test]
     fn the_same_result_is_reported_once_a_minute_and_another_result_at_once() {

@@ -17,7 +17,7 @@ use std::{
     time::Instant,
 };
 
-use headgate_core::{Dirty, Node, NodeFacts, ServiceKey, State};
+use headgate_core::{Dirty, Node, NodeFacts, ServiceKey, State, digest::Digests};
 use headgate_proto::{node_to_wire, v1};
 use tracing::error;
 
@@ -31,6 +31,9 @@ use crate::{
         unsaved::{Keys, Unsaved, UnsavedChanges},
     },
 };
+
+/// The number of Services that are hashed while the lock is held.
+const SERVICES_AT_ONCE: usize = 256;
 
 /// The operator's settings about the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -414,18 +417,36 @@ impl AgentState {
         (!inner.needs_full).then(|| read(inner.held.state(), &inner.facts, &inner.dirty))
     }
 
-    /// Like [`Self::with_facts`], but first computes the digests of the resources anew, and also
-    /// passes the epoch and version of the state. Logs an error if the digests were wrong. The
-    /// cost grows with the number of resources.
-    pub(crate) fn with_renewed_digests<T>(&self, read: impl FnOnce(&State, &NodeFacts, (u64, u64)) -> T) -> T {
+    /// Computes the digests of the resources anew, and returns them with the epoch and version that
+    /// the state had at the start. Releases the lock between groups of Services, so a bucket that
+    /// changed after this version may have any digest. Logs an error if the digests of the state
+    /// were wrong, and corrects them. The cost grows with the number of resources.
+    pub(crate) fn renewed_digests(&self) -> ((u64, u64), Digests) {
+        let before = self.moment();
+        let keys = self.keys();
+        let mut digests = Digests::default();
+        for keys in keys.chunks(SERVICES_AT_ONCE) {
+            self.with_state(|state| state.digest_services(keys, &mut digests));
+        }
         let mut inner = self.lock();
-        if !inner.held.renew_digests() {
+        inner.held.state().digest_service_cidrs(&mut digests);
+        let is_same = (inner.held.position(), inner.generation) == before;
+        if is_same && *inner.held.state().digests() != digests && !inner.held.renew_digests() {
             error!(
                 "the digests of the agent's resources were wrong, and are computed anew: memory was damaged, or the agent has a defect"
             );
         }
-        let position = inner.held.position().unwrap_or_default();
-        read(inner.held.state(), &inner.facts, position)
+        (before.0.unwrap_or_default(), digests)
+    }
+
+    fn moment(&self) -> (Option<(u64, u64)>, u64) {
+        let inner = self.lock();
+        (inner.held.position(), inner.generation)
+    }
+
+    /// The Services of the state.
+    pub(crate) fn keys(&self) -> Vec<Arc<ServiceKey>> {
+        self.with_state(|state| state.entries().map(|(key, _)| Arc::clone(key)).collect())
     }
 
     /// Ends the reconcile loop after its current sync.
