@@ -3,6 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Parser, Subcommand, ValueEnum};
 
 use crate::certs::{CertsArgs, rotation::CaArgs};
@@ -217,6 +218,7 @@ pub struct DrainArgs {
 #[derive(Debug, clap::Args)]
 pub struct VerifyArgs {
     /// Only this node. Default: all nodes that have a stream to any replica
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub node: Option<String>,
     /// Maximum number of rows in the table, the worst nodes first; 0 for all
     #[arg(long, value_name = "N", default_value_t = 50)]

@@ -15,6 +15,9 @@ use crate::render::{self, Style};
 /// The maximum number of nodes that an error names.
 const MAX_NAMED: usize = 20;
 
+/// Why a Node without a stream is not verified, in JSON.
+const NO_STREAM: &str = "the Node has no stream to any replica that was asked: start its agent, or ask all replicas";
+
 pub(crate) async fn run(args: &Args, wanted: &VerifyArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let (servers, failures) = client::resolvable_replicas(&args.server, &args.tls).await.map_err(Failure::Connect)?;
     let mut found = Found { failures: failures.into_iter().map(Failure::Connect).collect(), ..Found::default() };
@@ -32,7 +35,13 @@ pub(crate) async fn run(args: &Args, wanted: &VerifyArgs, style: Style, out: &mu
     found.join_moved();
     found.nodes.sort_by(|a, b| badness(b).cmp(&badness(a)).then_with(|| a.node.cmp(&b.node)));
     if args.output == Output::Json {
-        write_json(out, &found.nodes)?;
+        let missing = found.missing().into_iter().map(|name| NodeVerification {
+            node: name.to_owned(),
+            result: "unverified".to_owned(),
+            unverified: vec![NO_STREAM.to_owned()],
+            ..NodeVerification::default()
+        });
+        write_json(out, &found.nodes.iter().cloned().chain(missing).collect::<Vec<_>>())?;
     } else if !found.nodes.is_empty() {
         let all = &found.nodes[..];
         let shown = if wanted.limit == 0 { all } else { &all[..all.len().min(wanted.limit)] };

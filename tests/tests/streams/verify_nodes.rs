@@ -468,6 +468,11 @@ async fn headgatectl_verifies_all_nodes_and_names_those_without_an_agent() {
     assert_eq!(code, Some(1));
     assert!(out.ends_with("2 of 3 nodes verified, 1 without a stream\n"), "{out}");
     assert!(err.contains("no stream to any replica that was asked: c: start their agents"), "{err}");
+    let (_, out, _) = headgatectl(&replica, &["verify", "-o", "json"]).await;
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((&json[2]["node"], &json[2]["result"]), (&"c".into(), &"unverified".into()));
+    let (code, _, err) = headgatectl(&replica, &["verify", ""]).await;
+    assert!(code == Some(2) && err.contains("value is required"), "{err}");
     let (code, _, err) = headgatectl(&replica, &["verify", "c"]).await;
     assert!(code == Some(1) && err.contains("no agent of node c is connected"), "{err}");
 
