@@ -105,12 +105,10 @@ impl NodeView {
     /// Returns the digests of one Service, which is in this bucket.
     #[must_use]
     pub fn digests_of(&self, state: &State, key: &Arc<ServiceKey>, bucket: u16) -> ServiceDigests {
-        let mut table = Digests::default();
-        self.add_table(state, key, &mut table);
-        ServiceDigests {
-            resources: state.entry(key).map(|entry| entry.digest(key)).unwrap_or_default(),
-            table: table.buckets().get(usize::from(bucket)).copied().unwrap_or_default(),
-        }
+        let mut table = BucketDigest::default();
+        self.tables(state, key).for_each(|of_family| of_family.digest_of_bucket(state.frontends(), bucket, &mut table));
+        let resources = state.entry(key).map(|entry| entry.digest(key)).unwrap_or_default();
+        ServiceDigests { resources, table }
     }
 
     /// Converts to the wire. Leaves out failing endpoints beyond [`MAX_FAILING`] Services.
