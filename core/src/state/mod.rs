@@ -177,8 +177,8 @@ impl State {
         was_right
     }
 
-    /// Adds the hashes of these Services and of their endpoints to digests. Leaves out Services that
-    /// the state does not hold.
+    /// Adds the hashes of these Services and of their endpoints to digests. Leaves out Services
+    /// that the state does not hold.
     pub fn digest_services<'a>(&self, keys: impl IntoIterator<Item = &'a Arc<ServiceKey>>, digests: &mut Digests) {
         for (key, entry) in keys.into_iter().filter_map(|key| Some((key, self.entries.get(key)?))) {
             let bucket = digest::service_bucket(key);
