@@ -19,8 +19,8 @@ pub(super) fn listener_address(family: Family) -> IpAddr {
     }
 }
 
-/// Keeps the addresses of the listeners addresses of the node. The connection belongs to one network
-/// namespace.
+/// Keeps the addresses of the listeners addresses of the node. The connection belongs to one
+/// network namespace.
 #[derive(Debug)]
 pub(super) struct Route(Routing);
 
