@@ -48,6 +48,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(20);
 pub fn run() -> Result<Vec<Figure>> {
     // New connections are open, too.
     let bench = Bench::new(CONNECTIONS * 2)?;
+    ensure!(bench.connections == CONNECTIONS * 2, "the limit of open files is too low: raise it (ulimit -Hn)");
     let mut figures = Vec::new();
     let mut agent = bench.start_agent()?;
     thread::sleep(SETTLE);
@@ -135,7 +136,7 @@ fn observe(bench: &Bench, failure: impl FnOnce(&Clients) -> Result<()>) -> Resul
     let shared = &clients;
     thread::scope(|scope| {
         let mut threads: Vec<_> = (0..CARRIERS).map(|_| start(scope, &bench.namespace, || shared.carry())).collect();
-        let mut observed = || {
+        let observed = || {
             let began_waiting = Instant::now();
             while clients.ready.load(Relaxed) < CONNECTIONS && threads.iter().all(|thread| !thread.is_finished()) {
                 ensure!(

@@ -22,11 +22,8 @@ use nix::{
 /// The processor of client and server. The proxy has processor 0.
 const OTHER_PROCESSOR: usize = 1;
 pub(super) const IDLE_CONNECTIONS: usize = 10_000;
-/// Open files of a process for a number of connections. HAProxy, and this process with client and
-/// server, need two for each connection. The agent uses three of four for connections.
-pub(super) const fn open_files(connections: usize) -> u64 {
-    connections as u64 * 8 / 3 + 3_000
-}
+/// Open files of a process, besides those of connections.
+const OTHER_FILES: u64 = 3_000;
 const ACCEPTING_THREADS: usize = 4;
 /// After this time, the threads of a load have opened their connections.
 const WARM_UP: Duration = Duration::from_millis(300);
@@ -48,14 +45,22 @@ pub(super) fn use_the_other_processor() -> Result<()> {
     sched_setaffinity(Pid::from_raw(0), &processors).context("the bench needs two processors")
 }
 
-/// Raises the limit of open files of this process, and of the programs that it starts later, to at
-/// least `needed`.
-pub(super) fn raise_open_files(needed: u64) -> Result<()> {
+/// Raises the limit of open files of this process, and of the programs that it starts later, so that
+/// they can carry `wanted` connections. Returns how many they can carry: a hard limit that this
+/// process may not raise can allow fewer.
+pub(super) fn raise_open_files(wanted: usize) -> Result<usize> {
+    // HAProxy, and this process with client and server, need two files for each connection. The
+    // agent uses three of four files for connections.
+    let needed = wanted as u64 * 8 / 3 + OTHER_FILES;
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    let limit = hard.max(needed);
-    setrlimit(Resource::RLIMIT_NOFILE, limit, limit).with_context(|| {
-        format!("the bench needs {needed} open files, and the limit is {hard}: run it with CAP_SYS_RESOURCE, or raise the limit (ulimit -Hn {needed})")
-    })
+    let limit = if setrlimit(Resource::RLIMIT_NOFILE, hard.max(needed), hard.max(needed)).is_ok() {
+        hard.max(needed)
+    } else {
+        setrlimit(Resource::RLIMIT_NOFILE, hard, hard).context("raising the limit of open files")?;
+        eprintln!("the hard limit of open files is {hard}, and raising it to {needed} needs CAP_SYS_RESOURCE");
+        hard
+    };
+    Ok(wanted.min(usize::try_from(limit.saturating_sub(OTHER_FILES) * 3 / 8)?))
 }
 
 /// Starts the server in the namespace of the calling thread.

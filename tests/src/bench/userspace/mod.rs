@@ -66,7 +66,7 @@ const FIELDS: [(&str, &str, Field); 5] = [
 /// # Errors
 /// HAProxy is not installed, a program does not start, or a connection fails.
 pub fn run() -> Result<Vec<Figure>> {
-    let bench = Bench::new(load::IDLE_CONNECTIONS)?;
+    let bench = Bench::new(IDLE_CONNECTIONS)?;
     let mut costs = [Vec::new(), Vec::new()];
     for _ in 0..ROUNDS {
         costs[0].push(bench.headgate()?);
@@ -76,7 +76,8 @@ pub fn run() -> Result<Vec<Figure>> {
         let [ours, theirs] = [0, 1].map(|which: usize| median(costs[which].iter().map(field).collect()));
         Figure::against(format!("userspace/{name}"), ours, unit, "HAProxy behind the same rules", theirs)
     };
-    Ok(FIELDS.into_iter().map(figure).collect())
+    let idle = Figure::alone("userspace/idle-connections", bench.connections as f64, "");
+    Ok(FIELDS.into_iter().map(figure).chain([idle]).collect())
 }
 
 /// The namespace, with a control plane and a server.
@@ -85,13 +86,15 @@ struct Bench {
     namespace: Namespace,
     /// The Service's address.
     target: SocketAddr,
+    /// How many connections the programs can carry at a time.
+    connections: usize,
     _control_plane: Process,
 }
 
 impl Bench {
     /// Starts a control plane and a server for a number of connections.
     fn new(connections: usize) -> Result<Self> {
-        load::raise_open_files(load::open_files(connections))?;
+        let connections = load::raise_open_files(connections)?;
         let folder = tempfile::tempdir().context("creating a folder")?;
         let manifests = folder.path().join("manifests");
         fs::create_dir(&manifests)?;
@@ -111,7 +114,7 @@ impl Bench {
         let log = folder.path().join("control-plane.log");
         let control_plane = Process::start("control plane", &namespace, control_plane, &log)?;
         let target = SocketAddr::new(workload::cluster_ip(0), 80);
-        Ok(Self { folder, namespace, target, _control_plane: control_plane })
+        Ok(Self { folder, namespace, target, connections, _control_plane: control_plane })
     }
 
     /// Adds objects to the manifests of the control plane.
@@ -150,7 +153,7 @@ impl Bench {
         // The last element of the killed agent expires.
         std::thread::sleep(SETTLE * 2);
         let configuration = self.folder.path().join("haproxy.cfg");
-        fs::write(&configuration, configuration_of_haproxy())?;
+        fs::write(&configuration, configuration_of_haproxy(self.connections))?;
         let mut haproxy = memory::on_one_processor(Path::new("haproxy"));
         haproxy.args(["-db", "-f"]).arg(&configuration);
         let mut haproxy = Process::start("HAProxy", &self.namespace, haproxy, &self.folder.path().join("haproxy.log"))?;
@@ -174,7 +177,7 @@ impl Bench {
     }
 
     fn measure(&self, proxy: u32) -> Result<Costs> {
-        let target = self.target;
+        let (target, idle_connections) = (self.target, self.connections);
         self.namespace.run(move || {
             load::use_the_other_processor()?;
             let mut times = round_trips(target)?;
@@ -186,20 +189,20 @@ impl Bench {
                 cpu_us_per_connection: connections.cpu_seconds * 1e6 / connections.count,
                 p50_us: times[times.len() / 2],
                 p99_us: times[times.len() * 99 / 100],
-                bytes_per_idle_connection: idle(proxy, target)?,
+                bytes_per_idle_connection: idle(proxy, target, idle_connections)?,
             })
         })
     }
 }
 
-fn configuration_of_haproxy() -> String {
+fn configuration_of_haproxy(connections: usize) -> String {
     let [first, second] = LISTENERS;
     let mut text = format!(
         "global\n  nbthread 1\n  maxconn {}\n  maxpipes 100\n  tune.pipesize 262144\n\
          defaults\n  mode tcp\n  option splice-request\n  option splice-response\n\
          timeout connect 3s\n  timeout client 1h\n  timeout server 1h\n\
          listen test\n  bind {first} backlog 4096\n  bind {second} backlog 4096\n  balance random\n",
-        IDLE_CONNECTIONS + 200
+        connections + 200
     );
     for number in 0..ENDPOINTS {
         text += &format!("  server s{number} {}:8080\n", workload::endpoint_ip(0, number));
@@ -240,15 +243,15 @@ fn connect(target: SocketAddr, work: &Work) -> Result<()> {
     Ok(())
 }
 
-/// The resident memory of the proxy for each idle connection, in bytes.
-fn idle(proxy: u32, target: SocketAddr) -> Result<f64> {
+/// The resident memory of the proxy for each of `count` idle connections, in bytes.
+fn idle(proxy: u32, target: SocketAddr, count: usize) -> Result<f64> {
     let resident = || {
         std::thread::sleep(SETTLE);
         status_mb(proxy, "VmRSS")
     };
     let before = resident()?;
     let mut idle = Vec::new();
-    for _ in 0..IDLE_CONNECTIONS {
+    for _ in 0..count {
         let mut stream = open(target, KEEP)?;
         stream.read_exact(&mut [0])?;
         idle.push(stream);
@@ -256,6 +259,6 @@ fn idle(proxy: u32, target: SocketAddr) -> Result<f64> {
     let grown = resident()? - before;
     // The proxy has a descriptor for each side of a connection.
     let held = fs::read_dir(Path::new("/proc").join(proxy.to_string()).join("fd"))?.count();
-    ensure!(held > 2 * IDLE_CONNECTIONS, "the proxy does not carry the connections: it has {held} descriptors");
-    Ok(grown * 1e6 / IDLE_CONNECTIONS as f64)
+    ensure!(held > 2 * count, "the proxy does not carry the connections: it has {held} descriptors");
+    Ok(grown * 1e6 / count as f64)
 }
