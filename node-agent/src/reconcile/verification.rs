@@ -7,7 +7,7 @@
 use std::{
     collections::BTreeSet,
     sync::Arc,
-    time::{Instant, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
 use headgate_core::{
@@ -32,6 +32,10 @@ const SERVICES_AT_ONCE: usize = 256;
 /// The maximum number of differences that the log names after one verification.
 const MAX_LOGGED: usize = 5;
 
+/// If a full sync has not removed what a verification found, another one follows after this time,
+/// because another program may have made the same change again.
+const REPAIR_AGAIN_AFTER: Duration = Duration::from_secs(600);
+
 /// When the kernel is verified, and what could not be repaired.
 #[derive(Debug, Default)]
 pub(super) struct Pauses {
@@ -40,6 +44,8 @@ pub(super) struct Pauses {
     /// What the last verification found and a full sync should have removed: differences, and rules
     /// that the decoder does not understand.
     repaired: BTreeSet<String>,
+    /// When the last full sync was requested.
+    repaired_at: Option<Instant>,
 }
 
 /// The part of a verification that needs the state.
@@ -145,8 +151,8 @@ impl Reconciler {
 
     /// Logs and counts differences, and requests a full sync, which repairs the kernel and the
     /// ledger. It also removes rules that the decoder does not understand, because the decoder
-    /// reads only what belongs to Headgate. If a full sync has not removed a finding, it does not
-    /// follow again for that finding.
+    /// reads only what belongs to Headgate. If a full sync has not removed a finding, the next one
+    /// for this finding follows after [`REPAIR_AGAIN_AFTER`].
     fn record_differences(&mut self, comparison: &Comparison) {
         self.metrics.verified(if comparison.total == 0 { "equal" } else { "drift" });
         let sentences: BTreeSet<String> = comparison.differences.iter().map(ToString::to_string).collect();
@@ -160,11 +166,14 @@ impl Reconciler {
         let mut findings = sentences;
         findings.extend(comparison.not_understood.iter().cloned());
         let (differences, not_understood) = (comparison.total, comparison.not_understood.len());
-        if !findings.is_subset(&self.pauses.repaired) {
+        let is_new = !findings.is_subset(&self.pauses.repaired);
+        let is_old = self.pauses.repaired_at.is_none_or(|at| at.elapsed() >= REPAIR_AGAIN_AFTER);
+        if is_new || (is_old && !findings.is_empty()) {
             warn!(differences, not_understood, "making a full sync");
             self.metrics.repairs.inc();
             self.unfinished.needs_full = true;
             self.done = None;
+            self.pauses.repaired_at = Some(Instant::now());
         } else if !findings.is_empty() {
             error!(differences, not_understood, "a full sync has not removed what this verification found");
         }
