@@ -45,9 +45,9 @@ pub(super) fn use_the_other_processor() -> Result<()> {
     sched_setaffinity(Pid::from_raw(0), &processors).context("the bench needs two processors")
 }
 
-/// Raises the limit of open files of this process, and of the programs that it starts later, so that
-/// they can carry `wanted` connections. Returns how many they can carry: a hard limit that this
-/// process may not raise can allow fewer.
+/// Raises the limit of open files of this process, and of the programs that it starts later, so
+/// that they can carry `wanted` connections. Returns how many they can carry: a hard limit that
+/// this process may not raise can allow fewer.
 pub(super) fn raise_open_files(wanted: usize) -> Result<usize> {
     // HAProxy, and this process with client and server, need two files for each connection. The
     // agent uses three of four files for connections.
