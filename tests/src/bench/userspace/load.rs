@@ -22,6 +22,8 @@ use nix::{
 /// The processor of client and server. The proxy has processor 0.
 const OTHER_PROCESSOR: usize = 1;
 pub(super) const IDLE_CONNECTIONS: usize = 10_000;
+/// Open files of a process for each connection that the agent can carry.
+const FILES_PER_CONNECTION: u64 = 3;
 /// Open files of a process, besides those of connections.
 const OTHER_FILES: u64 = 3_000;
 const ACCEPTING_THREADS: usize = 4;
@@ -50,8 +52,8 @@ pub(super) fn use_the_other_processor() -> Result<()> {
 /// this process may not raise can allow fewer.
 pub(super) fn raise_open_files(wanted: usize) -> Result<usize> {
     // HAProxy, and this process with client and server, need two files for each connection. The
-    // agent uses three of four files for connections.
-    let needed = wanted as u64 * 8 / 3 + OTHER_FILES;
+    // agent uses three of four files for connections, and one Service gets eight of nine of them.
+    let needed = wanted as u64 * FILES_PER_CONNECTION + OTHER_FILES;
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let limit = if setrlimit(Resource::RLIMIT_NOFILE, hard.max(needed), hard.max(needed)).is_ok() {
         hard.max(needed)
@@ -60,7 +62,7 @@ pub(super) fn raise_open_files(wanted: usize) -> Result<usize> {
         eprintln!("the hard limit of open files is {hard}, and raising it to {needed} needs CAP_SYS_RESOURCE");
         hard
     };
-    Ok(wanted.min(usize::try_from(limit.saturating_sub(OTHER_FILES) * 3 / 8)?))
+    Ok(wanted.min(usize::try_from(limit.saturating_sub(OTHER_FILES) / FILES_PER_CONNECTION)?))
 }
 
 /// Starts the server in the namespace of the calling thread.
