@@ -72,11 +72,12 @@ pub fn run() -> Result<Vec<Figure>> {
     upgrade.report("upgrade", &mut figures);
     ensure!(
         upgrade.lost == 0 && upgrade.failed == 0,
-        "the upgrade lost {} of {} connections, and {} of {} new connections failed",
+        "the upgrade lost {} of {} connections, and {} of {} new connections failed, which began within {:?} after its beginning",
         upgrade.lost,
         upgrade.connections,
         upgrade.failed,
-        upgrade.opened.len()
+        upgrade.opened.len() + upgrade.failed,
+        upgrade.failures
     );
     Ok(figures)
 }
