@@ -233,18 +233,17 @@ pub fn half_open_connections_hinder_nobody(bed: &Testbed) -> Result<()> {
 fn first_packet(from: SocketAddrV4, to: SocketAddrV4) -> Vec<u8> {
     const BYTES: u8 = 20;
     const SYN: u8 = 2;
+    const TCP: u8 = libc::IPPROTO_TCP as u8;
     let mut segment = [from.port().to_be_bytes(), to.port().to_be_bytes()].concat();
     segment.extend([0; 8]);
     segment.extend([BYTES << 2, SYN, 0xff, 0xff, 0, 0, 0, 0]);
-    let pseudo_header =
-        [from.ip().octets(), to.ip().octets(), [0, u8::try_from(libc::IPPROTO_TCP).unwrap_or_default(), 0, BYTES]];
+    let pseudo_header = [from.ip().octets(), to.ip().octets(), [0, TCP, 0, BYTES]];
     let words = pseudo_header.as_flattened().chunks(2).chain(segment.chunks(2));
     let sum: u32 = words.map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum();
     let folded = (sum & 0xffff) + (sum >> 16);
     let checksum = !u16::try_from((folded & 0xffff) + (folded >> 16)).unwrap_or_default();
     segment[16..18].copy_from_slice(&checksum.to_be_bytes());
-    let mut packet =
-        vec![0x45, 0, 0, 2 * BYTES, 0, 0, 0, 0, 64, u8::try_from(libc::IPPROTO_TCP).unwrap_or_default(), 0, 0];
+    let mut packet = vec![0x45, 0, 0, 2 * BYTES, 0, 0, 0, 0, 64, TCP, 0, 0];
     packet.extend(from.ip().octets());
     packet.extend(to.ip().octets());
     packet.extend(segment);

@@ -35,7 +35,7 @@ pub(crate) fn node() -> NodeFacts {
     NodeFacts { addresses: vec![IpAddr::from([192, 0, 2, 11])], ..NodeFacts::named("node-a") }
 }
 
-fn masquerade() -> MasqueradeConfig {
+pub(crate) fn masquerade() -> MasqueradeConfig {
     MasqueradeConfig {
         detector_v4: Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap())),
         detector_v6: Some(LocalDetector::Cidr("fd00:10:244::/48".parse().unwrap())),

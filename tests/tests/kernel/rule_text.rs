@@ -6,10 +6,9 @@
 use std::{net::IpAddr, path::Path, sync::Arc};
 
 use headgate_core::{
-    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol, Service,
-    ServiceKey, ServicePort, State, TrafficPolicy,
+    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
+    ServicePort, State, TrafficPolicy,
     iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel, ruleset},
-    masquerade::{LocalDetector, MasqueradeConfig},
 };
 use headgate_node_agent::dataplane::{
     FixedState, NodeDataplane,
@@ -17,17 +16,7 @@ use headgate_node_agent::dataplane::{
 };
 use headgate_tests::testbed::{iptables as testbed_iptables, netns};
 
-fn node() -> NodeFacts {
-    NodeFacts { addresses: vec![IpAddr::from([192, 0, 2, 11])], ..NodeFacts::named("node-a") }
-}
-
-fn masquerade() -> MasqueradeConfig {
-    MasqueradeConfig {
-        detector_v4: Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap())),
-        detector_v6: Some(LocalDetector::Cidr("fd00:10:244::/48".parse().unwrap())),
-        ..MasqueradeConfig::default()
-    }
-}
+use crate::forwarding::{masquerade, node};
 
 fn service(i: u8) -> Service {
     let port = |name: &str, protocol, port, node_port| ServicePort { name: name.into(), protocol, port, node_port };

@@ -1,4 +1,5 @@
-//! What the proxy needs of its gate. `set_gate` is the gate of rules of iptables.
+//! The interface between the proxy and its gate. `nftables::Gate` implements it for rules of
+//! nftables, and `set_gate` for rules of iptables.
 
 use headgate_core::{Family, Protocol};
 

@@ -291,11 +291,11 @@ impl Keeper {
         if families.is_empty() {
             return Ok(());
         }
-        let open = |error| {
+        let not_closed = |error| {
             format!("traffic goes straight to endpoints, because the gate of the proxy cannot be closed: {error}")
         };
         if kernel.is_none() {
-            let (gate, route) = ((self.connect)().map_err(open)?, Route::connect().map_err(open)?);
+            let (gate, route) = ((self.connect)().map_err(not_closed)?, Route::connect().map_err(not_closed)?);
             *kernel = Some(Connections { gate, route });
         }
         let Some(Connections { gate, route }) = kernel else { return Ok(()) };
@@ -315,7 +315,7 @@ impl Keeper {
             .collect();
         if !failed.is_empty() {
             *kernel = None;
-            return Err(open(failed.join("; ")));
+            return Err(not_closed(failed.join("; ")));
         }
         match hanging.first().filter(|_| !is_draining) {
             Some(transport) => Err(format!(

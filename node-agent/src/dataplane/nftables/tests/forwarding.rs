@@ -110,27 +110,18 @@ fn a_changed_list_of_addresses_for_node_ports_is_found_and_names_the_family() {
     let (wanted, other) = (address(family, NODES, 1), address(family, NODES, 2));
     rig.set_node_port_addresses(NodePortAddresses::Only(vec![wanted]));
     assert_eq!(sentences(&verify(&mut rig)), Vec::<String>::new());
-    let mut expect = |addresses, found: &str, expected: &str| {
-        let right = rig.config.node_port_addresses.clone();
-        rig.set_node_port_addresses(addresses);
-        rig.config.node_port_addresses = right.clone();
+    let mut expect = |right: NodePortAddresses, wrong, found: &str, expected: &str| {
+        rig.set_node_port_addresses(wrong);
+        rig.config.node_port_addresses = right;
         let sentence = format!("IPv6 NodePorts answer on {found}, but should answer on {expected}");
         assert_eq!(sentences(&verify(&mut rig)), [sentence]);
-        rig.set_node_port_addresses(right);
     };
-    let listed = format!("{wanted}, {other}");
-    expect(NodePortAddresses::Only(vec![wanted, other]), &listed, &wanted.to_string());
-    expect(NodePortAddresses::Only(Vec::new()), "no address", &wanted.to_string());
-    expect(NodePortAddresses::All, "every address of the node", &wanted.to_string());
-    rig.set_node_port_addresses(NodePortAddresses::All);
-    let mut expect = |addresses, found: &str| {
-        rig.set_node_port_addresses(addresses);
-        rig.config.node_port_addresses = NodePortAddresses::All;
-        let sentence = format!("IPv6 NodePorts answer on {found}, but should answer on every address of the node");
-        assert_eq!(sentences(&verify(&mut rig)), [sentence]);
-        rig.set_node_port_addresses(NodePortAddresses::All);
-    };
-    expect(NodePortAddresses::Only(vec![wanted]), &wanted.to_string());
+    let (all, only) = (NodePortAddresses::All, |addresses: &[_]| NodePortAddresses::Only(addresses.to_vec()));
+    let (first, both) = (wanted.to_string(), format!("{wanted}, {other}"));
+    expect(only(&[wanted]), only(&[wanted, other]), &both, &first);
+    expect(only(&[wanted]), only(&[]), "no address", &first);
+    expect(only(&[wanted]), all.clone(), "every address of the node", &first);
+    expect(all, only(&[wanted]), &first, "every address of the node");
 }
 
 /// The elements of a group are read once, and not for each frontend and origin.
