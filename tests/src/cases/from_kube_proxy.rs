@@ -12,11 +12,12 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use super::changes::eventually;
-use super::ipvs::{restart, tool};
+use super::ipvs::{tool, upgrade};
 use super::live::while_asking;
 use super::recorded;
 use super::run::shares;
 use super::takeover::{CLIENTS, answers, check, open};
+use crate::testbed::client::HeldConnection;
 use crate::testbed::iptables::{self, Variant};
 use crate::testbed::kube_proxy::{self, Mode, RealKubeProxies};
 use crate::testbed::manifests::{Service, ServiceType, Via};
@@ -67,7 +68,7 @@ impl<'a> KubeProxy<'a> {
             }
             Source::Recorded(page) => {
                 match self.mode {
-                    Mode::Iptables if is_in_uml() => recorded::load_iptables(self.bed, Variant::Legacy)?,
+                    Mode::IptablesLegacy => recorded::load_iptables(self.bed, Variant::Legacy)?,
                     Mode::Iptables => recorded::load_iptables(self.bed, Variant::Nft)?,
                     Mode::Ipvs => recorded::load_ipvs(self.bed)?,
                     Mode::Nftables => recorded::load_nftables(self.bed)?,
@@ -161,29 +162,36 @@ pub fn has_ipvs() -> bool {
 /// The mode that agents change to before kube-proxy starts in the mode `from`, if any.
 fn before_going_back(from: Mode, to: Backend) -> Option<Backend> {
     match from {
-        Mode::Iptables => (to == Backend::Ipvs).then_some(Backend::IptablesLegacy),
+        Mode::Iptables | Mode::IptablesLegacy => (to == Backend::Ipvs).then_some(Backend::IptablesLegacy),
         Mode::Ipvs => None,
         Mode::Nftables => (!to.uses_nftables()).then_some(Backend::Nftables),
     }
 }
 
 /// Waits until the kernel of node-a has the rules of this mode of kube-proxy only if `has_theirs`,
-/// tables and sets of Headgate only if `has_ours`, and nothing of other modes.
+/// tables, gates and sets of Headgate only if `has_ours`, and nothing of other modes.
 fn check_rules(bed: &Testbed, mode: Mode, has_theirs: bool, has_ours: bool) -> Result<()> {
     let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
     let with_ipvs = is_in_uml() || mode == Mode::Ipvs;
     eventually(|| {
         let tables = if is_in_uml() { String::new() } else { tool(node, "nft", &["list", "tables"])? };
-        let [servers, sets] = if with_ipvs {
-            [tool(node, "ipvsadm", &["-S", "-n"])?, tool(node, "ipset", &["list", "-name"])?]
-        } else {
-            <[String; 2]>::default()
-        };
+        let servers = if with_ipvs { tool(node, "ipvsadm", &["-S", "-n"])? } else { String::new() };
+        let sets = tool(node, "ipset", &["list", "-name"])?;
+        let [legacy, nft] = [Variant::Legacy, Variant::Nft].map(|variant| {
+            let of = |family| iptables::save(node, variant, family, &lock);
+            anyhow::Ok(of(Family::V4)? + &of(Family::V6)?)
+        });
+        let (legacy, nft) = (legacy?, nft?);
         let has_table = |end: &str| tables.lines().any(|line| line.ends_with(end));
-        ensure!(has_table(" headgate") == has_ours, "the tables are\n{tables}");
-        let chains = iptables::save_all(node, &lock)?.contains("-j KUBE-SVC-");
+        let has_gate = [&legacy, &nft, &sets].into_iter().any(|text| text.contains("-GATE"));
+        ensure!((has_table(" headgate") || has_gate) == has_ours, "{tables}\n{sets}\n{legacy}\n{nft}");
         let has_servers = servers.lines().any(|line| line.ends_with(" -w 1"));
-        let found = [(Mode::Iptables, chains), (Mode::Ipvs, has_servers), (Mode::Nftables, has_table(" kube-proxy"))];
+        let found = [
+            (Mode::Iptables, nft.contains("-j KUBE-SVC-")),
+            (Mode::IptablesLegacy, legacy.contains("-j KUBE-SVC-")),
+            (Mode::Ipvs, has_servers),
+            (Mode::Nftables, has_table(" kube-proxy")),
+        ];
         let found: Vec<Mode> = found.into_iter().filter(|(_, is_there)| *is_there).map(|(mode, _)| mode).collect();
         ensure!(found.iter().all(|found| *found == mode) && found.is_empty() != has_theirs, "rules of {found:?}");
         ensure!(!has_theirs || !sets.contains("NO-ENDPOINTS"), "sets of Headgate are left:\n{sets}");
@@ -202,6 +210,17 @@ fn wait_until_drained(bed: &Testbed) -> Result<()> {
     })
 }
 
+/// If the agent of this mode carried the connections, ensures that they have ended with the agent,
+/// and removes them.
+pub(super) fn end_of_carried(mode: Backend, connections: &mut Vec<HeldConnection>) -> Result<()> {
+    if mode.carries_tcp() {
+        let left = connections.iter_mut().filter_map(|connection| connection.check().ok()).count();
+        ensure!(left == 0, "{left} connections of mode userspace survive: docs/migration.md says otherwise");
+        connections.clear();
+    }
+    Ok(())
+}
+
 /// A node moves from kube-proxy to Headgate and back, as docs/migration.md says. Every new
 /// connection succeeds. Connections that kube-proxy's rules established survive both moves.
 /// Connections that Headgate established survive the way back, with two exceptions. Those that mode
@@ -215,7 +234,7 @@ pub fn there_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
     let mut held = open(bed).context("through the rules of kube-proxy")?;
     let before_going_back = before_going_back(from, to);
     // The limit for connections of mode ipvs passes only on the way to another mode of kube-proxy.
-    let limit = if before_going_back == Some(Backend::IptablesLegacy) { "30s" } else { "600s" };
+    let limit = if to == Backend::Ipvs && before_going_back.is_some() { "30s" } else { "600s" };
     let arguments = ["--userspace-drain-limit=3s", "--takeover-limit", limit];
     let setup = |backend| AgentSetup { backend: Some(backend), ..AgentSetup::with(&arguments) };
     let targets = targets(bed, from == Mode::Ipvs || to == Backend::Ipvs)?;
@@ -229,14 +248,15 @@ pub fn there_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
         }
         check(&mut held).context("after the move to Headgate")?;
         // While connections of IPVS remain, the node has the addresses of their Services. Mode
-        // userspace does not carry datagrams to addresses of the node.
+        // userspace, behind rules of nftables, does not carry datagrams to addresses of the node.
         if (from, to) != (Mode::Ipvs, Backend::Userspace) {
             answers(bed)?;
         }
         let mut of_headgate = open(bed).context("through Headgate")?;
 
         if let Some(mode) = before_going_back {
-            restart(bed, &setup(mode))?;
+            upgrade(bed, &setup(mode))?;
+            end_of_carried(to, &mut of_headgate)?;
             check(&mut of_headgate).context("connections of Headgate, after the change of the mode")?;
             if to == Backend::Ipvs {
                 wait_until_drained(bed)?;
@@ -248,11 +268,7 @@ pub fn there_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
         bed.clean_up("node-a")?;
         check_rules(bed, from, true, false)?;
         check(&mut held).context("after the way back")?;
-        if to.carries_tcp() {
-            let left = of_headgate.iter_mut().filter_map(|connection| connection.check().ok()).count();
-            ensure!(left == 0, "{left} connections of mode userspace survive: docs/migration.md says otherwise");
-            return Ok(());
-        }
+        end_of_carried(to, &mut of_headgate)?;
         check(&mut of_headgate).context("connections of Headgate, after the way back")
     })?;
     println!("{} new connections, {} held connections", asked.len(), held.len());

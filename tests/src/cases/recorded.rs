@@ -5,12 +5,14 @@ use std::fmt::Write as _;
 use std::net::{IpAddr, SocketAddr};
 
 use anyhow::{Context, Result};
+use headgate_core::iptables::names::{ChainKind, ChainName};
 use headgate_core::iptables::{Table, beside_ipvs};
 use headgate_core::ipvs::{Set, SetKind};
 
 use super::ipvs::tool;
 use crate::bench::kube_proxy_nft_shape;
 use crate::testbed::iptables::{self, Variant};
+use crate::testbed::manifests::NAMESPACE;
 use crate::testbed::manifests::Via::{ClusterIp, NodePort};
 use crate::testbed::{Family, Testbed, plan};
 
@@ -40,33 +42,40 @@ impl Steady {
     }
 }
 
-/// Loads rules of kube-proxy's iptables shape for the Service `steady` on node-a.
+/// Loads rules of kube-proxy's iptables shape for the Service `steady` on node-a. Like kube-proxy, it
+/// replaces the rules of chains that exist, and deletes other chains of Services.
 pub(super) fn load_iptables(bed: &Testbed, variant: Variant) -> Result<()> {
+    // The name of the port, and its protocol.
+    let text = format!("{NAMESPACE}/steady:tcptcp");
+    let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
     for family in Family::BOTH {
         let Steady { to, node_port, endpoints, pods } = Steady::of(bed, family)?;
+        let of_port = |kind| ChainName::of(kind, &text);
+        let [service, external] = [ChainKind::ClusterPolicy, ChainKind::External].map(of_port);
         let mut rules = String::from(SHARED_IPTABLES);
         let at = format!("-p tcp -m tcp --dport {}", to.port());
         // Writing to a String cannot fail.
-        let _ = writeln!(rules, ":KUBE-SVC-STEADYSTEADYSTEA - [0:0]\n:KUBE-EXT-STEADYSTEADYSTEA - [0:0]");
-        let _ = writeln!(rules, "-A KUBE-SERVICES -d {} {at} -j KUBE-SVC-STEADYSTEADYSTEA", to.ip());
+        let _ = writeln!(rules, ":{service} - [0:0]\n:{external} - [0:0]");
+        let _ = writeln!(rules, "-A KUBE-SERVICES -d {} {at} -j {service}", to.ip());
         let _ = writeln!(rules, "-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS");
-        let _ = writeln!(
-            rules,
-            "-A KUBE-NODEPORTS -p tcp -m tcp --dport {} -j KUBE-EXT-STEADYSTEADYSTEA",
-            node_port.port()
-        );
-        let _ = writeln!(
-            rules,
-            "-A KUBE-EXT-STEADYSTEADYSTEA -j KUBE-MARK-MASQ\n-A KUBE-EXT-STEADYSTEADYSTEA -j KUBE-SVC-STEADYSTEADYSTEA"
-        );
-        let _ = writeln!(rules, "-A KUBE-SVC-STEADYSTEADYSTEA ! -s {pods} -d {} {at} -j KUBE-MARK-MASQ", to.ip());
-        let chains = [("-m statistic --mode random --probability 0.5 ", "STEADYSTEADYONEA"), ("", "STEADYSTEADYTWOA")];
-        for ((chance, endpoint_name), endpoint) in chains.into_iter().zip(endpoints) {
-            let _ = writeln!(rules, ":KUBE-SEP-{endpoint_name} - [0:0]");
-            let _ = writeln!(rules, "-A KUBE-SVC-STEADYSTEADYSTEA {chance}-j KUBE-SEP-{endpoint_name}");
-            let _ = writeln!(rules, "-A KUBE-SEP-{endpoint_name} -s {} -j KUBE-MARK-MASQ", endpoint.ip());
-            let _ = writeln!(rules, "-A KUBE-SEP-{endpoint_name} -p tcp -m tcp -j DNAT --to-destination {endpoint}");
+        let _ = writeln!(rules, "-A KUBE-NODEPORTS -p tcp -m tcp --dport {} -j {external}", node_port.port());
+        let _ = writeln!(rules, "-A {external} -j KUBE-MARK-MASQ\n-A {external} -j {service}");
+        let _ = writeln!(rules, "-A {service} ! -s {pods} -d {} {at} -j KUBE-MARK-MASQ", to.ip());
+        for (endpoint, chance) in endpoints.iter().zip(["-m statistic --mode random --probability 0.5 ", ""]) {
+            let chain = ChainName::of(ChainKind::Endpoint, &format!("{text}{endpoint}"));
+            let _ = writeln!(rules, ":{chain} - [0:0]\n-A {service} {chance}-j {chain}");
+            let _ = writeln!(rules, "-A {chain} -s {} -j KUBE-MARK-MASQ", endpoint.ip());
+            let _ = writeln!(rules, "-A {chain} -p tcp -m tcp -j DNAT --to-destination {endpoint}");
         }
+        let saved = iptables::save(node, variant, family, &lock)?;
+        let mut deletions = String::new();
+        for chain in saved.lines().filter_map(|line| line.strip_prefix(':')?.split(' ').next()) {
+            if ChainName::parse(chain).is_some() && !rules.contains(&format!(":{chain} ")) {
+                let _ = writeln!(rules, ":{chain} - [0:0]");
+                let _ = writeln!(deletions, "-X {chain}");
+            }
+        }
+        rules += &deletions;
         restore(bed, variant, family, &rules)?;
     }
     Ok(())

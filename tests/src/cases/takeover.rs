@@ -4,7 +4,8 @@ use anyhow::{Context, Result, ensure};
 
 use super::case::{SourceAddress, ask};
 use super::changes::eventually;
-use super::ipvs::{restart, tool};
+use super::from_kube_proxy::end_of_carried;
+use super::ipvs::{restart, tool, upgrade};
 use super::recorded;
 use super::run::run;
 use crate::testbed::client::HeldConnection;
@@ -116,8 +117,7 @@ pub fn modes_switch_without_losing_connections(bed: &Testbed) -> Result<()> {
         check_tables(bed, backend == Backend::Nftables)?;
         check(&mut held).with_context(|| format!("after the switch from userspace to {backend}"))?;
         answers(bed)?;
-        let left = carried.iter_mut().filter_map(|connection| connection.check().ok()).count();
-        ensure!(left == 0, "{left} connections of mode userspace survive: docs/migration.md says otherwise");
+        end_of_carried(Backend::Userspace, &mut carried)?;
         held.extend(open(bed)?);
     }
     restart(bed, &by(Backend::IptablesLegacy))?;
@@ -129,24 +129,35 @@ pub fn modes_switch_without_losing_connections(bed: &Testbed) -> Result<()> {
     check(&mut held)
 }
 
-/// The node switches from mode nftables to mode ipvs and back. Connections of both modes survive.
+/// The node switches from the mode `from` to mode ipvs and back. Connections of both modes survive,
+/// except those that mode userspace carries.
 ///
-/// Needs machines with [`super::lifecycle::some_services`], a kernel with IPVS and nftables, and no
-/// running programs.
-pub fn nftables_and_ipvs_switch_without_losing_connections(bed: &Testbed) -> Result<()> {
-    let by = |backend| AgentSetup { backend: Some(backend), ..AgentSetup::with(&["--takeover-limit=600s"]) };
+/// Needs machines with [`super::lifecycle::some_services`] for the backend [`Backend::Ipvs`], a kernel
+/// with IPVS and with what `from` needs, and no running programs.
+pub fn to_ipvs_and_back(bed: &Testbed, from: Backend) -> Result<()> {
+    let arguments = ["--takeover-limit=600s", "--userspace-drain-limit=3s"];
+    let by = |backend| AgentSetup { backend: Some(backend), ..AgentSetup::with(&arguments) };
+    let switch = |to: Backend| -> Result<()> {
+        let running = upgrade(bed, &by(to))?.backend;
+        ensure!((running == "ipvs") == (to == Backend::Ipvs), "the agent runs mode {running}");
+        if from.uses_nftables() {
+            check_tables(bed, to == from)?;
+        }
+        Ok(())
+    };
     bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &by(Backend::Nftables))?;
+    bed.start_agent_with("node-a", &by(from))?;
     bed.wait_programmed()?;
-    let mut held = open(bed)?;
-    for (backend, has_table) in [(Backend::Ipvs, false), (Backend::Nftables, true)] {
-        ensure!(restart(bed, &by(backend))?.backend == backend.to_string(), "the agent cannot run mode {backend}");
-        check_tables(bed, has_table)?;
-        check(&mut held).with_context(|| format!("after the switch to {backend}"))?;
-        answers(bed)?;
-        held.extend(open(bed)?);
-    }
-    check(&mut held)
+    let mut of_first_mode = open(bed)?;
+    switch(Backend::Ipvs)?;
+    end_of_carried(from, &mut of_first_mode)?;
+    check(&mut of_first_mode).context("after the switch to ipvs")?;
+    answers(bed)?;
+    let mut of_ipvs = open(bed)?;
+    switch(from)?;
+    check(&mut of_ipvs).with_context(|| format!("of ipvs, after the switch to {from}"))?;
+    check(&mut of_first_mode).with_context(|| format!("after the switch to {from}"))?;
+    check(&mut open(bed)?)
 }
 
 /// Mode `auto` chooses nftables, and chooses iptables where a chain drops packets that no rule

@@ -27,6 +27,8 @@ const START_TIMEOUT: Duration = Duration::from_secs(120);
 pub enum Mode {
     /// `--proxy-mode=iptables`, with the `iptables` that the machine prefers.
     Iptables,
+    /// `--proxy-mode=iptables`, with legacy iptables.
+    IptablesLegacy,
     /// `--proxy-mode=ipvs`, with legacy iptables.
     Ipvs,
     /// `--proxy-mode=nftables`.
@@ -37,7 +39,7 @@ impl Mode {
     /// The name, as in `--proxy-mode`.
     pub fn name(self) -> &'static str {
         match self {
-            Self::Iptables => "iptables",
+            Self::Iptables | Self::IptablesLegacy => "iptables",
             Self::Ipvs => "ipvs",
             Self::Nftables => "nftables",
         }
@@ -115,7 +117,7 @@ impl RealKubeProxies {
             command.arg("--feature-gates=NFTablesProxyMode=true");
         }
         command.env("XTABLES_LOCKFILE", machines.xtables_lock(node));
-        if guest::is_here() {
+        if guest::is_here() || mode == Mode::IptablesLegacy {
             command.env("PATH", with_legacy_iptables(machines)?);
         }
         let log = machines.folder().join(format!("kube-proxy-{node}.log"));
@@ -138,8 +140,7 @@ impl RealKubeProxies {
     }
 }
 
-/// A `PATH` on which the programs of iptables are the legacy variant, which is the only one that
-/// works in User-Mode Linux.
+/// A `PATH` on which the programs of iptables are the legacy variant.
 fn with_legacy_iptables(machines: &Machines) -> Result<String> {
     let path = env::var("PATH").context("PATH is not set")?;
     let folder = machines.folder().join("legacy");

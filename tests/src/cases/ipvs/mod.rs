@@ -108,11 +108,20 @@ fn agent(bed: &Testbed, node: &str) -> Result<AgentInfo> {
     bed.agents()?.into_iter().find(|agent| agent.node == node).with_context(|| format!("no agent of {node}"))
 }
 
-/// Restarts the agent of node-a, and waits until it has reported to the control plane that
-/// everything is programmed.
+/// Kills the agent of node-a, starts it again, and waits until it has reported to the control plane
+/// that everything is programmed.
 pub(super) fn restart(bed: &Testbed, setup: &AgentSetup) -> Result<AgentInfo> {
+    replace(bed, setup, Testbed::kill_agent)
+}
+
+/// Like [`restart`], but the agent ends by itself, as in an upgrade.
+pub(super) fn upgrade(bed: &Testbed, setup: &AgentSetup) -> Result<AgentInfo> {
+    replace(bed, setup, Testbed::stop_agent)
+}
+
+fn replace(bed: &Testbed, setup: &AgentSetup, end: fn(&Testbed, &str) -> Result<()>) -> Result<AgentInfo> {
     let before = agent(bed, "node-a")?.connected_unix_ms;
-    bed.kill_agent("node-a")?;
+    end(bed, "node-a")?;
     bed.start_agent_with("node-a", setup)?;
     eventually(|| {
         let now = agent(bed, "node-a")?;

@@ -22,7 +22,7 @@ macro_rules! migrations {
 
 #[test]
 fn kube_proxy_iptables_to_ipvs_and_back() {
-    uml::inside(|| there_and_back(Mode::Iptables, Backend::Ipvs));
+    uml::inside(|| there_and_back(Mode::IptablesLegacy, Backend::Ipvs));
 }
 
 #[test]
@@ -33,6 +33,11 @@ fn kube_proxy_ipvs_to_ipvs_and_back() {
 #[test]
 fn kube_proxy_ipvs_to_iptables_and_back() {
     uml::inside(|| there_and_back(Mode::Ipvs, Backend::IptablesLegacy));
+}
+
+#[test]
+fn kube_proxy_ipvs_to_userspace_behind_iptables_and_back() {
+    uml::inside(|| there_and_back(Mode::Ipvs, Backend::UserspaceIptables));
 }
 
 #[test]
@@ -49,19 +54,47 @@ fn kube_proxy_ipvs_to_userspace_and_back() {
     }
 }
 
+#[test]
+fn kube_proxy_nftables_to_ipvs_and_back() {
+    if from_kube_proxy::has_ipvs() {
+        there_and_back(Mode::Nftables, Backend::Ipvs);
+    }
+}
+
 migrations! {
     kube_proxy_iptables_to_iptables_and_back: Mode::Iptables, Backend::IptablesNft;
     kube_proxy_iptables_to_nftables_and_back: Mode::Iptables, Backend::Nftables;
     kube_proxy_iptables_to_userspace_and_back: Mode::Iptables, Backend::Userspace;
+    kube_proxy_legacy_iptables_to_iptables_and_back: Mode::IptablesLegacy, Backend::IptablesLegacy;
+    kube_proxy_legacy_iptables_to_nftables_and_back: Mode::IptablesLegacy, Backend::Nftables;
+    kube_proxy_legacy_iptables_to_userspace_and_back: Mode::IptablesLegacy, Backend::Userspace;
+    kube_proxy_legacy_iptables_to_userspace_behind_iptables_and_back: Mode::IptablesLegacy, Backend::UserspaceIptables;
     kube_proxy_nftables_to_iptables_and_back: Mode::Nftables, Backend::IptablesNft;
     kube_proxy_nftables_to_nftables_and_back: Mode::Nftables, Backend::Nftables;
     kube_proxy_nftables_to_userspace_and_back: Mode::Nftables, Backend::Userspace;
+    kube_proxy_nftables_to_userspace_behind_iptables_and_back: Mode::Nftables, Backend::UserspaceIptables;
+}
+
+fn to_ipvs_and_back(from: Backend) {
+    let bed = lifecycle::some_services().and_then(|services| Testbed::machines_only(Backend::Ipvs, services));
+    on(bed, |bed| takeover::to_ipvs_and_back(bed, from));
 }
 
 #[test]
 fn nftables_to_ipvs_and_back() {
     if from_kube_proxy::has_ipvs() {
-        let scenario = takeover::nftables_and_ipvs_switch_without_losing_connections;
-        on_machines(Backend::Nftables, lifecycle::some_services(), scenario);
+        to_ipvs_and_back(Backend::Nftables);
     }
+}
+
+#[test]
+fn userspace_to_ipvs_and_back() {
+    if from_kube_proxy::has_ipvs() {
+        to_ipvs_and_back(Backend::Userspace);
+    }
+}
+
+#[test]
+fn userspace_behind_iptables_to_ipvs_and_back() {
+    uml::inside(|| to_ipvs_and_back(Backend::UserspaceIptables));
 }
