@@ -118,6 +118,11 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         userspace::run()
     }),
     (
+        "userspace-idle",
+        "memory of the agent's proxy and of HAProxy for 10,000 idle connections; fails if the goal is missed",
+        |_| userspace::idle(),
+    ),
+    (
         "userspace-udp",
         "datagrams through the agent's proxy and direct; fails if datagrams are lost without a count or the goal is missed",
         |_| userspace::datagrams::run(),

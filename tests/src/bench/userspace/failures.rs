@@ -66,8 +66,8 @@ pub fn run() -> Result<Vec<Figure>> {
         Ok(())
     })?;
     kill.report("kill", &mut figures);
-    // In a new namespace, no client uses a port again while connection tracking still leads the
-    // packets from this port to a listener of the agent that was killed.
+    // The kernel keeps entries of connections that the kill reset for 10 s. It leads a SYN from the
+    // same port to the same listener (docs/userspace.md). A new namespace has no such entries.
     drop(bench);
     let bench = Bench::new(CONNECTIONS * 2)?;
     let agent = bench.start_agent()?;

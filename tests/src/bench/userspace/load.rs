@@ -21,7 +21,6 @@ use nix::{
 
 /// The processor of client and server. The proxy has processor 0.
 const OTHER_PROCESSOR: usize = 1;
-pub(super) const IDLE_CONNECTIONS: usize = 10_000;
 /// Open files of a process for each connection that the agent can carry.
 const FILES_PER_CONNECTION: u64 = 3;
 /// Open files of a process, besides those of connections.

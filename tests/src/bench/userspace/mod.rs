@@ -1,6 +1,8 @@
 //! `userspace`: connections through the agent's proxy and through HAProxy in TCP mode with splice,
 //! one thread each, behind the same rules.
 //!
+//! `userspace-idle`: the memory of both for idle connections.
+//!
 //! The agent programs its rules and carries connections. Then the bench kills the agent, keeps the
 //! gate of its rules closed by hand, and HAProxy listens at the addresses of the agent's listeners.
 //! The proxy has one processor. The client and the server share another processor.
@@ -20,7 +22,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 
-use self::load::{ECHO, IDLE_CONNECTIONS, KEEP, ONCE, SOURCE, Work, open};
+use self::load::{ECHO, KEEP, ONCE, SOURCE, Work, open};
 use super::{
     memory::{self, Mode, Page, status_mb},
     report::{Figure, median},
@@ -34,50 +36,64 @@ use crate::testbed::{
 /// The listeners of the agent for addresses of Services, as in `docs/userspace.md`.
 const LISTENERS: [&str; 2] = ["169.254.77.1:10245", "169.254.77.1:10246"];
 const ENDPOINTS: u32 = 4;
+/// More connections than the bench `userspace` opens at a time.
+const CONNECTIONS: usize = 100;
+const IDLE_CONNECTIONS: usize = 10_000;
+/// The most memory of the agent for an idle connection.
+const IDLE_GOAL_BYTES: f64 = 3_000.0;
 const ROUNDS: usize = 5;
-const ROUND_TRIPS: usize = 20_000;
-const MEASURED: Duration = Duration::from_secs(2);
+const ROUND_TRIPS: usize = 40_000;
+const MEASURED: Duration = Duration::from_secs(4);
 /// The proxies reach the state in which they are measured within this time.
 const LONGEST_START: Duration = Duration::from_secs(30);
 /// A closed connection and a closed gate take effect within this time.
 const SETTLE: Duration = Duration::from_millis(500);
 
-/// What one proxy needs. Less is better.
-struct Costs {
-    cpu_ms_per_gigabyte: f64,
-    cpu_us_per_connection: f64,
-    p50_us: f64,
-    p99_us: f64,
-    bytes_per_idle_connection: f64,
-}
-
-type Field = fn(&Costs) -> f64;
-
-const FIELDS: [(&str, &str, Field); 5] = [
-    ("cpu-per-gigabyte", "ms", |costs| costs.cpu_ms_per_gigabyte),
-    ("cpu-per-connection", "µs", |costs| costs.cpu_us_per_connection),
-    ("round-trip-p50", "µs", |costs| costs.p50_us),
-    ("round-trip-p99", "µs", |costs| costs.p99_us),
-    ("memory-per-idle-connection", "bytes", |costs| costs.bytes_per_idle_connection),
-];
+/// The names of figures, and their units. Less is better.
+type Names = [(&'static str, &'static str)];
 
 /// Runs the bench. The figures are medians of five rounds, in which the proxies take turns.
 ///
 /// # Errors
 /// HAProxy is not installed, a program does not start, or a connection fails.
 pub fn run() -> Result<Vec<Figure>> {
+    let names = [
+        ("userspace/cpu-per-gigabyte", "ms"),
+        ("userspace/cpu-per-connection", "µs"),
+        ("userspace/round-trip-p50", "µs"),
+        ("userspace/round-trip-p99", "µs"),
+    ];
+    // Each proxy carries a few connections at a time.
+    let bench = Bench::new(CONNECTIONS)?;
+    let target = bench.target;
+    bench.compare(&names, move |proxy| {
+        let mut times = round_trips(target)?;
+        times.sort_by(f64::total_cmp);
+        let bytes = load::run(proxy, 4, MEASURED, &|work| receive(target, work))?;
+        let connections = load::run(proxy, 8, MEASURED, &|work| connect(target, work))?;
+        Ok(vec![
+            bytes.cpu_seconds * 1e3 / (bytes.count / 1e9),
+            connections.cpu_seconds * 1e6 / connections.count,
+            times[times.len() / 2],
+            times[times.len() * 99 / 100],
+        ])
+    })
+}
+
+/// Runs the bench `userspace-idle`: the memory of the proxies for 10,000 idle connections, or for as
+/// many as the limit of open files allows.
+///
+/// # Errors
+/// As [`run`], or the agent needs more memory than the goal.
+pub fn idle() -> Result<Vec<Figure>> {
     let bench = Bench::new(IDLE_CONNECTIONS)?;
-    let mut costs = [Vec::new(), Vec::new()];
-    for _ in 0..ROUNDS {
-        costs[0].push(bench.headgate()?);
-        costs[1].push(bench.haproxy()?);
-    }
-    let figure = |(name, unit, field): (&str, &'static str, Field)| {
-        let [ours, theirs] = [0, 1].map(|which: usize| median(costs[which].iter().map(field).collect()));
-        Figure::against(format!("userspace/{name}"), ours, unit, "HAProxy behind the same rules", theirs)
-    };
-    let idle = Figure::alone("userspace/idle-connections", bench.connections as f64, "");
-    Ok(FIELDS.into_iter().map(figure).chain([idle]).collect())
+    let (target, count) = (bench.target, bench.connections);
+    let names = [("userspace-idle/memory-per-connection", "bytes")];
+    let mut figures = bench.compare(&names, move |proxy| Ok(vec![memory_of_idle(proxy, target, count)?]))?;
+    let used = figures[0].value;
+    ensure!(used <= IDLE_GOAL_BYTES, "an idle connection needs {used} bytes, the goal is {IDLE_GOAL_BYTES}");
+    figures.push(Figure::alone("userspace-idle/connections", count as f64, ""));
+    Ok(figures)
 }
 
 /// The namespace, with a control plane and a server.
@@ -139,17 +155,34 @@ impl Bench {
         Ok(Page::of(&self.namespace).context("the agent serves no metrics")?.value(name))
     }
 
-    fn headgate(&self) -> Result<Costs> {
+    /// Measures both proxies in several rounds. `measure` gets the process of a proxy, and runs in the
+    /// namespace, on the processor that the proxy does not use.
+    fn compare(&self, names: &Names, measure: impl Fn(u32) -> Result<Vec<f64>> + Sync) -> Result<Vec<Figure>> {
+        let measure = |proxy| self.namespace.run(|| load::use_the_other_processor().and_then(|()| measure(proxy)));
+        let mut rounds = [Vec::new(), Vec::new()];
+        for _ in 0..ROUNDS {
+            rounds[0].push(self.headgate(&measure)?);
+            rounds[1].push(self.haproxy(&measure)?);
+        }
+        let figure = |(number, (name, unit)): (usize, &(&'static str, &'static str))| {
+            let [ours, theirs] =
+                [0, 1].map(|proxy: usize| median(rounds[proxy].iter().map(|round| round[number]).collect()));
+            Figure::against(*name, ours, unit, "HAProxy behind the same rules", theirs)
+        };
+        Ok(names.iter().enumerate().map(figure).collect())
+    }
+
+    fn headgate(&self, measure: impl Fn(u32) -> Result<Vec<f64>>) -> Result<Vec<f64>> {
         let agent = self.start_agent()?;
         std::thread::sleep(SETTLE);
-        let costs = self.measure(agent.id());
+        let figures = measure(agent.id());
         let log = agent.log_tail();
         agent.kill()?;
-        costs.with_context(|| format!("the agent's log ends with:\n{log}"))
+        figures.with_context(|| format!("the agent's log ends with:\n{log}"))
     }
 
     /// Measures HAProxy behind the rules of the agent, which has been killed.
-    fn haproxy(&self) -> Result<Costs> {
+    fn haproxy(&self, measure: impl Fn(u32) -> Result<Vec<f64>>) -> Result<Vec<f64>> {
         // The last element of the killed agent expires.
         std::thread::sleep(SETTLE * 2);
         let configuration = self.folder.path().join("haproxy.cfg");
@@ -160,11 +193,11 @@ impl Bench {
         self.gate("add", " timeout 1h")?;
         std::thread::sleep(SETTLE);
         haproxy.check_running()?;
-        let costs = self.measure(haproxy.id());
+        let figures = measure(haproxy.id());
         self.gate("delete", "")?;
         let log = haproxy.log_tail();
         haproxy.kill()?;
-        costs.with_context(|| format!("HAProxy's log ends with:\n{log}"))
+        figures.with_context(|| format!("HAProxy's log ends with:\n{log}"))
     }
 
     /// Changes the element that leads TCP connections to the listeners.
@@ -174,24 +207,6 @@ impl Bench {
         let status = self.namespace.spawn(nft)?.wait()?;
         ensure!(status.success(), "nft cannot {change} the element of the set gate: {status}");
         Ok(())
-    }
-
-    fn measure(&self, proxy: u32) -> Result<Costs> {
-        let (target, idle_connections) = (self.target, self.connections);
-        self.namespace.run(move || {
-            load::use_the_other_processor()?;
-            let mut times = round_trips(target)?;
-            times.sort_by(f64::total_cmp);
-            let bytes = load::run(proxy, 4, MEASURED, &|work| receive(target, work))?;
-            let connections = load::run(proxy, 8, MEASURED, &|work| connect(target, work))?;
-            Ok(Costs {
-                cpu_ms_per_gigabyte: bytes.cpu_seconds * 1e3 / (bytes.count / 1e9),
-                cpu_us_per_connection: connections.cpu_seconds * 1e6 / connections.count,
-                p50_us: times[times.len() / 2],
-                p99_us: times[times.len() * 99 / 100],
-                bytes_per_idle_connection: idle(proxy, target, idle_connections)?,
-            })
-        })
     }
 }
 
@@ -244,7 +259,7 @@ fn connect(target: SocketAddr, work: &Work) -> Result<()> {
 }
 
 /// The resident memory of the proxy for each of `count` idle connections, in bytes.
-fn idle(proxy: u32, target: SocketAddr, count: usize) -> Result<f64> {
+fn memory_of_idle(proxy: u32, target: SocketAddr, count: usize) -> Result<f64> {
     let resident = || {
         std::thread::sleep(SETTLE);
         status_mb(proxy, "VmRSS")
