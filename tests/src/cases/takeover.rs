@@ -132,8 +132,8 @@ pub fn modes_switch_without_losing_connections(bed: &Testbed) -> Result<()> {
 /// The node switches from the mode `from` to mode ipvs and back. Connections of both modes survive,
 /// except those that mode userspace carries.
 ///
-/// Needs machines with [`super::lifecycle::some_services`] for the backend [`Backend::Ipvs`], a kernel
-/// with IPVS and with what `from` needs, and no running programs.
+/// Needs machines with [`super::lifecycle::some_services`] for the backend [`Backend::Ipvs`], a
+/// kernel with IPVS and with what `from` needs, and no running programs.
 pub fn to_ipvs_and_back(bed: &Testbed, from: Backend) -> Result<()> {
     let arguments = ["--takeover-limit=600s", "--userspace-drain-limit=3s"];
     let by = |backend| AgentSetup { backend: Some(backend), ..AgentSetup::with(&arguments) };

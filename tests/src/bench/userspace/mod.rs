@@ -161,8 +161,8 @@ impl Bench {
         let measure = |proxy| self.namespace.run(|| load::use_the_other_processor().and_then(|()| measure(proxy)));
         let mut rounds = [Vec::new(), Vec::new()];
         for _ in 0..ROUNDS {
-            rounds[0].push(self.headgate(&measure)?);
-            rounds[1].push(self.haproxy(&measure)?);
+            rounds[0].push(self.headgate(measure)?);
+            rounds[1].push(self.haproxy(measure)?);
         }
         let figure = |(number, (name, unit)): (usize, &(&'static str, &'static str))| {
             let [ours, theirs] =
