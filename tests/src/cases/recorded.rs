@@ -42,8 +42,8 @@ impl Steady {
     }
 }
 
-/// Loads rules of kube-proxy's iptables shape for the Service `steady` on node-a. Like kube-proxy, it
-/// replaces the rules of chains that exist, and deletes other chains of Services.
+/// Loads rules of kube-proxy's iptables shape for the Service `steady` on node-a. Like kube-proxy,
+/// it replaces the rules of chains that exist, and deletes other chains of Services.
 pub(super) fn load_iptables(bed: &Testbed, variant: Variant) -> Result<()> {
     // The name of the port, and its protocol.
     let text = format!("{NAMESPACE}/steady:tcptcp");

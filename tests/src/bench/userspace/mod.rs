@@ -80,8 +80,8 @@ pub fn run() -> Result<Vec<Figure>> {
     })
 }
 
-/// Runs the bench `userspace-idle`: the memory of the proxies for 10,000 idle connections, or for as
-/// many as the limit of open files allows.
+/// Runs the bench `userspace-idle`: the memory of the proxies for 10,000 idle connections, or for
+/// as many as the limit of open files allows.
 ///
 /// # Errors
 /// As [`run`], or the agent needs more memory than the goal.
@@ -155,8 +155,8 @@ impl Bench {
         Ok(Page::of(&self.namespace).context("the agent serves no metrics")?.value(name))
     }
 
-    /// Measures both proxies in several rounds. `measure` gets the process of a proxy, and runs in the
-    /// namespace, on the processor that the proxy does not use.
+    /// Measures both proxies in several rounds. `measure` gets the process of a proxy, and runs in
+    /// the namespace, on the processor that the proxy does not use.
     fn compare(&self, names: &Names, measure: impl Fn(u32) -> Result<Vec<f64>> + Sync) -> Result<Vec<Figure>> {
         let measure = |proxy| self.namespace.run(|| load::use_the_other_processor().and_then(|()| measure(proxy)));
         let mut rounds = [Vec::new(), Vec::new()];
