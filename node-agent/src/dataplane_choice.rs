@@ -128,14 +128,14 @@ fn obstacle(settings: &Settings) -> Option<String> {
 ///
 /// # Errors
 /// A parameter cannot be set.
-pub fn prepare(settings: &Settings) -> Result<(), DataplaneError> {
+pub fn prepare(settings: &Settings, variant: iptables::Variant) -> Result<(), DataplaneError> {
     let node = NodeSettings::of(settings);
     let interfaces = if node.needs_interfaces() { interfaces::list() } else { Ok(Vec::new()) };
     let interfaces = interfaces.map_err(|error| {
         DataplaneError::new(ErrorKind::Retry, format!("the addresses of the interfaces cannot be read: {error}"))
     })?;
     let inputs = node.resolve(None, &interfaces);
-    let prepare_iptables = || iptables::prepare(settings.localhost_node_ports, &inputs);
+    let prepare_iptables = || iptables::prepare(settings.localhost_node_ports, variant, &inputs);
     match settings.mode {
         ProxyMode::Auto | ProxyMode::Iptables | ProxyMode::Nftables | ProxyMode::Userspace => prepare_iptables(),
         ProxyMode::Ipvs => match ipvs::prepare(settings.ipvs.strict_arp) {

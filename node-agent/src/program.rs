@@ -68,7 +68,7 @@ pub fn run_task(options: &Options) -> anyhow::Result<bool> {
     } else if options.init_only {
         let settings = options.configured()?.settings;
         run::prepare(&settings)?;
-        dataplane_choice::prepare(&settings)?;
+        dataplane_choice::prepare(&settings, options.iptables_variant)?;
         info!("--init-only: kernel parameters are set");
     } else {
         return Ok(false);
@@ -83,7 +83,8 @@ fn clean(options: &Options) -> anyhow::Result<()> {
         );
     }
     let settings = options.configured()?.settings;
-    let running = settings.metrics_bind_address.map(running_mode).transpose()?.flatten();
+    let health = settings.healthz_bind_address;
+    let running = settings.metrics_bind_address.map(|metrics| running_mode(metrics, health)).transpose()?.flatten();
     if let Some(mode) = &running {
         info!(mode, "a service proxy runs on this node: its rules and other objects stay");
     }
@@ -121,8 +122,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The mode of the service proxy that runs on this node, which is kube-proxy when a node leaves
 /// Headgate. kube-proxy answers `/proxyMode` at the address of its metrics. `None` if nothing
-/// listens at this address.
-fn running_mode(address: SocketAddr) -> anyhow::Result<Option<String>> {
+/// listens at this address, nor at the address of kube-proxy's health checks.
+fn running_mode(address: SocketAddr, health: Option<SocketAddr>) -> anyhow::Result<Option<String>> {
     let remedy = || {
         format!(
             "--cleanup: cannot ask {address} which service proxy runs on this node; write the address of \
@@ -130,7 +131,14 @@ fn running_mode(address: SocketAddr) -> anyhow::Result<Option<String>> {
         )
     };
     match ask_mode(address) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => match health {
+            Some(health) if TcpStream::connect_timeout(&health, ANSWER_TIMEOUT).is_ok() => {
+                Err(error).with_context(remedy).with_context(|| {
+                    format!("--cleanup: a program listens at {health}, where kube-proxy serves health checks")
+                })
+            }
+            _ => Ok(None),
+        },
         answer => answer.map(Some).with_context(remedy),
     }
 }
@@ -173,7 +181,7 @@ mod tests {
             stream.shutdown(std::net::Shutdown::Write).unwrap();
             stream.read_to_end(&mut Vec::new()).unwrap();
         });
-        let mode = running_mode(address);
+        let mode = running_mode(address, None);
         server.join().unwrap();
         mode
     }
@@ -186,6 +194,9 @@ mod tests {
             assert!(error.contains("--metrics-bind-address"), "{answer:?}: {error}");
         }
         let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        assert_eq!(running_mode(closed).unwrap(), None);
+        assert_eq!(running_mode(closed, Some(closed)).unwrap(), None);
+        let health = TcpListener::bind("127.0.0.1:0").unwrap();
+        let error = running_mode(closed, Some(health.local_addr().unwrap())).unwrap_err();
+        assert!(format!("{error:#}").contains("--metrics-bind-address"), "{error:#}");
     }
 }

@@ -9,6 +9,9 @@ use crate::{
     validity::date,
 };
 
+const REFUSED_BY_CLIENT: &str = "refused_by_client";
+const REFUSED_BY_CONTROL_PLANE: &str = "refused_by_control_plane";
+
 /// The reason why a handshake failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
@@ -21,6 +24,12 @@ pub struct Refusal {
 impl Refusal {
     fn new(reason: &'static str, sentence: String) -> Self {
         Self { reason, sentence }
+    }
+
+    /// Whether the other side rejects the certificate of this side.
+    #[must_use]
+    pub fn is_by_peer(&self) -> bool {
+        [REFUSED_BY_CLIENT, REFUSED_BY_CONTROL_PLANE].contains(&self.reason)
     }
 }
 
@@ -107,7 +116,7 @@ fn alerted(alert: AlertDescription, files: &Files) -> Refusal {
             "the client rejects the certificate of --tls-cert {cert} ({alert:?}); give the client the authority of this certificate (--tls-ca), and connect to an \
              address that the certificate names"
         );
-        return Refusal::new("refused_by_client", text);
+        return Refusal::new(REFUSED_BY_CLIENT, text);
     }
     let own = format!("the control plane rejects the certificate of --tls-cert {cert}");
     let text = match alert {
@@ -127,5 +136,5 @@ fn alerted(alert: AlertDescription, files: &Files) -> Refusal {
             "{own} ({other:?}); the control plane's log shows the reason, and docs/tls.md the requirements for certificates"
         ),
     };
-    Refusal::new("refused_by_control_plane", text)
+    Refusal::new(REFUSED_BY_CONTROL_PLANE, text)
 }

@@ -37,6 +37,10 @@ const MAX_ANSWER_BYTES: usize = 64 << 10;
 /// An agent that starts with a usable certificate uses it, and gets a new one within this time.
 const AFTER_START: Duration = Duration::from_secs(60);
 
+/// The bounds of the pause before the agent replaces a certificate that a control plane rejects. A
+/// replica that rejects one certificate may reject the next one, too.
+const AFTER_REJECTION: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(600)];
+
 /// The shortest pause after a success. Certificates near the end of their authority are short.
 const SHORTEST_PAUSE: Duration = Duration::from_secs(5);
 
@@ -96,6 +100,8 @@ impl Enrolment {
             tokio::time::sleep(jitter(AFTER_START)).await;
         }
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60), Jitter::Half);
+        let [first, longest] = AFTER_REJECTION;
+        let mut after_rejection = Backoff::new(first, longest, Jitter::Half);
         let mut replica = fastrand::usize(..self.addresses.len().max(1));
         loop {
             let address = &self.addresses[replica % self.addresses.len()];
@@ -106,6 +112,7 @@ impl Enrolment {
             };
             let problem = result.as_ref().err().map(|error| format!("no new certificate from {address}: {error}"));
             self.metrics.enrolled(problem);
+            let has_new = result.is_ok();
             let pause = match result {
                 Ok(loaded) => {
                     backoff.reset();
@@ -123,7 +130,14 @@ impl Enrolment {
                     pause
                 }
             };
-            tokio::time::sleep(pause).await;
+            tokio::select! {
+                () = tokio::time::sleep(pause) => after_rejection.reset(),
+                () = tls.rejected(), if has_new => {
+                    let pause = after_rejection.next_pause();
+                    warn!(pause_ms = pause.as_millis(), "a control plane rejects the agent's certificate; the agent gets a new one after a pause");
+                    tokio::time::sleep(pause).await;
+                }
+            }
         }
     }
 

@@ -169,13 +169,24 @@ impl TlsMetrics {
         self.problem.send_replace(Some(problem));
     }
 
+    /// Records that a control plane rejects the certificate.
+    pub(crate) fn rejected(&self, problem: String) {
+        self.problem.send_replace(Some(problem));
+    }
+
+    /// Records that a control plane accepted the certificate.
+    pub(crate) fn accepted(&self) {
+        self.problem.send_replace(None);
+    }
+
     /// Counts a completed handshake.
     pub(crate) fn handshake(&self, is_resumed: bool) {
         let kind = if is_resumed { "resumed" } else { "full" };
         self.handshakes.get_or_create(&[("kind", kind)]).inc();
     }
 
-    /// What is wrong with the current TLS files. `None` if the files can be used.
+    /// What is wrong with the current TLS files. `None` if the files can be used, and no control plane
+    /// rejects the certificate.
     #[must_use]
     pub fn problem(&self) -> Option<String> {
         self.problem.borrow().clone()

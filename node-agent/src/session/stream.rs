@@ -204,6 +204,9 @@ impl Stream {
         let Welcomed { replica: name, epoch, mode, heartbeat_interval, source, answers_barriers } = welcomed;
         self.barriers.0.begin_stream(answers_barriers);
         context.metrics.set_source_state(source);
+        if let Some(tls) = &context.config.tls {
+            tls.on_accepted();
+        }
         self.failover.on_source(source, Instant::now());
         info!(%replica, name, ?mode, "connected");
         context.metrics.connected.set(1);

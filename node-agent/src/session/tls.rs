@@ -20,6 +20,7 @@ use rustls::{
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpStream,
+    sync::Notify,
     time::sleep,
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
@@ -40,6 +41,7 @@ pub struct AgentTls {
     files: Files,
     metrics: TlsMetrics,
     state: Mutex<State>,
+    rejected: Notify,
 }
 
 #[derive(Debug)]
@@ -47,6 +49,8 @@ struct State {
     reloader: Reloader<ClientConfig>,
     last: Option<Arc<Loaded<ClientConfig>>>,
     problem: Option<String>,
+    /// Whether a control plane rejected the certificate, and none has accepted it since.
+    is_rejected: bool,
 }
 
 impl AgentTls {
@@ -56,8 +60,8 @@ impl AgentTls {
     pub fn new(files: Files, metrics: TlsMetrics) -> Arc<Self> {
         debug_assert_eq!(files.side, Side::Client);
         let reloader = Reloader::new(files.clone(), client_config);
-        let state = State { reloader, last: None, problem: None };
-        Arc::new(Self { files, metrics, state: Mutex::new(state) })
+        let state = State { reloader, last: None, problem: None, is_rejected: false };
+        Arc::new(Self { files, metrics, state: Mutex::new(state), rejected: Notify::new() })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -95,6 +99,7 @@ impl AgentTls {
         }
         let is_first = state.last.is_none() && !was_bad;
         state.last = Some(Arc::clone(loaded));
+        state.is_rejected = false;
         self.metrics.loaded(loaded, is_first);
         info!(cert = %self.files.cert.display(), not_after = date(loaded.validity.not_after), "TLS files are in use");
     }
@@ -106,6 +111,28 @@ impl AgentTls {
         error!("{problem}. An open stream continues, but the agent cannot open a new stream with these files");
         self.metrics.load_failed(problem.clone());
         state.problem = Some(problem);
+    }
+
+    /// Waits until a control plane rejects the certificate.
+    pub(super) async fn rejected(&self) {
+        self.rejected.notified().await;
+    }
+
+    fn on_rejected(&self, refusal: &Refusal) {
+        let mut state = self.state();
+        state.is_rejected = true;
+        if state.problem.is_none() {
+            self.metrics.rejected(refusal.sentence.clone());
+        }
+        self.rejected.notify_waiters();
+    }
+
+    /// A control plane accepted the certificate.
+    pub(super) fn on_accepted(&self) {
+        let mut state = self.state();
+        if std::mem::take(&mut state.is_rejected) && state.problem.is_none() {
+            self.metrics.accepted();
+        }
     }
 
     /// Reads the files every ten seconds. Never returns.
@@ -123,7 +150,7 @@ impl AgentTls {
     /// One side does not accept the other side's certificate, or the connection breaks. After such
     /// an error, `refused` holds the reason, if TLS reports a reason.
     pub(crate) async fn handshake(
-        &self,
+        self: &Arc<Self>,
         config: Arc<ClientConfig>,
         stream: TcpStream,
         host: &str,
@@ -131,7 +158,7 @@ impl AgentTls {
     ) -> io::Result<Explained> {
         let name = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let name = ServerName::try_from(name).map_err(io::Error::other)?;
-        let mut explained = Explain { files: self.files.clone(), refused };
+        let mut explained = Explain { tls: Arc::clone(self), refused };
         let stream = TlsConnector::from(config).connect(name, stream).await.map_err(|error| explained.note(error))?;
         let session = stream.get_ref().1;
         if session.alpn_protocol() != Some(b"h2") {
@@ -159,13 +186,16 @@ fn client_config(material: &Material) -> Result<ClientConfig, rustls::Error> {
 /// before the server checks the client's certificate.
 #[derive(Debug)]
 struct Explain {
-    files: Files,
+    tls: Arc<AgentTls>,
     refused: Arc<OnceLock<Refusal>>,
 }
 
 impl Explain {
     fn note(&mut self, error: io::Error) -> io::Error {
-        if let Some(refusal) = explain(&error, &self.files) {
+        if let Some(refusal) = explain(&error, &self.tls.files) {
+            if refusal.is_by_peer() {
+                self.tls.on_rejected(&refusal);
+            }
             // Only the first reason is kept.
             let _ = self.refused.set(refusal);
         }

@@ -7,7 +7,10 @@ use rcgen::{
     CertificateParams, CertificateSigningRequestParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, PublicKeyData as _, SanType,
 };
-use x509_parser::{pem::parse_x509_pem, time::ASN1Time};
+use x509_parser::{
+    pem::{Pem, parse_x509_pem},
+    time::ASN1Time,
+};
 
 /// The tolerated difference between the clocks of two machines.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(3600);
@@ -33,12 +36,14 @@ pub enum IssueError {
 }
 
 impl Authority {
-    /// Reads the contents of the files of `--enrolment-ca-cert` and `--enrolment-ca-key`.
+    /// Reads the contents of the files of `--enrolment-ca-cert` and `--enrolment-ca-key`. `trusted`
+    /// is the contents of the file of `--tls-client-ca`, with which agents present the certificates
+    /// later.
     ///
     /// # Errors
     ///
     /// [`IssueError::Authority`]. Retry after the files have changed.
-    pub(super) fn parse(certificates: &str, key: &str, now: SystemTime) -> Result<Self, IssueError> {
+    pub(super) fn parse(certificates: &str, key: &str, trusted: &str, now: SystemTime) -> Result<Self, IssueError> {
         let bad = |problem: String| IssueError::Authority(problem);
         let key = KeyPair::from_pem(key)
             .map_err(|error| bad(format!("--enrolment-ca-key is not a PEM private key in PKCS#8 ({error})")))?;
@@ -58,6 +63,17 @@ impl Authority {
         let not_after = time(own.validity().not_after);
         if not_after <= now {
             return Err(bad("it has expired: replace it with `headgatectl ca rotate`".to_owned()));
+        }
+        let is_own = |other: &Pem| {
+            let other = other.parse_x509();
+            other.is_ok_and(|other| other.subject() == own.subject() && other.public_key() == own.public_key())
+        };
+        if !Pem::iter_from_buffer(trusted.as_bytes()).flatten().any(|other| is_own(&other)) {
+            return Err(bad(
+                "--tls-client-ca does not contain the first certificate of --enrolment-ca-cert, so this control plane would reject agents with certificates of this authority: \
+                 add the certificate to the file"
+                    .to_owned(),
+            ));
         }
         let issuer = Issuer::from_ca_cert_pem(certificates, key).map_err(IssueError::Crypto)?;
         Ok(Self { issuer, not_after })
@@ -128,8 +144,11 @@ mod tests {
         let (other, other_key) = ca(2);
         let now = SystemTime::now();
         let bundle = certificate + &other;
-        let signer = Authority::parse(&bundle, &key, now).unwrap();
-        assert!(Authority::parse(&bundle, &other_key, now).is_err(), "the key belongs to the second authority");
+        let signer = Authority::parse(&bundle, &key, &bundle, now).unwrap();
+        assert!(
+            Authority::parse(&bundle, &other_key, &bundle, now).is_err(),
+            "the key belongs to the second authority"
+        );
         let own = KeyPair::generate().unwrap();
         let mut wished = CertificateParams::new(vec!["control-plane.example".to_owned()]).unwrap();
         wished.subject_alt_names.push(SanType::URI("headgate://node/other".try_into().unwrap()));
@@ -148,7 +167,7 @@ mod tests {
     #[test]
     fn a_request_with_a_wrong_signature_is_refused() {
         let (certificate, key) = ca(2);
-        let signer = Authority::parse(&certificate, &key, SystemTime::now()).unwrap();
+        let signer = Authority::parse(&certificate, &key, &certificate, SystemTime::now()).unwrap();
         let own = KeyPair::generate().unwrap();
         let request = CertificateParams::default().serialize_request(&own).unwrap();
         let mut der = request.der().to_vec();
@@ -164,12 +183,19 @@ mod tests {
     fn an_unusable_authority_is_named() {
         let (certificate, key) = ca(2);
         let problem = |certificate: &str, key: &str, now| {
-            Authority::parse(certificate, key, now).map(drop).unwrap_err().to_string()
+            Authority::parse(certificate, key, certificate, now).map(drop).unwrap_err().to_string()
         };
         assert!(problem(&certificate, &key, SystemTime::now() + DAY * 3).contains("expired"));
         assert!(problem("", &key, SystemTime::now()).contains("--enrolment-ca-cert is not a PEM certificate"));
         assert!(problem(&certificate, "", SystemTime::now()).contains("--enrolment-ca-key is not a PEM private key"));
         let (leaf, leaf_key) = authority(2, IsCa::ExplicitNoCa);
         assert!(problem(&leaf, &leaf_key, SystemTime::now()).contains("does not belong to an authority"));
+        // The names are equal, the keys are not.
+        let (other, _) = ca(2);
+        for trusted in ["", "garbage", &other] {
+            let refused = Authority::parse(&certificate, &key, trusted, SystemTime::now()).map(drop).unwrap_err();
+            assert!(refused.to_string().contains("--tls-client-ca does not contain"), "{trusted}: {refused}");
+        }
+        assert!(Authority::parse(&certificate, &key, &(other + &certificate), SystemTime::now()).is_ok());
     }
 }

@@ -158,7 +158,8 @@ impl Enrolment {
         };
         let certificates = read("--enrolment-ca-cert", &self.settings.ca_cert).await?;
         let key = read("--enrolment-ca-key", &self.settings.ca_key).await?;
-        Ok(Authority::parse(&certificates, &key, SystemTime::now())?)
+        let trusted = read("--tls-client-ca", &self.tls.files().ca).await?;
+        Ok(Authority::parse(&certificates, &key, &trusted, SystemTime::now())?)
     }
 
     /// Serves connections, and follows the keys of the API server. Never returns.

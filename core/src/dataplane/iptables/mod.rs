@@ -6,7 +6,7 @@
 mod ruleset;
 mod service_rules;
 
-pub use self::ruleset::{has_localnet_guard, ruleset};
+pub use self::ruleset::{has_localnet_guard, localnet_guard_script, ruleset};
 pub use super::rules::*;
 
 #[cfg(test)]

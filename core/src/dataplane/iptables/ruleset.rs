@@ -3,7 +3,7 @@
 use super::service_rules;
 use crate::{
     dataplane::rules::{
-        FixedChain, Jump, RenderConfig, Ruleset, Table,
+        FixedChain, Jump, RenderConfig, Ruleset, Script, Table,
         line::Line,
         names::{
             DispatchChain, EXTERNAL_SERVICES, FORWARD, GATE_INPUT, LOCALNET_GUARD, NODE_PORTS, POSTROUTING,
@@ -88,9 +88,7 @@ fn jumps(config: &RenderConfig) -> Vec<Jump> {
     // The guard comes first, because KUBE-NODEPORTS accepts packets to health-check node ports.
     // Packets that another host sends to 127.0.0.1 must not reach KUBE-NODEPORTS.
     if has_localnet_guard(config) {
-        for from in ["INPUT", "OUTPUT"] {
-            jumps.push(jump(filter, from, LOCALNET_GUARD, "block incoming localnet connections", false));
-        }
+        jumps.extend(localnet_guard_jumps());
     }
     jumps.extend([
         jump(nat, "PREROUTING", SERVICES, portals, false),
@@ -127,6 +125,23 @@ fn external_output_jump(comment: &str) -> Jump {
         .comment(comment)
         .jump(EXTERNAL_SERVICES);
     Jump { table: Table::Filter, from: "OUTPUT", rule: rule.trim().to_owned() }
+}
+
+/// Returns a script that creates the chain [`LOCALNET_GUARD`] and its jumps, for a node without this
+/// chain.
+#[must_use]
+pub fn localnet_guard_script() -> Script {
+    let (guard, mut script) = (localnet_guard(), Script::default());
+    script.write_chain(guard.table, &guard.name, &guard.rules);
+    for jump in localnet_guard_jumps() {
+        script.insert_first(jump.table, jump.from, &jump.rule);
+    }
+    script
+}
+
+fn localnet_guard_jumps() -> [Jump; 2] {
+    ["INPUT", "OUTPUT"]
+        .map(|from| jump(Table::Filter, from, LOCALNET_GUARD, "block incoming localnet connections", false))
 }
 
 /// Creates the chain that protects 127.0.0.0/8. With `route_localnet`, other hosts could reach

@@ -22,25 +22,47 @@ use std::{
 use headgate_core::{
     Demand, Dirty, Family, NodeFacts, ServiceKey, State, forwarding,
     iptables::{
-        ExistingTables, Ledger, RenderConfig, Script, has_localnet_guard, ledger::LateChange, names::GateChain, ruleset,
+        ExistingTables, Ledger, RenderConfig, Script, Table, has_localnet_guard,
+        ledger::LateChange,
+        localnet_guard_script,
+        names::{GateChain, LOCALNET_GUARD},
+        ruleset,
     },
 };
+
+use tracing::warn;
 
 pub use super::xtables::Variant;
 use super::{
     Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, FindFaults, Maintain, Report, StateSource,
     Statistics,
-    xtables::{self, Rules, bisect},
+    xtables::{self, Rules, bisect, programs::Programs},
 };
 use crate::node_inputs::NodeInputs;
 
 /// Sets the kernel parameter that NodePorts on 127.0.0.0/8 need, if the node will have rules for
-/// these NodePorts.
-pub(crate) fn prepare(localhost_node_ports: bool, inputs: &NodeInputs) -> Result<(), DataplaneError> {
+/// these NodePorts. First writes the chain that protects 127.0.0.0/8, because the agent may write
+/// its rules much later. Without the programs of iptables, does not set the parameter.
+pub(crate) fn prepare(localhost_node_ports: bool, variant: Variant, inputs: &NodeInputs) -> Result<(), DataplaneError> {
     let mut config = RenderConfig { localhost_node_ports, ..RenderConfig::new(Family::V4) };
     config.node_port_addresses = inputs.node_ports(Family::V4).clone();
-    let set = if has_localnet_guard(&config) { sysctl::route_localnet() } else { Ok(()) };
-    set.map_err(|sentence| DataplaneError::new(ErrorKind::Fatal, sentence))
+    if !has_localnet_guard(&config) {
+        return Ok(());
+    }
+    let programs = match xtables::choose(variant) {
+        Ok(variant) => Programs::new(Family::V4, variant),
+        Err(error) if error.kind == ErrorKind::Unavailable => {
+            warn!(
+                "NodePorts do not answer on 127.0.0.1 unless the agent may set net.ipv4.conf.all.route_localnet itself: {error}"
+            );
+            return Ok(());
+        }
+        Err(error) => return Err(error),
+    };
+    if !programs.has_chain(Table::Filter, LOCALNET_GUARD)? {
+        programs.restore(&localnet_guard_script())?;
+    }
+    sysctl::route_localnet().map_err(|sentence| DataplaneError::new(ErrorKind::Fatal, sentence))
 }
 
 /// A warning about the kernel parameter `route_localnet`, if the parameter is set. A cleanup does

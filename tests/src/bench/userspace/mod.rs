@@ -14,7 +14,7 @@ mod load;
 use std::{
     fs,
     io::Read as _,
-    net::SocketAddr,
+    net::{SocketAddr, TcpStream},
     path::Path,
     process::Command,
     time::{Duration, Instant},
@@ -190,9 +190,14 @@ impl Bench {
         let mut haproxy = memory::on_one_processor(Path::new("haproxy"));
         haproxy.args(["-db", "-f"]).arg(&configuration);
         let mut haproxy = Process::start("HAProxy", &self.namespace, haproxy, &self.folder.path().join("haproxy.log"))?;
+        let started = Instant::now();
+        while self.namespace.run(|| Ok(TcpStream::connect(LISTENERS[0])?)).is_err() {
+            haproxy.check_running()?;
+            ensure!(started.elapsed() < LONGEST_START, "HAProxy does not listen in time");
+            std::thread::sleep(Duration::from_millis(20));
+        }
         self.gate("add", " timeout 1h")?;
         std::thread::sleep(SETTLE);
-        haproxy.check_running()?;
         let figures = measure(haproxy.id());
         self.gate("delete", "")?;
         let log = haproxy.log_tail();

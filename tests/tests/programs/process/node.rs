@@ -113,6 +113,14 @@ fn row_48_node_ports_on_localhost_can_be_turned_off() {
         let (status, log) = rig.run_agent(&["--init-only", argument]);
         assert!(status.success(), "{log}");
         assert_eq!(rig.parameter("net/ipv4/conf/all/route_localnet"), expected, "{argument}");
+        // The rules that protect 127.0.0.0/8 come before the parameter, and come once.
+        let guards = || {
+            let rules = rig.rules("iptables-nft-save", "filter");
+            rules.into_iter().filter(|rule| rule.ends_with("-j KUBE-LOCALNET-GUARD")).count()
+        };
+        assert_eq!(guards(), if expected == "1" { 2 } else { 0 }, "{argument}");
+        assert!(rig.run_agent(&["--init-only", argument]).0.success());
+        assert_eq!(guards(), if expected == "1" { 2 } else { 0 }, "{argument}, again");
     }
 }
 

@@ -6,7 +6,7 @@ use headgate_node_agent::dataplane::in_memory::Call;
 use headgate_tests::apiserver::{ApiServer, Restart, Token};
 
 use super::{Cluster, FAILURE, SHORT, SUCCESS, tokens::wrong_tokens};
-use crate::identity::server::eventually;
+use crate::identity::{certs::made, server::eventually};
 
 pub(super) const KEYS: &str = "headgate_enrolment_keys_total{result=\"success\"}";
 
@@ -64,4 +64,23 @@ async fn after_certificates_expired_in_an_outage_agents_keep_their_rules_and_enr
     eventually("the agent enrols again", || async { agent.metric(SUCCESS) > before }).await;
     agent.until_connected(true).await;
     assert_eq!(problem(), "");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn after_the_authority_was_lost_agents_with_its_certificates_enrol_again() {
+    let mut cluster = Cluster::start(&[]);
+    let (agent, _) = cluster.agent("n1", Token::of_agent("n1")).await;
+    agent.until_connected(true).await;
+    cluster.control_plane = None;
+    let certs = cluster.path("certs");
+    std::fs::remove_dir_all(&certs).unwrap();
+    made(&certs, &["--server-ip=127.0.0.1"]);
+    cluster.start_control_plane();
+    let problem = || agent.status()["tlsProblem"].as_str().unwrap_or_default().to_owned();
+    eventually("the status shows that the certificate is rejected", || async {
+        problem().contains("rejects the certificate")
+    })
+    .await;
+    agent.until_connected(true).await;
+    assert_eq!((agent.metric(SUCCESS), problem().as_str()), (2, ""));
 }
