@@ -1,6 +1,7 @@
 //! The manifests and the chart in `deploy/` create the same valid objects, grant only the
 //! documented rights, and use only options that the programs have.
 
+mod agents;
 mod ready_everywhere;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -108,6 +109,7 @@ fn the_chart_names_missing_and_wrong_values() {
         ("controlPlane.addresses={[fd00::10]}", "controlPlane.addresses.0"),
         ("controlPlane.addresses={192.0.2.10,192.0.2.10}", "controlPlane.addresses"),
         ("nodeAgent.drainAddress=:10261", "nodeAgent.drainAddress"),
+        ("nodeAgent.nodeSelector.wanted=true", "nodeAgent.nodeSelector.wanted: Invalid type. Expected: string"),
         ("nodeAgent.proxyMode=nftable", "nodeAgent.proxyMode must be one of the following"),
         ("controlPlane.replica=3", "Additional property replica is not allowed"),
     ] {
@@ -232,13 +234,13 @@ fn strings(value: &Value) -> BTreeSet<&str> {
 
 #[test]
 fn kustomizations_list_every_manifest() {
-    for name in ["base", "trial", "production", "ready-everywhere"] {
+    for name in ["base", "trial", "production", "ready-everywhere", "labelled-nodes"] {
         let folder = deploy().join("kustomize").join(name);
         let kustomization = documents_of(&folder.join("kustomization.yaml"));
-        let patches = kustomization[0]["patches"].as_array().into_iter().flatten().map(|patch| &patch["path"]);
-        let listed: BTreeSet<&str> = strings(&kustomization[0]["resources"])
-            .into_iter()
-            .chain(patches.map(|path| path.as_str().unwrap()))
+        let entries = |field: &str| kustomization[0][field].as_array().into_iter().flatten();
+        let listed: BTreeSet<&str> = entries("resources")
+            .chain(entries("patches").map(|patch| &patch["path"]))
+            .map(|path| path.as_str().unwrap())
             .filter(|path| *path != "../base")
             .collect();
         let files: BTreeSet<String> = std::fs::read_dir(folder)
@@ -514,7 +516,7 @@ fn programs_accept_the_commands_of_the_pages() {
     assert_eq!(install.matches("```sh").count(), section.matches("```sh").count(), "commands outside of the section");
     let migration = page("docs/migration.md");
     assert!(migration.contains("The commands with `kubectl` and `helm` need a cluster."));
-    for (text, count) in [(section, 4), (&migration, 4), (&page("docs/security.md"), 2), (&page("docs/tls.md"), 1)] {
+    for (text, count) in [(section, 4), (&migration, 5), (&page("docs/security.md"), 2), (&page("docs/tls.md"), 1)] {
         assert_eq!(run_without_cluster(&commands(text), &repository), count, "{text}");
     }
 }
