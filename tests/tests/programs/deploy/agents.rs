@@ -1,8 +1,13 @@
 //! What users set for agents: the chart, the overlays and the pages give the same result.
 
-use serde_json::json;
+use std::process::Command;
 
-use super::{KUBERNETES, by_name, chart, deploy, object, ready_everywhere::overlay_with, run, validate};
+use headgate_tests::testbed::process::program;
+use serde_json::{Value, json};
+
+use super::{
+    KUBERNETES, agent_pod, by_name, chart, deploy, object, ready_everywhere::overlay_with, run, strings, validate,
+};
 
 /// The page of the move installs agents that run only on nodes with a label from the start.
 #[test]
@@ -26,4 +31,27 @@ fn agents_can_be_limited_to_nodes_with_a_label() {
     let page = std::fs::read_to_string(deploy().join("../docs/migration.md")).unwrap();
     let step = page.split("\n1. ").nth(1).unwrap().split("\n2. ").next().unwrap();
     assert!(step.contains(&format!("--set-string '{value}'")) && step.contains("- ../labelled-nodes"), "{step}");
+}
+
+/// Kernel parameters follow from options such as `--conntrack-tcp-timeout-established`. The init
+/// container sets them, because the agent's container must not.
+#[test]
+fn the_init_container_gets_the_users_options_of_the_agent() {
+    let extra = ["--iptables-localhost-nodeports=false", "--conntrack-tcp-timeout-established=1h", "--ipvs-strict-arp"];
+    let mut command = chart(&object("ConfigMap", "headgate-settings"));
+    command.args(["--set", &format!("nodeAgent.extraArgs={{{}}}", extra.join(","))]);
+    let from_chart = by_name(&run(command.args(["--set", "nodeAgent.proxyMode=ipvs"])));
+    let agents = &from_chart[&("DaemonSet".to_owned(), "headgate-node-agent".to_owned())];
+    let of_chart = &agents["spec"]["template"]["spec"];
+    let init: Vec<&str> = strings(&of_chart["initContainers"][0]["args"]).into_iter().collect();
+    for option in extra.iter().chain(&["--init-only", "--proxy-mode=ipvs"]) {
+        assert!(init.contains(option), "{option} is missing: {init:?}");
+    }
+    // With --help, the program checks the options before it, and ends.
+    run(Command::new(program("headgate-node-agent").unwrap()).args(&init).arg("--help"));
+    let agrees = |pod: &Value| {
+        let [init, agent] = ["initContainers", "containers"].map(|kind| strings(&pod[kind][0]["args"]));
+        init.iter().all(|option| *option == "--init-only" || agent.contains(option))
+    };
+    assert!(agrees(of_chart) && agrees(&agent_pod()), "an init container has an option that the agent lacks");
 }
