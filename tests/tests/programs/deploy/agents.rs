@@ -1,4 +1,4 @@
-//! What users set for agents: the chart, the overlays and the pages give the same result.
+//! What users set for agents, and the certificates that the pages make.
 
 use std::process::Command;
 
@@ -6,7 +6,8 @@ use headgate_tests::testbed::process::program;
 use serde_json::{Value, json};
 
 use super::{
-    KUBERNETES, agent_pod, by_name, chart, deploy, object, ready_everywhere::overlay_with, run, strings, validate,
+    KUBERNETES, agent_pod, by_name, chart, commands, deploy, documents_of, object, ready_everywhere::overlay_with, run,
+    strings, validate,
 };
 
 /// The page of the move installs agents that run only on nodes with a label from the start.
@@ -54,4 +55,26 @@ fn the_init_container_gets_the_users_options_of_the_agent() {
         init.iter().all(|option| *option == "--init-only" || agent.contains(option))
     };
     assert!(agrees(of_chart) && agrees(&agent_pod()), "an init container has an option that the agent lacks");
+}
+
+/// Each way to certificates needs the namespace, and makes the files that the last step reads.
+#[test]
+fn both_ways_to_certificates_lead_to_the_last_step() {
+    let commands = commands(&std::fs::read_to_string(deploy().join("README.md")).unwrap());
+    let position = |text: &str| commands.find(text).unwrap_or_else(|| panic!("no {text} in:\n{commands}"));
+    let namespace = position("kubectl apply -f deploy/kustomize/base/namespace.yaml\n");
+    let by_headgatectl = position("headgatectl certs --out ~/headgate-certs ");
+    let by_cert_manager = position("kubectl apply -f deploy/cert-manager/certificates.yaml\n");
+    assert!(namespace < by_headgatectl && namespace < by_cert_manager, "{commands}");
+    let last = &commands[position("headgatectl --server ")..];
+    let certificates = documents_of(&deploy().join("cert-manager/certificates.yaml"));
+    for (option, file, secret, key) in [
+        ("--tls-ca", "ca.crt", "headgate-authority", "tls\\.crt"),
+        ("--tls-cert", "readers/me.crt", "headgate-reader", "tls\\.crt"),
+        ("--tls-key", "readers/me.key", "headgate-reader", "tls\\.key"),
+    ] {
+        assert!(last.contains(&format!("{option} ~/headgate-certs/{file} ")), "{last}");
+        position(&format!("secret {secret} -o jsonpath='{{.data.{key}}}' | base64 -d > ~/headgate-certs/{file}\n"));
+        assert!(certificates.iter().any(|object| object["spec"]["secretName"] == secret), "{secret}");
+    }
 }
