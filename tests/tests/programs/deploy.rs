@@ -111,6 +111,7 @@ fn the_chart_names_missing_and_wrong_values() {
         ("nodeAgent.drainAddress=:10261", "nodeAgent.drainAddress"),
         ("nodeAgent.nodeSelector.wanted=true", "nodeAgent.nodeSelector.wanted: Invalid type. Expected: string"),
         ("nodeAgent.proxyMode=nftable", "nodeAgent.proxyMode must be one of the following"),
+        ("controlPlane.replicas=4", "controlPlane.replicas is 4, but controlPlane.addresses has 3: add the address"),
         ("controlPlane.replica=3", "Additional property replica is not allowed"),
     ] {
         let output = chart(&settings).args(["--set", value]).output().unwrap();
@@ -124,7 +125,8 @@ fn optional_parts_of_the_chart_can_be_left_out() {
     let mut command = chart(&object("ConfigMap", "headgate-settings"));
     command.args(["--set", "nodeAgent.setKernelParameters=false", "--set", "image.repository=registry.example/team"]);
     command.args(["--set", "nodeAgent.extraArgs={--v=4}", "--set", "image.tag=1.2.3"]);
-    command.args(["--set", "nodeAgent.drainAddress=[::]:10261"]);
+    command.args(["--set", "nodeAgent.drainAddress=[::]:10261", "--set", "controlPlane.replicas=3"]);
+    command.args(["--set", "controlPlane.extraArgs={--peers=control-plane.example:7443}"]);
     command.args(["--set", "controlPlane.addresses={fd00::10,node.example}", "--set", "apiServer.host=fd00::1"]);
     let objects = by_name(&run(&mut command));
     let settings = &objects[&("ConfigMap".to_owned(), "headgate-settings".to_owned())]["data"];
