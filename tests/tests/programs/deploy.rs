@@ -1,6 +1,7 @@
 //! The manifests and the chart in `deploy/` create the same valid objects, grant only the
 //! documented rights, and use only options that the programs have.
 
+mod agents;
 mod ready_everywhere;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -108,7 +109,9 @@ fn the_chart_names_missing_and_wrong_values() {
         ("controlPlane.addresses={[fd00::10]}", "controlPlane.addresses.0"),
         ("controlPlane.addresses={192.0.2.10,192.0.2.10}", "controlPlane.addresses"),
         ("nodeAgent.drainAddress=:10261", "nodeAgent.drainAddress"),
+        ("nodeAgent.nodeSelector.wanted=true", "nodeAgent.nodeSelector.wanted: Invalid type. Expected: string"),
         ("nodeAgent.proxyMode=nftable", "nodeAgent.proxyMode must be one of the following"),
+        ("controlPlane.replicas=4", "controlPlane.replicas is 4, but controlPlane.addresses has 3: add the address"),
         ("controlPlane.replica=3", "Additional property replica is not allowed"),
     ] {
         let output = chart(&settings).args(["--set", value]).output().unwrap();
@@ -122,7 +125,8 @@ fn optional_parts_of_the_chart_can_be_left_out() {
     let mut command = chart(&object("ConfigMap", "headgate-settings"));
     command.args(["--set", "nodeAgent.setKernelParameters=false", "--set", "image.repository=registry.example/team"]);
     command.args(["--set", "nodeAgent.extraArgs={--v=4}", "--set", "image.tag=1.2.3"]);
-    command.args(["--set", "nodeAgent.drainAddress=[::]:10261"]);
+    command.args(["--set", "nodeAgent.drainAddress=[::]:10261", "--set", "controlPlane.replicas=3"]);
+    command.args(["--set", "controlPlane.extraArgs={--peers=control-plane.example:7443}"]);
     command.args(["--set", "controlPlane.addresses={fd00::10,node.example}", "--set", "apiServer.host=fd00::1"]);
     let objects = by_name(&run(&mut command));
     let settings = &objects[&("ConfigMap".to_owned(), "headgate-settings".to_owned())]["data"];
@@ -232,13 +236,13 @@ fn strings(value: &Value) -> BTreeSet<&str> {
 
 #[test]
 fn kustomizations_list_every_manifest() {
-    for name in ["base", "trial", "production", "ready-everywhere"] {
+    for name in ["base", "trial", "production", "ready-everywhere", "labelled-nodes"] {
         let folder = deploy().join("kustomize").join(name);
         let kustomization = documents_of(&folder.join("kustomization.yaml"));
-        let patches = kustomization[0]["patches"].as_array().into_iter().flatten().map(|patch| &patch["path"]);
-        let listed: BTreeSet<&str> = strings(&kustomization[0]["resources"])
-            .into_iter()
-            .chain(patches.map(|path| path.as_str().unwrap()))
+        let entries = |field: &str| kustomization[0][field].as_array().into_iter().flatten();
+        let listed: BTreeSet<&str> = entries("resources")
+            .chain(entries("patches").map(|patch| &patch["path"]))
+            .map(|path| path.as_str().unwrap())
             .filter(|path| *path != "../base")
             .collect();
         let files: BTreeSet<String> = std::fs::read_dir(folder)
@@ -495,7 +499,7 @@ fn run_without_cluster(commands: &str, folder: &Path) -> usize {
                 format!("{command} --help")
             }
             "helm" => command.replace("helm install", "helm template"),
-            "docker" | "kubectl" => continue,
+            "docker" | "kubectl" | "mkdir" => continue,
             other => panic!("{other} is neither a known program nor a tool of clusters: {command}"),
         };
         run(Command::new("sh").args(["-ec", &checked]).env("PATH", &path).current_dir(folder));
@@ -514,7 +518,7 @@ fn programs_accept_the_commands_of_the_pages() {
     assert_eq!(install.matches("```sh").count(), section.matches("```sh").count(), "commands outside of the section");
     let migration = page("docs/migration.md");
     assert!(migration.contains("The commands with `kubectl` and `helm` need a cluster."));
-    for (text, count) in [(section, 4), (&migration, 4), (&page("docs/security.md"), 2), (&page("docs/tls.md"), 1)] {
+    for (text, count) in [(section, 4), (&migration, 5), (&page("docs/security.md"), 2), (&page("docs/tls.md"), 1)] {
         assert_eq!(run_without_cluster(&commands(text), &repository), count, "{text}");
     }
 }

@@ -9,8 +9,8 @@ use serde_json::json;
 
 use super::{KUBERNETES, by_name, chart, control_plane_pod, deploy, object, objects, run, strings, validate};
 
-/// What `kubectl apply -k` creates from an overlay with the component `ready-everywhere`, as YAML.
-fn overlay_with_ready_everywhere(name: &str) -> String {
+/// What `kubectl apply -k` creates from an overlay with a component, as YAML.
+pub(super) fn overlay_with(name: &str, component: &str) -> String {
     let folder = tempfile::tempdir().unwrap();
     // kustomize accepts only relative paths.
     let path = folder.path().canonicalize().unwrap();
@@ -19,7 +19,7 @@ fn overlay_with_ready_everywhere(name: &str) -> String {
     let at = |name: &str| format!("{up}{}", kustomize.join(name).strip_prefix("/").unwrap().display());
     let kustomization = json!({
         "apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization",
-        "resources": [at(name)], "components": [at("ready-everywhere")],
+        "resources": [at(name)], "components": [at(component)],
     });
     std::fs::write(path.join("kustomization.yaml"), kustomization.to_string()).unwrap();
     run(Command::new(tool("kustomize")).arg("build").arg(path))
@@ -27,7 +27,7 @@ fn overlay_with_ready_everywhere(name: &str) -> String {
 
 #[test]
 fn ready_everywhere_adds_its_own_roles_and_options_only_if_it_is_on() {
-    let yaml = overlay_with_ready_everywhere("production");
+    let yaml = overlay_with("production", "ready-everywhere");
     let mut from_overlay = by_name(&yaml);
     for version in KUBERNETES {
         let (is_valid, report) = validate(version, &yaml);
