@@ -7,6 +7,7 @@
 //! their source, so that slow clients cannot use up memory or descriptors.
 
 mod connection;
+mod lingering;
 mod open;
 mod pipes;
 #[cfg(test)]

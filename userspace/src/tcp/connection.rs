@@ -61,6 +61,9 @@ pub(super) struct Connection {
     is_bulk: [bool; 2],
     /// Whether the kernel announced a FIN or an error. A short read then says nothing.
     is_ending: [bool; 2],
+    /// Whether this side has sent urgent data. Reads then end before the urgent byte, and `splice`
+    /// never passes it.
+    is_urgent: [bool; 2],
     pub(super) is_connected: bool,
     pub(super) has_keepalive: bool,
     /// Whether the idle timeout has passed.
@@ -139,6 +142,7 @@ impl Connection {
             pipes: [None, None],
             is_bulk: [false; 2],
             is_ending: [false; 2],
+            is_urgent: [false; 2],
             is_connected: false,
             has_keepalive: false,
             is_expired: false,
@@ -153,6 +157,12 @@ impl Connection {
     /// Notes that the kernel announced a FIN or an error of this side.
     pub(super) fn ending(&mut self, side: Side) {
         self.is_ending[side as usize] = true;
+    }
+
+    /// Notes that the kernel announced urgent data of this side. `recv` drops the urgent byte, as
+    /// for every program that does not ask for it.
+    pub(super) fn urgent(&mut self, side: Side) {
+        self.is_urgent[side as usize] = true;
     }
 
     /// Carries out actions until the connection waits, ends, or has had its share of the thread.
@@ -259,10 +269,11 @@ impl Connection {
         let count = taken as usize;
         let sent = self.socket(from.other()).and_then(|fd| send(fd, &buffer[..count], SendFlags::NOSIGNAL));
         let (given, mut sink) = sink_state(sent);
-        if count < buffer.len() && !self.is_ending[from as usize] && source == SourceState::Ready {
+        let is_exact = !self.is_ending[from as usize] && !self.is_urgent[from as usize];
+        if count < buffer.len() && is_exact && source == SourceState::Ready {
             source = SourceState::Empty;
         }
-        self.is_bulk[from as usize] = count == buffer.len();
+        self.is_bulk[from as usize] = count == buffer.len() && !self.is_urgent[from as usize];
         if !has_pipe {
             return self.take_peeked(from, buffer, given, source, sink);
         }
@@ -313,7 +324,11 @@ impl Connection {
         self.pipes[from as usize] = Some(pipe);
         let (taken, source) = source_state(read);
         if taken == 0 {
-            return Moved { source, ..Moved::default() };
+            // Before an urgent byte, `splice` reports the end, or that there are no bytes. The kernel
+            // announces an urgent byte, but maybe after this end.
+            let is_certain = source != SourceState::Ended && !self.is_urgent[from as usize];
+            self.is_bulk[from as usize] = is_certain;
+            return Moved { source: if is_certain { source } else { SourceState::Ready }, ..Moved::default() };
         }
         self.is_bulk[from as usize] = taken >= BULK_BYTES;
         let (given, sink) = self.splice_out(from);

@@ -31,7 +31,7 @@ use crate::{
 /// The events of a socket. With edge-triggered events a socket is registered once and never
 /// changed.
 pub(super) fn socket_events() -> EventFlags {
-    EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET
+    EventFlags::IN | EventFlags::OUT | EventFlags::PRI | EventFlags::RDHUP | EventFlags::ET
 }
 
 /// Closes a socket with a RST.
@@ -130,7 +130,11 @@ impl Worker {
                         self.counters.exhausted.add(1);
                         return self.give_up(slot);
                     }
-                    Err(_) => {}
+                    // No local port is free for this endpoint. Another endpoint has other ports.
+                    Err(Errno::ADDRNOTAVAIL) => {
+                        self.counters.exhausted.add(1);
+                    }
+                    Err(_) => self.mark_failed(slot),
                 }
             }
             if !self.next_endpoint(slot) {
@@ -142,18 +146,24 @@ impl Worker {
     /// The endpoint refused the connection or did not answer: tries the next one.
     pub(super) fn connect_failed(&mut self, slot: usize) {
         self.connections[slot].endpoint = None;
+        self.mark_failed(slot);
         if self.next_endpoint(slot) { self.begin_connect(slot) } else { self.give_up(slot) }
     }
 
-    /// Marks the current endpoint as failed and chooses another one. Returns false if none is left,
-    /// or if the connection has tried enough endpoints.
+    /// Marks the current endpoint as failed.
+    fn mark_failed(&self, slot: usize) {
+        let connection = &self.connections[slot];
+        connection.service.state().pool.failed(connection.picked.key, self.tools.now_ms);
+    }
+
+    /// Chooses another endpoint. Returns false if none is left, or if the connection has tried
+    /// enough endpoints.
     fn next_endpoint(&mut self, slot: usize) -> bool {
         let now_ms = self.tools.now_ms;
         let random = self.random();
         let connection = &mut self.connections[slot];
         let service = Arc::clone(&connection.service);
         let mut state = service.state();
-        state.pool.failed(connection.picked.key, now_ms);
         let Some(place) = connection.tried.iter_mut().find(|key| key.is_none()) else { return false };
         *place = Some(connection.picked.key);
         let mut tried = [connection.picked.key; ATTEMPTS - 1];
@@ -218,11 +228,18 @@ impl Worker {
         service.state().pool.release(connection.picked.key);
         service.account.stats.open.subtract(1);
         self.counters.open.subtract(1);
-        if how != HowEnded::Closed {
-            service.account.stats.reset.add(1);
-            reset(connection.client);
-            if let Some(endpoint) = connection.endpoint {
-                reset(endpoint);
+        if how == HowEnded::Closed {
+            return;
+        }
+        service.account.stats.reset.add(1);
+        let Connection { client, endpoint, relay, .. } = connection;
+        for (side, socket) in [(Side::Client, Some(client)), (Side::Endpoint, endpoint)] {
+            let Some(socket) = socket else { continue };
+            // If the other side failed, this side still gets the bytes that it was given before.
+            if how == HowEnded::Reset && !relay.is_sink_failed(side.other()) {
+                self.lingering.reset_after_delivery(socket, self.tools.now_ms);
+            } else {
+                reset(socket);
             }
         }
     }

@@ -7,6 +7,8 @@ use std::{
     thread,
 };
 
+use rustix::net::{SendFlags, send};
+
 use super::*;
 use crate::{ConnectionState, Protocol, ProxyVersion, Scope, ServiceId, ServiceSettings};
 
@@ -160,6 +162,57 @@ fn an_answer_arrives_before_the_reset_that_follows() {
     let error = stream.read(&mut [0]).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
     assert_eq!(bed.stats().reset, 1);
+}
+
+#[test]
+fn a_slow_client_gets_the_whole_answer_before_the_reset() {
+    let server = endpoint(|mut stream| {
+        stream.write_all(&pattern(1_000_000)).unwrap();
+        // The proxy has taken all bytes, and the client has not.
+        thread::sleep(Duration::from_millis(200));
+    });
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[server]);
+    let mut stream = bed.connect();
+    sockopt::set_socket_recv_buffer_size(&stream, 16_384).unwrap();
+    stream.write_all(b"request").unwrap();
+    eventually("the connection ends", || bed.stats().reset == 1);
+    let mut answer = vec![0; 1_000_000];
+    stream.read_exact(&mut answer).unwrap();
+    assert!(answer == pattern(1_000_000));
+    assert_eq!(stream.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+}
+
+#[test]
+fn urgent_data_stops_no_bytes() {
+    let counting = endpoint(|mut stream| {
+        let mut received = Vec::new();
+        stream.read_to_end(&mut received).unwrap();
+        let count = u64::try_from(received.len()).unwrap();
+        stream.write_all(&count.to_be_bytes()).unwrap();
+    });
+    for server in [counting, echo()] {
+        let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[server]);
+        for (before, after) in [(4, 4), (65_536, 1000), (1_000_000, 1_000_000)] {
+            let mut stream = bed.connect();
+            let mut reader = stream.try_clone().unwrap();
+            let expected = before + after;
+            let reading = thread::spawn(move || {
+                if server == counting {
+                    let mut count = [0; 8];
+                    reader.read_exact(&mut count).map(|()| usize::try_from(u64::from_be_bytes(count)).unwrap())
+                } else {
+                    reader.read_exact(&mut vec![0; expected]).map(|()| expected)
+                }
+            });
+            stream.write_all(&pattern(before)).unwrap();
+            send(&stream, b"!", SendFlags::OOB).unwrap();
+            stream.write_all(&pattern(after)).unwrap();
+            if server == counting {
+                stream.shutdown(Shutdown::Write).unwrap();
+            }
+            assert_eq!(reading.join().unwrap().unwrap(), expected, "{before} {after}");
+        }
+    }
 }
 
 #[test]

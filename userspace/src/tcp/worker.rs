@@ -20,6 +20,7 @@ use slab::Slab;
 use super::{
     Counters, Destination, Heartbeat, HowEnded, ListenerId, TcpSettings,
     connection::{BUFFER_BYTES, Connection, Tools, Visit},
+    lingering::{self, Lingering},
     pipes::Pipes,
 };
 use crate::{
@@ -94,6 +95,7 @@ pub(super) struct Worker {
     pub(super) random_state: u64,
     /// Connections with more to do.
     again: Vec<u64>,
+    pub(super) lingering: Lingering,
     heartbeat: Arc<Heartbeat>,
     is_ending: bool,
 }
@@ -129,6 +131,7 @@ impl Worker {
             next_generation: 0,
             random_state,
             again: Vec::new(),
+            lingering: Lingering::default(),
             heartbeat,
             is_ending: false,
         })
@@ -153,6 +156,7 @@ impl Worker {
                 self.with_connection(token, |worker, slot, _| worker.visit(slot));
             }
             self.resume_listeners();
+            self.lingering.check(self.tools.now_ms);
             self.wheel.advance(self.tools.now_ms, &mut fired);
             for token in fired.drain(..) {
                 self.with_connection(token, Self::timer);
@@ -169,7 +173,14 @@ impl Worker {
         let pause_ms = self.paused_until_ms.map(|until_ms| until_ms.saturating_sub(now_ms));
         // A thread that accepts connections turns its loop often enough for its heartbeat.
         let beat_ms = (!self.listeners.is_empty()).then_some(HEARTBEAT_MS);
-        pause_ms.into_iter().chain(beat_ms).chain(self.wheel.next_ms(now_ms)).min().and_then(epoll_timeout)
+        let linger_ms = (!self.lingering.is_empty()).then_some(lingering::CHECK_MS);
+        pause_ms
+            .into_iter()
+            .chain(beat_ms)
+            .chain(linger_ms)
+            .chain(self.wheel.next_ms(now_ms))
+            .min()
+            .and_then(epoll_timeout)
     }
 
     fn handle(&mut self, token: u64, flags: EventFlags) {
@@ -201,7 +212,7 @@ impl Worker {
             if has_failed {
                 self.connect_failed(slot);
             } else if flags.contains(EventFlags::OUT) {
-                if flags.intersects(EventFlags::IN | EventFlags::RDHUP) {
+                if flags.intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::PRI) {
                     self.announce(slot, side, flags);
                 }
                 let visit = self.connected(slot);
@@ -219,7 +230,10 @@ impl Worker {
         if flags.intersects(EventFlags::RDHUP | EventFlags::ERR | EventFlags::HUP) {
             connection.ending(side);
         }
-        if flags.intersects(EventFlags::IN | EventFlags::RDHUP) {
+        if flags.contains(EventFlags::PRI) {
+            connection.urgent(side);
+        }
+        if flags.intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::PRI) {
             connection.relay.readable(side);
         }
         if flags.contains(EventFlags::OUT) {
