@@ -5,7 +5,7 @@ mod options;
 
 use std::{pin::pin, process::ExitCode};
 
-use headgate_control_plane::run::ControlPlane;
+use headgate_control_plane::run::{ControlPlane, RunError};
 use headgate_node_agent::program;
 use tokio_util::sync::CancellationToken;
 
@@ -38,21 +38,26 @@ async fn run(Options { control_plane, mut agent }: Options) -> anyhow::Result<()
     // The control plane serves until the agent has ended, because an agent in mode userspace
     // programs changes while its connections end.
     let shutdown = CancellationToken::new();
-    let control_plane = ControlPlane::start(&control_plane, shutdown.clone()).await?;
+    let control_plane = ControlPlane::start(&control_plane, shutdown.clone()).await.map_err(sentence)?;
     agent.control_plane = vec![format!("http://{}", control_plane.running.local_addr)];
     let mut control_plane = tokio::spawn(control_plane.run());
     let mut agent = pin!(headgate_node_agent::run(agent, agent_shutdown.clone()));
     tokio::select! {
         ended = &mut agent => {
             shutdown.cancel();
-            control_plane.await??;
+            control_plane.await?.map_err(sentence)?;
             ended?;
         }
         ended = &mut control_plane => {
             agent_shutdown.cancel();
             agent.await?;
-            ended??;
+            ended?.map_err(sentence)?;
         }
     }
     Ok(())
+}
+
+/// An error of the control plane already contains its causes, so the error that is printed has none.
+fn sentence(error: RunError) -> anyhow::Error {
+    anyhow::Error::msg(error.to_string())
 }

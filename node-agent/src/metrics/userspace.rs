@@ -140,7 +140,8 @@ impl UserspaceMetrics {
         add.gauge("services_without_counters", "", help, services.omitted.clone());
         let help = "Connections that were reset because no Service has their destination, such as connections to a listener itself";
         add.counter("connections_unknown_destination", "", help, unknown_destination.clone());
-        let help = "How often the kernel had no descriptor, no memory or no local port for a connection or a UDP session";
+        let help =
+            "How often the kernel had no descriptor, no memory or no local port for a connection or a UDP session";
         add.counter("descriptors_exhausted", "", help, exhausted.clone());
         let help = "Datagrams that the proxy dropped";
         add.counter("datagrams_dropped_by_reason", "reason", help, dropped.clone());

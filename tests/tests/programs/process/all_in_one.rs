@@ -95,4 +95,7 @@ fn a_part_that_cannot_start_ends_the_program() {
         let (status, log) = rig.all_in_one(&[argument]).ended();
         assert!(status.code() == Some(1) && log.contains(reason), "{argument}: {status}: {log}");
     }
+    let (status, log) = rig.all_in_one_of("kubernetes", &["--kubeconfig=/missing"]).ended();
+    let times = log.matches("the kubeconfig /missing cannot be used").count();
+    assert!(status.code() == Some(1) && times == 1, "{status}: {log}");
 }
