@@ -23,13 +23,14 @@ use headgate_userspace::{
     Algorithm, ConnectionInfo, ConnectionList, Destination, HowEnded, ListFilter, Protocol, ProxyVersion, ServiceId,
     ServiceSettings, Services, TcpProxy, TcpSettings, UdpProxy, UdpSettings,
 };
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use socket2::Type;
-use tracing::warn;
+use tracing::{info, warn};
 
 use super::{
     super::{ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts},
-    ProxySettings, access_log, datagrams,
+    ProxySettings, access_log,
+    capacity::{Capacity, raise_open_files},
+    datagrams,
     gate::{Connect, Gate},
     route::{Route, listener_address},
     rules::GatedRules,
@@ -50,8 +51,6 @@ const HANG: Duration = Duration::from_millis(400);
 const LONGEST_CHANGE: Duration = Duration::from_secs(1);
 /// If the proxy gets no connections this long after its start, this is reported as a problem.
 const LONGEST_START: Duration = Duration::from_secs(10);
-/// Descriptors for everything except connections and datagrams.
-const OTHER_DESCRIPTORS: u64 = 2_000;
 /// The most threads of the proxy.
 const MAX_THREADS: usize = 4;
 
@@ -65,6 +64,8 @@ pub(super) struct Proxy {
     udp: Arc<UdpProxy>,
     gate: Arc<Mutex<GateState>>,
     started: Instant,
+    /// Why the proxy carries nothing on this node, as a sentence.
+    shortage: Option<String>,
     /// Wakes the thread, which answers when it has acted. Dropping the sender ends the thread.
     wake: Option<mpsc::Sender<mpsc::Sender<()>>>,
     thread: Option<JoinHandle<()>>,
@@ -91,26 +92,46 @@ impl Proxy {
         connect: Connect,
         settings: ProxySettings,
     ) -> Result<(Self, Listeners), DataplaneError> {
+        Self::start_with(families, connect, settings, raise_open_files())
+    }
+
+    /// Like [`Self::start`], with a limit of open files.
+    fn start_with(
+        families: &[Family],
+        connect: Connect,
+        settings: ProxySettings,
+        open_files: u64,
+    ) -> Result<(Self, Listeners), DataplaneError> {
         let refused = |error: io::Error| {
             let message = format!("the kernel refuses the proxy of mode userspace a socket or a thread: {error}");
             DataplaneError::new(ErrorKind::Unavailable, message)
         };
         let (services, gate) = (Arc::<Services>::default(), Arc::<Mutex<GateState>>::default());
         let threads = thread::available_parallelism().map_or(1, |cores| cores.get().min(MAX_THREADS));
-        // A connection needs two descriptors, and a session one. Each listener for datagrams also
-        // needs one, and sessions get only half of their part.
-        let part = raise_open_files().saturating_sub(OTHER_DESCRIPTORS) / 4;
+        let (capacity, shortage) = match Capacity::of(open_files) {
+            Ok(capacity @ Capacity { connections, sessions }) => {
+                info!(
+                    open_files,
+                    connections, sessions, "the limit of open files allows so many connections and UDP sessions"
+                );
+                (capacity, None)
+            }
+            Err(sentence) => {
+                warn!("{sentence}");
+                (Capacity::default(), Some(sentence))
+            }
+        };
         let ProxySettings { has_access_log, connect_timeout, idle_timeout, udp_idle_timeout } = settings;
         let tcp = TcpSettings {
             threads,
             connect_timeout,
             idle_timeout,
-            max_connections: part * 3 / 2,
+            max_connections: capacity.connections,
             on_end: has_access_log.then_some(access_log::write as fn(&ConnectionInfo, HowEnded)),
             ..TcpSettings::default()
         };
         let tcp = Arc::new(TcpProxy::start(&tcp, &services).map_err(refused)?);
-        let max_sessions = part / 2;
+        let max_sessions = capacity.sessions;
         let udp = UdpSettings { threads, idle_timeout: udp_idle_timeout, max_sessions, ..UdpSettings::default() };
         let udp = Arc::new(UdpProxy::start(&udp, &services).map_err(refused)?);
         let mut listeners = Listeners::new();
@@ -126,12 +147,17 @@ impl Proxy {
         let keeper = Keeper { tcp: Arc::clone(&tcp), udp: Arc::clone(&udp), connect, gate: Arc::clone(&gate) };
         let thread = thread::Builder::new().name("gate".into()).spawn(move || keeper.run(&woken)).map_err(refused)?;
         let started = Instant::now();
-        Ok((Self { services, tcp, udp, gate, started, wake: Some(wake), thread: Some(thread) }, listeners))
+        let (wake, thread) = (Some(wake), Some(thread));
+        Ok((Self { services, tcp, udp, gate, started, shortage, wake, thread }, listeners))
     }
 
     /// Keeps the gate of a family closed from now on. The rules and the table are complete. Waits
-    /// until the gate is closed, so that a node that reports its first sync carries connections.
+    /// until the gate is closed, so that a node that reports its first sync carries connections. If
+    /// the proxy can carry nothing, the gate stays open.
     pub(super) fn serve(&self, family: Family) {
+        if self.shortage.is_some() {
+            return;
+        }
         let mut gate = lock(&self.gate);
         if !gate.families.contains(&family) {
             gate.families.push(family);
@@ -168,7 +194,7 @@ impl Proxy {
                 }
                 Operation::SetAddress(pool, lookup, transport, address) => {
                     services.set_address(ServiceId(pool), scope(lookup), protocol(transport), address);
-                    if transport == Transport::Udp {
+                    if transport == Transport::Udp && self.shortage.is_none() {
                         datagrams.add(&self.udp, (lookup, address));
                     }
                 }
@@ -208,6 +234,9 @@ impl Proxy {
                 "traffic goes straight to endpoints, because the thread of the gate has ended: restart the agent"
                     .to_owned(),
             );
+        }
+        if self.shortage.is_some() {
+            return self.shortage.clone();
         }
         let gate = lock(&self.gate);
         let waits = gate.families.is_empty() && self.started.elapsed() > LONGEST_START;
@@ -382,11 +411,5 @@ fn listener(address: SocketAddr) -> io::Result<TcpListener> {
     Ok(socket.into())
 }
 
-/// Raises the limit of open files as far as the process may. Returns the limit.
-fn raise_open_files() -> u64 {
-    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 1024 };
-    match setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
-        Ok(()) => hard,
-        Err(_) => soft,
-    }
-}
+#[cfg(test)]
+mod tests;
