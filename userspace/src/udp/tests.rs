@@ -228,6 +228,20 @@ fn sessions_have_limits_and_end_when_they_are_idle() {
 }
 
 #[test]
+fn one_client_leaves_as_many_sessions_to_others_as_it_has() {
+    let settings = UdpSettings { max_sessions: 10, ..UdpSettings::default() };
+    let bed = Bed::new(&settings, ServiceSettings::default(), "127.0.0.1:0", &[endpoint(1)]);
+    let greedy: Vec<UdpSocket> = (0..12).map(|_| bed.client()).collect();
+    greedy.iter().for_each(|client| _ = client.send(b"x").unwrap());
+    eventually("every datagram is sent or dropped", || bed.stats().accepted + bed.dropped() == 12);
+    assert_eq!((bed.stats().open, bed.stats().over_limit, bed.stats().dropped_by_limit), (5, 7, 7));
+    let other = UdpSocket::bind("127.0.0.2:0").unwrap();
+    other.connect(bed.address).unwrap();
+    other.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    assert_eq!(ask(&other, b"x").0, 1);
+}
+
+#[test]
 fn a_session_that_awaits_a_reply_delays_a_drain() {
     let silent = UdpSocket::bind("127.0.0.1:0").unwrap();
     let bed = Bed::simple(&[silent.local_addr().unwrap()]);

@@ -316,8 +316,8 @@ impl Worker {
         };
         let client = key.1.ip();
         let free = self.settings.max_sessions.saturating_sub(self.counters.open.get());
-        let is_full = free == 0
-            || self.by_client.get(&client).is_some_and(|count| *count >= self.settings.max_sessions_per_client);
+        let of_client = self.by_client.get(&client).copied().unwrap_or_default();
+        let is_full = of_client >= self.settings.max_sessions_per_client || u64::from(of_client) >= free;
         let random = self.random();
         let picked = {
             let mut state = service.state();
