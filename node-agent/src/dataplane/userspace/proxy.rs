@@ -7,7 +7,7 @@ use std::{
     net::{IpAddr, SocketAddr, TcpListener},
     os::fd::OwnedFd,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         mpsc::{self, RecvTimeoutError},
     },
     thread::{self, JoinHandle},
@@ -27,7 +27,7 @@ use socket2::Type;
 use tracing::{info, warn};
 
 use super::{
-    super::{ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts},
+    super::{ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts, TryWake},
     ProxySettings, access_log,
     capacity::{Capacity, raise_open_files},
     datagrams,
@@ -51,6 +51,7 @@ const HANG: Duration = Duration::from_millis(400);
 const LONGEST_CHANGE: Duration = Duration::from_secs(1);
 /// If the proxy gets no connections this long after its start, this is reported as a problem.
 const LONGEST_START: Duration = Duration::from_secs(10);
+const NO_ANSWER: &str = "the agent carries no connection until a control plane has answered: traffic goes straight to endpoints, and Services that use the PROXY protocol are refused";
 /// The most threads of the proxy.
 const MAX_THREADS: usize = 4;
 
@@ -63,7 +64,8 @@ pub(super) struct Proxy {
     tcp: Arc<TcpProxy>,
     udp: Arc<UdpProxy>,
     gate: Arc<Mutex<GateState>>,
-    started: Instant,
+    /// Called after a problem of the gate began or ended.
+    follower: Arc<OnceLock<TryWake>>,
     /// Why the proxy carries nothing on this node, as a sentence.
     shortage: Option<String>,
     /// Wakes the thread, which answers when it has acted. Dropping the sender ends the thread.
@@ -71,12 +73,26 @@ pub(super) struct Proxy {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the gate's thread does, and the last problem.
+/// What the gate's thread does, and its problem.
 #[derive(Debug, Default)]
 struct GateState {
     families: Vec<Family>,
     is_draining: bool,
+    /// Why the gate is not as it should be, as a sentence.
     problem: Option<String>,
+}
+
+impl GateState {
+    /// Stores the result of a turn of the gate's thread. Returns true if the problem is another one
+    /// than before.
+    fn record(&mut self, problem: Option<String>) -> bool {
+        if let Some(sentence) = problem.as_ref().filter(|_| self.problem.is_none()) {
+            warn!("{sentence}");
+        }
+        let is_new = self.problem != problem;
+        self.problem = problem;
+        is_new
+    }
 }
 
 impl fmt::Debug for Proxy {
@@ -144,11 +160,19 @@ impl Proxy {
             listeners.insert(*family, of_family);
         }
         let (wake, woken) = mpsc::channel();
-        let keeper = Keeper { tcp: Arc::clone(&tcp), udp: Arc::clone(&udp), connect, gate: Arc::clone(&gate) };
+        let follower = Arc::<OnceLock<TryWake>>::default();
+        let keeper = Keeper {
+            tcp: Arc::clone(&tcp),
+            udp: Arc::clone(&udp),
+            connect,
+            gate: Arc::clone(&gate),
+            follower: Arc::clone(&follower),
+            serves_by: shortage.is_none().then(|| Instant::now() + LONGEST_START),
+            has_news: false,
+        };
         let thread = thread::Builder::new().name("gate".into()).spawn(move || keeper.run(&woken)).map_err(refused)?;
-        let started = Instant::now();
         let (wake, thread) = (Some(wake), Some(thread));
-        Ok((Self { services, tcp, udp, gate, started, shortage, wake, thread }, listeners))
+        Ok((Self { services, tcp, udp, gate, follower, shortage, wake, thread }, listeners))
     }
 
     /// Keeps the gate of a family closed from now on. The rules and the table are complete. Waits
@@ -235,13 +259,7 @@ impl Proxy {
                     .to_owned(),
             );
         }
-        if self.shortage.is_some() {
-            return self.shortage.clone();
-        }
-        let gate = lock(&self.gate);
-        let waits = gate.families.is_empty() && self.started.elapsed() > LONGEST_START;
-        let waits = waits.then(|| "the agent carries no connection until a control plane has answered: traffic goes straight to endpoints, and Services that use the PROXY protocol are refused".to_owned());
-        gate.problem.clone().or(waits)
+        self.shortage.clone().or_else(|| lock(&self.gate).problem.clone())
     }
 }
 
@@ -269,6 +287,11 @@ impl ConnectionProxy for Proxy {
         let filter = ListFilter { account: service.map(|key| key.to_string().into()), limit };
         ConnectionList::join([self.tcp.connections(filter.clone()), self.udp.sessions(filter)], limit)
     }
+
+    fn follow_problems(&self, wake: TryWake) {
+        // The loop calls this once, at its start.
+        let _ = self.follower.set(wake);
+    }
 }
 
 impl Drop for Proxy {
@@ -287,10 +310,16 @@ struct Keeper {
     udp: Arc<UdpProxy>,
     connect: Connect,
     gate: Arc<Mutex<GateState>>,
+    follower: Arc<OnceLock<TryWake>>,
+    /// If the proxy gets no connections until this time, this is a problem. `None` if the proxy can
+    /// carry nothing.
+    serves_by: Option<Instant>,
+    /// True if the follower does not know of the last change of the problem.
+    has_news: bool,
 }
 
 impl Keeper {
-    fn run(self, woken: &mpsc::Receiver<mpsc::Sender<()>>) {
+    fn run(mut self, woken: &mpsc::Receiver<mpsc::Sender<()>>) {
         let mut kernel = None;
         loop {
             let acted = match woken.recv_timeout(RENEWAL) {
@@ -298,27 +327,30 @@ impl Keeper {
                 Err(RecvTimeoutError::Timeout) => None,
                 Err(RecvTimeoutError::Disconnected) => return,
             };
-            let (families, is_draining) = {
-                let gate = lock(&self.gate);
-                (gate.families.clone(), gate.is_draining)
-            };
-            let problem = self.renew(&mut kernel, &families, is_draining).err();
-            let mut gate = lock(&self.gate);
-            if let Some(sentence) = problem.as_ref().filter(|_| gate.problem.is_none()) {
-                warn!("{sentence}");
-            }
-            gate.problem = problem;
-            drop(gate);
+            self.turn(&mut kernel);
             // Nobody may wait for the message.
             let _ = acted.map(|acted| acted.send(()));
         }
+    }
+
+    /// Renews the gate, and wakes the follower if a problem began, changed or ended.
+    fn turn(&mut self, kernel: &mut Option<Connections>) {
+        let (families, is_draining) = {
+            let gate = lock(&self.gate);
+            (gate.families.clone(), gate.is_draining)
+        };
+        let problem = self.renew(kernel, &families, is_draining).err();
+        self.has_news |= lock(&self.gate).record(problem);
+        // The gate would expire if this thread waited for the follower.
+        self.has_news = self.has_news && self.follower.get().is_some_and(|wake| !wake());
     }
 
     /// Closes or opens the gate of each family. A family with an error does not hinder the other
     /// one. Returns the problems as a sentence.
     fn renew(&self, kernel: &mut Option<Connections>, families: &[Family], is_draining: bool) -> Result<(), String> {
         if families.is_empty() {
-            return Ok(());
+            let is_late = !is_draining && self.serves_by.is_some_and(|time| time <= Instant::now());
+            return if is_late { Err(NO_ANSWER.to_owned()) } else { Ok(()) };
         }
         let not_closed = |error| {
             format!("traffic goes straight to endpoints, because the gate of the proxy cannot be closed: {error}")
@@ -347,9 +379,9 @@ impl Keeper {
             return Err(not_closed(failed.join("; ")));
         }
         match hanging.first().filter(|_| !is_draining) {
+            // The sentence stays the same while the thread hangs.
             Some(transport) => Err(format!(
-                "{transport} traffic goes straight to endpoints, because a thread of the proxy has not turned for {:?}",
-                hang(transport)
+                "{transport} traffic goes straight to endpoints, because a thread of the proxy has not turned for more than {HANG:?}"
             )),
             None => Ok(()),
         }
