@@ -78,19 +78,28 @@ pub(super) struct Proxy {
 struct GateState {
     families: Vec<Family>,
     is_draining: bool,
-    /// Why the gate is not as it should be, as a sentence.
-    problem: Option<String>,
+    /// Why the gate is not as it should be, as a sentence, and since when.
+    problem: Option<(String, Instant)>,
 }
 
 impl GateState {
     /// Stores the result of a turn of the gate's thread. Returns true if the problem is another one
     /// than before.
     fn record(&mut self, problem: Option<String>) -> bool {
-        if let Some(sentence) = problem.as_ref().filter(|_| self.problem.is_none()) {
-            warn!("{sentence}");
+        let (before, since) = match self.problem.take() {
+            Some((sentence, since)) => (Some(sentence), since),
+            None => (None, Instant::now()),
+        };
+        match (&before, &problem) {
+            (None, Some(sentence)) => warn!("{sentence}"),
+            (Some(_), None) if !self.is_draining => {
+                let seconds = since.elapsed().as_secs_f64();
+                info!("the gate of the proxy is closed again, {seconds:.1} s after the agent noticed the problem");
+            }
+            _ => {}
         }
-        let is_new = self.problem != problem;
-        self.problem = problem;
+        let is_new = before != problem;
+        self.problem = problem.map(|sentence| (sentence, since));
         is_new
     }
 }
@@ -259,7 +268,7 @@ impl Proxy {
                     .to_owned(),
             );
         }
-        self.shortage.clone().or_else(|| lock(&self.gate).problem.clone())
+        self.shortage.clone().or_else(|| lock(&self.gate).problem.as_ref().map(|(sentence, _)| sentence.clone()))
     }
 }
 

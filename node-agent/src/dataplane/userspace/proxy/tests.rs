@@ -1,7 +1,10 @@
 //! The proxy without rules: its gate cannot be reached.
 #![allow(clippy::unwrap_used)]
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{
+    io::Write,
+    sync::atomic::{AtomicUsize, Ordering},
+};
 
 use super::*;
 
@@ -46,7 +49,7 @@ fn the_follower_learns_when_a_problem_begins_changes_and_ends() {
     let turns = |keeper: &mut Keeper| {
         let before = woken.load(Ordering::SeqCst);
         (0..3).for_each(|_| keeper.turn(&mut None));
-        (lock(&keeper.gate).problem.clone(), woken.load(Ordering::SeqCst) - before)
+        (lock(&keeper.gate).problem.clone().map(|(sentence, _)| sentence), woken.load(Ordering::SeqCst) - before)
     };
     let later = Instant::now() + Duration::from_secs(3600);
     assert_eq!(turns(&mut keeper(Some(later))), (None, 0));
@@ -59,4 +62,41 @@ fn the_follower_learns_when_a_problem_begins_changes_and_ends() {
     lock(&late.gate).families.clear();
     lock(&late.gate).is_draining = true;
     assert_eq!(turns(&mut late), (None, 2));
+}
+
+/// Collects the lines of the log.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn the_log_says_when_the_gate_is_closed_again() {
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+    tracing::subscriber::with_default(subscriber, || {
+        let problems = [None, Some("IPv4: busy"), Some("IPv4: busy"), Some("IPv6: busy"), None, None];
+        let mut gate = GateState::default();
+        let changes = problems.map(|problem| gate.record(problem.map(str::to_owned)));
+        assert_eq!(changes, [false, true, false, true, true, false]);
+        // The gate of an agent that stops is open.
+        gate.is_draining = true;
+        assert!(gate.record(Some("IPv4: gone".to_owned())) && gate.record(None));
+    });
+    let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    let [begins, ends, last] = lines[..] else { panic!("{text}") };
+    assert!(begins.contains("WARN") && begins.ends_with("IPv4: busy"), "{text}");
+    let ending = "the gate of the proxy is closed again, 0.0 s after the agent noticed the problem";
+    assert!(ends.contains("INFO") && ends.ends_with(ending), "{text}");
+    assert!(last.ends_with("IPv4: gone"), "{text}");
 }
