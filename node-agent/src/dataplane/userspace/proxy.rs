@@ -141,10 +141,8 @@ impl Proxy {
                 );
                 (capacity, None)
             }
-            Err(sentence) => {
-                warn!("{sentence}");
-                (Capacity::default(), Some(sentence))
-            }
+            // The agent logs what is degraded at its start.
+            Err(sentence) => (Capacity::default(), Some(sentence)),
         };
         let ProxySettings { has_access_log, connect_timeout, idle_timeout, udp_idle_timeout } = settings;
         let tcp = TcpSettings {
