@@ -86,7 +86,8 @@ pub(crate) struct Service {
     pub(crate) id: ServiceId,
     state: Mutex<ServiceState>,
     pub(crate) account: Arc<Account>,
-    /// Counts changes that remove an endpoint. UDP sessions compare it before they send.
+    /// Counts changes that remove an endpoint, or that give an address to another Service. UDP
+    /// sessions compare it before they send.
     removals: AtomicU64,
 }
 
@@ -103,7 +104,7 @@ impl Service {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The number of changes that removed an endpoint.
+    /// The number of changes that removed an endpoint, or that gave an address to another Service.
     pub(crate) fn removals(&self) -> u64 {
         self.removals.load(Ordering::Acquire)
     }
@@ -183,12 +184,19 @@ impl Services {
 
     /// Adds an address to a Service. In each scope, an address belongs to one Service: the last
     /// call wins. An unspecified IP address stands for all addresses of its family that the scope
-    /// does not have, as for NodePorts. Returns whether the Service exists.
+    /// does not have, as for NodePorts. UDP sessions of the earlier Service move to this Service
+    /// with their next datagram. Returns whether the Service exists.
     pub fn set_address(&self, id: ServiceId, scope: Scope, protocol: Protocol, address: SocketAddr) -> bool {
         let mut table = self.write();
         let Some(service) = table.services.get(&id).map(Arc::clone) else { return false };
         let found = table.addresses.entry((protocol, address)).or_default();
-        found.retain(|(other, _)| *other != scope);
+        found.retain(|(other, owner)| {
+            let is_replaced = *other == scope;
+            if is_replaced && owner.id != id {
+                owner.removals.fetch_add(1, Ordering::Release);
+            }
+            !is_replaced
+        });
         found.push((scope, service));
         true
     }
@@ -246,10 +254,21 @@ impl Services {
 
     /// The Service of an address that a client used.
     pub(crate) fn find(&self, scope: Scope, protocol: Protocol, address: SocketAddr) -> Option<Arc<Service>> {
+        self.find_with_removals(scope, protocol, address).map(|(service, _)| service)
+    }
+
+    /// Like [`Self::find`], with [`Service::removals`] at a time when the Service had the address.
+    pub(crate) fn find_with_removals(
+        &self,
+        scope: Scope,
+        protocol: Protocol,
+        address: SocketAddr,
+    ) -> Option<(Arc<Service>, u64)> {
         let table = self.read();
         let of = |address| {
             let found = table.addresses.get(&(protocol, address))?;
-            found.iter().find(|(other, _)| *other == scope).map(|(_, service)| Arc::clone(service))
+            let (_, service) = found.iter().find(|(other, _)| *other == scope)?;
+            Some((Arc::clone(service), service.removals()))
         };
         of(address).or_else(|| of(any_address(address)))
     }

@@ -40,7 +40,9 @@ pub struct UdpSettings {
     pub idle_timeout: Duration,
     /// The most sessions of all threads. Each session needs one descriptor.
     pub max_sessions: u64,
-    /// The most sessions of one client address on one thread.
+    /// The most sessions of one client address on one thread. A client address also has at most as
+    /// many sessions on a thread as [`Self::max_sessions`] leaves free. So it cannot take all of
+    /// them: with one thread, it gets at most half.
     pub max_sessions_per_client: u32,
 }
 

@@ -182,6 +182,11 @@ pub trait ConnectionProxy: fmt::Debug + Send + Sync {
     /// Returns open connections and UDP sessions of all Services or of one Service, at most
     /// `limit`. The cost grows with the number of open connections.
     fn connections(&self, service: Option<&ServiceKey>, limit: usize) -> ConnectionList;
+
+    /// Calls `wake` from another thread after a problem of the proxy began or ended.
+    /// [`Dataplane::degraded`] then returns the problem, or no longer returns it. Only the first
+    /// call has an effect.
+    fn follow_problems(&self, wake: TryWake);
 }
 
 /// What a proxy has counted since its start.
@@ -197,8 +202,12 @@ pub struct ProxyCounts {
     pub udp: UdpStats,
 }
 
-/// Wakes the reconcile loop, so that it verifies the rules.
+/// Wakes the reconcile loop.
 pub type Wake = Arc<dyn Fn() + Send + Sync>;
+
+/// Like [`Wake`], for threads that must not wait. Returns false if the call would have to wait: call
+/// it again soon.
+pub type TryWake = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// The handle of dataplanes that run a program for each call.
 impl KernelHandle for () {}

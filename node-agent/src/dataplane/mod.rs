@@ -25,7 +25,7 @@ pub(crate) mod xtables;
 
 pub use contract::{
     ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, FindFaults, KernelHandle, Maintain, ProxyCounts,
-    Report, Statistics, TableStatistics, Wake,
+    Report, Statistics, TableStatistics, TryWake, Wake,
 };
 pub(crate) use dual_stack::COMPARISON_PAUSE_FACTOR;
 pub use dual_stack::{DualStack, NodeDataplane};

@@ -202,6 +202,10 @@ impl Reconciler {
     pub fn run(mut self) {
         let shared = Arc::clone(&self.shared);
         self.dataplane.follow(Arc::new(move || shared.rules_changed()), self.metrics.dataplane.clone());
+        if let Some(proxy) = self.dataplane.proxy() {
+            let shared = Arc::clone(&self.shared);
+            proxy.follow_problems(Arc::new(move || shared.try_problems_changed()));
+        }
         self.resolve_inputs();
         self.publish_status();
         if self.shared.is_unconfirmed() {
@@ -213,6 +217,8 @@ impl Reconciler {
             match self.shared.wait(self.done, self.pace, verify_at) {
                 Wake::Stop => return,
                 Wake::Interfaces => self.resolve_inputs(),
+                // Every turn publishes them.
+                Wake::Problems => {}
                 Wake::Work => self.sync(),
                 Wake::Rules | Wake::Verify if self.shared.is_unconfirmed() => self.check_rules_of_earlier_run(),
                 Wake::Rules => self.verify(),

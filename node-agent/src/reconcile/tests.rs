@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used)]
 mod interfaces;
 mod ledger;
+mod problems;
 
 use std::{sync::Mutex, thread::JoinHandle};
 

@@ -80,6 +80,9 @@ struct Inner {
     /// True if the addresses of the node's interfaces changed since [`AgentState::wait`] last
     /// reported a change.
     interfaces_changed: bool,
+    /// True if the problems of the dataplane changed since [`AgentState::wait`] last reported a
+    /// change of the problems.
+    problems_changed: bool,
     /// True if another program may have changed rules since [`AgentState::wait`] last reported a
     /// change of the rules.
     rules_changed: bool,
@@ -133,6 +136,8 @@ pub(crate) enum Wake {
     Stop,
     /// The addresses of the node's interfaces changed.
     Interfaces,
+    /// The problems of the dataplane changed.
+    Problems,
     /// Another program may have changed the rules.
     Rules,
     /// Changes must be programmed.
@@ -227,6 +232,7 @@ impl AgentState {
             dirty: Dirty::default(),
             needs_full: true,
             interfaces_changed: false,
+            problems_changed: false,
             rules_changed: false,
             verifications_requested: 0,
             verification_requested: false,
@@ -346,6 +352,20 @@ impl AgentState {
         self.changed.notify_all();
     }
 
+    /// Wakes the reconcile loop, because the problems of the dataplane changed. Returns false
+    /// instead of waiting when the lock is held.
+    #[must_use]
+    pub fn try_problems_changed(&self) -> bool {
+        let mut inner = match self.inner.try_lock() {
+            Ok(inner) => inner,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return false,
+        };
+        inner.problems_changed = true;
+        self.changed.notify_all();
+        true
+    }
+
     /// Wakes the reconcile loop, because another program may have changed the rules. Waits for the
     /// lock, as [`Self::apply`] does.
     pub fn rules_changed(&self) {
@@ -457,7 +477,7 @@ impl AgentState {
 
     /// Waits until changes newer than generation `done` may be programmed, as `pace` allows.
     /// Without such changes, waits until `verify_at`. Before the first complete snapshot, only
-    /// [`Self::stop`] ends the wait.
+    /// [`Self::stop`], [`Self::interfaces_changed`] and [`Self::try_problems_changed`] end the wait.
     pub(crate) fn wait(&self, done: Option<u64>, pace: Pace, verify_at: Instant) -> Wake {
         let mut inner = self.lock();
         loop {
@@ -466,6 +486,9 @@ impl AgentState {
             }
             if std::mem::take(&mut inner.interfaces_changed) {
                 return Wake::Interfaces;
+            }
+            if std::mem::take(&mut inner.problems_changed) {
+                return Wake::Problems;
             }
             if inner.held.position().is_some() && std::mem::take(&mut inner.rules_changed) {
                 return Wake::Rules;

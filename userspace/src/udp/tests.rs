@@ -162,6 +162,27 @@ fn sessions_of_a_removed_endpoint_move_with_the_next_datagram() {
 }
 
 #[test]
+fn a_session_leaves_its_service_when_the_address_moves_to_another_service() {
+    let bed = Bed::simple(&[endpoint(1)]);
+    let client = bed.client();
+    assert_eq!(ask(&client, b"x").0, 1);
+    let other = ServiceId(2);
+    let settings = ServiceSettings { name: "other".into(), account: "other".into(), ..ServiceSettings::default() };
+    bed.services.set_service(other, settings);
+    bed.services.set_endpoint(other, endpoint(2), 1);
+    bed.services.set_address(other, Scope(1), Protocol::Udp, bed.address);
+    assert_eq!(ask(&client, b"x").0, 1, "the address of another scope is another address");
+    bed.services.set_address(other, Scope::default(), Protocol::Udp, bed.address);
+    // As in the agent, the earlier Service gives the address up afterwards.
+    assert!(!bed.services.remove_address(SERVICE, Scope::default(), Protocol::Udp, bed.address));
+    assert_eq!(ask(&client, b"x").0, 2);
+    let names: Vec<_> = bed.sessions().into_iter().map(|session| session.service).collect();
+    assert_eq!(names, ["other".into()]);
+    let open = |account: &str| bed.services.stats().0[account].open;
+    assert_eq!((open(""), open("other"), bed.dropped()), (0, 1, 0));
+}
+
+#[test]
 fn a_session_moves_when_its_endpoint_is_unreachable() {
     let (first, second) = (endpoint(1), endpoint(2));
     let bed = Bed::simple(&[first]);
@@ -204,6 +225,20 @@ fn sessions_have_limits_and_end_when_they_are_idle() {
     assert_eq!(answered, 5, "a client has five sessions");
     assert_eq!((bed.stats().dropped_by_limit, bed.dropped()), (12, 12));
     assert_eq!(bed.proxy.drain(Duration::from_secs(7)), 0);
+}
+
+#[test]
+fn one_client_leaves_as_many_sessions_to_others_as_it_has() {
+    let settings = UdpSettings { max_sessions: 10, ..UdpSettings::default() };
+    let bed = Bed::new(&settings, ServiceSettings::default(), "127.0.0.1:0", &[endpoint(1)]);
+    let greedy: Vec<UdpSocket> = (0..12).map(|_| bed.client()).collect();
+    greedy.iter().for_each(|client| _ = client.send(b"x").unwrap());
+    eventually("every datagram is sent or dropped", || bed.stats().accepted + bed.dropped() == 12);
+    assert_eq!((bed.stats().open, bed.stats().over_limit, bed.stats().dropped_by_limit), (5, 7, 7));
+    let other = UdpSocket::bind("127.0.0.2:0").unwrap();
+    other.connect(bed.address).unwrap();
+    other.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    assert_eq!(ask(&other, b"x").0, 1);
 }
 
 #[test]

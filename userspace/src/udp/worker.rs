@@ -74,12 +74,13 @@ type Key = (u64, SocketAddr, IpAddr);
 #[derive(Debug)]
 struct Session {
     key: Key,
+    scope: Scope,
     /// The port of the Service.
     port: u16,
     service: Arc<Service>,
     picked: Picked,
     socket: Socket,
-    /// The Service's count of removed endpoints when the endpoint was last checked.
+    /// The Service's count of removals when the Service and the endpoint were last checked.
     removals: u64,
     active_ms: u64,
     began_ms: u64,
@@ -308,14 +309,15 @@ impl Worker {
         {
             return Some(slot);
         }
-        let Some(service) = self.services.find(scope, Protocol::Udp, SocketAddr::new(key.2, port)) else {
+        let destination = SocketAddr::new(key.2, port);
+        let Some((service, removals)) = self.services.find_with_removals(scope, Protocol::Udp, destination) else {
             self.counters.unknown_destination.add(datagrams);
             return None;
         };
         let client = key.1.ip();
         let free = self.settings.max_sessions.saturating_sub(self.counters.open.get());
-        let is_full = free == 0
-            || self.by_client.get(&client).is_some_and(|count| *count >= self.settings.max_sessions_per_client);
+        let of_client = self.by_client.get(&client).copied().unwrap_or_default();
+        let is_full = of_client >= self.settings.max_sessions_per_client || u64::from(of_client) >= free;
         let random = self.random();
         let picked = {
             let mut state = service.state();
@@ -337,7 +339,6 @@ impl Worker {
             };
             picked
         };
-        let removals = service.removals();
         let socket = match self.open(&service, picked.address) {
             Ok(socket) => socket,
             Err(reason) => {
@@ -350,6 +351,7 @@ impl Worker {
         self.next_generation = self.next_generation.wrapping_add(1) & MAX_GENERATION;
         let slot = self.sessions.insert(Session {
             key,
+            scope,
             port,
             service,
             picked,
@@ -394,13 +396,19 @@ impl Worker {
         }
     }
 
-    /// Ensures that the endpoint of a session still belongs to its Service. Otherwise the session
-    /// moves to another endpoint, or ends. Returns whether the session continues.
+    /// Ensures that the address that the client used still belongs to the Service of the session,
+    /// and the endpoint, too. Without the address, the session ends. Without the endpoint, the
+    /// session moves to another endpoint, or ends. Returns whether the session continues.
     fn check(&mut self, slot: usize) -> bool {
         let session = &mut self.sessions[slot];
         let removals = session.service.removals();
         if session.removals != removals {
             session.removals = removals;
+            let owner = self.services.find(session.scope, Protocol::Udp, session.destination());
+            if owner.is_none_or(|owner| !Arc::ptr_eq(&owner, &session.service)) {
+                self.close(slot);
+                return false;
+            }
             let is_present = session.service.state().pool.contains(session.picked.key);
             if !is_present && !self.move_session(slot) {
                 self.close(slot);

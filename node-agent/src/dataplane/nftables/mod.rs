@@ -144,6 +144,17 @@ fn failure(what: &str, error: &NftablesError) -> DataplaneError {
     DataplaneError::new(kind, format!("{what}: {error}"))
 }
 
+/// Why the table of a family is written anew, as a sentence. `programmed` is what this agent has
+/// programmed, and is empty before the first sync.
+fn why_replaced(family: Family, programmed: &Layout) -> String {
+    let cause = if programmed.chains.is_empty() {
+        "differs from what this version of Headgate writes in this mode: another mode or version wrote it, or another program changed it"
+    } else {
+        "was changed by another program"
+    };
+    format!("the table {} {cause}; it is written anew", table_name(family))
+}
+
 impl DualStack<NftablesFamily> {
     /// Connects to nftables and finds out whether the kernel has the needed expressions. Changes
     /// nothing.
@@ -327,7 +338,7 @@ impl Dataplane for NftablesFamily {
         let is_full = found.is_some();
         let needs_table = !kernel.has_adopted(family);
         if replaces_table {
-            report.warnings.push(format!("the table {table} was changed by another program; it is written anew"));
+            report.warnings.push(why_replaced(family, &self.layout));
             transaction.delete_table(&table);
         }
         if let Some(found) = found {

@@ -6,6 +6,7 @@
 //! while it accepts connections (`proxy.rs`). `docs/userspace.md` shows the way of a packet.
 
 mod access_log;
+mod capacity;
 mod datagrams;
 mod gate;
 mod proxy;

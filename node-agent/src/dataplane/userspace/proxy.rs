@@ -7,7 +7,7 @@ use std::{
     net::{IpAddr, SocketAddr, TcpListener},
     os::fd::OwnedFd,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         mpsc::{self, RecvTimeoutError},
     },
     thread::{self, JoinHandle},
@@ -23,13 +23,14 @@ use headgate_userspace::{
     Algorithm, ConnectionInfo, ConnectionList, Destination, HowEnded, ListFilter, Protocol, ProxyVersion, ServiceId,
     ServiceSettings, Services, TcpProxy, TcpSettings, UdpProxy, UdpSettings,
 };
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use socket2::Type;
-use tracing::warn;
+use tracing::{info, warn};
 
 use super::{
-    super::{ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts},
-    ProxySettings, access_log, datagrams,
+    super::{ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts, TryWake},
+    ProxySettings, access_log,
+    capacity::{Capacity, raise_open_files},
+    datagrams,
     gate::{Connect, Gate},
     route::{Route, listener_address},
     rules::GatedRules,
@@ -50,8 +51,7 @@ const HANG: Duration = Duration::from_millis(400);
 const LONGEST_CHANGE: Duration = Duration::from_secs(1);
 /// If the proxy gets no connections this long after its start, this is reported as a problem.
 const LONGEST_START: Duration = Duration::from_secs(10);
-/// Descriptors for everything except connections and datagrams.
-const OTHER_DESCRIPTORS: u64 = 2_000;
+const NO_ANSWER: &str = "the agent carries no connection until a control plane has answered: traffic goes straight to endpoints, and Services that use the PROXY protocol are refused";
 /// The most threads of the proxy.
 const MAX_THREADS: usize = 4;
 
@@ -64,18 +64,44 @@ pub(super) struct Proxy {
     tcp: Arc<TcpProxy>,
     udp: Arc<UdpProxy>,
     gate: Arc<Mutex<GateState>>,
-    started: Instant,
+    /// Called after a problem of the gate began or ended.
+    follower: Arc<OnceLock<TryWake>>,
+    /// Why the proxy carries nothing on this node, as a sentence.
+    shortage: Option<String>,
     /// Wakes the thread, which answers when it has acted. Dropping the sender ends the thread.
     wake: Option<mpsc::Sender<mpsc::Sender<()>>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the gate's thread does, and the last problem.
+/// What the gate's thread does, and its problem.
 #[derive(Debug, Default)]
 struct GateState {
     families: Vec<Family>,
     is_draining: bool,
-    problem: Option<String>,
+    /// Why the gate is not as it should be, as a sentence, and since when.
+    problem: Option<(String, Instant)>,
+}
+
+impl GateState {
+    /// Stores the result of a turn of the gate's thread. Returns true if the problem is another one
+    /// than before.
+    fn record(&mut self, problem: Option<String>) -> bool {
+        let (before, since) = match self.problem.take() {
+            Some((sentence, since)) => (Some(sentence), since),
+            None => (None, Instant::now()),
+        };
+        match (&before, &problem) {
+            (None, Some(sentence)) => warn!("{sentence}"),
+            (Some(_), None) if !self.is_draining => {
+                let seconds = since.elapsed().as_secs_f64();
+                info!("the gate of the proxy is closed again, {seconds:.1} s after the agent noticed the problem");
+            }
+            _ => {}
+        }
+        let is_new = before != problem;
+        self.problem = problem.map(|sentence| (sentence, since));
+        is_new
+    }
 }
 
 impl fmt::Debug for Proxy {
@@ -91,26 +117,44 @@ impl Proxy {
         connect: Connect,
         settings: ProxySettings,
     ) -> Result<(Self, Listeners), DataplaneError> {
+        Self::start_with(families, connect, settings, raise_open_files())
+    }
+
+    /// Like [`Self::start`], with a limit of open files.
+    fn start_with(
+        families: &[Family],
+        connect: Connect,
+        settings: ProxySettings,
+        open_files: u64,
+    ) -> Result<(Self, Listeners), DataplaneError> {
         let refused = |error: io::Error| {
             let message = format!("the kernel refuses the proxy of mode userspace a socket or a thread: {error}");
             DataplaneError::new(ErrorKind::Unavailable, message)
         };
         let (services, gate) = (Arc::<Services>::default(), Arc::<Mutex<GateState>>::default());
         let threads = thread::available_parallelism().map_or(1, |cores| cores.get().min(MAX_THREADS));
-        // A connection needs two descriptors, and a session one. Each listener for datagrams also
-        // needs one, and sessions get only half of their part.
-        let part = raise_open_files().saturating_sub(OTHER_DESCRIPTORS) / 4;
+        let (capacity, shortage) = match Capacity::of(open_files) {
+            Ok(capacity @ Capacity { connections, sessions }) => {
+                info!(
+                    open_files,
+                    connections, sessions, "the limit of open files allows so many connections and UDP sessions"
+                );
+                (capacity, None)
+            }
+            // The agent logs what is degraded at its start.
+            Err(sentence) => (Capacity::default(), Some(sentence)),
+        };
         let ProxySettings { has_access_log, connect_timeout, idle_timeout, udp_idle_timeout } = settings;
         let tcp = TcpSettings {
             threads,
             connect_timeout,
             idle_timeout,
-            max_connections: part * 3 / 2,
+            max_connections: capacity.connections,
             on_end: has_access_log.then_some(access_log::write as fn(&ConnectionInfo, HowEnded)),
             ..TcpSettings::default()
         };
         let tcp = Arc::new(TcpProxy::start(&tcp, &services).map_err(refused)?);
-        let max_sessions = part / 2;
+        let max_sessions = capacity.sessions;
         let udp = UdpSettings { threads, idle_timeout: udp_idle_timeout, max_sessions, ..UdpSettings::default() };
         let udp = Arc::new(UdpProxy::start(&udp, &services).map_err(refused)?);
         let mut listeners = Listeners::new();
@@ -123,15 +167,28 @@ impl Proxy {
             listeners.insert(*family, of_family);
         }
         let (wake, woken) = mpsc::channel();
-        let keeper = Keeper { tcp: Arc::clone(&tcp), udp: Arc::clone(&udp), connect, gate: Arc::clone(&gate) };
+        let follower = Arc::<OnceLock<TryWake>>::default();
+        let keeper = Keeper {
+            tcp: Arc::clone(&tcp),
+            udp: Arc::clone(&udp),
+            connect,
+            gate: Arc::clone(&gate),
+            follower: Arc::clone(&follower),
+            serves_by: shortage.is_none().then(|| Instant::now() + LONGEST_START),
+            has_news: false,
+        };
         let thread = thread::Builder::new().name("gate".into()).spawn(move || keeper.run(&woken)).map_err(refused)?;
-        let started = Instant::now();
-        Ok((Self { services, tcp, udp, gate, started, wake: Some(wake), thread: Some(thread) }, listeners))
+        let (wake, thread) = (Some(wake), Some(thread));
+        Ok((Self { services, tcp, udp, gate, follower, shortage, wake, thread }, listeners))
     }
 
     /// Keeps the gate of a family closed from now on. The rules and the table are complete. Waits
-    /// until the gate is closed, so that a node that reports its first sync carries connections.
+    /// until the gate is closed, so that a node that reports its first sync carries connections. If
+    /// the proxy can carry nothing, the gate stays open.
     pub(super) fn serve(&self, family: Family) {
+        if self.shortage.is_some() {
+            return;
+        }
         let mut gate = lock(&self.gate);
         if !gate.families.contains(&family) {
             gate.families.push(family);
@@ -168,7 +225,7 @@ impl Proxy {
                 }
                 Operation::SetAddress(pool, lookup, transport, address) => {
                     services.set_address(ServiceId(pool), scope(lookup), protocol(transport), address);
-                    if transport == Transport::Udp {
+                    if transport == Transport::Udp && self.shortage.is_none() {
                         datagrams.add(&self.udp, (lookup, address));
                     }
                 }
@@ -209,10 +266,7 @@ impl Proxy {
                     .to_owned(),
             );
         }
-        let gate = lock(&self.gate);
-        let waits = gate.families.is_empty() && self.started.elapsed() > LONGEST_START;
-        let waits = waits.then(|| "the agent carries no connection until a control plane has answered: traffic goes straight to endpoints, and Services that use the PROXY protocol are refused".to_owned());
-        gate.problem.clone().or(waits)
+        self.shortage.clone().or_else(|| lock(&self.gate).problem.as_ref().map(|(sentence, _)| sentence.clone()))
     }
 }
 
@@ -240,6 +294,11 @@ impl ConnectionProxy for Proxy {
         let filter = ListFilter { account: service.map(|key| key.to_string().into()), limit };
         ConnectionList::join([self.tcp.connections(filter.clone()), self.udp.sessions(filter)], limit)
     }
+
+    fn follow_problems(&self, wake: TryWake) {
+        // The loop calls this once, at its start.
+        let _ = self.follower.set(wake);
+    }
 }
 
 impl Drop for Proxy {
@@ -258,10 +317,16 @@ struct Keeper {
     udp: Arc<UdpProxy>,
     connect: Connect,
     gate: Arc<Mutex<GateState>>,
+    follower: Arc<OnceLock<TryWake>>,
+    /// If the proxy gets no connections until this time, this is a problem. `None` if the proxy can
+    /// carry nothing.
+    serves_by: Option<Instant>,
+    /// True if the follower does not know of the last change of the problem.
+    has_news: bool,
 }
 
 impl Keeper {
-    fn run(self, woken: &mpsc::Receiver<mpsc::Sender<()>>) {
+    fn run(mut self, woken: &mpsc::Receiver<mpsc::Sender<()>>) {
         let mut kernel = None;
         loop {
             let acted = match woken.recv_timeout(RENEWAL) {
@@ -269,27 +334,30 @@ impl Keeper {
                 Err(RecvTimeoutError::Timeout) => None,
                 Err(RecvTimeoutError::Disconnected) => return,
             };
-            let (families, is_draining) = {
-                let gate = lock(&self.gate);
-                (gate.families.clone(), gate.is_draining)
-            };
-            let problem = self.renew(&mut kernel, &families, is_draining).err();
-            let mut gate = lock(&self.gate);
-            if let Some(sentence) = problem.as_ref().filter(|_| gate.problem.is_none()) {
-                warn!("{sentence}");
-            }
-            gate.problem = problem;
-            drop(gate);
+            self.turn(&mut kernel);
             // Nobody may wait for the message.
             let _ = acted.map(|acted| acted.send(()));
         }
+    }
+
+    /// Renews the gate, and wakes the follower if a problem began, changed or ended.
+    fn turn(&mut self, kernel: &mut Option<Connections>) {
+        let (families, is_draining) = {
+            let gate = lock(&self.gate);
+            (gate.families.clone(), gate.is_draining)
+        };
+        let problem = self.renew(kernel, &families, is_draining).err();
+        self.has_news |= lock(&self.gate).record(problem);
+        // The gate would expire if this thread waited for the follower.
+        self.has_news = self.has_news && self.follower.get().is_some_and(|wake| !wake());
     }
 
     /// Closes or opens the gate of each family. A family with an error does not hinder the other
     /// one. Returns the problems as a sentence.
     fn renew(&self, kernel: &mut Option<Connections>, families: &[Family], is_draining: bool) -> Result<(), String> {
         if families.is_empty() {
-            return Ok(());
+            let is_late = !is_draining && self.serves_by.is_some_and(|time| time <= Instant::now());
+            return if is_late { Err(NO_ANSWER.to_owned()) } else { Ok(()) };
         }
         let not_closed = |error| {
             format!("traffic goes straight to endpoints, because the gate of the proxy cannot be closed: {error}")
@@ -318,9 +386,9 @@ impl Keeper {
             return Err(not_closed(failed.join("; ")));
         }
         match hanging.first().filter(|_| !is_draining) {
+            // The sentence stays the same while the thread hangs.
             Some(transport) => Err(format!(
-                "{transport} traffic goes straight to endpoints, because a thread of the proxy has not turned for {:?}",
-                hang(transport)
+                "{transport} traffic goes straight to endpoints, because a thread of the proxy has not turned for more than {HANG:?}"
             )),
             None => Ok(()),
         }
@@ -382,11 +450,5 @@ fn listener(address: SocketAddr) -> io::Result<TcpListener> {
     Ok(socket.into())
 }
 
-/// Raises the limit of open files as far as the process may. Returns the limit.
-fn raise_open_files() -> u64 {
-    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 1024 };
-    match setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
-        Ok(()) => hard,
-        Err(_) => soft,
-    }
-}
+#[cfg(test)]
+mod tests;
