@@ -4,9 +4,9 @@ use serde_json::Value as Json;
 
 use super::{
     ConfigError, ProxyMode, arguments,
-    effective::Settings,
+    effective::{self, Settings},
     fields::{FIELDS, Field, Meaning},
-    raw::{Findings, Raw},
+    raw::{Findings, Origin, Raw},
     remark::Remark,
 };
 
@@ -76,14 +76,7 @@ enum Source {
     Arguments(Vec<String>),
 }
 
-/// Settings whose defaults differ from kube-proxy's: the field, the modes that use the field (empty
-/// for all), and the difference.
-const OTHER_DEFAULTS: [(&str, &[ProxyMode], &str); 4] = [
-    ("mode", &[], "kube-proxy: iptables. Headgate: auto, which takes nftables where no Service behaves differently"),
-    ("iptables.minSyncPeriod", &[ProxyMode::Auto, ProxyMode::Iptables], MIN_SYNC),
-    ("ipvs.minSyncPeriod", &[ProxyMode::Ipvs], MIN_SYNC),
-    ("nftables.minSyncPeriod", &[ProxyMode::Nftables, ProxyMode::Userspace], MIN_SYNC),
-];
+const MODE: &str = "kube-proxy: iptables. Headgate: auto, which takes nftables where no Service behaves differently";
 const MIN_SYNC: &str = "kube-proxy: 1s. Headgate: 0s, because it writes only what changed";
 
 /// Checks a file: a `KubeProxyConfiguration`, a ConfigMap that holds one, or a Pod or DaemonSet
@@ -175,16 +168,14 @@ fn checked(raw: &Raw, program_flags: Vec<Line>, findings: Findings) -> Checked {
     for field in FIELDS {
         let name = raw.name(field.id());
         let value = raw.given().find(|(given, _)| given.id() == field.id()).map(|(_, value)| value.to_json());
-        let other_default = OTHER_DEFAULTS.iter().find(|(id, modes, _)| {
-            *id == field.id() && value.is_none() && (modes.is_empty() || modes.contains(&settings.mode))
-        });
-        let of_field = |remarks: &mut Vec<Remark>| take(remarks, &name);
-        let (outcome, explanation) = if let Some(problem) = of_field(&mut problems) {
+        let (problem, note) = (take(&mut problems, &name), take(&mut notes, &name));
+        let default = other_default(field.id(), settings.mode, raw.origin).filter(|_| value.is_none());
+        let (outcome, explanation) = if let Some(problem) = problem {
             (Outcome::Invalid, problem)
-        } else if let Some(note) = of_field(&mut notes) {
+        } else if let Some(note) = note {
             (Outcome::NoEffect, note)
-        } else if let Some((.., difference)) = other_default {
-            (Outcome::OtherDefault, (*difference).to_owned())
+        } else if let Some(difference) = default {
+            (Outcome::OtherDefault, difference.to_owned())
         } else if raw.is_changed(field.id()) {
             (Outcome::CarriesOver, meaning(field))
         } else {
@@ -199,6 +190,18 @@ fn checked(raw: &Raw, program_flags: Vec<Line>, findings: Findings) -> Checked {
         lines.push(Line { setting, value: String::new(), outcome, explanation: what });
     }
     Checked { lines, mode: settings.mode }
+}
+
+/// The difference, if Headgate's default of this setting differs from kube-proxy's in this mode.
+fn other_default(id: &str, mode: ProxyMode, origin: Origin) -> Option<&'static str> {
+    let [_, min_sync] = effective::periods(mode, origin);
+    match id {
+        "mode" => Some(MODE),
+        // 1s is only the default of the flag.
+        "ipvs.minSyncPeriod" if origin == Origin::File => None,
+        id if id == min_sync => Some(MIN_SYNC),
+        _ => None,
+    }
 }
 
 /// Takes the first remark about a setting.
@@ -296,6 +299,47 @@ mod tests {
                 ("--new-flag", "", Outcome::NoEffect),
                 ("stray", "", Outcome::NoEffect),
             ]
+        );
+    }
+
+    fn file(body: &str) -> Checked {
+        let head = format!("apiVersion: {}\nkind: {}\n", crate::raw::API_VERSION, crate::raw::KIND);
+        check_file("-", &format!("{head}{body}")).unwrap()
+    }
+
+    #[test]
+    fn the_default_of_ipvs_min_sync_period_differs_only_for_the_flag() {
+        assert_eq!(lines(&file("mode: ipvs\n")), [("mode", "ipvs", Outcome::CarriesOver)]);
+        assert_eq!(
+            lines(&check_arguments(&words("--proxy-mode=ipvs"))),
+            [("--proxy-mode", "ipvs", Outcome::CarriesOver), ("--ipvs-min-sync-period", "", Outcome::OtherDefault)]
+        );
+    }
+
+    #[test]
+    fn settings_of_mode_iptables_in_mode_nftables() {
+        let checked = file("mode: nftables\niptables: {masqueradeAll: true, syncPeriod: 1m}\n");
+        assert_eq!(
+            lines(&checked),
+            [
+                ("mode", "nftables", Outcome::CarriesOver),
+                ("iptables.masqueradeAll", "true", Outcome::NoEffect),
+                ("iptables.syncPeriod", "1m0s", Outcome::NoEffect),
+                ("nftables.minSyncPeriod", "", Outcome::OtherDefault),
+            ]
+        );
+        let flags = "--proxy-mode=nftables --masquerade-all --iptables-min-sync-period=3s --iptables-sync-period=1m";
+        let checked = check_arguments(&words(flags));
+        assert_eq!((checked.lines.len(), checked.count(Outcome::CarriesOver)), (4, 4), "{checked:?}");
+        let checked = check_arguments(&words("--proxy-mode=nftables"));
+        assert_eq!(lines(&checked)[1], ("--iptables-min-sync-period", "", Outcome::OtherDefault));
+    }
+
+    #[test]
+    fn a_setting_that_is_invalid_and_unused_has_one_line() {
+        assert_eq!(
+            lines(&file("mode: iptables\nipvs: {scheduler: best}\n"))[2..],
+            [("ipvs.scheduler", "best", Outcome::Invalid)]
         );
     }
 
