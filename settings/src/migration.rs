@@ -295,11 +295,48 @@ mod tests {
                 ("--oom-score-adj", "", Outcome::Invalid),
                 ("--v", "2", Outcome::NoEffect),
                 ("--hostname-override", "$(NODE_NAME)", Outcome::CarriesOver),
-                ("--cleanup", "", Outcome::CarriesOver),
-                ("--new-flag", "", Outcome::NoEffect),
-                ("stray", "", Outcome::NoEffect),
+                ("--cleanup", "true", Outcome::CarriesOver),
+                ("--new-flag", "", Outcome::Invalid),
+                ("stray", "", Outcome::Invalid),
             ]
         );
+    }
+
+    #[test]
+    fn arguments_that_the_agent_rejects_are_invalid() {
+        for (arguments, setting) in [
+            ("--logtostderr=true", "--logtostderr"),
+            ("stray", "stray"),
+            ("-masquerade-all", "-masquerade-all"),
+            ("--masquerade-all true", "true"),
+            ("--init-only=x", "--init-only"),
+            ("--cleanup=maybe", "--cleanup"),
+            ("--cleanup=", "--cleanup"),
+            ("--cleanup --cleanup=false", "--cleanup"),
+            ("--config=", "--config"),
+            ("--config", "--config"),
+            ("--config a --config b", "--config"),
+            ("--write-config-to=", "--write-config-to"),
+            ("--hostname-override=", "--hostname-override"),
+            ("--version=true", "--version"),
+            ("--cluster-cidr --masquerade-all", "--cluster-cidr"),
+            ("-v", "--v"),
+        ] {
+            let checked = check_arguments(&words(arguments));
+            let invalid = checked.lines.iter().filter(|line| line.outcome == Outcome::Invalid);
+            assert_eq!(invalid.map(|line| line.setting.as_str()).collect::<Vec<_>>(), [setting], "{arguments}");
+        }
+        for arguments in [
+            "-h",
+            "-v2",
+            "-v=2",
+            "-v 2",
+            "--init-only=f",
+            "--oom-score-adj -998",
+            "--hostname-override=a --hostname-override b",
+        ] {
+            assert_eq!(check_arguments(&words(arguments)).count(Outcome::Invalid), 0, "{arguments}");
+        }
     }
 
     fn file(body: &str) -> Checked {
