@@ -55,8 +55,9 @@ pub struct Checked {
     /// The settings in the order of `docs/configuration.md`, without those that have their default.
     /// After them come the arguments that are no settings, and unknown names.
     pub lines: Vec<Line>,
-    /// The mode that the settings ask for. `Auto` if they name none.
-    pub mode: ProxyMode,
+    /// The mode that the settings ask for: `Auto` if they name none. `None` if the arguments contain
+    /// `--config`, because the file then decides the mode and the other settings.
+    pub mode: Option<ProxyMode>,
 }
 
 impl Checked {
@@ -160,16 +161,21 @@ fn arguments_of(spec: &Json) -> Option<Source> {
 }
 
 fn checked(raw: &Raw, program_flags: Vec<Line>, findings: Findings) -> Checked {
-    let (settings, mut problems) = Settings::of(raw);
+    let has_file = program_flags.iter().any(|line| line.setting == "--config");
+    let (mode, mut problems, mut notes) = if has_file {
+        (None, Vec::new(), replaced_by_file(raw))
+    } else {
+        let (settings, problems) = Settings::of(raw);
+        (Some(settings.mode), problems, settings.notes)
+    };
     problems.extend(findings.problems);
-    let mut notes = settings.notes;
     notes.extend(findings.notes);
     let mut lines = Vec::new();
     for field in FIELDS {
         let name = raw.name(field.id());
         let value = raw.given().find(|(given, _)| given.id() == field.id()).map(|(_, value)| value.to_json());
         let (problem, note) = (take(&mut problems, &name), take(&mut notes, &name));
-        let default = other_default(field.id(), settings.mode, raw.origin).filter(|_| value.is_none());
+        let default = mode.filter(|_| value.is_none()).and_then(|mode| other_default(field.id(), mode, raw.origin));
         let (outcome, explanation) = if let Some(problem) = problem {
             (Outcome::Invalid, problem)
         } else if let Some(note) = note {
@@ -189,7 +195,15 @@ fn checked(raw: &Raw, program_flags: Vec<Line>, findings: Findings) -> Checked {
     for (outcome, Remark { setting, what }) in rest.chain(notes.into_iter().map(|note| (Outcome::NoEffect, note))) {
         lines.push(Line { setting, value: String::new(), outcome, explanation: what });
     }
-    Checked { lines, mode: settings.mode }
+    Checked { lines, mode }
+}
+
+/// A note for each given flag beside `--config`. As in kube-proxy, only flags of the program still
+/// have an effect, such as `--hostname-override`.
+fn replaced_by_file(raw: &Raw) -> Vec<Remark> {
+    let used = raw.given().filter(|(field, _)| matches!(field.meaning, Meaning::Used(_)));
+    let why = "--config is given, and the file replaces kube-proxy's flags";
+    raw.without_effect().into_iter().chain(used.map(|(field, _)| Remark::new(raw.name(field.id()), why))).collect()
 }
 
 /// The difference, if Headgate's default of this setting differs from kube-proxy's in this mode.
@@ -256,7 +270,7 @@ mod tests {
                 ("clientConnection.kubeconfig", "/var/lib/kube-proxy/kubeconfig.conf", Outcome::NoEffect),
             ]
         );
-        assert_eq!((checked.mode, checked.count(Outcome::Invalid)), (ProxyMode::Auto, 0));
+        assert_eq!((checked.mode, checked.count(Outcome::Invalid)), (Some(ProxyMode::Auto), 0));
         assert_eq!(checked, check_file("-", &document).unwrap());
     }
 
@@ -381,6 +395,28 @@ mod tests {
     }
 
     #[test]
+    fn beside_a_file_flags_have_no_effect_and_there_is_no_verdict() {
+        let flags = "--config=/var/lib/kube-proxy/config.conf --hostname-override=$(NODE_NAME) --proxy-mode=ipvs --v=2 \
+                     --ipvs-scheduler=best --masquerade-all=false --oom-score-adj=x";
+        let checked = check_arguments(&words(flags));
+        assert_eq!(
+            lines(&checked),
+            [
+                ("--proxy-mode", "ipvs", Outcome::NoEffect),
+                ("--masquerade-all", "false", Outcome::NoEffect),
+                ("--ipvs-scheduler", "best", Outcome::NoEffect),
+                ("--oom-score-adj", "", Outcome::Invalid),
+                ("--v", "2", Outcome::NoEffect),
+                ("--config", "/var/lib/kube-proxy/config.conf", Outcome::CarriesOver),
+                ("--hostname-override", "$(NODE_NAME)", Outcome::CarriesOver),
+            ]
+        );
+        assert!(checked.lines[0].explanation.starts_with("--config is given"), "{checked:?}");
+        assert!(checked.lines[4].explanation.starts_with("--log "), "{checked:?}");
+        assert_eq!(checked.mode, None);
+    }
+
+    #[test]
     fn manifests_of_pods_hold_arguments() {
         let spec = serde_json::json!({"containers": [
             {"name": "other", "command": ["sleep"]},
@@ -389,7 +425,7 @@ mod tests {
         let pod = serde_json::json!({"kind": "Pod", "spec": spec});
         let set = serde_json::json!({"kind": "DaemonSet", "spec": {"template": {"spec": spec}}});
         let expected = check_arguments(&words("--proxy-mode=nftables --cluster-cidr=10.0.0.0/8"));
-        assert_eq!(expected.mode, ProxyMode::Nftables);
+        assert_eq!(expected.mode, Some(ProxyMode::Nftables));
         for manifest in [pod, set] {
             assert_eq!(check_file("-", &manifest.to_string()).unwrap(), expected);
         }
