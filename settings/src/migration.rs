@@ -120,13 +120,19 @@ fn source(path: &str, text: &str) -> Result<Source, ConfigError> {
     match document["kind"].as_str() {
         Some("ConfigMap") => {
             let data = document["data"].as_object().cloned().unwrap_or_default();
+            let texts = || data.iter().filter_map(|(key, text)| Some((key, text.as_str()?)));
             let is_configuration =
-                |text: &&str| super::tree(path, text).is_ok_and(|tree| tree.to_json()["kind"] == super::raw::KIND);
-            let found = data.values().filter_map(Json::as_str).find(is_configuration);
+                |text: &str| super::tree(path, text).is_ok_and(|tree| tree.to_json()["kind"] == super::raw::KIND);
+            if let Some((_, text)) = texts().find(|(_, text)| is_configuration(text)) {
+                return Ok(Source::Document(text.to_owned()));
+            }
+            // The configuration is perhaps a text that cannot be parsed.
+            let error = |(key, text)| super::tree(&format!("the key {key} in {path}"), text).err().zip(Some(text));
+            let unreadable = texts().filter_map(error).min_by_key(|(_, text)| !text.contains(super::raw::KIND));
             let keys = || data.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
             let missing =
                 || none(format!("the ConfigMap {} holds no {} in its keys ({})", name(), super::raw::KIND, keys()));
-            found.map(|text| Source::Document(text.to_owned())).ok_or_else(missing)
+            Err(unreadable.map_or_else(missing, |(error, _)| error))
         }
         Some("Pod") => {
             arguments_of(&document["spec"]).ok_or_else(|| none(format!("the Pod {} runs no kube-proxy", name())))
@@ -439,6 +445,16 @@ mod tests {
             error(map),
             "f.yaml has no configuration of kube-proxy: the ConfigMap a/b holds no KubeProxyConfiguration in its keys (a, b)"
         );
+        let broken = "kind: ConfigMap\ndata:\n  a: '['\n  config: |\n    kind: KubeProxyConfiguration\n    mode: [\n";
+        assert!(
+            error(broken).starts_with("the key config in f.yaml is not YAML: error: line 2 column 7"),
+            "{}",
+            error(broken)
+        );
+        let broken = "kind: ConfigMap\ndata: {a: 'mode: ['}\n";
+        assert!(error(broken).starts_with("the key a in f.yaml is not YAML: error: line 1 "), "{}", error(broken));
+        let several = "kind: ConfigMap\ndata:\n  a: |\n    a: 1\n    ---\n    kind: KubeProxyConfiguration\n";
+        assert!(error(several).starts_with("the key a in f.yaml holds several YAML documents"), "{}", error(several));
         assert!(error("kind: Pod\nmetadata: {name: b}\n").ends_with("the Pod b runs no kube-proxy"));
         assert!(error("kind: List\n").ends_with("it is a list; pass one object"));
         assert!(error("a: [").starts_with("f.yaml is not YAML: "));
