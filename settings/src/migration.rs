@@ -8,6 +8,7 @@ use super::{
     fields::{FIELDS, Field, Meaning},
     raw::{Findings, Origin, Raw},
     remark::Remark,
+    shell,
 };
 
 /// What the agent makes of a setting.
@@ -134,36 +135,72 @@ fn source(path: &str, text: &str) -> Result<Source, ConfigError> {
                 || none(format!("the ConfigMap {} holds no {} in its keys ({})", name(), super::raw::KIND, keys()));
             Err(unreadable.map_or_else(missing, |(error, _)| error))
         }
-        Some("Pod") => {
-            arguments_of(&document["spec"]).ok_or_else(|| none(format!("the Pod {} runs no kube-proxy", name())))
-        }
-        Some("DaemonSet") => {
-            let missing = || none(format!("the DaemonSet {} runs no kube-proxy", name()));
-            arguments_of(&document["spec"]["template"]["spec"]).ok_or_else(missing)
+        Some(kind @ ("Pod" | "DaemonSet")) => {
+            let pod = if kind == "Pod" { &document["spec"] } else { &document["spec"]["template"]["spec"] };
+            match arguments_of(pod) {
+                Some(Ok(arguments)) => Ok(Source::Arguments(arguments)),
+                Some(Err(why)) => Err(none(format!(
+                    "the {kind} {}: {why}; pass the flags of kube-proxy: headgatectl migrate check -- FLAGS",
+                    name()
+                ))),
+                None => Err(none(format!("the {kind} {} runs no kube-proxy", name()))),
+            }
         }
         Some("List") => Err(none("it is a list; pass one object".to_owned())),
         _ => Ok(Source::Document(text.to_owned())),
     }
 }
 
-/// The arguments of the container that runs kube-proxy, from the specification of a pod.
-fn arguments_of(spec: &Json) -> Option<Source> {
-    let texts =
-        |json: &Json| json.as_array().into_iter().flatten().filter_map(Json::as_str).map(str::to_owned).collect();
-    let runs = |word: &String| word == "kube-proxy" || word.ends_with("/kube-proxy");
-    spec["containers"]
-        .as_array()?
-        .iter()
-        .find_map(|container| {
-            let mut words: Vec<String> = texts(&container["command"]);
-            words.extend::<Vec<String>>(texts(&container["args"]));
-            match words.iter().position(runs) {
-                Some(program) => Some(words.split_off(program + 1)),
-                // The image itself names the program.
-                None => (container["name"] == "kube-proxy").then_some(words),
-            }
-        })
-        .map(Source::Arguments)
+/// The arguments of kube-proxy in the specification of a pod, or the reason why they cannot be read.
+/// `None` if no container runs kube-proxy.
+fn arguments_of(spec: &Json) -> Option<Result<Vec<String>, String>> {
+    let arguments = |container: &Json| Some((container["name"] == "kube-proxy", arguments_of_container(container)?));
+    let found = spec["containers"].as_array()?.iter().filter_map(arguments);
+    // Another container may only mention kube-proxy in a script.
+    found.min_by_key(|(is_named, found)| (found.is_err(), !is_named)).map(|(_, found)| found)
+}
+
+fn arguments_of_container(container: &Json) -> Option<Result<Vec<String>, String>> {
+    let texts = |key: &str| container[key].as_array().into_iter().flatten().filter_map(Json::as_str);
+    let mut words: Vec<String> = texts("command").chain(texts("args")).map(str::to_owned).collect();
+    if let Some(program) = words.iter().position(|word| is_kube_proxy(word)) {
+        return Some(Ok(words.split_off(program + 1)));
+    }
+    if let Some(script) = script(&words).filter(|script| script.contains("kube-proxy")) {
+        return Some(
+            arguments_in_script(script).map_err(|why| format!("kube-proxy starts in a shell script, and {why}")),
+        );
+    }
+    (container["name"] == "kube-proxy").then(|| match words.first() {
+        Some(program) if !program.starts_with('-') => Err(format!("its container kube-proxy runs {program}")),
+        // The image itself names the program.
+        _ => Ok(words),
+    })
+}
+
+fn is_kube_proxy(word: &str) -> bool {
+    word.rsplit('/').next() == Some("kube-proxy") && !word.contains(char::is_whitespace)
+}
+
+/// The script of a command such as `/bin/sh -c SCRIPT`.
+fn script(words: &[String]) -> Option<&str> {
+    let (shell, rest) = words.split_first()?;
+    let is_shell = ["sh", "ash", "bash", "dash"].contains(&shell.rsplit('/').next()?);
+    let option = rest.iter().position(|word| word.starts_with('-') && word.ends_with('c')).filter(|_| is_shell)?;
+    rest.get(option + 1).map(String::as_str)
+}
+
+/// The arguments of kube-proxy in a script that starts it once.
+fn arguments_in_script(script: &str) -> Result<Vec<String>, String> {
+    let mut starts = shell::commands(script)?.into_iter().filter_map(|mut words| {
+        let program = usize::from(words.first().is_some_and(|word| word == "exec"));
+        words.get(program).is_some_and(|word| is_kube_proxy(word)).then(|| words.split_off(program + 1))
+    });
+    match (starts.next(), starts.next()) {
+        (Some(arguments), None) => Ok(arguments),
+        (None, _) => Err("no command of the script is kube-proxy".to_owned()),
+        (Some(_), Some(_)) => Err("the script starts it more than once".to_owned()),
+    }
 }
 
 fn checked(raw: &Raw, program_flags: Vec<Line>, findings: Findings) -> Checked {
@@ -438,12 +475,47 @@ mod tests {
     }
 
     #[test]
+    fn arguments_are_read_from_a_simple_shell_script() {
+        let pod = |command: &[&str], args: &[&str]| {
+            let containers = serde_json::json!([
+                {"name": "log", "command": ["/bin/sh", "-c", "tail -F $HOME/kube-proxy.log"]},
+                {"name": "kube-proxy", "command": command, "args": args},
+            ]);
+            let pod = serde_json::json!({"kind": "Pod", "metadata": {"name": "p"}, "spec": {"containers": containers}});
+            check_file("f.yaml", &pod.to_string()).map_err(|error| error.to_string())
+        };
+        let expected = Ok(check_arguments(&words("--cluster-cidr=10.0.0.0/8 --proxy-mode=ipvs")));
+        let gke = "exec kube-proxy --cluster-cidr=10.0.0.0/8 --proxy-mode=ipvs 1>>/var/log/kube-proxy.log 2>&1";
+        let kops = "mkfifo /tmp/pipe; (tee -a /var/log/kube-proxy.log < /tmp/pipe & ) ; exec /usr/local/bin/kube-proxy \
+                    --cluster-cidr=10.0.0.0/8 --proxy-mode='ipvs' > /tmp/pipe 2>&1";
+        for script in [gke, kops] {
+            assert_eq!(pod(&["/bin/sh", "-c", script], &[]), expected, "{script}");
+            assert_eq!(pod(&["/bin/bash", "-o", "pipefail", "-ec"], &[script]), expected, "{script}");
+        }
+        let ending = "; pass the flags of kube-proxy: headgatectl migrate check -- FLAGS";
+        for (command, why) in [
+            (
+                &["sh", "-c", "exec kube-proxy --a=$B"][..],
+                "in a shell script, and only a shell can evaluate the character $",
+            ),
+            (&["sh", "-c", "kube-proxy --cleanup; kube-proxy"], "the script starts it more than once"),
+            (&["sh", "-c", "env A=b kube-proxy --c"], "no command of the script is kube-proxy"),
+            (&["sh", "-c", "/start"], "the Pod p: its container kube-proxy runs sh"),
+            (&["/hyperkube", "proxy", "--proxy-mode=ipvs"], "its container kube-proxy runs /hyperkube"),
+        ] {
+            let error = pod(command, &[]).unwrap_err();
+            assert!(error.contains(why) && error.ends_with(ending), "{command:?}: {error}");
+        }
+        assert_eq!(pod(&[], &["--cluster-cidr=10.0.0.0/8", "--proxy-mode=ipvs"]), expected);
+    }
+
+    #[test]
     fn files_without_a_configuration_are_errors_that_name_the_object() {
         let error = |text: &str| check_file("f.yaml", text).unwrap_err().to_string();
         let map = "kind: ConfigMap\nmetadata: {namespace: a, name: b}\ndata: {a: '1', b: 'kind: Config'}\n";
         assert_eq!(
             error(map),
-            "f.yaml has no configuration of kube-proxy: the ConfigMap a/b holds no KubeProxyConfiguration in its keys (a, b)"
+            "f.yaml has no configuration of kube-proxy that can be read: the ConfigMap a/b holds no KubeProxyConfiguration in its keys (a, b)"
         );
         let broken = "kind: ConfigMap\ndata:\n  a: '['\n  config: |\n    kind: KubeProxyConfiguration\n    mode: [\n";
         assert!(
