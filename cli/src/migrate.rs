@@ -102,4 +102,19 @@ mod tests {
         assert!(shown.contains("get configmap kube-proxy -o yaml | headgatectl migrate check -"), "{shown}");
         assert!(!shown.contains("stays") && !shown.contains("other default kube-proxy"), "{shown}");
     }
+
+    #[test]
+    fn long_values_lose_their_middle_in_the_table() {
+        let value = format!("10.0.0.0/8{}end", "é".repeat(100_000));
+        let arguments =
+            [format!("--cluster-cidr={value}"), format!("--{value}"), format!("--pod-bridge-interface={value}")];
+        let checked = migration::check_arguments(&arguments);
+        assert!(checked.lines.iter().any(|line| line.value == value), "JSON has the whole value");
+        let shown = table(&checked);
+        assert!(shown.len() < 10_000, "the table has {} bytes", shown.len());
+        let joined: String = shown.split_whitespace().collect();
+        for part in ["10.0.0.0/8éé", "éé…éé", "éend", "writeonesuchas10.0.0.0/8"] {
+            assert!(joined.contains(part), "{part} is not in {shown}");
+        }
+    }
 }
