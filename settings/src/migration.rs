@@ -56,8 +56,8 @@ pub struct Checked {
     /// The settings in the order of `docs/configuration.md`, without those that have their default.
     /// After them come the arguments that are no settings, and unknown names.
     pub lines: Vec<Line>,
-    /// The mode that the settings ask for: `Auto` if they name none. `None` if the arguments contain
-    /// `--config`, because the file then decides the mode and the other settings.
+    /// The mode that the settings ask for: `Auto` if they name none. `None` if the arguments
+    /// contain `--config`, because the file then decides the mode and the other settings.
     pub mode: Option<ProxyMode>,
 }
 
@@ -151,8 +151,8 @@ fn source(path: &str, text: &str) -> Result<Source, ConfigError> {
     }
 }
 
-/// The arguments of kube-proxy in the specification of a pod, or the reason why they cannot be read.
-/// `None` if no container runs kube-proxy.
+/// The arguments of kube-proxy in the specification of a pod, or the reason why they cannot be
+/// read. `None` if no container runs kube-proxy.
 fn arguments_of(spec: &Json) -> Option<Result<Vec<String>, String>> {
     let arguments = |container: &Json| Some((container["name"] == "kube-proxy", arguments_of_container(container)?));
     let found = spec["containers"].as_array()?.iter().filter_map(arguments);
