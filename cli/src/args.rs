@@ -156,8 +156,8 @@ pub enum MigrateArgs {
     ///   headgatectl migrate check /var/lib/kube-proxy/config.conf
     ///   headgatectl migrate check -- --proxy-mode=ipvs --cluster-cidr=10.244.0.0/16
     ///
-    /// Exit codes: 0 if the agent accepts the settings, 1 if it rejects a value or if there is no
-    /// configuration, 2 for a wrong command line.
+    /// Exit codes: 0 if the agent accepts the settings, 1 if it rejects a value, a flag or another
+    /// argument, or if there is no configuration, 2 for a wrong command line.
     #[command(verbatim_doc_comment)]
     Check(CheckArgs),
 }

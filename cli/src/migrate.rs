@@ -44,8 +44,8 @@ pub(crate) fn check(args: &CheckArgs, output: Output, style: Style, out: &mut dy
     }
     match checked.count(Outcome::Invalid) {
         0 => Ok(()),
-        1 => Err(Failure::Invalid("the agent rejects 1 setting; correct its value first".to_owned())),
-        invalid => Err(Failure::Invalid(format!("the agent rejects {invalid} settings; correct their values first"))),
+        1 => Err(Failure::Invalid("the agent rejects 1 setting; correct or remove it first".to_owned())),
+        invalid => Err(Failure::Invalid(format!("the agent rejects {invalid} settings; correct or remove them first"))),
     }
 }
 
@@ -57,16 +57,64 @@ fn text(checked: &Checked, is_wide: bool, style: Style) -> String {
 }
 
 /// The mode to choose.
-const fn mode(mode: ProxyMode) -> &'static str {
+const fn mode(mode: Option<ProxyMode>) -> &'static str {
     match mode {
-        ProxyMode::Auto => "Mode: auto takes nftables where no Service behaves differently than with iptables.",
-        ProxyMode::Iptables => {
+        None => {
+            "Mode: the file of --config decides it, and all other settings except the name of the node. Check the\n\
+             file too, for example:\n  \
+             kubectl -n kube-system get configmap kube-proxy -o yaml | headgatectl migrate check -"
+        }
+        Some(ProxyMode::Auto) => "Mode: auto takes nftables where no Service behaves differently than with iptables.",
+        Some(ProxyMode::Iptables) => {
             "Mode: iptables stays. Mode auto would also take nftables where no Service behaves differently."
         }
-        ProxyMode::Ipvs => {
+        Some(ProxyMode::Ipvs) => {
             "Mode: ipvs stays. Kubernetes removes this mode: choose nftables, unless you need a scheduler of IPVS."
         }
-        ProxyMode::Nftables => "Mode: nftables stays.",
-        ProxyMode::Userspace => "Mode: userspace stays. The agent carries connections through its own proxy.",
+        Some(ProxyMode::Nftables) => "Mode: nftables stays.",
+        Some(ProxyMode::Userspace) => "Mode: userspace stays. The agent carries connections through its own proxy.",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn table(checked: &Checked) -> String {
+        text(checked, false, Style::default())
+    }
+
+    #[test]
+    fn the_page_shows_real_output() {
+        let configuration = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: iptables\n\
+                             clusterCIDR: 10.244.0.0/16\nclientConnection: {kubeconfig: /var/lib/kube-proxy/kubeconfig.conf}\n";
+        let shown = table(&migration::check_file("-", configuration).unwrap());
+        let page = include_str!("../../docs/migration.md");
+        assert!(page.contains(&format!("```text\n{shown}```\n")), "docs/migration.md does not show this:\n{shown}");
+    }
+
+    #[test]
+    fn beside_a_file_the_table_asks_to_check_the_file() {
+        let arguments = ["--config=/config.conf", "--proxy-mode=ipvs"].map(str::to_owned);
+        let shown = table(&migration::check_arguments(&arguments));
+        assert!(shown.contains("no effect     --config is given, and the file"), "{shown}");
+        assert!(shown.contains("get configmap kube-proxy -o yaml | headgatectl migrate check -"), "{shown}");
+        assert!(!shown.contains("stays") && !shown.contains("other default kube-proxy"), "{shown}");
+    }
+
+    #[test]
+    fn long_values_lose_their_middle_in_the_table() {
+        let value = format!("10.0.0.0/8{}end", "é".repeat(100_000));
+        let arguments =
+            [format!("--cluster-cidr={value}"), format!("--{value}"), format!("--pod-bridge-interface={value}")];
+        let checked = migration::check_arguments(&arguments);
+        assert!(checked.lines.iter().any(|line| line.value == value), "JSON has the whole value");
+        let shown = table(&checked);
+        assert!(shown.len() < 10_000, "the table has {} bytes", shown.len());
+        let joined: String = shown.split_whitespace().collect();
+        for part in ["10.0.0.0/8éé", "éé…éé", "éend", "writeonesuchas10.0.0.0/8"] {
+            assert!(joined.contains(part), "{part} is not in {shown}");
+        }
     }
 }

@@ -105,7 +105,7 @@ fn lay_out(headers: &[&str], rows: impl IntoIterator<Item = Vec<Cell>>, style: S
 }
 
 /// Formats the settings of a kube-proxy, at most 100 columns wide. Settings that carry over have an
-/// explanation only if `is_wide`.
+/// explanation only if `is_wide`. Long texts lose their middle.
 pub fn migration(lines: &[Line], is_wide: bool, style: Style) -> String {
     let rows = lines.iter().map(|line| {
         let tone = match line.outcome {
@@ -115,12 +115,23 @@ pub fn migration(lines: &[Line], is_wide: bool, style: Style) -> String {
         };
         let outcome = toned(line.outcome.as_str(), tone);
         let is_explained = is_wide || line.outcome != Outcome::CarriesOver;
-        let explanation = cell(if is_explained { &line.explanation } else { "" });
-        vec![cell(&line.setting), cell(&line.value), outcome, explanation]
+        // An explanation may contain the value, and the remedy at its end.
+        let explanation = cell(if is_explained { shortened(&line.explanation, 1000) } else { "".into() });
+        vec![cell(shortened(&line.setting, 200)), cell(shortened(&line.value, 200)), outcome, explanation]
     });
     let mut table = lay_out(&["SETTING", "VALUE", "OUTCOME", "EXPLANATION"], rows, style);
     table.set_content_arrangement(ContentArrangement::Dynamic).set_width(100);
     table.trim_fmt() + "\n"
+}
+
+/// Replaces the middle of a text with more than `max` bytes. Breaking a very long text into the
+/// lines of a cell takes very long.
+fn shortened(text: &str, max: usize) -> Cow<'_, str> {
+    if text.len() <= max {
+        return text.into();
+    }
+    let (start, end) = (text.floor_char_boundary(max / 2), text.ceil_char_boundary(text.len() - max / 2));
+    format!("{}…{}", &text[..start], &text[end..]).into()
 }
 
 /// Adds a line of text below a table.

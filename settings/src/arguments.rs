@@ -1,61 +1,106 @@
 //! Reads kube-proxy's arguments as its flag library does (Go's `pflag`), and names every argument
-//! that kube-proxy does not know, instead of ending at the first one.
+//! that the agent would reject, instead of ending at the first one.
+
+use std::{iter::Peekable, slice::Iter};
 
 use super::{
     fields::{FIELDS, Field},
     raw::{Findings, Raw},
     remark::Remark,
-    value::Kind,
+    value::{Kind, Value},
 };
 
 /// Flags that belong to the program and are no settings. The agent has these flags too.
 ///
-/// Each entry holds the name, whether a value follows, and what the agent does with the flag.
-pub(super) const PROGRAM_FLAGS: &[(&str, bool, &str)] = &[
-    ("config", true, "the agent reads the same file, which replaces the other flags of kube-proxy: check it too"),
-    ("hostname-override", true, "the name of the node"),
-    ("write-config-to", true, "the agent writes its defaults and ends"),
-    ("cleanup", false, "the agent removes Headgate's rules and ends"),
-    ("init-only", false, "the agent sets the kernel parameters that need privileges, and ends"),
-    ("version", false, "the agent prints its version and ends"),
-    ("help", false, "the agent prints its help and ends"),
+/// Each entry holds the name, the kind of values (`None` if the agent takes none), and what the
+/// agent does with the flag.
+const PROGRAM_FLAGS: &[(&str, Option<Kind>, &str)] = &[
+    (
+        "config",
+        Some(Kind::Text),
+        "the agent reads the same file, which replaces the other flags of kube-proxy: check it too",
+    ),
+    (HOSTNAME_OVERRIDE, Some(Kind::Text), "the name of the node"),
+    ("write-config-to", Some(Kind::Text), "the agent writes its defaults and ends"),
+    ("cleanup", Some(Kind::Bool), "the agent removes Headgate's rules and ends"),
+    ("init-only", Some(Kind::Bool), "the agent sets the kernel parameters that need privileges, and ends"),
+    ("version", None, "the agent prints its version and ends"),
+    ("help", None, "the agent prints its help and ends"),
 ];
+const HOSTNAME_OVERRIDE: &str = "hostname-override";
 
 /// A flag of [`PROGRAM_FLAGS`] among the arguments: its name with dashes, its value, and what the
 /// agent does with it.
 pub(super) type ProgramFlag = (String, String, &'static str);
 
-/// Reads arguments without the program's name.
+/// Reads arguments without the program's name. Each argument that the agent rejects is a problem.
 pub(super) fn read(arguments: &[String]) -> (Raw, Vec<ProgramFlag>, Findings) {
-    let (mut raw, mut program_flags, mut findings) = (Raw::default(), Vec::new(), Findings::default());
-    let mut arguments = arguments.iter();
+    let (mut raw, mut program_flags, mut findings) = (Raw::default(), Vec::<ProgramFlag>::new(), Findings::default());
+    let mut arguments = arguments.iter().peekable();
     while let Some(argument) = arguments.next() {
-        let Some(text) =
-            argument.strip_prefix("--").or_else(|| argument.strip_prefix('-').filter(|t| t.starts_with('v')))
-        else {
-            findings.notes.push(Remark::new(argument, "not a flag; kube-proxy has no other arguments"));
+        let Some((name, value)) = split(argument) else {
+            let what = "not a flag: the agent ends with an error, so remove the argument";
+            findings.problems.push(Remark::new(argument, what));
             continue;
         };
-        let (name, value) = text.split_once('=').map_or((text, None), |(name, value)| (name, Some(value.to_owned())));
-        let name = name.replace('_', "-");
-        let mut value_or_next = || value.clone().or_else(|| arguments.next().cloned());
         let flag = format!("--{name}");
+        let has_value = value.is_some();
         let is_field = |field: &&Field| !name.is_empty() && (field.flag == name || field.alias == name);
-        if let Some((_, takes_value, what)) = PROGRAM_FLAGS.iter().find(|(known, ..)| *known == name) {
-            let value = if *takes_value { value_or_next() } else { value };
-            program_flags.push((flag, value.unwrap_or_default(), *what));
+        if let Some((known, kind, what)) = PROGRAM_FLAGS.iter().find(|(known, ..)| *known == name) {
+            let is_repeated = program_flags.iter().any(|(given, ..)| *given == flag) && *known != HOSTNAME_OVERRIDE;
+            let value = match kind.map(|kind| parse(kind, value, &mut arguments)) {
+                None if has_value => Err("takes no value; write the flag alone".to_owned()),
+                None => Ok(String::new()),
+                Some(Ok(Value::Text(text))) if text.is_empty() => Err("has no value; write text".to_owned()),
+                Some(Ok(Value::Text(text))) => Ok(text),
+                Some(value) => value.map(|value| value.to_json().to_string()),
+            };
+            match value {
+                Ok(_) if is_repeated => findings.problems.push(Remark::new(flag, "appears more than once; keep one")),
+                Ok(value) => program_flags.push((flag, value, *what)),
+                Err(problem) => findings.problems.push(Remark::new(flag, problem)),
+            }
         } else if let Some(field) = FIELDS.iter().find(is_field) {
-            let value = if field.kind == Kind::Bool { value.or(Some("true".to_owned())) } else { value_or_next() };
-            match value
-                .ok_or_else(|| format!("has no value; {}", field.kind.expected()))
-                .and_then(|v| field.kind.parse(&v))
-            {
+            match parse(field.kind, value, &mut arguments) {
                 Ok(value) => raw.set(field.id(), value),
                 Err(problem) => findings.problems.push(Remark::new(flag, problem)),
             }
         } else {
-            findings.notes.push(Remark::new(flag, "unknown: the agent ends with an error, so remove the flag"));
+            findings.problems.push(Remark::new(flag, "unknown: the agent ends with an error, so remove the flag"));
         }
     }
     (raw, program_flags, findings)
+}
+
+/// The name and the value of a flag; `None` if the argument is no flag. The value may follow in the
+/// next argument.
+fn split(argument: &str) -> Option<(String, Option<String>)> {
+    if let Some(long) = argument.strip_prefix("--") {
+        let (name, value) = long.split_once('=').map_or((long, None), |(name, value)| (name, Some(value.to_owned())));
+        return Some((name.replace('_', "-"), value));
+    }
+    match argument.strip_prefix('-')? {
+        "h" => Some(("help".to_owned(), None)),
+        "v" => Some(("v".to_owned(), None)),
+        // `-v2` or `-v=2`.
+        short => {
+            let value = short.strip_prefix('v')?;
+            Some(("v".to_owned(), Some(value.strip_prefix('=').unwrap_or(value).to_owned())))
+        }
+    }
+}
+
+/// Parses the value of a flag, which may be the next one of the arguments.
+fn parse(kind: Kind, value: Option<String>, arguments: &mut Peekable<Iter<'_, String>>) -> Result<Value, String> {
+    // As for the agent, an argument with a dash is another flag, except a negative number.
+    let is_value = |next: &str| match next.strip_prefix('-') {
+        Some(rest) if matches!(kind, Kind::Int(..)) => rest.starts_with(|c: char| c.is_ascii_digit()),
+        Some(rest) => rest.is_empty(),
+        None => true,
+    };
+    let value = match kind {
+        Kind::Bool => value.or(Some("true".to_owned())),
+        _ => value.or_else(|| arguments.next_if(|next| is_value(next)).cloned()),
+    };
+    kind.parse(&value.ok_or_else(|| format!("has no value; {}", kind.expected()))?)
 }

@@ -178,6 +178,21 @@ impl Settings {
     }
 }
 
+/// The settings of the time between two checks and of the shortest time between two syncs. As in
+/// kube-proxy, each mode has its own fields in a file. The flags for mode iptables apply to each
+/// mode except ipvs.
+pub(super) const fn periods(mode: ProxyMode, origin: Origin) -> [&'static str; 2] {
+    match (mode, origin) {
+        (ProxyMode::Ipvs, _) => ["ipvs.syncPeriod", "ipvs.minSyncPeriod"],
+        (ProxyMode::Nftables | ProxyMode::Userspace, Origin::File) => ["nftables.syncPeriod", "nftables.minSyncPeriod"],
+        _ => ["iptables.syncPeriod", "iptables.minSyncPeriod"],
+    }
+}
+
+const fn uses_nftables(mode: ProxyMode) -> bool {
+    matches!(mode, ProxyMode::Nftables | ProxyMode::Userspace)
+}
+
 impl Checker<'_> {
     fn problem(&mut self, id: &str, what: &str) {
         let name = self.raw.name(id);
@@ -192,20 +207,9 @@ impl Checker<'_> {
         let loopback = if is_v6 { "[::1]:10249" } else { "127.0.0.1:10249" };
         let hostname_override = Some(raw.text("hostnameOverride")).filter(|name| !name.is_empty());
         let mode = self.mode();
-        // As in kube-proxy, each mode has its own periods.
-        let [sync_period, min_sync_period] = match mode {
-            ProxyMode::Auto | ProxyMode::Iptables => ["iptables.syncPeriod", "iptables.minSyncPeriod"],
-            ProxyMode::Ipvs => ["ipvs.syncPeriod", "ipvs.minSyncPeriod"],
-            ProxyMode::Nftables | ProxyMode::Userspace => ["nftables.syncPeriod", "nftables.minSyncPeriod"],
-        };
+        let [sync_period, min_sync_period] = periods(mode, raw.origin);
         self.periods(sync_period, min_sync_period);
-        if mode != ProxyMode::Ipvs {
-            self.note_unused_section("ipvs.");
-        }
-        let uses_nftables = matches!(mode, ProxyMode::Nftables | ProxyMode::Userspace);
-        if !uses_nftables {
-            self.note_unused_section("nftables.");
-        }
+        self.note_unused_modes(mode);
         let [allow_external_ips, serves_flagz, serves_statusz] = self.gates();
         let mut settings = Settings {
             mode,
@@ -217,9 +221,7 @@ impl Checker<'_> {
             detect_local: self.detect_local(),
             node_ports: self.node_ports(mode),
             localhost_node_ports: raw.bool("iptables.localhostNodePorts"),
-            // The flag `--masquerade-all` sets `iptables.masqueradeAll`, so this field has an
-            // effect in each mode.
-            masquerade_all: raw.bool("iptables.masqueradeAll") || (uses_nftables && raw.bool("nftables.masqueradeAll")),
+            masquerade_all: self.masquerade_all(mode),
             masquerade_bit: u8::try_from(raw.int("iptables.masqueradeBit")).unwrap_or(14),
             sync_period: raw.duration(sync_period),
             min_sync_period: raw.duration(min_sync_period),
@@ -239,6 +241,11 @@ impl Checker<'_> {
         if settings.node_ports == NodePortSelector::Primary {
             settings.document["nodePortAddresses"] = [PRIMARY].into();
         }
+        if uses_nftables(mode) && raw.origin == Origin::Flags {
+            for key in ["syncPeriod", "minSyncPeriod", "masqueradeAll"] {
+                settings.document["nftables"][key] = settings.document["iptables"][key].clone();
+            }
+        }
         settings
     }
 
@@ -254,12 +261,32 @@ impl Checker<'_> {
     }
 
     /// Adds a note for each given setting of a mode that is not in use.
-    fn note_unused_section(&mut self, prefix: &str) {
-        let mode = self.raw.text("mode");
+    fn note_unused_modes(&mut self, mode: ProxyMode) {
+        let (raw, periods) = (self.raw, periods(mode, self.raw.origin));
+        let is_unused = |id: &str| match id {
+            "iptables.masqueradeAll" => mode == ProxyMode::Nftables && raw.origin == Origin::File,
+            "iptables.syncPeriod" | "iptables.minSyncPeriod" => !periods.contains(&id),
+            _ => match id.split_once('.') {
+                Some(("ipvs", _)) => mode != ProxyMode::Ipvs,
+                Some(("nftables", _)) => !uses_nftables(mode),
+                _ => false,
+            },
+        };
+        let (setting, mode) = (raw.name("mode"), raw.text("mode"));
         let mode = if mode.is_empty() { "auto" } else { &mode };
-        let (raw, setting) = (self.raw, self.raw.name("mode"));
-        let ids = FIELDS.iter().map(Field::id).filter(|id| id.starts_with(prefix) && raw.is_changed(id));
+        let ids = FIELDS.iter().map(Field::id).filter(|id| is_unused(id) && raw.is_changed(id));
         self.notes.extend(ids.map(|id| Remark::new(raw.name(id), format!("not used while {setting} is {mode}"))));
+    }
+
+    /// As in kube-proxy, the flag `--masquerade-all` applies to each mode. In a file, mode nftables
+    /// has its own field. Mode userspace is in no kube-proxy of today, and uses both fields.
+    fn masquerade_all(&self, mode: ProxyMode) -> bool {
+        let [iptables, nftables] = ["iptables", "nftables"].map(|mode| self.raw.bool(&format!("{mode}.masqueradeAll")));
+        match (self.raw.origin, mode) {
+            (Origin::File, ProxyMode::Nftables) => nftables,
+            (Origin::File, ProxyMode::Userspace) => iptables || nftables,
+            _ => iptables,
+        }
     }
 
     fn bind_address(&mut self) -> IpAddr {

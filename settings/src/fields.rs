@@ -171,7 +171,7 @@ pub const FIELDS: &[Field] = &[
         "masquerade-all",
         Kind::Bool,
         "false",
-        "Masquerade everything that is sent to ClusterIPs",
+        "Masquerade everything that is sent to ClusterIPs. As in kube-proxy, the flag applies to each mode, but a file with mode nftables uses only `nftables.masqueradeAll`",
     ),
     used(
         "iptables.localhostNodePorts",
@@ -187,7 +187,7 @@ pub const FIELDS: &[Field] = &[
             "iptables-sync-period",
             Kind::Duration,
             "30s",
-            "How often the agent checks whether somebody else removed or changed rules. A change that waits for twice this time makes the agent unhealthy",
+            "How often the agent checks whether somebody else removed or changed rules. A change that waits for twice this time makes the agent unhealthy. In a file, the modes ipvs, nftables and userspace use other fields. As in kube-proxy, the flag applies to each mode except ipvs",
         )
     },
     Field {
@@ -197,7 +197,7 @@ pub const FIELDS: &[Field] = &[
             "iptables-min-sync-period",
             Kind::Duration,
             "0s",
-            "Shortest time between two syncs; changes during this time are written together. kube-proxy's default is 1s, because it writes large parts of the tables each time. With 0s, the agent writes each change at once",
+            "Shortest time between two syncs; changes during this time are written together. kube-proxy's default is 1s, because it writes large parts of the tables each time. With 0s, the agent writes each change at once. The field and the flag apply to the same modes as `iptables.syncPeriod`",
         )
     },
     used(
@@ -255,10 +255,16 @@ pub const FIELDS: &[Field] = &[
         "",
         Kind::Bool,
         "false",
-        "Mode nftables: like `iptables.masqueradeAll`; if either is true, everything is masqueraded",
+        "Modes nftables and userspace: like `iptables.masqueradeAll`. Mode userspace uses both fields",
     ),
-    used("nftables.syncPeriod", "", Kind::Duration, "30s", "Mode nftables: like `iptables.syncPeriod`"),
-    used("nftables.minSyncPeriod", "", Kind::Duration, "0s", "Mode nftables: like `iptables.minSyncPeriod`"),
+    used("nftables.syncPeriod", "", Kind::Duration, "30s", "Modes nftables and userspace: like `iptables.syncPeriod`"),
+    used(
+        "nftables.minSyncPeriod",
+        "",
+        Kind::Duration,
+        "0s",
+        "Modes nftables and userspace: like `iptables.minSyncPeriod`",
+    ),
     used(
         "conntrack.maxPerCore",
         "conntrack-max-per-core",

@@ -7,6 +7,7 @@ pub mod fields;
 pub mod migration;
 pub mod raw;
 pub mod remark;
+mod shell;
 pub mod value;
 mod yaml;
 
@@ -44,8 +45,9 @@ pub enum ConfigError {
     /// The file has more than one YAML document.
     #[error("{0} holds several YAML documents; keep only the document of kind {KIND}", KIND = raw::KIND)]
     Several(String),
-    /// The file holds another object, without a configuration of kube-proxy.
-    #[error("{path} has no configuration of kube-proxy: {what}")]
+    /// The file holds another object, without a configuration of kube-proxy, or with arguments that
+    /// only a shell can evaluate.
+    #[error("{path} has no configuration of kube-proxy that can be read: {what}")]
     NoConfiguration {
         /// The file.
         path: String,

@@ -4,10 +4,11 @@ use serde_json::Value as Json;
 
 use super::{
     ConfigError, ProxyMode, arguments,
-    effective::Settings,
+    effective::{self, Settings},
     fields::{FIELDS, Field, Meaning},
-    raw::{Findings, Raw},
+    raw::{Findings, Origin, Raw},
     remark::Remark,
+    shell,
 };
 
 /// What the agent makes of a setting.
@@ -55,8 +56,9 @@ pub struct Checked {
     /// The settings in the order of `docs/configuration.md`, without those that have their default.
     /// After them come the arguments that are no settings, and unknown names.
     pub lines: Vec<Line>,
-    /// The mode that the settings ask for. `Auto` if they name none.
-    pub mode: ProxyMode,
+    /// The mode that the settings ask for: `Auto` if they name none. `None` if the arguments
+    /// contain `--config`, because the file then decides the mode and the other settings.
+    pub mode: Option<ProxyMode>,
 }
 
 impl Checked {
@@ -76,14 +78,7 @@ enum Source {
     Arguments(Vec<String>),
 }
 
-/// Settings whose defaults differ from kube-proxy's: the field, the modes that use the field (empty
-/// for all), and the difference.
-const OTHER_DEFAULTS: [(&str, &[ProxyMode], &str); 4] = [
-    ("mode", &[], "kube-proxy: iptables. Headgate: auto, which takes nftables where no Service behaves differently"),
-    ("iptables.minSyncPeriod", &[ProxyMode::Auto, ProxyMode::Iptables], MIN_SYNC),
-    ("ipvs.minSyncPeriod", &[ProxyMode::Ipvs], MIN_SYNC),
-    ("nftables.minSyncPeriod", &[ProxyMode::Nftables, ProxyMode::Userspace], MIN_SYNC),
-];
+const MODE: &str = "kube-proxy: iptables. Headgate: auto, which takes nftables where no Service behaves differently";
 const MIN_SYNC: &str = "kube-proxy: 1s. Headgate: 0s, because it writes only what changed";
 
 /// Checks a file: a `KubeProxyConfiguration`, a ConfigMap that holds one, or a Pod or DaemonSet
@@ -126,65 +121,110 @@ fn source(path: &str, text: &str) -> Result<Source, ConfigError> {
     match document["kind"].as_str() {
         Some("ConfigMap") => {
             let data = document["data"].as_object().cloned().unwrap_or_default();
+            let texts = || data.iter().filter_map(|(key, text)| Some((key, text.as_str()?)));
             let is_configuration =
-                |text: &&str| super::tree(path, text).is_ok_and(|tree| tree.to_json()["kind"] == super::raw::KIND);
-            let found = data.values().filter_map(Json::as_str).find(is_configuration);
+                |text: &str| super::tree(path, text).is_ok_and(|tree| tree.to_json()["kind"] == super::raw::KIND);
+            if let Some((_, text)) = texts().find(|(_, text)| is_configuration(text)) {
+                return Ok(Source::Document(text.to_owned()));
+            }
+            // The configuration is perhaps a text that cannot be parsed.
+            let error = |(key, text)| super::tree(&format!("the key {key} in {path}"), text).err().zip(Some(text));
+            let unreadable = texts().filter_map(error).min_by_key(|(_, text)| !text.contains(super::raw::KIND));
             let keys = || data.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
             let missing =
                 || none(format!("the ConfigMap {} holds no {} in its keys ({})", name(), super::raw::KIND, keys()));
-            found.map(|text| Source::Document(text.to_owned())).ok_or_else(missing)
+            Err(unreadable.map_or_else(missing, |(error, _)| error))
         }
-        Some("Pod") => {
-            arguments_of(&document["spec"]).ok_or_else(|| none(format!("the Pod {} runs no kube-proxy", name())))
-        }
-        Some("DaemonSet") => {
-            let missing = || none(format!("the DaemonSet {} runs no kube-proxy", name()));
-            arguments_of(&document["spec"]["template"]["spec"]).ok_or_else(missing)
+        Some(kind @ ("Pod" | "DaemonSet")) => {
+            let pod = if kind == "Pod" { &document["spec"] } else { &document["spec"]["template"]["spec"] };
+            match arguments_of(pod) {
+                Some(Ok(arguments)) => Ok(Source::Arguments(arguments)),
+                Some(Err(why)) => Err(none(format!(
+                    "the {kind} {}: {why}; pass the flags of kube-proxy: headgatectl migrate check -- FLAGS",
+                    name()
+                ))),
+                None => Err(none(format!("the {kind} {} runs no kube-proxy", name()))),
+            }
         }
         Some("List") => Err(none("it is a list; pass one object".to_owned())),
         _ => Ok(Source::Document(text.to_owned())),
     }
 }
 
-/// The arguments of the container that runs kube-proxy, from the specification of a pod.
-fn arguments_of(spec: &Json) -> Option<Source> {
-    let texts =
-        |json: &Json| json.as_array().into_iter().flatten().filter_map(Json::as_str).map(str::to_owned).collect();
-    let runs = |word: &String| word == "kube-proxy" || word.ends_with("/kube-proxy");
-    spec["containers"]
-        .as_array()?
-        .iter()
-        .find_map(|container| {
-            let mut words: Vec<String> = texts(&container["command"]);
-            words.extend::<Vec<String>>(texts(&container["args"]));
-            match words.iter().position(runs) {
-                Some(program) => Some(words.split_off(program + 1)),
-                // The image itself names the program.
-                None => (container["name"] == "kube-proxy").then_some(words),
-            }
-        })
-        .map(Source::Arguments)
+/// The arguments of kube-proxy in the specification of a pod, or the reason why they cannot be
+/// read. `None` if no container runs kube-proxy.
+fn arguments_of(spec: &Json) -> Option<Result<Vec<String>, String>> {
+    let arguments = |container: &Json| Some((container["name"] == "kube-proxy", arguments_of_container(container)?));
+    let found = spec["containers"].as_array()?.iter().filter_map(arguments);
+    // Another container may only mention kube-proxy in a script.
+    found.min_by_key(|(is_named, found)| (found.is_err(), !is_named)).map(|(_, found)| found)
+}
+
+fn arguments_of_container(container: &Json) -> Option<Result<Vec<String>, String>> {
+    let texts = |key: &str| container[key].as_array().into_iter().flatten().filter_map(Json::as_str);
+    let mut words: Vec<String> = texts("command").chain(texts("args")).map(str::to_owned).collect();
+    if let Some(program) = words.iter().position(|word| is_kube_proxy(word)) {
+        return Some(Ok(words.split_off(program + 1)));
+    }
+    if let Some(script) = script(&words).filter(|script| script.contains("kube-proxy")) {
+        return Some(
+            arguments_in_script(script).map_err(|why| format!("kube-proxy starts in a shell script, and {why}")),
+        );
+    }
+    (container["name"] == "kube-proxy").then(|| match words.first() {
+        Some(program) if !program.starts_with('-') => Err(format!("its container kube-proxy runs {program}")),
+        // The image itself names the program.
+        _ => Ok(words),
+    })
+}
+
+fn is_kube_proxy(word: &str) -> bool {
+    word.rsplit('/').next() == Some("kube-proxy") && !word.contains(char::is_whitespace)
+}
+
+/// The script of a command such as `/bin/sh -c SCRIPT`.
+fn script(words: &[String]) -> Option<&str> {
+    let (shell, rest) = words.split_first()?;
+    let is_shell = ["sh", "ash", "bash", "dash"].contains(&shell.rsplit('/').next()?);
+    let option = rest.iter().position(|word| word.starts_with('-') && word.ends_with('c')).filter(|_| is_shell)?;
+    rest.get(option + 1).map(String::as_str)
+}
+
+/// The arguments of kube-proxy in a script that starts it once.
+fn arguments_in_script(script: &str) -> Result<Vec<String>, String> {
+    let mut starts = shell::commands(script)?.into_iter().filter_map(|mut words| {
+        let program = usize::from(words.first().is_some_and(|word| word == "exec"));
+        words.get(program).is_some_and(|word| is_kube_proxy(word)).then(|| words.split_off(program + 1))
+    });
+    match (starts.next(), starts.next()) {
+        (Some(arguments), None) => Ok(arguments),
+        (None, _) => Err("no command of the script is kube-proxy".to_owned()),
+        (Some(_), Some(_)) => Err("the script starts it more than once".to_owned()),
+    }
 }
 
 fn checked(raw: &Raw, program_flags: Vec<Line>, findings: Findings) -> Checked {
-    let (settings, mut problems) = Settings::of(raw);
+    let has_file = program_flags.iter().any(|line| line.setting == "--config");
+    let (mode, mut problems, mut notes) = if has_file {
+        (None, Vec::new(), replaced_by_file(raw))
+    } else {
+        let (settings, problems) = Settings::of(raw);
+        (Some(settings.mode), problems, settings.notes)
+    };
     problems.extend(findings.problems);
-    let mut notes = settings.notes;
     notes.extend(findings.notes);
     let mut lines = Vec::new();
     for field in FIELDS {
         let name = raw.name(field.id());
         let value = raw.given().find(|(given, _)| given.id() == field.id()).map(|(_, value)| value.to_json());
-        let other_default = OTHER_DEFAULTS.iter().find(|(id, modes, _)| {
-            *id == field.id() && value.is_none() && (modes.is_empty() || modes.contains(&settings.mode))
-        });
-        let of_field = |remarks: &mut Vec<Remark>| take(remarks, &name);
-        let (outcome, explanation) = if let Some(problem) = of_field(&mut problems) {
+        let (problem, note) = (take(&mut problems, &name), take(&mut notes, &name));
+        let default = mode.filter(|_| value.is_none()).and_then(|mode| other_default(field.id(), mode, raw.origin));
+        let (outcome, explanation) = if let Some(problem) = problem {
             (Outcome::Invalid, problem)
-        } else if let Some(note) = of_field(&mut notes) {
+        } else if let Some(note) = note {
             (Outcome::NoEffect, note)
-        } else if let Some((.., difference)) = other_default {
-            (Outcome::OtherDefault, (*difference).to_owned())
+        } else if let Some(difference) = default {
+            (Outcome::OtherDefault, difference.to_owned())
         } else if raw.is_changed(field.id()) {
             (Outcome::CarriesOver, meaning(field))
         } else {
@@ -198,7 +238,27 @@ fn checked(raw: &Raw, program_flags: Vec<Line>, findings: Findings) -> Checked {
     for (outcome, Remark { setting, what }) in rest.chain(notes.into_iter().map(|note| (Outcome::NoEffect, note))) {
         lines.push(Line { setting, value: String::new(), outcome, explanation: what });
     }
-    Checked { lines, mode: settings.mode }
+    Checked { lines, mode }
+}
+
+/// A note for each given flag beside `--config`. As in kube-proxy, only flags of the program still
+/// have an effect, such as `--hostname-override`.
+fn replaced_by_file(raw: &Raw) -> Vec<Remark> {
+    let used = raw.given().filter(|(field, _)| matches!(field.meaning, Meaning::Used(_)));
+    let why = "--config is given, and the file replaces kube-proxy's flags";
+    raw.without_effect().into_iter().chain(used.map(|(field, _)| Remark::new(raw.name(field.id()), why))).collect()
+}
+
+/// The difference, if Headgate's default of this setting differs from kube-proxy's in this mode.
+fn other_default(id: &str, mode: ProxyMode, origin: Origin) -> Option<&'static str> {
+    let [_, min_sync] = effective::periods(mode, origin);
+    match id {
+        "mode" => Some(MODE),
+        // 1s is only the default of the flag.
+        "ipvs.minSyncPeriod" if origin == Origin::File => None,
+        id if id == min_sync => Some(MIN_SYNC),
+        _ => None,
+    }
 }
 
 /// Takes the first remark about a setting.
@@ -253,7 +313,7 @@ mod tests {
                 ("clientConnection.kubeconfig", "/var/lib/kube-proxy/kubeconfig.conf", Outcome::NoEffect),
             ]
         );
-        assert_eq!((checked.mode, checked.count(Outcome::Invalid)), (ProxyMode::Auto, 0));
+        assert_eq!((checked.mode, checked.count(Outcome::Invalid)), (Some(ProxyMode::Auto), 0));
         assert_eq!(checked, check_file("-", &document).unwrap());
     }
 
@@ -292,11 +352,111 @@ mod tests {
                 ("--oom-score-adj", "", Outcome::Invalid),
                 ("--v", "2", Outcome::NoEffect),
                 ("--hostname-override", "$(NODE_NAME)", Outcome::CarriesOver),
-                ("--cleanup", "", Outcome::CarriesOver),
-                ("--new-flag", "", Outcome::NoEffect),
-                ("stray", "", Outcome::NoEffect),
+                ("--cleanup", "true", Outcome::CarriesOver),
+                ("--new-flag", "", Outcome::Invalid),
+                ("stray", "", Outcome::Invalid),
             ]
         );
+    }
+
+    #[test]
+    fn arguments_that_the_agent_rejects_are_invalid() {
+        for (arguments, setting) in [
+            ("--logtostderr=true", "--logtostderr"),
+            ("stray", "stray"),
+            ("-masquerade-all", "-masquerade-all"),
+            ("--masquerade-all true", "true"),
+            ("--init-only=x", "--init-only"),
+            ("--cleanup=maybe", "--cleanup"),
+            ("--cleanup=", "--cleanup"),
+            ("--cleanup --cleanup=false", "--cleanup"),
+            ("--config=", "--config"),
+            ("--config", "--config"),
+            ("--config a --config b", "--config"),
+            ("--write-config-to=", "--write-config-to"),
+            ("--hostname-override=", "--hostname-override"),
+            ("--version=true", "--version"),
+            ("--cluster-cidr --masquerade-all", "--cluster-cidr"),
+            ("-v", "--v"),
+        ] {
+            let checked = check_arguments(&words(arguments));
+            let invalid = checked.lines.iter().filter(|line| line.outcome == Outcome::Invalid);
+            assert_eq!(invalid.map(|line| line.setting.as_str()).collect::<Vec<_>>(), [setting], "{arguments}");
+        }
+        for arguments in [
+            "-h",
+            "-v2",
+            "-v=2",
+            "-v 2",
+            "--init-only=f",
+            "--oom-score-adj -998",
+            "--hostname-override=a --hostname-override b",
+        ] {
+            assert_eq!(check_arguments(&words(arguments)).count(Outcome::Invalid), 0, "{arguments}");
+        }
+    }
+
+    fn file(body: &str) -> Checked {
+        let head = format!("apiVersion: {}\nkind: {}\n", crate::raw::API_VERSION, crate::raw::KIND);
+        check_file("-", &format!("{head}{body}")).unwrap()
+    }
+
+    #[test]
+    fn the_default_of_ipvs_min_sync_period_differs_only_for_the_flag() {
+        assert_eq!(lines(&file("mode: ipvs\n")), [("mode", "ipvs", Outcome::CarriesOver)]);
+        assert_eq!(
+            lines(&check_arguments(&words("--proxy-mode=ipvs"))),
+            [("--proxy-mode", "ipvs", Outcome::CarriesOver), ("--ipvs-min-sync-period", "", Outcome::OtherDefault)]
+        );
+    }
+
+    #[test]
+    fn settings_of_mode_iptables_in_mode_nftables() {
+        let checked = file("mode: nftables\niptables: {masqueradeAll: true, syncPeriod: 1m}\n");
+        assert_eq!(
+            lines(&checked),
+            [
+                ("mode", "nftables", Outcome::CarriesOver),
+                ("iptables.masqueradeAll", "true", Outcome::NoEffect),
+                ("iptables.syncPeriod", "1m0s", Outcome::NoEffect),
+                ("nftables.minSyncPeriod", "", Outcome::OtherDefault),
+            ]
+        );
+        let flags = "--proxy-mode=nftables --masquerade-all --iptables-min-sync-period=3s --iptables-sync-period=1m";
+        let checked = check_arguments(&words(flags));
+        assert_eq!((checked.lines.len(), checked.count(Outcome::CarriesOver)), (4, 4), "{checked:?}");
+        let checked = check_arguments(&words("--proxy-mode=nftables"));
+        assert_eq!(lines(&checked)[1], ("--iptables-min-sync-period", "", Outcome::OtherDefault));
+    }
+
+    #[test]
+    fn a_setting_that_is_invalid_and_unused_has_one_line() {
+        assert_eq!(
+            lines(&file("mode: iptables\nipvs: {scheduler: best}\n"))[2..],
+            [("ipvs.scheduler", "best", Outcome::Invalid)]
+        );
+    }
+
+    #[test]
+    fn beside_a_file_flags_have_no_effect_and_there_is_no_verdict() {
+        let flags = "--config=/var/lib/kube-proxy/config.conf --hostname-override=$(NODE_NAME) --proxy-mode=ipvs --v=2 \
+                     --ipvs-scheduler=best --masquerade-all=false --oom-score-adj=x";
+        let checked = check_arguments(&words(flags));
+        assert_eq!(
+            lines(&checked),
+            [
+                ("--proxy-mode", "ipvs", Outcome::NoEffect),
+                ("--masquerade-all", "false", Outcome::NoEffect),
+                ("--ipvs-scheduler", "best", Outcome::NoEffect),
+                ("--oom-score-adj", "", Outcome::Invalid),
+                ("--v", "2", Outcome::NoEffect),
+                ("--config", "/var/lib/kube-proxy/config.conf", Outcome::CarriesOver),
+                ("--hostname-override", "$(NODE_NAME)", Outcome::CarriesOver),
+            ]
+        );
+        assert!(checked.lines[0].explanation.starts_with("--config is given"), "{checked:?}");
+        assert!(checked.lines[4].explanation.starts_with("--log "), "{checked:?}");
+        assert_eq!(checked.mode, None);
     }
 
     #[test]
@@ -308,10 +468,45 @@ mod tests {
         let pod = serde_json::json!({"kind": "Pod", "spec": spec});
         let set = serde_json::json!({"kind": "DaemonSet", "spec": {"template": {"spec": spec}}});
         let expected = check_arguments(&words("--proxy-mode=nftables --cluster-cidr=10.0.0.0/8"));
-        assert_eq!(expected.mode, ProxyMode::Nftables);
+        assert_eq!(expected.mode, Some(ProxyMode::Nftables));
         for manifest in [pod, set] {
             assert_eq!(check_file("-", &manifest.to_string()).unwrap(), expected);
         }
+    }
+
+    #[test]
+    fn arguments_are_read_from_a_simple_shell_script() {
+        let pod = |command: &[&str], args: &[&str]| {
+            let containers = serde_json::json!([
+                {"name": "log", "command": ["/bin/sh", "-c", "tail -F $HOME/kube-proxy.log"]},
+                {"name": "kube-proxy", "command": command, "args": args},
+            ]);
+            let pod = serde_json::json!({"kind": "Pod", "metadata": {"name": "p"}, "spec": {"containers": containers}});
+            check_file("f.yaml", &pod.to_string()).map_err(|error| error.to_string())
+        };
+        let expected = Ok(check_arguments(&words("--cluster-cidr=10.0.0.0/8 --proxy-mode=ipvs")));
+        let gke = "exec kube-proxy --cluster-cidr=10.0.0.0/8 --proxy-mode=ipvs 1>>/var/log/kube-proxy.log 2>&1";
+        let kops = "mkfifo /tmp/pipe; (tee -a /var/log/kube-proxy.log < /tmp/pipe & ) ; exec /usr/local/bin/kube-proxy \
+                    --cluster-cidr=10.0.0.0/8 --proxy-mode='ipvs' > /tmp/pipe 2>&1";
+        for script in [gke, kops] {
+            assert_eq!(pod(&["/bin/sh", "-c", script], &[]), expected, "{script}");
+            assert_eq!(pod(&["/bin/bash", "-o", "pipefail", "-ec"], &[script]), expected, "{script}");
+        }
+        let ending = "; pass the flags of kube-proxy: headgatectl migrate check -- FLAGS";
+        for (command, why) in [
+            (
+                &["sh", "-c", "exec kube-proxy --a=$B"][..],
+                "in a shell script, and only a shell can evaluate the character $",
+            ),
+            (&["sh", "-c", "kube-proxy --cleanup; kube-proxy"], "the script starts it more than once"),
+            (&["sh", "-c", "env A=b kube-proxy --c"], "no command of the script is kube-proxy"),
+            (&["sh", "-c", "/start"], "the Pod p: its container kube-proxy runs sh"),
+            (&["/hyperkube", "proxy", "--proxy-mode=ipvs"], "its container kube-proxy runs /hyperkube"),
+        ] {
+            let error = pod(command, &[]).unwrap_err();
+            assert!(error.contains(why) && error.ends_with(ending), "{command:?}: {error}");
+        }
+        assert_eq!(pod(&[], &["--cluster-cidr=10.0.0.0/8", "--proxy-mode=ipvs"]), expected);
     }
 
     #[test]
@@ -320,8 +515,18 @@ mod tests {
         let map = "kind: ConfigMap\nmetadata: {namespace: a, name: b}\ndata: {a: '1', b: 'kind: Config'}\n";
         assert_eq!(
             error(map),
-            "f.yaml has no configuration of kube-proxy: the ConfigMap a/b holds no KubeProxyConfiguration in its keys (a, b)"
+            "f.yaml has no configuration of kube-proxy that can be read: the ConfigMap a/b holds no KubeProxyConfiguration in its keys (a, b)"
         );
+        let broken = "kind: ConfigMap\ndata:\n  a: '['\n  config: |\n    kind: KubeProxyConfiguration\n    mode: [\n";
+        assert!(
+            error(broken).starts_with("the key config in f.yaml is not YAML: error: line 2 column 7"),
+            "{}",
+            error(broken)
+        );
+        let broken = "kind: ConfigMap\ndata: {a: 'mode: ['}\n";
+        assert!(error(broken).starts_with("the key a in f.yaml is not YAML: error: line 1 "), "{}", error(broken));
+        let several = "kind: ConfigMap\ndata:\n  a: |\n    a: 1\n    ---\n    kind: KubeProxyConfiguration\n";
+        assert!(error(several).starts_with("the key a in f.yaml holds several YAML documents"), "{}", error(several));
         assert!(error("kind: Pod\nmetadata: {name: b}\n").ends_with("the Pod b runs no kube-proxy"));
         assert!(error("kind: List\n").ends_with("it is a list; pass one object"));
         assert!(error("a: [").starts_with("f.yaml is not YAML: "));

@@ -94,7 +94,7 @@ fn mode_ipvs_has_its_own_settings_and_periods() {
     );
     let settings = Settings::check(&file.unwrap().raw).unwrap();
     assert_eq!((settings.mode, settings.sync_period), (ProxyMode::Ipvs, Duration::from_secs(9)));
-    assert_eq!(notes(&settings.notes), Vec::<String>::new());
+    assert_eq!(notes(&settings.notes), ["iptables.syncPeriod (not used while mode is ipvs)"]);
     let expected = IpvsSettings {
         scheduler: Scheduler::WeightedLeastConnection,
         exclude_cidrs: vec!["192.0.2.0/24".parse().unwrap()],
@@ -112,6 +112,58 @@ fn mode_ipvs_has_its_own_settings_and_periods() {
         "ipvs.minSyncPeriod: must not be more",
     ] {
         assert!(wrong.contains(part), "{part} is not in {wrong}");
+    }
+}
+
+#[test]
+fn fields_of_mode_iptables_do_not_apply_to_a_file_with_mode_nftables() {
+    let check = |body: &str| Settings::check(&read(body).unwrap().raw).unwrap();
+    let settings = check("mode: nftables\niptables: {masqueradeAll: true, syncPeriod: 7s, minSyncPeriod: 3s}\n");
+    assert_eq!((settings.masquerade_all, settings.sync_period), (false, Duration::from_secs(30)));
+    assert_eq!(settings.min_sync_period, Duration::ZERO);
+    assert_eq!(
+        notes(&settings.notes),
+        ["masqueradeAll", "syncPeriod", "minSyncPeriod"]
+            .map(|field| format!("iptables.{field} (not used while mode is nftables)"))
+    );
+    let nftables = "nftables: {masqueradeAll: true, syncPeriod: 9s, minSyncPeriod: 2s, masqueradeBit: 5}\n";
+    let settings = check(&format!("mode: nftables\n{nftables}"));
+    assert_eq!((settings.masquerade_all, settings.sync_period), (true, Duration::from_secs(9)));
+    assert_eq!(settings.min_sync_period, Duration::from_secs(2));
+    assert!(!check(&format!("mode: ipvs\n{nftables}")).masquerade_all);
+    for mode in ["auto", "iptables", "ipvs", "userspace"] {
+        let body = format!("mode: {mode}\niptables: {{masqueradeAll: true}}\n");
+        assert!(check(&body).masquerade_all, "{mode}");
+    }
+    assert!(check(&format!("mode: userspace\n{nftables}")).masquerade_all);
+}
+
+#[test]
+fn flags_of_mode_iptables_apply_to_each_mode_except_ipvs() {
+    let period = |seconds| value::Value::Duration(Duration::from_secs(seconds));
+    for (mode, seconds) in [("auto", 60), ("iptables", 60), ("nftables", 60), ("userspace", 60), ("ipvs", 30)] {
+        let mut raw = Raw::default();
+        raw.set("mode", value::Value::Text(mode.to_owned()));
+        raw.set("iptables.masqueradeAll", value::Value::Bool(true));
+        raw.set("iptables.syncPeriod", period(60));
+        raw.set("iptables.minSyncPeriod", period(3));
+        let settings = Settings::check(&raw).unwrap();
+        assert!(settings.masquerade_all, "{mode}");
+        assert_eq!(settings.sync_period, Duration::from_secs(seconds), "{mode}");
+        assert_eq!(settings.min_sync_period.is_zero(), mode == "ipvs", "{mode}");
+        if mode == "nftables" {
+            let expected = serde_json::json!(
+                {"masqueradeAll": true, "masqueradeBit": 14, "syncPeriod": "1m0s", "minSyncPeriod": "3s"}
+            );
+            assert_eq!(settings.document["nftables"], expected);
+        }
+        raw.set("iptables.syncPeriod", period(1));
+        let problems = Settings::check(&raw).err().unwrap_or_default();
+        assert_eq!(
+            problems.first().map(|problem| problem.setting.as_str()),
+            (mode != "ipvs").then_some("--iptables-min-sync-period"),
+            "{mode}"
+        );
     }
 }
 
