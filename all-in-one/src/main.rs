@@ -38,26 +38,27 @@ async fn run(Options { control_plane, mut agent }: Options) -> anyhow::Result<()
     // The control plane serves until the agent has ended, because an agent in mode userspace
     // programs changes while its connections end.
     let shutdown = CancellationToken::new();
-    let control_plane = ControlPlane::start(&control_plane, shutdown.clone()).await.map_err(sentence)?;
+    let control_plane =
+        ControlPlane::start(&control_plane, shutdown.clone()).await.map_err(|error| sentence(&error))?;
     agent.control_plane = vec![format!("http://{}", control_plane.running.local_addr)];
     let mut control_plane = tokio::spawn(control_plane.run());
     let mut agent = pin!(headgate_node_agent::run(agent, agent_shutdown.clone()));
     tokio::select! {
         ended = &mut agent => {
             shutdown.cancel();
-            control_plane.await?.map_err(sentence)?;
+            control_plane.await?.map_err(|error| sentence(&error))?;
             ended?;
         }
         ended = &mut control_plane => {
             agent_shutdown.cancel();
             agent.await?;
-            ended?.map_err(sentence)?;
+            ended?.map_err(|error| sentence(&error))?;
         }
     }
     Ok(())
 }
 
 /// An error of the control plane already contains its causes, so the error that is printed has none.
-fn sentence(error: RunError) -> anyhow::Error {
+fn sentence(error: &RunError) -> anyhow::Error {
     anyhow::Error::msg(error.to_string())
 }
