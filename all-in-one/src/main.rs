@@ -58,7 +58,8 @@ async fn run(Options { control_plane, mut agent }: Options) -> anyhow::Result<()
     Ok(())
 }
 
-/// An error of the control plane already contains its causes, so the error that is printed has none.
+/// An error of the control plane already contains its causes, so the error that is printed has
+/// none.
 fn sentence(error: &RunError) -> anyhow::Error {
     anyhow::Error::msg(error.to_string())
 }

@@ -205,8 +205,8 @@ pub struct ProxyCounts {
 /// Wakes the reconcile loop.
 pub type Wake = Arc<dyn Fn() + Send + Sync>;
 
-/// Like [`Wake`], for threads that must not wait. Returns false if the call would have to wait: call
-/// it again soon.
+/// Like [`Wake`], for threads that must not wait. Returns false if the call would have to wait:
+/// call it again soon.
 pub type TryWake = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// The handle of dataplanes that run a program for each call.

@@ -185,8 +185,8 @@ impl TlsMetrics {
         self.handshakes.get_or_create(&[("kind", kind)]).inc();
     }
 
-    /// What is wrong with the current TLS files. `None` if the files can be used, and no control plane
-    /// rejects the certificate.
+    /// What is wrong with the current TLS files. `None` if the files can be used, and no control
+    /// plane rejects the certificate.
     #[must_use]
     pub fn problem(&self) -> Option<String> {
         self.problem.borrow().clone()

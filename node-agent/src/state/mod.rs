@@ -477,7 +477,8 @@ impl AgentState {
 
     /// Waits until changes newer than generation `done` may be programmed, as `pace` allows.
     /// Without such changes, waits until `verify_at`. Before the first complete snapshot, only
-    /// [`Self::stop`], [`Self::interfaces_changed`] and [`Self::try_problems_changed`] end the wait.
+    /// [`Self::stop`], [`Self::interfaces_changed`] and [`Self::try_problems_changed`] end the
+    /// wait.
     pub(crate) fn wait(&self, done: Option<u64>, pace: Pace, verify_at: Instant) -> Wake {
         let mut inner = self.lock();
         loop {

@@ -128,8 +128,8 @@ impl RealKubeProxies {
             process.check_running()?;
             let text = fs::read(&log).context("reading the log of kube-proxy")?;
             let text = String::from_utf8_lossy(&text[usize::try_from(earlier)?..]);
-            // One sync for each family. Mode ipvs writes the first letter small. Versions before 1.31
-            // do not name the family.
+            // One sync for each family. Mode ipvs writes the first letter small. Versions before
+            // 1.31 do not name the family.
             let complete: Vec<&str> = text.lines().filter(|line| line.contains("yncProxyRules complete")).collect();
             let of = |family: &str| complete.iter().any(|line| line.contains(family));
             if of("IPv4") && of("IPv6") || complete.len() >= 2 && !of("IPv") {

@@ -242,6 +242,28 @@ fn one_client_leaves_as_many_sessions_to_others_as_it_has() {
 }
 
 #[test]
+fn a_client_at_its_limit_gives_up_its_oldest_quiet_session() {
+    let settings = UdpSettings { max_sessions_per_client: 3, ..UdpSettings::default() };
+    let bed = Bed::new(&settings, ServiceSettings::default(), "127.0.0.1:0", &[endpoint(1)]);
+    let kept = bed.client();
+    for round in 0..4 {
+        // Fewer sessions than the limit are busy.
+        let clients = [bed.client(), bed.client()];
+        assert_eq!(ask(&kept, b"x").0, 1, "round {round}");
+        clients.iter().for_each(|client| assert_eq!(ask(client, b"x").0, 1, "round {round}"));
+        assert_eq!(bed.stats().open, 3);
+        // A session is quiet after half a second. The oldest one is used again before.
+        thread::sleep(Duration::from_millis(600));
+    }
+    assert_eq!((bed.stats().dropped_by_limit, bed.dropped(), bed.stats().over_limit), (0, 0, 0));
+    // No session is quiet.
+    let clients = [bed.client(), bed.client(), bed.client()];
+    clients.iter().for_each(|client| assert_eq!(ask(client, b"x").0, 1));
+    bed.client().send(b"x").unwrap();
+    eventually("a datagram is dropped", || bed.stats().dropped_by_limit == 1);
+}
+
+#[test]
 fn a_session_that_awaits_a_reply_delays_a_drain() {
     let silent = UdpSocket::bind("127.0.0.1:0").unwrap();
     let bed = Bed::simple(&[silent.local_addr().unwrap()]);

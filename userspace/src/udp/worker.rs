@@ -1,7 +1,7 @@
 //! A thread of the UDP proxy: its event loop and its sessions.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
     io,
     mem::MaybeUninit,
     net::{IpAddr, SocketAddr},
@@ -34,6 +34,8 @@ use crate::{
 const EVENTS: usize = 128;
 /// Receives of one socket before others act.
 const RECEIVES_PER_VISIT: usize = 8;
+/// The busy sessions that a search for one that can end looks at.
+const MOST_BUSY: usize = 8;
 /// A session without a datagram for this time has ended, unless it awaits a reply.
 const QUIET_MS: u64 = 500;
 /// After this time, a client does not wait for a reply: resolvers repeat a question after 5 s.
@@ -130,6 +132,14 @@ impl Listed for Session {
     }
 }
 
+/// The sessions of one client address.
+#[derive(Debug, Default)]
+struct OfClient {
+    count: u32,
+    /// The tokens of the sessions, oldest first, and of sessions that have ended.
+    by_age: VecDeque<u64>,
+}
+
 /// A thread of the proxy.
 #[derive(Debug)]
 pub(super) struct Worker {
@@ -143,7 +153,7 @@ pub(super) struct Worker {
     sessions: Slab<Session>,
     by_key: HashMap<Key, usize>,
     /// The number of sessions of each client.
-    by_client: HashMap<IpAddr, u32>,
+    by_client: HashMap<IpAddr, OfClient>,
     wheel: Wheel,
     now_ms: u64,
     /// The times of all threads, and the number of this thread.
@@ -204,7 +214,7 @@ impl Worker {
                     }
                 } else if token & LISTENER != 0 {
                     self.serve_clients(token & !LISTENER, &mut buffers);
-                } else if let Some(slot) = self.slot_of(token) {
+                } else if let Some(slot) = slot_of(&self.sessions, token) {
                     self.serve_endpoint(slot, &mut buffers);
                 }
             }
@@ -232,12 +242,6 @@ impl Worker {
 
     fn token(&self, slot: usize) -> u64 {
         (u64::from(self.sessions[slot].generation) << 32) | slot as u64
-    }
-
-    fn slot_of(&self, token: u64) -> Option<usize> {
-        let slot = (token & u64::from(u32::MAX)) as usize;
-        let session = self.sessions.get(slot)?;
-        (u64::from(session.generation) == token >> 32).then_some(slot)
     }
 
     fn obey(&mut self, command: Command, buffers: &mut Buffers) {
@@ -315,18 +319,13 @@ impl Worker {
             return None;
         };
         let client = key.1.ip();
-        let free = self.settings.max_sessions.saturating_sub(self.counters.open.get());
-        let of_client = self.by_client.get(&client).copied().unwrap_or_default();
-        let is_full = of_client >= self.settings.max_sessions_per_client || u64::from(of_client) >= free;
+        let has_place = self.take_place(&service, client);
         let random = self.random();
         let picked = {
             let mut state = service.state();
             let affinity_ms = state.settings.affinity_seconds.map(|seconds| u64::from(seconds) * 1000);
             let stats = &service.account.stats;
-            if is_full {
-                stats.over_limit.add(1);
-            }
-            if is_full || !service.account.open(free) {
+            if !has_place {
                 stats.dropped_by_limit.add(datagrams);
                 return None;
             }
@@ -365,10 +364,16 @@ impl Worker {
             awaits_reply: true,
         });
         self.by_key.insert(key, slot);
-        *self.by_client.entry(client).or_default() += 1;
         self.counters.open.add(1);
         self.sessions[slot].service.account.stats.udp_sessions.add(1);
         let token = self.token(slot);
+        let of_client = self.by_client.entry(client).or_default();
+        of_client.count += 1;
+        of_client.by_age.push_back(token);
+        if of_client.by_age.len() > 2 * of_client.count as usize + 16 {
+            let sessions = &self.sessions;
+            of_client.by_age.retain(|token| slot_of(sessions, *token).is_some());
+        }
         self.wheel.add(token, self.now_ms + self.idle_ms());
         if epoll::add(&self.epoll, &self.sessions[slot].socket.fd, EventData::new_u64(token), EventFlags::IN).is_err() {
             self.counters.exhausted.add(1);
@@ -377,6 +382,50 @@ impl Worker {
             return None;
         }
         Some(slot)
+    }
+
+    /// Takes a place of the Service, if the limits of the node, the client's address and the
+    /// Service allow another session. If they do not, the client's address may give up an old
+    /// session.
+    fn take_place(&mut self, service: &Service, client: IpAddr) -> bool {
+        if self.is_full_for(client) && !(self.end_oldest_of(client) && !self.is_full_for(client)) {
+            service.account.stats.over_limit.add(1);
+            return false;
+        }
+        service.account.open(self.free()) || (self.end_oldest_of(client) && service.account.open(self.free()))
+    }
+
+    /// The number of further sessions that the node allows.
+    fn free(&self) -> u64 {
+        self.settings.max_sessions.saturating_sub(self.counters.open.get())
+    }
+
+    fn is_full_for(&self, client: IpAddr) -> bool {
+        let count = self.by_client.get(&client).map_or(0, |of_client| of_client.count);
+        count >= self.settings.max_sessions_per_client || u64::from(count) >= self.free()
+    }
+
+    /// Ends the oldest session of a client's address for which no datagrams are expected. So a
+    /// client with a new socket for each question, as resolvers have, does not wait for the idle
+    /// timeout of its old sockets. Returns false if the first sessions in order are all busy.
+    fn end_oldest_of(&mut self, client: IpAddr) -> bool {
+        let mut busy = 0;
+        while busy < MOST_BUSY {
+            let Some(of_client) = self.by_client.get_mut(&client) else { return false };
+            let Some(token) = of_client.by_age.pop_front() else { return false };
+            match slot_of(&self.sessions, token) {
+                Some(slot) if self.sessions[slot].is_busy(self.now_ms) => {
+                    of_client.by_age.push_back(token);
+                    busy += 1;
+                }
+                Some(slot) => {
+                    self.close(slot);
+                    return true;
+                }
+                None => {}
+            }
+        }
+        false
     }
 
     /// Opens the socket of a session. The error is the counter for the dropped datagrams.
@@ -532,7 +581,7 @@ impl Worker {
     }
 
     fn timer(&mut self, token: u64) {
-        let Some(slot) = self.slot_of(token) else { return };
+        let Some(slot) = slot_of(&self.sessions, token) else { return };
         let due_ms = self.sessions[slot].active_ms.saturating_add(self.idle_ms());
         if self.now_ms >= due_ms {
             self.sessions[slot].service.account.stats.idle.add(1);
@@ -546,9 +595,9 @@ impl Worker {
         let session = self.sessions.remove(slot);
         self.by_key.remove(&session.key);
         let client = session.key.1.ip();
-        if let Some(count) = self.by_client.get_mut(&client) {
-            *count -= 1;
-            if *count == 0 {
+        if let Some(of_client) = self.by_client.get_mut(&client) {
+            of_client.count -= 1;
+            if of_client.count == 0 {
                 self.by_client.remove(&client);
             }
         }
@@ -596,4 +645,11 @@ fn open(endpoint: SocketAddr) -> io::Result<Socket> {
     let fd = socket_with(family, SocketType::DGRAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, None)?;
     connect(&fd, &endpoint)?;
     Socket::new(fd, endpoint.is_ipv4())
+}
+
+/// The slot of a session, if it has not ended.
+fn slot_of(sessions: &Slab<Session>, token: u64) -> Option<usize> {
+    let slot = (token & u64::from(u32::MAX)) as usize;
+    let session = sessions.get(slot)?;
+    (u64::from(session.generation) == token >> 32).then_some(slot)
 }

@@ -127,8 +127,8 @@ fn external_output_jump(comment: &str) -> Jump {
     Jump { table: Table::Filter, from: "OUTPUT", rule: rule.trim().to_owned() }
 }
 
-/// Returns a script that creates the chain [`LOCALNET_GUARD`] and its jumps, for a node without this
-/// chain.
+/// Returns a script that creates the chain [`LOCALNET_GUARD`] and its jumps, for a node without
+/// this chain.
 #[must_use]
 pub fn localnet_guard_script() -> Script {
     let (guard, mut script) = (localnet_guard(), Script::default());
