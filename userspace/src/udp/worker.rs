@@ -34,6 +34,8 @@ use crate::{
 const EVENTS: usize = 128;
 /// Receives of one socket before others act.
 const RECEIVES_PER_VISIT: usize = 8;
+/// The most old sessions of a client's address that end for a new one.
+const MOST_ENDED: usize = 4;
 /// The busy sessions that a search for one that can end looks at.
 const MOST_BUSY: usize = 8;
 /// A session without a datagram for this time has ended, unless it awaits a reply.
@@ -384,15 +386,24 @@ impl Worker {
         Some(slot)
     }
 
-    /// Takes a place of the Service, if the limits of the node, the client's address and the
-    /// Service allow another session. If they do not, the client's address may give up an old
-    /// session.
+    /// Takes a place of the Service, if the limits of the node, the client's address and the Service
+    /// allow another session. At a limit, the client's address gives up old sessions. Other clients
+    /// may have taken more of the node since, so that the address is above its limit: it then still
+    /// gets one session for one.
     fn take_place(&mut self, service: &Service, client: IpAddr) -> bool {
-        if self.is_full_for(client) && !(self.end_oldest_of(client) && !self.is_full_for(client)) {
+        if self.is_full_for(client) && !self.end_oldest_of(client) {
             service.account.stats.over_limit.add(1);
             return false;
         }
-        service.account.open(self.free()) || (self.end_oldest_of(client) && service.account.open(self.free()))
+        for _ in 0..MOST_ENDED {
+            if service.account.open(self.free()) {
+                return true;
+            }
+            if !self.end_oldest_of(client) {
+                return false;
+            }
+        }
+        false
     }
 
     /// The number of further sessions that the node allows.
