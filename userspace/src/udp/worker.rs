@@ -386,10 +386,10 @@ impl Worker {
         Some(slot)
     }
 
-    /// Takes a place of the Service, if the limits of the node, the client's address and the Service
-    /// allow another session. At a limit, the client's address gives up old sessions. Other clients
-    /// may have taken more of the node since, so that the address is above its limit: it then still
-    /// gets one session for one.
+    /// Takes a place of the Service, if the limits of the node, the client's address and the
+    /// Service allow another session. At a limit, the client's address gives up old sessions. Other
+    /// clients may have taken more of the node since, so that the address is above its limit: it
+    /// then still gets one session for one.
     fn take_place(&mut self, service: &Service, client: IpAddr) -> bool {
         if self.is_full_for(client) && !self.end_oldest_of(client) {
             service.account.stats.over_limit.add(1);
