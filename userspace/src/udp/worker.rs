@@ -36,7 +36,7 @@ const EVENTS: usize = 128;
 const RECEIVES_PER_VISIT: usize = 8;
 /// The most old sessions of a client's address that end for a new one.
 const MOST_ENDED: usize = 4;
-/// The busy sessions that a search for one that can end looks at.
+/// The sessions in use that a search for one that can end looks at.
 const MOST_BUSY: usize = 8;
 /// A session without a datagram for this time has ended, unless it awaits a reply.
 const QUIET_MS: u64 = 500;
@@ -416,16 +416,16 @@ impl Worker {
         count >= self.settings.max_sessions_per_client || u64::from(count) >= self.free()
     }
 
-    /// Ends the oldest session of a client's address for which no datagrams are expected. So a
-    /// client with a new socket for each question, as resolvers have, does not wait for the idle
-    /// timeout of its old sockets. Returns false if the first sessions in order are all busy.
+    /// Ends the oldest session of a client's address that was not used for a while. So a client with
+    /// a new socket for each question, as resolvers have, does not wait for the idle timeout of its
+    /// old sockets. Returns false if the first sessions in order were all used just now.
     fn end_oldest_of(&mut self, client: IpAddr) -> bool {
         let mut busy = 0;
         while busy < MOST_BUSY {
             let Some(of_client) = self.by_client.get_mut(&client) else { return false };
             let Some(token) = of_client.by_age.pop_front() else { return false };
             match slot_of(&self.sessions, token) {
-                Some(slot) if self.sessions[slot].is_busy(self.now_ms) => {
+                Some(slot) if self.now_ms.saturating_sub(self.sessions[slot].active_ms) < QUIET_MS => {
                     of_client.by_age.push_back(token);
                     busy += 1;
                 }
