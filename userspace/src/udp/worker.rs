@@ -40,6 +40,8 @@ const MOST_ENDED: usize = 4;
 const MOST_BUSY: usize = 8;
 /// A session without a datagram for this time has ended, unless it awaits a reply.
 const QUIET_MS: u64 = 500;
+/// At a limit, a session ends for a new one this long after its last datagram, if that was a reply.
+const ANSWERED_MS: u64 = 100;
 /// After this time, a client does not wait for a reply: resolvers repeat a question after 5 s.
 const REPLY_MS: u64 = 5_000;
 
@@ -99,6 +101,12 @@ impl Session {
     /// The address of the Service that the client used.
     fn destination(&self) -> SocketAddr {
         SocketAddr::new(self.key.2, self.port)
+    }
+
+    /// Whether the session may end for a new one of the same client. Answered questions are over
+    /// soon, and a burst of them must not fill the node.
+    fn may_end(&self, now_ms: u64) -> bool {
+        now_ms.saturating_sub(self.active_ms) >= if self.awaits_reply { QUIET_MS } else { ANSWERED_MS }
     }
 
     /// Whether datagrams for the client may still come.
@@ -425,7 +433,7 @@ impl Worker {
             let Some(of_client) = self.by_client.get_mut(&client) else { return false };
             let Some(token) = of_client.by_age.pop_front() else { return false };
             match slot_of(&self.sessions, token) {
-                Some(slot) if self.now_ms.saturating_sub(self.sessions[slot].active_ms) < QUIET_MS => {
+                Some(slot) if !self.sessions[slot].may_end(self.now_ms) => {
                     of_client.by_age.push_back(token);
                     busy += 1;
                 }
