@@ -424,8 +424,8 @@ impl Worker {
         count >= self.settings.max_sessions_per_client || u64::from(count) >= self.free()
     }
 
-    /// Ends the oldest session of a client's address that may end. So a client with a new socket for
-    /// each question, as resolvers have, does not wait for the idle timeout of its old sockets.
+    /// Ends the oldest session of a client's address that may end. So a client with a new socket
+    /// for each question, as resolvers have, does not wait for the idle timeout of its old sockets.
     /// Returns false if the first sessions in order were all used just now.
     fn end_oldest_of(&mut self, client: IpAddr) -> bool {
         let mut busy = 0;
