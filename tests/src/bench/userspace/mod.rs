@@ -269,6 +269,8 @@ fn memory_of_idle(proxy: u32, target: SocketAddr, count: usize) -> Result<f64> {
         std::thread::sleep(SETTLE);
         status_mb(proxy, "VmRSS")
     };
+    // The server closes the connections of the last measurement.
+    drop(open(target, ECHO)?);
     let before = resident()?;
     let mut idle = Vec::new();
     for _ in 0..count {
