@@ -324,8 +324,8 @@ impl Connection {
         self.pipes[from as usize] = Some(pipe);
         let (taken, source) = source_state(read);
         if taken == 0 {
-            // Before an urgent byte, `splice` reports the end, or that there are no bytes. The
-            // kernel announces an urgent byte, but maybe after this end.
+            // At an urgent byte, `splice` reports an end, or no bytes. The event of this byte may
+            // come later, so `recv` confirms each end.
             let is_certain = source != SourceState::Ended && !self.is_urgent[from as usize];
             self.is_bulk[from as usize] = is_certain;
             return Moved { source: if is_certain { source } else { SourceState::Ready }, ..Moved::default() };

@@ -34,9 +34,9 @@ use crate::{
 const EVENTS: usize = 128;
 /// Receives of one socket before others act.
 const RECEIVES_PER_VISIT: usize = 8;
-/// The most old sessions of a client's address that end for a new one.
+/// For a new session, at most this many old sessions of the client's address end.
 const MOST_ENDED: usize = 4;
-/// The sessions in use that a search for one that can end looks at.
+/// A search for a session that may end gives up after this many sessions in use.
 const MOST_BUSY: usize = 8;
 /// A session without a datagram for this time has ended, unless it awaits a reply.
 const QUIET_MS: u64 = 500;

@@ -29,7 +29,6 @@ use headgate_core::{
         ruleset,
     },
 };
-
 use tracing::warn;
 
 pub use super::xtables::Variant;
