@@ -6,7 +6,7 @@ use std::{env, fs, path::PathBuf};
 use prost::Message as _;
 
 /// The answers of Inspect, and the messages in them. `headgatectl` writes them as JSON.
-const SHOWN_AS_JSON: [&str; 21] = [
+const SHOWN_AS_JSON: [&str; 22] = [
     "AgentInfo",
     "Connections",
     "Drift",
@@ -21,12 +21,13 @@ const SHOWN_AS_JSON: [&str; 21] = [
     "OpenConnection",
     "Problem",
     "Rejection",
+    "ReplicaInfo",
     "ServiceCounters",
     "ServiceInfo",
     "ServicePortInfo",
     "SourceAge",
     "SourcePosition",
-    "WaitProgress",
+    "WaitAnswer",
     "WatchEvent",
 ];
 

@@ -128,6 +128,7 @@ impl NodeView {
             mode: settings.mode.as_str().to_owned(),
             families: families.iter().map(|family| family_to_wire(*family, settings)).collect(),
             localhost_node_ports: settings.localhost_node_ports,
+            pod_cidrs: Vec::new(),
         }
     }
 
