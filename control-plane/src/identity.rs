@@ -151,7 +151,7 @@ impl Peer {
     }
 
     /// Checks whether the peer may use `Inspect` and reflection. Nodes may use these services only
-    /// if `nodes_may_inspect` is true.
+    /// if `nodes_may_inspect` is true. Replicas ask each other on behalf of readers.
     ///
     /// # Errors
     ///
@@ -159,15 +159,11 @@ impl Peer {
     pub fn may_inspect(&self, nodes_may_inspect: bool, now: SystemTime) -> Result<(), Denied> {
         self.check_expiry(now)?;
         match &self.identity {
-            Identity::Unchecked | Identity::Reader(_) => Ok(()),
+            Identity::Unchecked | Identity::Reader(_) | Identity::Replica(_) => Ok(()),
             Identity::Node(_) if nodes_may_inspect => Ok(()),
             Identity::Node(node) => Err(Denied::NotAllowed(format!(
                 "the client certificate is node {node}'s, and nodes may not use Inspect or reflection: use a certificate with the URI headgate://reader/NAME (or the \
                  organization {READER_ORGANIZATION}), or start the control plane with --nodes-may-inspect"
-            ))),
-            Identity::Replica(name) => Err(Denied::NotAllowed(format!(
-                "the client certificate is the replica {name}'s, and replicas may not use Inspect or reflection: use a certificate with the URI \
-                 headgate://reader/NAME"
             ))),
             Identity::Unusable(problem) => Err(Denied::NotAllowed(problem.to_string())),
         }

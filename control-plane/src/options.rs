@@ -11,6 +11,7 @@ use headgate_core::{ServiceKey, dns_name::check_subdomain, plaintext};
 use headgate_tls::FileError;
 
 use crate::{
+    model::NodeSelector,
     serve::{EnrolmentSettings, PeerSettings, PeerTls, ReadinessSettings, Security, Settings, tls::ServerTls},
     source::{SourceSettings, SourceSpec},
 };
@@ -112,6 +113,12 @@ pub struct Options {
     /// certificates, which need the URI headgate://replica/NAME and the names in this option
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', value_parser = peer)]
     pub peers: Vec<Peer>,
+
+    /// The Nodes that should have an agent, as a label selector in the notation of kubectl. Other
+    /// Nodes do not count in statements about all nodes, unless they have an agent. A Node without
+    /// the label kubernetes.io/os counts as a Linux node
+    #[arg(long, value_name = "SELECTOR", default_value_t)]
+    pub agent_nodes: NodeSelector,
 
     /// A Node that has had no stream since all replicas started does not delay pods that stop, once
     /// the replicas have run for this time in seconds
@@ -284,7 +291,12 @@ impl Options {
     #[must_use]
     pub fn source_settings(&self) -> SourceSettings {
         let watch_silence = Duration::from_secs(self.watch_silence_seconds.into());
-        SourceSettings { kubeconfig: self.kubeconfig.clone(), watch_silence, reads_pods: self.ready_everywhere }
+        SourceSettings {
+            kubeconfig: self.kubeconfig.clone(),
+            watch_silence,
+            reads_pods: self.ready_everywhere,
+            agent_nodes: self.agent_nodes.clone(),
+        }
     }
 
     /// The other replicas; `None` if `--peers` is not given.

@@ -1,6 +1,6 @@
 //! The changes that a source passes to the store, and the trait [`Sink`] that receives them.
 
-use std::{collections::BTreeMap, fmt, net::IpAddr, sync::Arc, time::SystemTime};
+use std::{collections::BTreeMap, fmt, net::IpAddr, sync::Arc, time::Instant};
 
 use headgate_core::{Change, Node, ServiceKey};
 use tokio::sync::watch;
@@ -22,6 +22,8 @@ pub struct TriggeredChange {
 pub enum NodeChange {
     /// The Node was added or changed.
     Apply(Node),
+    /// As above, and `--agent-nodes` does not select the Node: nobody waits for its agent.
+    ApplyExcluded(Node),
     /// The Node of this name was removed.
     Remove(Arc<str>),
 }
@@ -122,7 +124,7 @@ pub struct Transaction {
     /// older position has missed nothing.
     pub bookmarks: Vec<(SourceKind, u64)>,
     /// When the oldest change arrived from the source; `None` means now.
-    pub received: Option<SystemTime>,
+    pub received: Option<Instant>,
 }
 
 /// An object, or a part of an object, that is rejected or has no effect.

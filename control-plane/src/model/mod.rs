@@ -12,6 +12,7 @@ mod cidrs;
 mod endpoints;
 mod gates;
 mod intern;
+mod node_selector;
 mod nodes;
 mod object_set;
 mod parse;
@@ -27,11 +28,13 @@ use std::{
     sync::Arc,
 };
 
-use headgate_core::{Change, Node, Service, ServiceCidr, ServiceKey};
+use headgate_core::{Change, Service, ServiceCidr, ServiceKey};
 
+pub use self::node_selector::NodeSelector;
 use self::{
     endpoints::{EndpointChange, Endpoints},
     intern::Interner,
+    nodes::SelectedNode,
     object_set::{ObjectSet, Outcome, Reading},
     problems::{Findings, Problems, Subject},
 };
@@ -74,7 +77,8 @@ impl Event {
 pub struct Model {
     services: ObjectSet<ServiceKey, Service>,
     endpoints: Endpoints,
-    nodes: ObjectSet<Arc<str>, Node>,
+    nodes: ObjectSet<Arc<str>, SelectedNode>,
+    agent_nodes: NodeSelector,
     service_cidrs: ObjectSet<Box<str>, ServiceCidr>,
     problems: Problems,
     interner: Interner,
@@ -87,6 +91,12 @@ impl Model {
         let mut model = Self::default();
         model.endpoints.gates.turn_on();
         model
+    }
+
+    /// Sets which Nodes should have an agent. Call this method before the first event.
+    #[must_use]
+    pub fn with_agent_nodes(self, agent_nodes: NodeSelector) -> Self {
+        Self { agent_nodes, ..self }
     }
 
     /// Applies one event. `origin` is the place of the object, such as `web.yaml, document 2`;
@@ -167,8 +177,12 @@ impl Model {
         changes.append(&mut gone);
         changes.append(&mut removals);
         let nodes = self.nodes.take_changes().into_iter();
-        let nodes = nodes.map(|(name, node)| node.map_or(NodeChange::Remove(name), NodeChange::Apply)).collect();
-        (changes, nodes)
+        let nodes = nodes.map(|(name, node)| match node {
+            Some((node, true)) => NodeChange::Apply(node),
+            Some((node, false)) => NodeChange::ApplyExcluded(node),
+            None => NodeChange::Remove(name),
+        });
+        (changes, nodes.collect())
     }
 
     /// The pods of endpoints that may have changed since the last call.
@@ -235,7 +249,7 @@ impl Model {
                 self.endpoints.put(key, reading, trigger_is_new, &mut self.interner)
             }
             Object::Node(object) => {
-                let reading = nodes::read(object, &mut self.interner);
+                let reading = nodes::read(object, &self.agent_nodes, &mut self.interner);
                 self.nodes.put(self.interner.name(&key.name), reading)
             }
             Object::ServiceCidr(object) => self.service_cidrs.put(key.name.clone(), cidrs::read(object)),

@@ -4,14 +4,20 @@ use std::net::IpAddr;
 
 use headgate_core::Node;
 
-use super::{intern::Interner, object_set::Reading, parse, problems::Findings, size};
+use super::{intern::Interner, node_selector::NodeSelector, object_set::Reading, parse, problems::Findings, size};
 use crate::objects;
+
+/// The label with the zone of a Node.
+const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 
 /// The taint that the cluster autoscaler sets before it deletes a node.
 const TO_BE_DELETED_TAINT: &str = "ToBeDeletedByClusterAutoscaler";
 
+/// A Node, and whether it should have an agent.
+pub(super) type SelectedNode = (Node, bool);
+
 /// Reads a Node.
-pub(super) fn read(object: &objects::Node, interner: &mut Interner) -> Reading<Node> {
+pub(super) fn read(object: &objects::Node, selector: &NodeSelector, interner: &mut Interner) -> Reading<SelectedNode> {
     let mut findings = Findings::default();
     let metadata = &object.metadata;
     let Some(name) = interner.string(&metadata.name) else { return Reading { value: None, findings } };
@@ -19,9 +25,9 @@ pub(super) fn read(object: &objects::Node, interner: &mut Interner) -> Reading<N
         findings.object("metadata.name", message);
         return Reading { value: None, findings };
     }
-    let mut zone = metadata.labels.zone.as_deref();
+    let mut zone = metadata.labels.get(ZONE_LABEL).map(String::as_str);
     if let Some(Err(message)) = zone.map(parse::zone) {
-        findings.object("metadata.labels[topology.kubernetes.io/zone]", message);
+        findings.object(format!("metadata.labels[{ZONE_LABEL}]"), message);
         zone = None;
     }
     let zone = zone.and_then(|zone| interner.string(zone));
@@ -57,5 +63,6 @@ pub(super) fn read(object: &objects::Node, interner: &mut Interner) -> Reading<N
     }
     let is_tainted = object.spec.taints.iter().any(|taint| taint.key == TO_BE_DELETED_TAINT);
     let going_away = is_tainted || !metadata.deletion_timestamp.is_empty();
-    Reading { value: Some(Node { name, zone, pod_cidrs, addresses, going_away }), findings }
+    let node = Node { name, zone, pod_cidrs, addresses, going_away };
+    Reading { value: Some((node, selector.selects(&metadata.labels))), findings }
 }

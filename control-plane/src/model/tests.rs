@@ -8,7 +8,7 @@ mod hostile;
 mod ports;
 mod replay;
 
-use headgate_core::{Dirty, ProxyProtocol, State, TrafficPolicy};
+use headgate_core::{Dirty, Node, ProxyProtocol, State, TrafficPolicy};
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 
@@ -47,7 +47,7 @@ impl Bench {
         }
         for node in nodes {
             match node {
-                NodeChange::Apply(node) => drop(self.nodes.insert(node.name.clone(), node)),
+                NodeChange::Apply(node) | NodeChange::ApplyExcluded(node) => drop(self.nodes.insert(node.name.clone(), node)),
                 NodeChange::Remove(name) => drop(self.nodes.remove(&name)),
             }
         }

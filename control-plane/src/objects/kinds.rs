@@ -175,8 +175,8 @@ api_types! {
 
     /// A Node.
     pub struct Node {
-        /// Metadata.
-        pub metadata: Metadata,
+        /// Metadata, with all labels.
+        pub metadata: Metadata<std::collections::BTreeMap<String, String>>,
         /// Spec.
         pub spec: NodeSpec,
         /// Status.

@@ -7,26 +7,34 @@ use serde::{
     de::{IgnoredAny, MapAccess, Visitor},
 };
 
-api_types! {
-    /// `metadata`.
-    pub struct Metadata {
-        /// Name.
-        pub name: String,
-        /// Namespace; empty if the object gives no namespace.
-        pub namespace: String,
-        /// UID; empty in files.
-        pub uid: String,
-        /// resourceVersion; empty in files.
-        pub resource_version: String,
-        /// Time of creation (RFC 3339), or empty.
-        pub creation_timestamp: String,
-        /// Time of deletion (RFC 3339); empty unless the object is being deleted.
-        pub deletion_timestamp: String,
-        /// The labels that are read.
-        pub labels: Labels,
-        /// The annotations that are read.
-        pub annotations: Annotations,
-    }
+/// `metadata`. A field that is missing or `null` has the default value of its type.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default, bound = "L: Default + Deserialize<'de>")]
+pub struct Metadata<L = Labels> {
+    /// Name.
+    #[serde(deserialize_with = "nullable")]
+    pub name: String,
+    /// Namespace; empty if the object gives no namespace.
+    #[serde(deserialize_with = "nullable")]
+    pub namespace: String,
+    /// UID; empty in files.
+    #[serde(deserialize_with = "nullable")]
+    pub uid: String,
+    /// resourceVersion; empty in files.
+    #[serde(deserialize_with = "nullable")]
+    pub resource_version: String,
+    /// Time of creation (RFC 3339), or empty.
+    #[serde(deserialize_with = "nullable")]
+    pub creation_timestamp: String,
+    /// Time of deletion (RFC 3339); empty unless the object is being deleted.
+    #[serde(deserialize_with = "nullable")]
+    pub deletion_timestamp: String,
+    /// The labels that are read.
+    #[serde(deserialize_with = "nullable")]
+    pub labels: L,
+    /// The annotations that are read.
+    #[serde(deserialize_with = "nullable")]
+    pub annotations: Annotations,
 }
 
 impl Metadata {
@@ -47,8 +55,6 @@ pub struct Labels {
     pub headless: Option<String>,
     /// `kubernetes.io/service-name`: the Service of a slice.
     pub service_name: Option<String>,
-    /// `topology.kubernetes.io/zone` of a Node.
-    pub zone: Option<String>,
 }
 
 /// Annotations that are read.
@@ -84,7 +90,6 @@ impl Picked for Labels {
             "service.kubernetes.io/service-proxy-name" => Some(&mut self.service_proxy_name),
             "service.kubernetes.io/headless" => Some(&mut self.headless),
             "kubernetes.io/service-name" => Some(&mut self.service_name),
-            "topology.kubernetes.io/zone" => Some(&mut self.zone),
             _ => None,
         }
     }

@@ -134,8 +134,9 @@ impl fmt::Display for ObjectKey {
     }
 }
 
-/// An object of any of the kinds.
+/// An object of any of the kinds. Events hold it in a box.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[allow(clippy::large_enum_variant)]
 pub enum Object {
     /// A Service.
     Service(Service),
@@ -162,23 +163,26 @@ impl Object {
         }
     }
 
-    /// The metadata of the object.
+    /// Namespace, name and resourceVersion of the object, as its metadata gives them.
     #[must_use]
-    pub fn metadata(&self) -> &Metadata {
+    pub fn names(&self) -> [&str; 3] {
+        fn of<L>(metadata: &Metadata<L>) -> [&str; 3] {
+            [&metadata.namespace, &metadata.name, &metadata.resource_version]
+        }
         match self {
-            Self::Service(object) => &object.metadata,
-            Self::EndpointSlice(object) => &object.metadata,
-            Self::Node(object) => &object.metadata,
-            Self::ServiceCidr(object) => &object.metadata,
-            Self::Pod(object) => &object.metadata,
+            Self::Service(object) => of(&object.metadata),
+            Self::EndpointSlice(object) => of(&object.metadata),
+            Self::Node(object) => of(&object.metadata),
+            Self::ServiceCidr(object) => of(&object.metadata),
+            Self::Pod(object) => of(&object.metadata),
         }
     }
 
     /// The key of the object.
     #[must_use]
     pub fn key(&self) -> ObjectKey {
-        let metadata = self.metadata();
-        ObjectKey::new(self.kind(), &metadata.namespace, &metadata.name)
+        let [namespace, name, _] = self.names();
+        ObjectKey::new(self.kind(), namespace, name)
     }
 
     /// Decodes an object of this kind.

@@ -28,6 +28,12 @@ impl PodId {
         self == Self::default()
     }
 
+    /// The hash of the pod's UID.
+    #[must_use]
+    pub fn uid(self) -> u64 {
+        self.uid
+    }
+
     /// The hash of the pod's name.
     #[must_use]
     pub fn name(self) -> u64 {

@@ -4,6 +4,7 @@ mod api;
 mod barrier;
 mod context;
 mod enrolment;
+mod everywhere;
 mod fleet;
 pub(crate) mod fuzz;
 mod readiness;
@@ -21,9 +22,10 @@ use tokio::{net::TcpListener, task::JoinHandle};
 pub use tokio_util::sync::CancellationToken;
 
 pub use self::{
-    barrier::Round,
     context::{EnrolmentSettings, PeerSettings, PeerTls, ReadinessSettings, Settings},
     enrolment::EnrolmentError,
+    everywhere::{Absence, Round, Verdict},
+    fleet::Departed,
     transport::tls::{self, Security},
 };
 use self::{enrolment::Enrolment, fleet::balance, stream::Streams};
@@ -120,7 +122,7 @@ pub async fn start(
     let stopped = CancellationToken::new();
     context::start_visits(context, &stopped);
     if let Some((listener, _)) = metrics_listener {
-        tokio::spawn(api::serve_pages(listener, Arc::clone(&streams.fleet), stopped.clone()));
+        tokio::spawn(api::serve_pages(listener, Arc::clone(&streams), stopped.clone()));
     }
     if let Security::Tls(tls) = &security {
         if let Some(settings) = context.settings.enrolment.clone() {
@@ -132,15 +134,18 @@ pub async fn start(
         tokio::spawn(Arc::clone(tls).follow(metrics, shutdown.clone()));
     }
     if let Some(settings) = context.settings.readiness.clone() {
-        let barrier = Arc::clone(&streams.barrier);
-        let started = readiness::start(Arc::clone(context), barrier, settings, shutdown.clone()).await;
+        let everywhere = Arc::clone(&streams.everywhere);
+        let started = readiness::start(Arc::clone(context), everywhere, settings, shutdown.clone()).await;
         started.map_err(ServeError::Readiness)?;
     }
     if let Some(service) = context.settings.balance_service.clone() {
         let balance = balance::run(Arc::clone(&streams.fleet), service);
         tokio::spawn(stopped.clone().run_until_cancelled_owned(balance));
     }
-    let task = tokio::spawn(transport::serve(listener, security, routes, streams, shutdown.clone(), stopped));
+    let everywhere = Arc::clone(&streams.everywhere);
+    let serve = transport::serve(listener, security, routes, streams, shutdown.clone(), stopped.clone());
+    let task = tokio::spawn(serve);
+    everywhere.start(local_addr, stopped).await;
     Ok(Running { local_addr, metrics_addr, shutdown, task })
 }
 

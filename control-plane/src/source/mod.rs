@@ -7,7 +7,10 @@ use std::{fmt, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
 use tokio_util::sync::CancellationToken;
 
-use crate::transaction::{Problem, Sink};
+use crate::{
+    model::NodeSelector,
+    transaction::{Problem, Sink},
+};
 
 // `crate::fuzz` and `crate::serve` use these items.
 pub(crate) use self::{
@@ -33,6 +36,8 @@ pub struct SourceSettings {
     pub watch_silence: Duration,
     /// Whether to read pods with the readiness gate of Headgate. Only `kubernetes` uses it.
     pub reads_pods: bool,
+    /// Which Nodes should have an agent.
+    pub agent_nodes: NodeSelector,
 }
 
 impl SourceSettings {
@@ -43,7 +48,8 @@ impl SourceSettings {
 
 impl Default for SourceSettings {
     fn default() -> Self {
-        Self { kubeconfig: None, watch_silence: Self::DEFAULT_WATCH_SILENCE, reads_pods: false }
+        let (watch_silence, agent_nodes) = (Self::DEFAULT_WATCH_SILENCE, NodeSelector::default());
+        Self { kubeconfig: None, watch_silence, reads_pods: false, agent_nodes }
     }
 }
 
@@ -120,7 +126,7 @@ pub async fn run(
     match (spec, settings.kubeconfig.clone()) {
         (SourceSpec::Kubernetes, _) => kubernetes::run(settings, sink, shutdown).await,
         (spec @ SourceSpec::Files(_), Some(path)) => Err(SourceError::UselessKubeconfig(path, spec)),
-        (SourceSpec::Files(folder), None) => files::run(folder, sink, shutdown).await,
+        (SourceSpec::Files(folder), None) => files::run(folder, settings.agent_nodes, sink, shutdown).await,
     }
 }
 

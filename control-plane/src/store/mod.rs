@@ -19,6 +19,7 @@ mod encode;
 mod freshness;
 mod gates;
 mod inspect;
+mod interests;
 mod log;
 mod names;
 mod nodes;
@@ -35,7 +36,7 @@ use std::{
         Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
 use headgate_core::{Change, Dirty, Endpoint, ServiceKey, State, digest::Digests, node_state::SourceState};
@@ -56,13 +57,16 @@ use encode::Span;
 use freshness::Freshness;
 use gates::Gates;
 pub(crate) use gates::WaitingPod;
+use interests::Interests;
+pub(crate) use interests::Topic;
 use log::{Log, LogKey};
 use names::Names;
 use nodes::Nodes;
 pub use nodes::{NodeObserver, OwnNode};
 use pods::Pods;
 pub(crate) use pods::{NoPod, PodEndpoints, PodName};
-pub use usage::Usage;
+use usage::Witnesses;
+pub use usage::{Last, Usage};
 
 /// If a commit has more changes than this number, the commit does not encode its batch. Streams
 /// receive a compacted step instead, which the first stream encodes.
@@ -131,6 +135,8 @@ pub struct Store {
     // The value of `head`. Thousands of streams read this value at each change, so reading it takes
     // no lock.
     head_version: AtomicU64,
+    listed_version: AtomicU64,
+    interests: Arc<Interests>,
     metrics: Arc<Metrics>,
 }
 
@@ -144,6 +150,7 @@ struct Inner {
     nodes: Nodes,
     pods: Pods,
     gates: Gates,
+    witnesses: Witnesses,
     version: u64,
     /// The position of each kind, including bookmarks. Positions of agents are compared with these
     /// positions.
@@ -156,7 +163,7 @@ struct Inner {
     sent_positions: BTreeMap<SourceKind, u64>,
     /// When the changes of each of the newest versions arrived from the source. The last element
     /// belongs to the head, the element before it to the previous version, and so on.
-    commit_times: VecDeque<SystemTime>,
+    commit_times: VecDeque<Instant>,
 }
 
 /// The value that a change replaces.
@@ -181,6 +188,7 @@ impl Store {
             nodes: Nodes::default(),
             pods: Pods::default(),
             gates: Gates::default(),
+            witnesses: Witnesses::default(),
             version: 0,
             positions: BTreeMap::new(),
             changed_positions: BTreeMap::new(),
@@ -201,6 +209,8 @@ impl Store {
             wanted_positions: watch::Sender::default(),
             hurry_until: Mutex::default(),
             head_version: AtomicU64::new(0),
+            listed_version: AtomicU64::new(0),
+            interests: Arc::default(),
             metrics,
         }
     }
@@ -317,7 +327,7 @@ impl Store {
     /// has lagged since this time. `None` if `version` is the head. If the time of an old version
     /// is no longer stored, the result is the oldest stored time.
     #[must_use]
-    pub fn lagging_since(&self, version: u64) -> Option<SystemTime> {
+    pub fn lagging_since(&self, version: u64) -> Option<Instant> {
         let inner = self.read();
         let behind = usize::try_from(inner.version.checked_sub(version)?).unwrap_or(usize::MAX);
         let index = inner.commit_times.len().saturating_sub(behind);
@@ -332,9 +342,8 @@ impl Store {
         // The version before the oldest version with a known time.
         let floor = inner.version - inner.commit_times.len() as u64;
         let index = |version: u64| usize::try_from(version.clamp(floor, inner.version) - floor).unwrap_or_default();
-        let now = SystemTime::now();
         let times = inner.commit_times.range(index(after)..index(upto.max(after)));
-        times.map(|time| now.duration_since(*time).unwrap_or_default()).collect()
+        times.map(Instant::elapsed).collect()
     }
 
     /// The newest version that is at least `age` old. Versions whose time is no longer stored count
@@ -342,7 +351,7 @@ impl Store {
     #[must_use]
     pub fn version_before(&self, age: Duration) -> u64 {
         let inner = self.read();
-        let Some(moment) = SystemTime::now().checked_sub(age) else { return inner.version };
+        let Some(moment) = Instant::now().checked_sub(age) else { return inner.version };
         let younger = inner.commit_times.len() - inner.commit_times.partition_point(|time| *time <= moment);
         inner.version - younger as u64
     }
@@ -383,14 +392,19 @@ impl Store {
         self.hurry_until.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|until| until > Instant::now())
     }
 
-    /// The names of all Nodes.
-    pub(crate) fn node_names(&self) -> Vec<Arc<str>> {
-        self.read().nodes.names().cloned().collect()
+    /// The names of all Nodes, and whether `--agent-nodes` selects them.
+    pub(crate) fn node_names(&self) -> Vec<(Arc<str>, bool)> {
+        self.read().nodes.names().map(|(name, is_selected)| (Arc::clone(name), is_selected)).collect()
+    }
+
+    /// The version at which every kind had been listed; 0 before.
+    pub(crate) fn listed_version(&self) -> u64 {
+        self.listed_version.load(Ordering::Acquire)
     }
 
     /// Publishes the applied changes as the next version. `encode` says whether to encode the batch
     /// of this version now.
-    fn publish(&self, inner: &mut Inner, received: SystemTime, encode: bool) {
+    fn publish(&self, inner: &mut Inner, received: Instant, encode: bool) {
         let sent = &inner.sent_positions;
         let moved = inner.shared_positions().filter(|(kind, position)| sent.get(kind) != Some(position));
         let positions = encode::positions_to_wire(moved);
@@ -398,7 +412,7 @@ impl Store {
         let previous_version = inner.version;
         let version = previous_version + 1;
         inner.version = version;
-        // The times stay in order even if the clock goes back.
+        // Events of several watches may arrive in another order.
         let received = inner.commit_times.back().map_or(received, |last| received.max(*last));
         inner.commit_times.push_back(received);
         if inner.commit_times.len() > TIMED_COMMITS {
@@ -520,17 +534,21 @@ impl Sink for Store {
             self.hurry(GATE_HURRY);
         }
         let has_moved = !(positions.is_empty() && bookmarks.is_empty());
-        let received = received.unwrap_or_else(SystemTime::now);
+        let received = received.unwrap_or_else(Instant::now);
         let is_synced = self.is_synced();
-        let (effective, version, changed_nodes, observers) = {
+        let (effective, version, changed_nodes, observers, touched) = {
             let mut inner = self.write();
             inner.changed_positions.extend(positions.iter().copied());
             let changed_nodes_at = positions.iter().copied().find(|(kind, _)| kind.has_nodes());
             inner.positions.extend(positions);
             inner.positions.extend(bookmarks);
             let nodes_position = changed_nodes_at.or_else(|| inner.nodes_position());
+            // A waiter registers before it reads the store, so one that reads the state before this
+            // commit is found here.
+            let mut touched = self.interests.touched(changes.iter().map(|triggered| &triggered.change));
             let effective = inner.apply(changes);
-            pods.into_iter().for_each(|change| inner.apply_pod(change));
+            let of_pods = pods.into_iter().flat_map(|change| inner.apply_pod(change)).collect::<Vec<_>>();
+            touched.extend(self.interests.touched(of_pods.into_iter()));
             gates.into_iter().for_each(|change| inner.gates.apply(change));
             if effective > 0 {
                 self.publish(&mut inner, received, is_synced && effective <= EAGER_CHANGES);
@@ -545,13 +563,14 @@ impl Sink for Store {
                 inner.nodes.len(),
             );
             self.metrics.set_store(inner.version, inner.log.tombstones());
-            (effective, inner.version, changed_nodes, observers)
+            (effective, inner.version, changed_nodes, observers, touched)
         };
         self.metrics.count_changes(effective);
         if effective > 0 {
             self.head_version.store(version, Ordering::Release);
             self.head.send_replace(version);
         }
+        self.interests.wake(&touched);
         if has_gates {
             self.metrics.set_gates_waiting(self.read().gates.len());
             self.gates_changed.send_replace(());
@@ -565,6 +584,7 @@ impl Sink for Store {
     }
 
     fn synced(&self) {
+        self.listed_version.store(self.version(), Ordering::Release);
         self.freshness.listed();
     }
 

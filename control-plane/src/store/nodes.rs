@@ -29,6 +29,8 @@ pub struct OwnNode {
 #[derive(Debug)]
 struct Known {
     node: Arc<Node>,
+    /// False if `--agent-nodes` does not select the Node.
+    is_selected: bool,
     position: Option<(SourceKind, u64)>,
 }
 
@@ -46,8 +48,9 @@ impl Nodes {
         self.by_name.len()
     }
 
-    pub(super) fn names(&self) -> impl Iterator<Item = &Arc<str>> {
-        self.by_name.keys()
+    /// The names of all Nodes, and whether `--agent-nodes` selects them.
+    pub(super) fn names(&self) -> impl Iterator<Item = (&Arc<str>, bool)> {
+        self.by_name.iter().map(|(name, known)| (name, known.is_selected))
     }
 
     pub(super) fn get(&self, name: &str) -> OwnNode {
@@ -60,16 +63,19 @@ impl Nodes {
     /// Applies a change that the source made at `position`. Returns the name of the Node if its
     /// value has changed.
     pub(super) fn apply(&mut self, change: NodeChange, position: Option<(SourceKind, u64)>) -> Option<Arc<str>> {
-        let (name, node) = match change {
-            NodeChange::Apply(node) => (Arc::clone(&node.name), Some(Arc::new(node))),
-            NodeChange::Remove(name) => (name, None),
+        let (name, node, is_selected) = match change {
+            NodeChange::Apply(node) => (Arc::clone(&node.name), Some(Arc::new(node)), true),
+            NodeChange::ApplyExcluded(node) => (Arc::clone(&node.name), Some(Arc::new(node)), false),
+            NodeChange::Remove(name) => (name, None, false),
         };
-        if self.by_name.get(&name).map(|known| &known.node) == node.as_ref() {
+        let known = self.by_name.get(&name);
+        if known.map(|known| &known.node) == node.as_ref() && known.is_none_or(|known| known.is_selected == is_selected)
+        {
             return None;
         }
         self.position = position;
         match node {
-            Some(node) => self.by_name.insert(Arc::clone(&name), Known { node, position }),
+            Some(node) => self.by_name.insert(Arc::clone(&name), Known { node, is_selected, position }),
             None => self.by_name.remove(&name),
         };
         Some(name)

@@ -28,7 +28,8 @@ pub(crate) enum PodName {
 /// The endpoints of a pod.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct PodEndpoints {
-    /// Service and address of each endpoint, of both IP families. Not empty.
+    pub(crate) pod: PodId,
+    /// Service and address of each endpoint, of both IP families.
     pub(crate) endpoints: BTreeSet<(Arc<ServiceKey>, IpAddr)>,
     /// The node of the pod, if the EndpointSlices name one.
     pub(crate) node: Option<Arc<str>>,
@@ -39,6 +40,8 @@ pub(crate) struct PodEndpoints {
 pub(crate) enum NoPod {
     /// No endpoint belongs to such a pod.
     Unknown,
+    /// Only removed endpoints belong to such a pod. They may belong to an older pod of this name.
+    OnlyRemoved,
     /// Several pods have endpoints with the address, as pods in the host network do.
     Ambiguous,
 }
@@ -61,11 +64,19 @@ pub(super) struct Pods {
 }
 
 impl Pods {
-    /// Applies a change. `service` is the key of the change's service.
-    pub(super) fn apply(&mut self, service: &Arc<ServiceKey>, address: IpAddr, pod: Option<(PodId, Option<Arc<str>>)>) {
+    /// Applies a change. `service` is the key of the change's service. Returns the pods whose
+    /// endpoints have changed.
+    pub(super) fn apply(
+        &mut self,
+        service: &Arc<ServiceKey>,
+        address: IpAddr,
+        pod: Option<(PodId, Option<Arc<str>>)>,
+    ) -> Vec<PodId> {
+        let mut touched: Vec<PodId> = pod.iter().map(|(pod, _)| *pod).collect();
         let entries = self.by_address.entry(address).or_default();
         for entry in entries.iter_mut().filter(|entry| entry.service == *service && !entry.is_removed) {
             entry.is_removed = true;
+            touched.push(entry.pod);
             self.removed.push_back((address, Arc::clone(service), entry.pod));
         }
         if let Some((pod, node)) = pod {
@@ -78,6 +89,7 @@ impl Pods {
         {
             self.forget(address, &service, pod);
         }
+        touched
     }
 
     fn forget(&mut self, address: IpAddr, service: &ServiceKey, pod: PodId) {
@@ -102,14 +114,30 @@ impl Pods {
             .flat_map(|address| self.by_address.get(&address).into_iter().flatten().map(move |entry| (address, entry)))
     }
 
-    /// The present endpoints of a pod.
-    pub(super) fn present(&self, pod: PodId) -> BTreeSet<(Arc<ServiceKey>, IpAddr)> {
+    fn entries_of_pod(&self, pod: PodId) -> impl Iterator<Item = (IpAddr, &Entry)> {
         let addresses = self.by_name.get(&pod.name()).into_iter().flatten().copied();
-        let entries = self.entries_of(addresses).filter(|(_, entry)| entry.pod == pod && !entry.is_removed);
-        entries.map(|(address, entry)| (Arc::clone(&entry.service), address)).collect()
+        self.entries_of(addresses).filter(move |(_, entry)| entry.pod == pod)
     }
 
-    fn get(&self, name: &PodName) -> Result<PodEndpoints, NoPod> {
+    /// The present endpoints of a pod.
+    pub(super) fn present(&self, pod: PodId) -> BTreeSet<(Arc<ServiceKey>, IpAddr)> {
+        let present = self.entries_of_pod(pod).filter(|(_, entry)| !entry.is_removed);
+        present.map(|(address, entry)| (Arc::clone(&entry.service), address)).collect()
+    }
+
+    /// The endpoints of a pod, present and removed.
+    fn all(&self, pod: PodId) -> PodEndpoints {
+        let mut found = PodEndpoints { pod, ..PodEndpoints::default() };
+        for (address, entry) in self.entries_of_pod(pod) {
+            found.endpoints.insert((Arc::clone(&entry.service), address));
+            found.node = found.node.or_else(|| entry.node.clone());
+        }
+        found
+    }
+
+    /// Finds a pod. Without a UID, removed endpoints count only for an address, and only if no pod
+    /// has it now.
+    fn get(&self, name: &PodName, uid: &str) -> Result<PodEndpoints, NoPod> {
         let (candidates, hash): (Vec<IpAddr>, _) = match name {
             PodName::Address(address) => (vec![*address], None),
             PodName::Named(_, pod) => {
@@ -117,45 +145,46 @@ impl Pods {
                 (self.by_name.get(&hash).into_iter().flatten().copied().collect(), Some(hash))
             }
         };
+        let uid = (!uid.is_empty()).then(|| PodId::new(uid, "").uid());
         let is_named = |entry: &Entry| match name {
             PodName::Address(_) => true,
             PodName::Named(namespace, _) => Some(entry.pod.name()) == hash && entry.service.namespace == *namespace,
         };
-        let named =
-            || self.entries_of(candidates.iter().copied()).map(|(_, entry)| entry).filter(|entry| is_named(entry));
-        // A removed endpoint counts only if no other pod has its address or its name now.
-        let live: Vec<&Entry> = named().filter(|entry| !entry.is_removed).collect();
-        let pod = match live.first() {
-            Some(first) if live.iter().all(|entry| entry.pod == first.pod) => first.pod,
-            Some(_) => return Err(NoPod::Ambiguous),
-            None => named().last().ok_or(NoPod::Unknown)?.pod,
+        let is_meant = |entry: &Entry| is_named(entry) && uid.is_none_or(|uid| entry.pod.uid() == uid);
+        let meant = self.entries_of(candidates).map(|(_, entry)| entry).filter(|entry| is_meant(entry));
+        let (removed, live): (Vec<&Entry>, Vec<&Entry>) = meant.partition(|entry| entry.is_removed);
+        let pod = match (live.first(), removed.last()) {
+            (Some(first), _) if live.iter().all(|entry| entry.pod == first.pod) => first.pod,
+            (Some(_), _) => return Err(NoPod::Ambiguous),
+            (None, Some(last)) if uid.is_some() || matches!(name, PodName::Address(_)) => last.pod,
+            (None, Some(_)) => return Err(NoPod::OnlyRemoved),
+            (None, None) => return Err(NoPod::Unknown),
         };
-        let mut found = PodEndpoints::default();
-        let addresses = self.by_name.get(&pod.name()).into_iter().flatten().copied();
-        for (address, entry) in self.entries_of(addresses).filter(|(_, entry)| entry.pod == pod) {
-            found.endpoints.insert((Arc::clone(&entry.service), address));
-            found.node = found.node.or_else(|| entry.node.clone());
-        }
-        Ok(found)
+        Ok(self.all(pod))
     }
 }
 
 impl super::Inner {
-    pub(super) fn apply_pod(&mut self, change: PodChange) {
+    pub(super) fn apply_pod(&mut self, change: PodChange) -> Vec<PodId> {
         let PodChange { service, address, pod } = change;
         let service = self.state.key(&service).map_or_else(|| Arc::new(service), Arc::clone);
-        self.pods.apply(&service, address, pod);
+        self.pods.apply(&service, address, pod)
     }
 }
 
 impl Store {
-    /// The endpoints of a pod, including endpoints that were removed lately.
+    /// Finds a pod, with endpoints that were removed lately. `uid` is empty if it is not known.
     ///
     /// # Errors
     ///
     /// [`NoPod`]. A retry helps only if the endpoints of the pod change.
-    pub(crate) fn pod(&self, name: &PodName) -> Result<PodEndpoints, NoPod> {
-        self.read().pods.get(name)
+    pub(crate) fn pod(&self, name: &PodName, uid: &str) -> Result<PodEndpoints, NoPod> {
+        self.read().pods.get(name, uid)
+    }
+
+    /// The endpoints of a pod that was found before, with endpoints that were removed lately.
+    pub(crate) fn endpoints_of(&self, pod: PodId) -> PodEndpoints {
+        self.read().pods.all(pod)
     }
 }
 
@@ -184,14 +213,14 @@ mod tests {
         put(&mut pods, "web", 2, "a");
         put(&mut pods, "api", 1, "a");
         put(&mut pods, "web", 3, "b");
-        let found = pods.get(&PodName::Address(address(2))).unwrap();
+        let found = pods.get(&PodName::Address(address(2)), "").unwrap();
         let all = [("api", 1), ("web", 1), ("web", 2)].map(|(name, host)| (service(name), address(host)));
-        assert_eq!(found, PodEndpoints { endpoints: all.into(), node: Some("n1".into()) });
-        assert_eq!(pods.get(&PodName::Named("prod".into(), "a".into())), Ok(found.clone()));
-        assert_eq!(pods.get(&PodName::Named("test".into(), "a".into())), Err(NoPod::Unknown));
-        assert_eq!(pods.get(&PodName::Address(address(9))), Err(NoPod::Unknown));
+        assert_eq!(found, PodEndpoints { pod: PodId::new("a", "a"), endpoints: all.into(), node: Some("n1".into()) });
+        assert_eq!(pods.get(&PodName::Named("prod".into(), "a".into()), ""), Ok(found.clone()));
+        assert_eq!(pods.get(&PodName::Named("test".into(), "a".into()), ""), Err(NoPod::Unknown));
+        assert_eq!(pods.get(&PodName::Address(address(9)), ""), Err(NoPod::Unknown));
         pods.apply(&service("web"), address(2), None);
-        assert_eq!(pods.get(&PodName::Address(address(2))), Ok(found), "a removed endpoint is remembered");
+        assert_eq!(pods.get(&PodName::Address(address(2)), ""), Ok(found), "a removed endpoint is remembered");
     }
 
     #[test]
@@ -199,12 +228,27 @@ mod tests {
         let mut pods = Pods::default();
         put(&mut pods, "web", 1, "old");
         put(&mut pods, "web", 1, "new");
-        let found = pods.get(&PodName::Address(address(1)));
-        assert_eq!(found, pods.get(&PodName::Named("prod".into(), "new".into())));
+        let found = pods.get(&PodName::Address(address(1)), "");
+        assert_eq!(found, pods.get(&PodName::Named("prod".into(), "new".into()), ""));
         put(&mut pods, "dns", 1, "host-pod");
-        assert_eq!(pods.get(&PodName::Address(address(1))), Err(NoPod::Ambiguous));
-        let named = pods.get(&PodName::Named("prod".into(), "host-pod".into())).unwrap();
+        assert_eq!(pods.get(&PodName::Address(address(1)), ""), Err(NoPod::Ambiguous));
+        let named = pods.get(&PodName::Named("prod".into(), "host-pod".into()), "").unwrap();
         assert_eq!(named.endpoints, [(service("dns"), address(1))].into());
+    }
+
+    #[test]
+    fn removed_endpoints_of_an_older_pod_of_the_same_name_do_not_answer_for_the_new_one() {
+        let mut pods = Pods::default();
+        let web = PodName::Named("prod".into(), "web-0".into());
+        pods.apply(&service("web"), address(1), Some((PodId::new("old", "web-0"), Some("n1".into()))));
+        pods.apply(&service("web"), address(1), None);
+        assert_eq!(pods.get(&web, ""), Err(NoPod::OnlyRemoved));
+        assert_eq!(pods.get(&web, "new"), Err(NoPod::Unknown));
+        assert_eq!(pods.get(&web, "old").unwrap().endpoints, [(service("web"), address(1))].into());
+        pods.apply(&service("web"), address(2), Some((PodId::new("new", "web-0"), Some("n1".into()))));
+        assert_eq!(pods.get(&web, "").unwrap().endpoints, [(service("web"), address(2))].into());
+        // A pod that was found is followed by its own identity.
+        assert_eq!(pods.all(PodId::new("old", "web-0")).endpoints, [(service("web"), address(1))].into());
     }
 
     #[test]
@@ -215,7 +259,7 @@ mod tests {
             pods.apply(&service("web"), address(host), None);
         }
         assert_eq!((pods.by_address.len(), pods.by_name.len()), (MAX_REMOVED, MAX_REMOVED));
-        assert_eq!(pods.get(&PodName::Address(address(0))), Err(NoPod::Unknown));
-        assert!(pods.get(&PodName::Address(address(19_999))).is_ok());
+        assert_eq!(pods.get(&PodName::Address(address(0)), ""), Err(NoPod::Unknown));
+        assert!(pods.get(&PodName::Address(address(19_999)), "").is_ok());
     }
 }

@@ -1,22 +1,48 @@
-//! Whether an endpoint gets new connections, for the drain barrier and for readiness gates.
+//! Whether an endpoint gets new connections, for the drain barrier and for readiness gates
+//! (discovery.proto, section 18).
 
-use std::net::IpAddr;
+use std::{
+    collections::HashMap,
+    net::IpAddr,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use headgate_core::{Endpoint, EndpointPort, Family, Service, ServiceKey, ServicePort, TrafficPolicy};
 
 use super::{Inner, Store};
 
+/// The maximum number of remembered witnesses.
+const MAX_WITNESSES: usize = 16_384;
+
 /// Whether the nodes of a cluster use an endpoint for new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Usage {
     /// A port of the endpoint is ready.
-    InUse,
-    /// The endpoint is terminating, and stays in use because no other endpoint is ready. With a
-    /// Local policy, only the endpoints of its node count.
-    Last,
-    /// No node that has this version or a later version uses the endpoint.
-    UnusedSince(u64),
+    Ready,
+    /// The endpoint is neither ready nor terminating, so it may be used a moment later.
+    MayReturn,
+    /// The nodes that have this version or a later one do not use the endpoint, with an exception:
+    /// where it is the last endpoint, it stays in use.
+    UnusedSince(u64, Last),
 }
+
+/// Where a terminating endpoint stays in use, because no other endpoint is ready.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Last {
+    /// Nowhere.
+    No,
+    /// On its own node, by a Local policy.
+    OnItsNode,
+    /// On all nodes.
+    Everywhere,
+}
+
+/// Ready endpoints that were found before, by Service, port, family and node. The search for a
+/// witness looks at all endpoints of a Service, and many pods ask about the same one.
+#[derive(Debug, Default)]
+pub(super) struct Witnesses(Mutex<HashMap<WitnessKey, (IpAddr, u64)>>);
+
+type WitnessKey = (Arc<ServiceKey>, ServicePort, Family, Option<Arc<str>>);
 
 impl Store {
     /// Returns whether an endpoint gets new connections. The endpoint may have been removed.
@@ -46,56 +72,68 @@ impl Store {
 
 impl Inner {
     fn usage(&self, key: &ServiceKey, address: IpAddr) -> Usage {
-        let Some(entry) = self.state.entry(key) else {
-            return Usage::UnusedSince(self.log.newest_version(key));
-        };
+        let unused = |version| Usage::UnusedSince(version, Last::No);
+        let Some(entry) = self.state.entry(key) else { return unused(self.log.newest_version(key)) };
         let own = self.log.endpoint_version(key, address);
-        let Some(endpoint) = entry.endpoints().get(&address) else { return Usage::UnusedSince(own) };
-        let Some(service) = entry.service() else { return Usage::UnusedSince(self.log.newest_version(key)) };
-        let mut since = own.max(self.log.service_version(key));
-        let mut usage = None;
+        let Some(endpoint) = entry.endpoints().get(&address) else { return unused(own) };
+        let Some(service) = entry.service() else { return unused(self.log.newest_version(key)) };
+        let (mut since, mut last) = (own.max(self.log.service_version(key)), Last::No);
         for port in &service.ports {
-            let mut own_states = endpoint.port_states().filter(|state| is_of(state.port, port)).peekable();
-            if own_states.peek().is_none() {
-                continue;
-            }
-            for state in own_states {
+            for state in endpoint.port_states().filter(|state| is_of(state.port, port)) {
                 if state.conditions.ready {
-                    return Usage::InUse;
+                    return Usage::Ready;
+                }
+                if !state.conditions.terminating {
+                    return Usage::MayReturn;
                 }
                 if !state.conditions.is_serving_terminating() {
                     continue;
                 }
-                let others = || {
-                    let others = entry.endpoints().values().filter(|other| other.address != address);
-                    others.filter(|other| Family::of(other.address) == Family::of(address))
-                };
-                let node = state.placement.node.as_deref();
-                match self.witness(key, others(), port, is_local(service).then_some(node)) {
+                let node = state.placement.node.as_ref();
+                match self.witness(key, address, port, None) {
                     Some(version) => since = since.max(version),
-                    None => usage = Some(Usage::Last),
+                    None => last = Last::Everywhere,
+                }
+                if is_local(service) {
+                    match node.and_then(|node| self.witness(key, address, port, Some(node))) {
+                        Some(version) => since = since.max(version),
+                        None => last = last.max(Last::OnItsNode),
+                    }
                 }
             }
         }
-        usage.unwrap_or(Usage::UnusedSince(since))
+        Usage::UnusedSince(since, last)
     }
 
-    /// The version since which an endpoint is ready for a port: the lowest version, if several
-    /// endpoints are ready. With `node`, only the endpoints of this node count.
-    fn witness<'a>(
-        &self,
-        key: &ServiceKey,
-        others: impl Iterator<Item = &'a Endpoint>,
-        port: &ServicePort,
-        node: Option<Option<&str>>,
-    ) -> Option<u64> {
-        let is_witness = |other: &&Endpoint| {
-            other.port_states().any(|state| {
-                let is_near = node.is_none_or(|node| node.is_some() && state.placement.node.as_deref() == node);
+    /// The version since which another endpoint of the same family is ready for a port. With
+    /// `node`, only the endpoints of this node count.
+    fn witness(&self, key: &ServiceKey, address: IpAddr, port: &ServicePort, node: Option<&Arc<str>>) -> Option<u64> {
+        let (shared, family) = (self.state.key(key)?, Family::of(address));
+        let endpoints = self.state.entry(key)?.endpoints();
+        let is_witness = |other: &Endpoint| {
+            let is_ready = other.port_states().any(|state| {
+                let is_near = node.is_none_or(|node| state.placement.node.as_ref() == Some(node));
                 is_of(state.port, port) && state.conditions.ready && is_near
-            })
+            });
+            is_ready && other.address != address && Family::of(other.address) == family
         };
-        others.filter(is_witness).map(|other| self.log.endpoint_version(key, other.address)).min()
+        let place = (Arc::clone(shared), port.clone(), family, node.cloned());
+        let mut known = self.witnesses.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((other, version)) = known.get(&place)
+            && endpoints.get(other).is_some_and(is_witness)
+            && self.log.endpoint_version(key, *other) == *version
+        {
+            return Some(*version);
+        }
+        // The oldest witness gives the lowest version.
+        let versions = endpoints.values().filter(|other| is_witness(other));
+        let versions = versions.map(|other| (self.log.endpoint_version(key, other.address), other.address));
+        let (version, other) = versions.min()?;
+        if known.len() >= MAX_WITNESSES {
+            known.clear();
+        }
+        known.insert(place, (other, version));
+        Some(version)
     }
 }
 

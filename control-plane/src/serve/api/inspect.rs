@@ -18,13 +18,15 @@ use headgate_proto::v1::{self, inspect_server::Inspect};
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
+use super::wait::Wait;
 use crate::{
     identity::{Expiry, Peer},
     metrics::kind_name,
     serve::{
         barrier::Barrier,
         context::{Lifecycle, milliseconds},
-        fleet::{Agent, Fleet, Progress, Waiter},
+        everywhere::Everywhere,
+        fleet::{Agent, Fleet},
         verification::Verifier,
     },
     store::{NoPod, PodName, Store, WatchCursor, positions_to_wire},
@@ -37,11 +39,12 @@ const WATCH_PAGE: usize = 256;
 /// The service `headgate.v1.Inspect`.
 pub(crate) struct Inspector {
     pub(crate) fleet: Arc<Fleet>,
+    pub(crate) everywhere: Arc<Everywhere>,
     pub(crate) barrier: Arc<Barrier>,
     pub(crate) verifier: Arc<Verifier>,
 }
 
-type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+pub(super) type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 /// The maximum size of the problems in a status, in bytes. Clients accept answers of up to 4 MiB.
 const MAX_PROBLEM_BYTES: usize = 1 << 20;
@@ -79,12 +82,16 @@ impl Inspect for Inspector {
     type ListEndpointsStream = Items<v1::EndpointInfo>;
     type ListAgentsStream = Items<v1::AgentInfo>;
     type WatchStream = Items<v1::WatchEvent>;
-    type WaitStream = Items<v1::WaitProgress>;
+    type WaitStream = Items<v1::WaitAnswer>;
     type QueryNodeStream = Items<v1::NodeAnswer>;
     type DrainPodStream = Items<v1::BarrierAnswer>;
     type VerifyNodesStream = Items<v1::VerifyNodesResponse>;
 
-    async fn get_status(&self, _: Request<v1::GetStatusRequest>) -> Result<Response<v1::GetStatusResponse>, Status> {
+    async fn get_status(
+        &self,
+        request: Request<v1::GetStatusRequest>,
+    ) -> Result<Response<v1::GetStatusResponse>, Status> {
+        let only_this_replica = request.into_inner().only_this_replica;
         let fleet = &self.fleet;
         let context = &fleet.context;
         let counts = context.store.counts();
@@ -104,12 +111,13 @@ impl Inspect for Inspector {
             nodes: counts.nodes as u64,
             agents: fleet.len() as u64,
             problems: problems_to_wire(&problems),
-            fleet: Some(fleet_info(fleet.progress())),
+            fleet: Some(self.fleet_info(only_this_replica).await),
             source_ages: context.store.source_ages().into_iter().map(source_age).collect(),
             positions: {
                 let positions = context.store.changed_positions().into_iter();
                 positions_to_wire(positions.filter(|(kind, _)| kind.is_comparable()))
             },
+            replicas: self.everywhere.replica_infos(),
         }))
     }
 
@@ -150,10 +158,12 @@ impl Inspect for Inspector {
         &self,
         request: Request<v1::ListAgentsRequest>,
     ) -> Result<Response<Self::ListAgentsStream>, Status> {
-        let v1::ListAgentsRequest { node } = request.into_inner();
-        let store = Arc::clone(&self.fleet.context.store);
-        let agents = self.fleet.all().into_iter().filter(move |agent| node.is_empty() || *agent.node == *node);
-        Ok(Response::new(Box::pin(stream::iter(agents).map(move |agent| Ok(agent_info(&store, &agent))))))
+        let v1::ListAgentsRequest { node, only_this_replica } = request.into_inner();
+        let agents = match only_this_replica {
+            true => self.agents_here(&node),
+            false => self.agents(&node).await,
+        };
+        Ok(Response::new(Box::pin(stream::iter(agents.into_iter().map(Ok)))))
     }
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
@@ -176,27 +186,32 @@ impl Inspect for Inspector {
 
     async fn wait(&self, request: Request<v1::WaitRequest>) -> Result<Response<Self::WaitStream>, Status> {
         let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
-        let waiter = Waiter::new(Arc::clone(&self.fleet), request.into_inner(), expiry)?;
-        let messages = stream::unfold(waiter, |mut waiter| async move { Some((waiter.next().await?, waiter)) });
-        Ok(Response::new(Box::pin(messages)))
+        let wait = Wait::new(request.into_inner())?;
+        let (fleet, everywhere) = (Arc::clone(&self.fleet), Arc::clone(&self.everywhere));
+        let answer = async move { Ok(wait.answer(&fleet, &everywhere).await) };
+        Ok(Response::new(Box::pin(stream::once(answer).take_until(Expiry::passed(expiry)))))
     }
 
     async fn query_node(
         &self,
         request: Request<v1::QueryNodeRequest>,
     ) -> Result<Response<Self::QueryNodeStream>, Status> {
-        let v1::QueryNodeRequest { node, query } = request.into_inner();
+        let v1::QueryNodeRequest { node, query, only_this_replica } = request.into_inner();
         let Some(query) = query.filter(|query| query.kind.is_some()) else {
             let text = "QueryNodeRequest.query: must have a kind that this replica knows; upgrade the control plane if the kind is new";
             return Err(Status::invalid_argument(text));
         };
+        if !only_this_replica && let Some(mut client) = self.elsewhere(&node)? {
+            let request = v1::QueryNodeRequest { node, query: Some(query), only_this_replica: true };
+            return Ok(Response::new(Box::pin(client.query_node(request).await?.into_inner())));
+        }
         let asked = self.fleet.ask(&node, query)?;
         let parts = stream::unfold(asked, |mut asked| async move { Some((asked.next().await?, asked)) });
         Ok(Response::new(Box::pin(parts)))
     }
 
     async fn drain_pod(&self, request: Request<v1::DrainPodRequest>) -> Result<Response<Self::DrainPodStream>, Status> {
-        let v1::DrainPodRequest { namespace, name, timeout_ms, silent_ms } = request.into_inner();
+        let v1::DrainPodRequest { namespace, name, timeout_ms, silent_ms, uid } = request.into_inner();
         if namespace.is_empty() || name.is_empty() {
             return Err(Status::invalid_argument("namespace and name: both are required"));
         }
@@ -206,6 +221,7 @@ impl Inspect for Inspector {
             pod_name: name,
             timeout_ms: or(timeout_ms, 25_000),
             silent_ms: or(silent_ms, 20_000),
+            pod_uid: uid,
             ..v1::BarrierRequest::default()
         };
         let barrier = Arc::clone(&self.barrier);
@@ -218,13 +234,18 @@ impl Inspect for Inspector {
         request: Request<v1::VerifyNodesRequest>,
     ) -> Result<Response<Self::VerifyNodesStream>, Status> {
         let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
-        let v1::VerifyNodesRequest { node } = request.into_inner();
+        let v1::VerifyNodesRequest { node, only_this_replica } = request.into_inner();
         let ended = Expiry::passed(expiry);
         if node.is_empty() {
-            return Ok(Response::new(Box::pin(self.verifier.all().map(Ok).take_until(ended))));
+            let nodes = match only_this_replica {
+                true => self.verifier.all().boxed(),
+                false => self.verify_all().await,
+            };
+            return Ok(Response::new(Box::pin(nodes.map(Ok).take_until(ended))));
         }
-        if !self.fleet.has(&node) {
-            return Err(self.fleet.without_stream(&node));
+        if !only_this_replica && let Some(mut client) = self.elsewhere(&node)? {
+            let request = v1::VerifyNodesRequest { node, only_this_replica: true };
+            return Ok(Response::new(Box::pin(client.verify_nodes(request).await?.into_inner().take_until(ended))));
         }
         let verifier = Arc::clone(&self.verifier);
         let answer = async move {
@@ -241,30 +262,14 @@ impl Inspect for Inspector {
             (true, Ok(address)) => PodName::Address(address),
             (true, Err(_)) => return Err(Status::invalid_argument("give namespace and name, or an IP address")),
         };
-        let found = self.fleet.context.store.pod(&pod).map_err(|problem| match problem {
-            NoPod::Unknown => Status::not_found("no endpoint belongs to this pod"),
+        let found = self.fleet.context.store.pod(&pod, "").map_err(|problem| match problem {
+            NoPod::Unknown | NoPod::OnlyRemoved => Status::not_found("no endpoint belongs to this pod"),
             NoPod::Ambiguous => Status::failed_precondition("several pods share this address or name"),
         })?;
         let addresses: BTreeSet<IpAddr> = found.endpoints.iter().map(|(_, address)| *address).collect();
         let addresses = addresses.iter().map(IpAddr::to_string).collect();
         let node = found.node.as_deref().unwrap_or_default().to_owned();
         Ok(Response::new(v1::PodInfo { addresses, node }))
-    }
-}
-
-fn fleet_info(progress: &Progress) -> v1::FleetInfo {
-    let (states, everywhere) = (progress.states(), progress.everywhere());
-    let count = |state| states.get(&state).copied().unwrap_or_default() as u64;
-    v1::FleetInfo {
-        up_to_date: count(NodeState::UpToDate),
-        behind: count(NodeState::Behind),
-        failing: count(NodeState::Failing),
-        waiting: count(NodeState::Waiting),
-        cut_off: count(NodeState::CutOff),
-        measured_commits: everywhere.commits as u64,
-        everywhere_p50_ms: milliseconds(everywhere.p50),
-        everywhere_p99_ms: milliseconds(everywhere.p99),
-        everywhere_max_ms: milliseconds(everywhere.max),
     }
 }
 
@@ -433,14 +438,15 @@ fn endpoint_info(key: &ServiceKey, endpoint: &Endpoint, version: u64) -> v1::End
     }
 }
 
-fn agent_info(store: &Store, agent: &Agent) -> v1::AgentInfo {
+pub(super) fn agent_info(fleet: &Fleet, agent: &Agent) -> v1::AgentInfo {
+    let store = &fleet.context.store;
     let record = agent.record().clone();
     let source = store.source_state();
     let state = NodeState::of(source, record.reported(store.version_before(SETTLED)));
-    let rejection = |rejection: v1::Rejection| v1::Problem {
-        object: rejection.resource,
-        field: rejection.field,
-        message: rejection.reason,
+    let rejection = |rejection: &v1::Rejection| v1::Problem {
+        object: rejection.resource.clone(),
+        field: rejection.field.clone(),
+        message: rejection.reason.clone(),
         origin: String::new(),
     };
     let verified = record.verified().cloned();
@@ -461,12 +467,14 @@ fn agent_info(store: &Store, agent: &Agent) -> v1::AgentInfo {
         resumed_resources: agent.resumed_resources.load(Ordering::Relaxed),
         connected_unix_ms: unix_ms(agent.connected),
         last_error: record.last_error,
-        rejections: record.rejections.iter().cloned().map(rejection).collect(),
+        rejections: record.rejections.shown().iter().map(rejection).collect(),
         state: state.as_str().into(),
         reason: agent.reason(store, source, state),
-        verified_unix_ms: verified.as_ref().map_or(0, |verified| unix_ms(verified.at)),
+        verified_unix_ms: verified.as_ref().map_or(0, |verified| unix_ms(SystemTime::now() - verified.at.elapsed())),
         drift_count: verified.as_ref().map_or(0, |verified| verified.drift_count),
         drift: verified.map(|verified| verified.drift).unwrap_or_default(),
+        replica: fleet.context.settings.replica_name.clone(),
+        departed_ms: 0,
     }
 }
 

@@ -3,10 +3,12 @@
 //! the gRPC requests.
 
 mod discovery;
+mod fleetwide;
 mod inspect;
 mod pages;
 mod peers;
 mod standing;
+mod wait;
 
 use std::{sync::Arc, time::SystemTime};
 
@@ -72,11 +74,13 @@ pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_refle
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
     let (fleet, barrier) = (Arc::clone(&streams.fleet), Arc::clone(&streams.barrier));
+    let everywhere = Arc::clone(&streams.everywhere);
     let verifier = Verifier::new(Arc::clone(&fleet));
-    let inspect = InspectServer::new(Inspector { fleet, barrier, verifier });
+    let inspect = InspectServer::new(Inspector { fleet, everywhere, barrier, verifier });
     let inspect = inspect.max_decoding_message_size(MAX_REQUEST_BYTES);
-    let answerer = peers::Answerer { fleet: Arc::clone(&streams.fleet), barrier: Arc::clone(&streams.barrier) };
-    let peers = PeersServer::new(answerer).max_decoding_message_size(MAX_REQUEST_BYTES);
+    let (fleet, everywhere) = (Arc::clone(&streams.fleet), Arc::clone(&streams.everywhere));
+    let peers = peers::PeerService { fleet, everywhere };
+    let peers = PeersServer::new(peers).max_decoding_message_size(MAX_REQUEST_BYTES);
     let reflection_v1 = reflection().build_v1()?.max_decoding_message_size(MAX_REQUEST_BYTES);
     let reflection_v1alpha = reflection().build_v1alpha()?.max_decoding_message_size(MAX_REQUEST_BYTES);
     Ok(Routes::new(Discovery(Arc::clone(&streams.fleet)))

@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     metrics::kind_name,
-    serve::{context::Context, fleet::Fleet, transport::BoundedListener},
+    serve::{context::Context, everywhere::Absence, stream::Streams, transport::BoundedListener},
 };
 
 /// Pause between two pages of metrics. A page takes as much time as a hundred messages to agents,
@@ -29,11 +29,11 @@ use crate::{
 const SCRAPE_PAUSE: Duration = Duration::from_millis(20);
 
 /// Serves the pages until `stopped` is cancelled.
-pub(crate) async fn serve(listener: TcpListener, fleet: Arc<Fleet>, stopped: CancellationToken) {
-    let (healthy, ready) = (Arc::clone(&fleet.context), Arc::clone(&fleet.context));
+pub(crate) async fn serve(listener: TcpListener, streams: Arc<Streams>, stopped: CancellationToken) {
+    let (healthy, ready) = (Arc::clone(&streams.context), Arc::clone(&streams.context));
     let next_scrape = Arc::new(Mutex::new(Instant::now()));
     let router = Router::new()
-        .route("/metrics", get(move |request| async move { in_format(&request, scrape(&fleet, &next_scrape).await) }))
+        .route("/metrics", get(move |request| async move { in_format(&request, scrape(&streams, &next_scrape).await) }))
         .route("/healthz", get(move || async move { health(&healthy) }))
         .route("/readyz", get(move || async move { readiness(&ready) }));
     tokio::select! {
@@ -46,12 +46,16 @@ pub(crate) async fn serve(listener: TcpListener, fleet: Arc<Fleet>, stopped: Can
     }
 }
 
-async fn scrape(fleet: &Fleet, next_scrape: &Mutex<Instant>) -> String {
+async fn scrape(streams: &Streams, next_scrape: &Mutex<Instant>) -> String {
     let mut next = next_scrape.lock().await;
     sleep_until(*next).await;
     *next = Instant::now() + SCRAPE_PAUSE;
-    let context = &fleet.context;
-    fleet.progress().refresh_metrics();
+    let context = &streams.context;
+    streams.fleet.progress().refresh_metrics();
+    let absent = streams.everywhere.look().absent;
+    for reason in Absence::REASONS {
+        context.metrics.set_absent(reason, absent.values().filter(|absence| absence.reason() == reason).count());
+    }
     for (kind, age) in context.store.source_ages() {
         context.metrics.set_source_age(kind, age);
     }

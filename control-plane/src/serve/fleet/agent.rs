@@ -10,7 +10,10 @@ use std::{
     time::{Instant, SystemTime},
 };
 
-use headgate_core::node_state::{NodeState, SourceState};
+use headgate_core::{
+    ServiceKey,
+    node_state::{NodeState, SETTLED, SourceState},
+};
 use headgate_proto::v1;
 
 use super::{
@@ -19,7 +22,7 @@ use super::{
     record::{clip, programmed},
 };
 use crate::{
-    serve::context::{Signal, milliseconds},
+    serve::context::{Context, Signal, milliseconds},
     store::{ResumeMode, Store},
 };
 
@@ -35,6 +38,8 @@ pub(crate) struct Agent {
     /// Requests of the agent about pods of its node.
     pub(crate) barriers: Answers,
     pub(crate) connected: SystemTime,
+    /// The same moment by the clock that never steps.
+    entered: Instant,
     pub(crate) resume: ResumeMode,
     pub(crate) resumed_resources: AtomicU64,
     sent_version: AtomicU64,
@@ -67,6 +72,7 @@ impl Agent {
             queries: Queries::default(),
             barriers: Answers::default(),
             connected: SystemTime::now(),
+            entered: Instant::now(),
             resume,
             resumed_resources: AtomicU64::new(0),
             sent_version: AtomicU64::new(0),
@@ -192,8 +198,35 @@ impl Agent {
     /// Returns for how many milliseconds the agent has been behind the head of the log. Time before
     /// the agent connected does not count.
     pub(crate) fn lag_ms(&self, store: &Store, programmed_version: u64) -> u64 {
-        let lag = |since: SystemTime| SystemTime::now().duration_since(since.max(self.connected)).unwrap_or_default();
-        store.lagging_since(programmed_version).map_or(0, |since| milliseconds(lag(since)))
+        store.lagging_since(programmed_version).map_or(0, |since| milliseconds(since.max(self.entered).elapsed()))
+    }
+
+    /// Describes an agent that has not programmed `version`, or rejects one of the services.
+    pub(crate) fn laggard(&self, context: &Context, version: u64, services: &BTreeSet<ServiceKey>) -> v1::Laggard {
+        let (programmed_version, reason, is_stalled) = {
+            let record = self.record();
+            let rejected = services.iter().find(|key| record.rejections.concern(key));
+            let reported = record.reported(context.store.version_before(SETTLED));
+            let reason = match rejected {
+                _ if !record.last_error.is_empty() => record.last_error.clone(),
+                Some(key) if record.kernel_version() >= version => record.rejections.reason(key),
+                _ => {
+                    let source = context.store.source_state();
+                    self.reason(&context.store, source, NodeState::of(source, reported))
+                }
+            };
+            (record.programmed_version, reason, record.is_stalled())
+        };
+        v1::Laggard {
+            node: self.node.to_string(),
+            programmed_version,
+            lag_ms: self.lag_ms(&context.store, programmed_version),
+            version,
+            sent_version: self.sent_version(),
+            reason,
+            is_stalled,
+            replica: context.settings.replica_name.clone(),
+        }
     }
 
     /// Returns why the node is waiting or cut off, as a sentence; empty for other states. `source`

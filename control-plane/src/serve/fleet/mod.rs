@@ -9,7 +9,8 @@ mod lateness;
 mod progress;
 mod queries;
 mod record;
-mod wait;
+mod rejections;
+mod roster;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -18,7 +19,8 @@ use std::{
 };
 
 use headgate_core::ServiceKey;
-use tokio::sync::Semaphore;
+use headgate_proto::v1;
+use tokio::sync::{Semaphore, watch};
 use tonic::Status;
 
 pub(crate) use self::{
@@ -29,11 +31,13 @@ pub(crate) use self::{
     lateness::Lateness,
     progress::Progress,
     queries::Queries,
-    record::{Record, clip, names},
-    wait::Waiter,
+    record::{Record, clip},
+    rejections::Rejections,
+    roster::Roster,
 };
 use super::context::Context;
 use crate::store::NodeObserver;
+pub use roster::Departed;
 
 /// When this many nodes are remembered, nodes that have their full allowance again are forgotten.
 const MAX_REMEMBERED: usize = 65_536;
@@ -51,6 +55,8 @@ pub(crate) struct Fleet {
     pub(crate) context: Arc<Context>,
     progress: Arc<Progress>,
     registry: Mutex<Registry>,
+    /// The number of the roster.
+    roster: watch::Sender<u64>,
     /// Limits the unanswered queries about nodes.
     queries: Arc<Semaphore>,
 }
@@ -61,19 +67,7 @@ struct Registry {
     /// For each node, the time at which the node has its full allowance of [`STREAMS_AT_ONCE`]
     /// again.
     full_at: HashMap<Arc<str>, Instant>,
-    /// Nodes without a stream that had a stream before, and whether some were left out.
-    departed: (BTreeSet<Arc<str>>, bool),
-}
-
-/// The agents of a replica, as the drain barrier sees them.
-#[derive(Debug, Default)]
-pub(crate) struct Confirmations {
-    pub(crate) confirmed: Vec<String>,
-    pub(crate) unconfirmed: Vec<String>,
-    /// Nodes that had a stream and have no stream now.
-    pub(crate) departed: Vec<String>,
-    /// False if `departed` is not complete.
-    pub(crate) knows_departed: bool,
+    roster: Roster,
 }
 
 impl Fleet {
@@ -81,7 +75,8 @@ impl Fleet {
     pub(crate) fn new(context: Arc<Context>) -> Arc<Self> {
         let progress = Progress::new(Arc::clone(&context.store), Arc::clone(&context.metrics));
         let queries = Arc::new(Semaphore::new(ask::MAX_ON_REPLICA));
-        let fleet = Arc::new(Self { progress: Arc::new(progress), registry: Mutex::default(), queries, context });
+        let (progress, registry, roster) = (Arc::new(progress), Mutex::default(), watch::Sender::new(0));
+        let fleet = Arc::new(Self { progress, registry, roster, queries, context });
         let observer: Arc<dyn NodeObserver> = Arc::<Self>::clone(&fleet);
         fleet.context.store.observe_nodes(Arc::downgrade(&observer));
         fleet
@@ -120,7 +115,7 @@ impl Fleet {
     pub(crate) fn enter(&self, agent: &Arc<Agent>) {
         let old = {
             let mut registry = self.registry();
-            registry.departed.0.remove(&agent.node);
+            self.roster.send_replace(registry.roster.enter(&agent.node));
             registry.present.insert(Arc::clone(&agent.node), Arc::clone(agent))
         };
         if let Some(old) = &old {
@@ -140,35 +135,53 @@ impl Fleet {
         let mut registry = self.registry();
         if registry.present.get(&agent.node).is_some_and(|present| Arc::ptr_eq(present, agent)) {
             registry.present.remove(&agent.node);
-            let (departed, is_incomplete) = &mut registry.departed;
-            if departed.len() < MAX_REMEMBERED {
-                departed.insert(Arc::clone(&agent.node));
-            } else {
-                *is_incomplete = true;
+            let version = agent.record().programmed_version;
+            let departed = Departed { at: Instant::now(), version };
+            self.roster.send_replace(registry.roster.depart(Arc::clone(&agent.node), departed));
+        }
+    }
+
+    /// Remembers nodes that had a stream to another replica, which has none now.
+    pub(crate) fn adopt(&self, nodes: impl IntoIterator<Item = (Arc<str>, Departed)>) {
+        let mut registry = self.registry();
+        for (node, departed) in nodes {
+            if !registry.present.contains_key(&node) {
+                self.roster.send_replace(registry.roster.depart(node, departed));
             }
         }
     }
 
-    /// Returns which agents confirm that their kernels have `version` and that they reject none of
-    /// the services. If the version is `None`, no agent confirms.
-    pub(crate) fn confirmations(&self, version: Option<u64>, services: &BTreeSet<ServiceKey>) -> Confirmations {
-        let (agents, departed, is_incomplete) = {
-            let registry = self.registry();
-            let agents: Vec<_> = registry.present.values().cloned().collect();
-            (agents, registry.departed.0.iter().map(ToString::to_string).collect(), registry.departed.1)
-        };
-        let mut found = Confirmations { departed, knows_departed: !is_incomplete, ..Confirmations::default() };
-        for agent in agents {
-            let is_confirmed = version.is_some_and(|version| agent.record().confirms(version, services));
-            let list = if is_confirmed { &mut found.confirmed } else { &mut found.unconfirmed };
-            list.push(agent.node.to_string());
+    /// Forgets the departed nodes that are no Nodes of the source and have had no stream for
+    /// `Settings::uncovered_after`.
+    pub(crate) fn forget_departed(&self) {
+        let nodes: BTreeSet<Arc<str>> = self.context.store.node_names().into_iter().map(|(node, _)| node).collect();
+        let mut registry = self.registry();
+        let is_kept = |node: &Arc<str>| nodes.contains(node);
+        if let Some(number) = registry.roster.forget(self.context.settings.uncovered_after, is_kept) {
+            self.roster.send_replace(number);
         }
-        found
     }
 
-    /// Returns true if the agent of a node confirms `version` and rejects none of the services.
-    pub(crate) fn confirms(&self, node: &str, version: u64, services: &BTreeSet<ServiceKey>) -> bool {
-        self.find(node).is_some_and(|agent| agent.record().confirms(version, services))
+    /// Returns a receiver of the roster's number, which grows when a node enters or leaves.
+    pub(crate) fn rosters(&self) -> watch::Receiver<u64> {
+        self.roster.subscribe()
+    }
+
+    /// Returns what has changed in the roster since `number`; everything if `number` is 0.
+    pub(crate) fn roster_since(&self, number: u64) -> v1::Roster {
+        self.registry().roster.since(number)
+    }
+
+    /// Calls `look` with the roster, under a lock.
+    pub(crate) fn with_roster<T>(&self, look: impl FnOnce(&Roster) -> T) -> T {
+        look(&self.registry().roster)
+    }
+
+    /// Returns the agents that do not confirm that their kernels have `version` and that they
+    /// reject none of the services. Without a version, returns all agents.
+    pub(crate) fn unconfirmed(&self, version: Option<u64>, services: &BTreeSet<ServiceKey>) -> Vec<Arc<Agent>> {
+        let is_missing = |agent: &Arc<Agent>| version.is_none_or(|version| !agent.record().confirms(version, services));
+        self.all().into_iter().filter(is_missing).collect()
     }
 
     /// Returns true if a node has a stream.
@@ -195,9 +208,6 @@ impl NodeObserver for Fleet {
     fn node_changed(&self, name: &str) {
         if let Some(agent) = self.registry().present.get(name) {
             agent.signal().change_node();
-        }
-        if self.context.store.node(name).node.is_none() {
-            self.registry().departed.0.remove(name);
         }
         self.progress.node_changed();
     }

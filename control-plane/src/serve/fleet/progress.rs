@@ -11,22 +11,24 @@
 //! When an agent leaves, commits that waited only for this agent are not measured.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet, VecDeque},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::{Duration, Instant},
 };
 
-use headgate_core::node_state::{NodeState, Reported, SETTLED};
-use headgate_proto::v1;
-use tokio::sync::watch;
+use headgate_core::{
+    ServiceKey,
+    node_state::{NodeState, Reported, SETTLED},
+};
+use tokio::sync::{Notify, watch};
 
-use super::Record;
+use super::{Record, Rejections};
 use crate::{
     metrics::Metrics,
     store::{Store, TIMED_COMMITS},
 };
 
-/// The number of measured commits that [`Everywhere`] summarizes.
+/// The number of measured commits that [`Recent`] summarizes.
 const RECENT: usize = 1024;
 
 /// How an agent is counted in [`Counts`].
@@ -35,6 +37,7 @@ pub(crate) struct Counted {
     version: u64,
     is_failing: bool,
     has_state: bool,
+    is_stalled: bool,
     /// The newest version when the agent connected; `None` once the agent has acknowledged that
     /// version and is a member.
     joins_at: Option<u64>,
@@ -54,9 +57,11 @@ struct Counts {
     /// How long the last [`RECENT`] measured commits took until they were programmed everywhere.
     recent: VecDeque<Duration>,
     /// The rejections of each node that rejects resources.
-    rejecting: HashMap<Arc<str>, Arc<Vec<v1::Rejection>>>,
+    rejecting: HashMap<Arc<str>, Arc<Rejections>>,
     /// The nodes whose last verification found differences.
     drifting: HashSet<Arc<str>>,
+    /// Who waits until the floor has reached a version.
+    waiting: BTreeMap<u64, Weak<Notify>>,
 }
 
 /// The counts of the fleet, and the measurement of commits.
@@ -65,29 +70,20 @@ pub(crate) struct Progress {
     store: Arc<Store>,
     metrics: Arc<Metrics>,
     counts: Mutex<Counts>,
-    changed: watch::Sender<()>,
-    outline: watch::Sender<Outline>,
+    /// Changes when an agent connects, leaves or changes its rejections, and when a Node changes.
+    members: watch::Sender<()>,
 }
 
-/// What the drain barrier has to know about the fleet. It changes much less often than the counts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Outline {
-    /// The version that the kernels of all agents have; 0 if a kernel has no state.
-    pub(crate) floor: u64,
-    /// Grows when an agent connects, leaves, or changes its rejections, and when a Node changes.
-    pub(crate) members: u64,
-}
-
-/// The reports of an agent: whether it fails, whether it has acknowledged a state, and the version
-/// that its kernel has.
-type Reports = (bool, bool, u64);
+/// The reports of an agent: whether it never acknowledges, whether it fails, whether it has
+/// acknowledged a state, and the version that its kernel has.
+type Reports = (bool, bool, bool, u64);
 
 /// The number of agents in each state.
 pub(crate) type AgentStates = BTreeMap<NodeState, usize>;
 
 /// A summary of how long the last commits took until they were programmed everywhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Everywhere {
+pub(crate) struct Recent {
     pub(crate) p50: Duration,
     pub(crate) p99: Duration,
     pub(crate) max: Duration,
@@ -181,12 +177,12 @@ impl Counts {
         }
     }
 
-    /// Returns the version that the kernels of all agents have. Without agents, returns the highest
-    /// number.
+    /// Returns the version that the kernels of all agents have, except those that never
+    /// acknowledge. Without agents, returns the highest number.
     fn floor(&self) -> u64 {
         let lowest = |failing: bool, has_state: bool| {
-            let reports = (failing, has_state, 0)..=(failing, has_state, u64::MAX);
-            self.all.range(reports).next().map(|((_, has_state, version), _)| if *has_state { *version } else { 0 })
+            let reports = (false, failing, has_state, 0)..=(false, failing, has_state, u64::MAX);
+            self.all.range(reports).next().map(|((.., has_state, version), _)| if *has_state { *version } else { 0 })
         };
         let kinds = [(false, false), (false, true), (true, false), (true, true)];
         kinds.into_iter().filter_map(|(failing, has_state)| lowest(failing, has_state)).min().unwrap_or(u64::MAX)
@@ -195,62 +191,80 @@ impl Counts {
 
 impl Progress {
     pub(crate) fn new(store: Arc<Store>, metrics: Arc<Metrics>) -> Self {
-        Self {
-            store,
-            metrics,
-            counts: Mutex::default(),
-            changed: watch::Sender::new(()),
-            outline: watch::Sender::new(Outline { floor: u64::MAX, members: 0 }),
-        }
+        Self { store, metrics, counts: Mutex::default(), members: watch::Sender::new(()) }
     }
 
     fn counts(&self) -> MutexGuard<'_, Counts> {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns a receiver that is notified when an agent connects, leaves or reports something.
-    pub(crate) fn changes(&self) -> watch::Receiver<()> {
-        self.changed.subscribe()
+    /// Returns a receiver that is notified when an agent connects, leaves or changes its
+    /// rejections, and when a Node changes.
+    pub(crate) fn members(&self) -> watch::Receiver<()> {
+        self.members.subscribe()
     }
 
-    /// Returns a receiver that is notified when the outline changes.
-    pub(crate) fn outlines(&self) -> watch::Receiver<Outline> {
-        self.outline.subscribe()
-    }
-
-    /// Returns the present outline.
-    pub(crate) fn outline(&self) -> Outline {
-        *self.outline.borrow()
-    }
-
-    /// Notifies the receivers of the outline that a Node has changed.
+    /// Notifies the receivers that a Node has changed.
     pub(super) fn node_changed(&self) {
-        self.outline.send_modify(|outline| outline.members += 1);
+        self.members.send_replace(());
     }
 
-    fn update_outline(&self, counts: &Counts, members_changed: bool) {
-        let floor = counts.floor();
-        self.outline.send_if_modified(|outline| {
-            let has_changed = outline.floor != floor || members_changed;
-            outline.floor = floor;
-            outline.members += u64::from(members_changed);
-            has_changed
-        });
+    /// Returns the version that the kernels of all agents have, except those that never
+    /// acknowledge.
+    pub(crate) fn floor(&self) -> u64 {
+        self.counts().floor()
+    }
+
+    /// Waits until the kernels of all agents have `version`, except those that never acknowledge.
+    pub(crate) async fn reached(&self, version: u64) {
+        loop {
+            let woken = {
+                let mut counts = self.counts();
+                if counts.floor() >= version {
+                    return;
+                }
+                let known = counts.waiting.get(&version).and_then(Weak::upgrade);
+                known.unwrap_or_else(|| {
+                    counts.waiting.retain(|_, waiting| waiting.strong_count() > 0);
+                    let new = Arc::new(Notify::new());
+                    counts.waiting.insert(version, Arc::downgrade(&new));
+                    new
+                })
+            };
+            woken.notified().await;
+        }
+    }
+
+    /// Wakes those who wait for the floor and for changes of members.
+    fn announce(&self, mut counts: MutexGuard<'_, Counts>, members_changed: bool) {
+        if !counts.waiting.is_empty() {
+            let floor = counts.floor();
+            let later = counts.waiting.split_off(&floor.saturating_add(1));
+            let reached = std::mem::replace(&mut counts.waiting, later);
+            drop(counts);
+            // A waiter that has not begun to listen finds the permit.
+            reached.values().filter_map(Weak::upgrade).for_each(|waiting| {
+                waiting.notify_waiters();
+                waiting.notify_one();
+            });
+        }
+        if members_changed {
+            self.members.send_replace(());
+        }
     }
 
     /// Counts an agent that has connected.
     pub(crate) fn enter(&self, node: &Arc<str>, record: &Record) -> Counted {
         let head = self.store.version();
-        let mut counted = Counted { version: 0, is_failing: false, has_state: false, joins_at: Some(head) };
+        let joins_at = Some(head);
+        let mut counted = Counted { version: 0, is_failing: false, has_state: false, is_stalled: false, joins_at };
         counted.take(record);
         counted.join();
         let mut counts = self.counts();
         counts.count(counted);
         counts.note_rejections(node, record);
         counts.note_drift(node, record);
-        self.update_outline(&counts, true);
-        drop(counts);
-        self.changed.send_replace(());
+        self.announce(counts, true);
         counted
     }
 
@@ -279,9 +293,7 @@ impl Progress {
             counts.discount(old);
             self.measure(&mut counts);
         }
-        self.update_outline(&counts, has_rejections);
-        drop(counts);
-        self.changed.send_replace(());
+        self.announce(counts, has_rejections || counted.is_stalled != old.is_stalled);
     }
 
     /// Discounts an agent that has left.
@@ -290,12 +302,10 @@ impl Progress {
         counts.discount(counted);
         counts.rejecting.remove(node);
         counts.drifting.remove(node);
-        self.update_outline(&counts, true);
         if let Some(oldest) = counts.oldest_member() {
             counts.measured_to(oldest);
         }
-        drop(counts);
-        self.changed.send_replace(());
+        self.announce(counts, true);
     }
 
     fn measure(&self, counts: &mut Counts) {
@@ -316,31 +326,16 @@ impl Progress {
         }
     }
 
-    /// Returns how many agents have a stream, and how many of them have programmed `version`. An
-    /// agent that fails at a later version still has the version that it had before.
-    pub(crate) fn programmed(&self, version: u64) -> (usize, usize) {
-        let counts = self.counts();
-        let reached = [false, true].map(|failing| {
-            counts.all.range((failing, true, version)..=(failing, true, u64::MAX)).map(|(_, n)| n).sum::<usize>()
-        });
-        (counts.all.values().sum(), reached.iter().sum())
-    }
-
-    /// Returns, for each agent with a stream, its first rejection that `is_meant` accepts. Agents
-    /// without such a rejection are left out.
-    pub(crate) fn rejections(&self, is_meant: impl Fn(&v1::Rejection) -> bool) -> HashMap<Arc<str>, v1::Rejection> {
-        let counts = self.counts();
-        let found = |(node, list): (&Arc<str>, &Arc<Vec<v1::Rejection>>)| {
-            Some((Arc::clone(node), list.iter().find(|rejection| is_meant(rejection))?.clone()))
-        };
-        counts.rejecting.iter().filter_map(found).collect()
+    /// Returns true if rejections of some agent concern one of the services.
+    pub(crate) fn is_rejected(&self, services: &BTreeSet<ServiceKey>) -> bool {
+        self.counts().rejecting.values().any(|rejections| services.iter().any(|key| rejections.concern(key)))
     }
 
     /// Returns the number of agents in each state.
     pub(crate) fn states(&self) -> AgentStates {
         let (source, settled) = (self.store.source_state(), self.store.version_before(SETTLED));
         let mut states = AgentStates::new();
-        for ((is_failing, has_state, version), count) in &self.counts().all {
+        for ((_, is_failing, has_state, version), count) in &self.counts().all {
             let is_settled = *version >= settled;
             let reported = Reported { has_state: *has_state, is_failing: *is_failing, is_settled };
             *states.entry(NodeState::of(source, reported)).or_default() += count;
@@ -349,13 +344,13 @@ impl Progress {
     }
 
     /// Summarizes the last commits that were measured.
-    pub(crate) fn everywhere(&self) -> Everywhere {
+    pub(crate) fn recent(&self) -> Recent {
         let mut ages: Vec<Duration> = self.counts().recent.iter().copied().collect();
         ages.sort_unstable();
         let at = |percent: usize| {
             ages.get((ages.len() * percent).div_ceil(100).saturating_sub(1)).copied().unwrap_or_default()
         };
-        Everywhere { p50: at(50), p99: at(99), max: at(100), commits: ages.len() }
+        Recent { p50: at(50), p99: at(99), max: at(100), commits: ages.len() }
     }
 
     /// Sets the metrics that change with time. Call this method before each scrape.
@@ -366,7 +361,7 @@ impl Progress {
             (state.as_str(), count)
         }));
         self.metrics.set_drifting(self.counts().drifting.len());
-        let Everywhere { p50, p99, max, commits } = self.everywhere();
+        let Recent { p50, p99, max, commits } = self.recent();
         if commits > 0 {
             self.metrics.set_recently_everywhere([("0.5", p50), ("0.99", p99), ("1", max)]);
         }
@@ -377,10 +372,11 @@ impl Counted {
     fn take(&mut self, record: &Record) {
         self.version = record.kernel_version();
         (self.is_failing, self.has_state) = (record.is_failing(), record.has_state());
+        self.is_stalled = record.is_stalled();
     }
 
     fn reports(self) -> Reports {
-        (self.is_failing, self.has_state, self.version)
+        (self.is_stalled, self.is_failing, self.has_state, self.version)
     }
 
     /// Makes the agent a member if its kernel has the version that was the newest version when the
@@ -394,6 +390,7 @@ impl Counted {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use headgate_core::{Change, ServiceCidr};
+    use headgate_proto::v1;
 
     use super::*;
     use crate::{
@@ -450,8 +447,12 @@ mod tests {
             self.progress.leave(&node.into(), counted);
         }
 
+        fn floor(&self) -> u64 {
+            self.progress.floor()
+        }
+
         fn measured(&self) -> usize {
-            self.progress.everywhere().commits
+            self.progress.recent().commits
         }
     }
 
@@ -470,11 +471,11 @@ mod tests {
         };
         assert_eq!(longest(&rig), None);
         rig.ack("b", 2);
-        assert_eq!(longest(&rig), Some(rig.progress.everywhere().max.as_secs_f64()));
+        assert_eq!(longest(&rig), Some(rig.progress.recent().max.as_secs_f64()));
         assert_eq!(rig.measured(), 2);
         rig.ack("b", 3);
         rig.ack("b", 3);
-        assert_eq!((rig.measured(), rig.progress.programmed(3), rig.progress.programmed(4)), (3, (2, 2), (2, 0)));
+        assert_eq!((rig.measured(), rig.floor()), (3, 3));
         let text = rig.progress.metrics.render();
         assert!(text.contains("headgate_control_plane_programmed_everywhere_seconds_count 3"), "{text}");
     }
@@ -510,11 +511,7 @@ mod tests {
         rig.commit();
         rig.enter("a");
         rig.ack("a", 6);
-        assert_eq!(
-            (rig.measured(), rig.progress.programmed(0)),
-            (3, (1, 1)),
-            "a commit without members is not measured"
-        );
+        assert_eq!((rig.measured(), rig.floor()), (3, 6), "a commit without members is not measured");
     }
 
     #[test]
@@ -532,9 +529,9 @@ mod tests {
         rig.ack_with_times("a", &[(1, after), (2, before)]);
         std::thread::sleep(Duration::from_millis(5));
         rig.ack_with_times("b", &[(2, before)]);
-        let everywhere = rig.progress.everywhere();
-        assert_eq!((everywhere.commits, everywhere.p50), (2, Duration::ZERO));
-        assert!(everywhere.max > Duration::ZERO, "{everywhere:?}");
+        let recent = rig.progress.recent();
+        assert_eq!((recent.commits, recent.p50), (2, Duration::ZERO));
+        assert!(recent.max > Duration::ZERO, "{recent:?}");
         // Times of measured commits are dropped.
         assert_eq!(rig.progress.counts().programmed.len(), 0);
     }
@@ -545,7 +542,7 @@ mod tests {
         rig.commit();
         ["a", "b"].into_iter().for_each(|node| rig.enter(node));
         assert_eq!(rig.progress.states(), [(NodeState::Waiting, 2)].into(), "the agents have acknowledged nothing");
-        assert_eq!(rig.progress.programmed(0), (2, 0));
+        assert_eq!(rig.floor(), 0);
         rig.ack("a", 0);
         rig.ack("b", 0);
         assert_eq!(rig.progress.states(), [(NodeState::UpToDate, 2)].into(), "the commit is younger than a second");
@@ -554,13 +551,14 @@ mod tests {
         assert_eq!(rig.progress.states(), one_each);
         let rejection = v1::Rejection { resource: "Service prod/web".into(), ..Default::default() };
         rig.report("a", |record| record.nack(&v1::Nack { rejections: vec![rejection], ..Default::default() }));
-        assert_eq!(rig.progress.rejections(|rejection| rejection.resource.ends_with("/web")).len(), 1);
+        let web = |rig: &Rig| rig.progress.is_rejected(&[ServiceKey::new("prod", "web")].into());
+        assert!(web(&rig));
         rig.ack("b", 1);
         assert_eq!(rig.progress.states(), one_each);
         rig.progress.refresh_metrics();
         assert!(rig.progress.metrics.render().contains("headgate_control_plane_agents{state=\"failing\"} 1"));
         rig.leave("a");
-        assert!(rig.progress.rejections(|_| true).is_empty());
+        assert!(!web(&rig));
         rig.progress.store.cut_off(Some("refused".into()));
         assert_eq!(rig.progress.states(), [(NodeState::CutOff, 1)].into());
     }

@@ -1,15 +1,17 @@
 //! The last reports of an agent, cut to a bounded size.
 
 use std::{
-    collections::{BTreeSet, HashSet},
+    collections::BTreeSet,
     sync::Arc,
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
 use headgate_core::{ServiceKey, node_state::Reported};
 use headgate_proto::v1;
 
-/// The maximum number of stored items of each list that an agent sent, such as rejections.
+use super::rejections::Rejections;
+
+/// The maximum number of stored items of each list that an agent sent.
 const MAX_LISTED: usize = 64;
 
 /// The maximum stored length of a text that an agent sent, in bytes.
@@ -20,6 +22,9 @@ const MAX_DRIFT: usize = 5;
 
 /// The longest age of a programmed version that is accepted from an ACK. Older entries are ignored.
 const MAX_AGO: Duration = Duration::from_secs(3_600);
+
+/// After this many questions without any answer, nobody waits for the agent.
+const MAX_MISSED: u32 = 3;
 
 /// The last reports of an agent.
 #[derive(Debug, Clone, Default)]
@@ -40,14 +45,16 @@ pub(crate) struct Record {
     /// The version of the last failed attempt.
     failed_version: u64,
     /// The current rejections. The counts of the fleet share this list.
-    pub(crate) rejections: Arc<Vec<v1::Rejection>>,
+    pub(crate) rejections: Arc<Rejections>,
+    /// How many questions in a row ended without any answer of the agent, and when the last one
+    /// ended.
+    missed: (u32, Option<Instant>),
 }
 
 /// The result of a verification (discovery.proto, section 19).
 #[derive(Debug, Clone)]
 pub(crate) struct Verified {
-    /// By the clock of this replica.
-    pub(crate) at: SystemTime,
+    pub(crate) at: Instant,
     pub(crate) drift_count: u64,
     pub(crate) drift: Vec<v1::Drift>,
 }
@@ -58,7 +65,7 @@ impl Verified {
             service: clip(service).to_owned(),
             difference: clip(difference).to_owned(),
         };
-        let now = SystemTime::now();
+        let now = Instant::now();
         Self {
             at: now.checked_sub(Duration::from_millis(wire.ago_ms)).unwrap_or(now),
             drift_count: wire.drift_count,
@@ -97,6 +104,19 @@ impl Record {
         !self.last_error.is_empty() || !self.rejections.is_empty()
     }
 
+    /// Notes that a question which began at `begun` ended at `now`, and that the agent had not
+    /// answered a version that was sent to it. Questions at the same time count once.
+    pub(crate) fn miss(&mut self, begun: Instant, now: Instant) {
+        if self.missed.1.is_none_or(|ended| ended <= begun) {
+            self.missed = (self.missed.0.saturating_add(1), Some(now));
+        }
+    }
+
+    /// Returns true if the agent never acknowledges (discovery.proto, section 16).
+    pub(crate) fn is_stalled(&self) -> bool {
+        self.missed.0 >= MAX_MISSED
+    }
+
     /// Returns the verification to show: the last one. Differences that a request found stay until
     /// a later request finds none.
     pub(crate) fn verified(&self) -> Option<&Verified> {
@@ -113,12 +133,9 @@ impl Record {
         self.verified().is_some_and(|verified| verified.drift_count > 0)
     }
 
-    /// Returns true if the kernel has `version`, and the agent rejects none of the services and
-    /// none of their endpoints. Returns false if the list of rejections is full, because the
-    /// replica may have forgotten rejections.
+    /// Returns true if the kernel has `version`, and no rejection concerns the services.
     pub(crate) fn confirms(&self, version: u64, services: &BTreeSet<ServiceKey>) -> bool {
-        let concerns = |rejection: &v1::Rejection| services.iter().any(|key| names(&rejection.resource, key));
-        let is_clear = self.rejections.len() < MAX_LISTED && !self.rejections.iter().any(concerns);
+        let is_clear = !services.iter().any(|key| self.rejections.concern(key));
         self.has_state() && self.kernel_version() >= version && is_clear
     }
 
@@ -137,13 +154,14 @@ impl Record {
         let is_repaired = verification.is_repaired;
         let drift = if is_repaired { &[][..] } else { &verification.drift };
         self.requested = Some(Verified {
-            at: SystemTime::now(),
+            at: Instant::now(),
             drift_count: if is_repaired { 0 } else { verification.drift_count },
             drift: drift.iter().take(MAX_DRIFT).cloned().collect(),
         });
     }
 
     pub(crate) fn ack(&mut self, ack: &v1::Ack) {
+        self.missed = (0, None);
         self.programmed_version = self.programmed_version.max(ack.version);
         self.has_acknowledged = true;
         self.apply_microseconds = ack.apply_microseconds;
@@ -156,41 +174,14 @@ impl Record {
     }
 
     pub(crate) fn failed(&mut self, failed: &v1::ApplyFailed) {
+        self.missed = (0, None);
         self.failed_version = failed.version;
         self.last_error = format!("version {}, attempt {}: {}", failed.version, failed.attempts, clip(&failed.error));
     }
 
-    /// Applies rejections and withdrawals. A resource that was rejected before is listed once, with
-    /// the newer reason.
+    /// Applies rejections and withdrawals.
     pub(crate) fn nack(&mut self, nack: &v1::Nack) {
-        let rejections = Arc::make_mut(&mut self.rejections);
-        if !nack.withdrawn.is_empty() && !rejections.is_empty() {
-            let withdrawn: HashSet<&str> = nack.withdrawn.iter().map(|resource| clip(resource)).collect();
-            rejections.retain(|old| !withdrawn.contains(old.resource.as_str()));
-        }
-        // A peer can send any number of rejections. Only the last rejections are kept, so earlier
-        // rejections are skipped to save time.
-        let skipped = nack.rejections.len().saturating_sub(MAX_LISTED);
-        for rejection in &nack.rejections[skipped..] {
-            let rejection = v1::Rejection {
-                resource: clip(&rejection.resource).to_owned(),
-                field: clip(&rejection.field).to_owned(),
-                reason: clip(&rejection.reason).to_owned(),
-            };
-            rejections.retain(|old| old.resource != rejection.resource);
-            rejections.push(rejection);
-        }
-        let excess = rejections.len().saturating_sub(MAX_LISTED);
-        rejections.drain(..excess);
-    }
-}
-
-/// Returns true if a rejected resource is a Service, one of its endpoints, or all its endpoints.
-pub(crate) fn names(resource: &str, key: &ServiceKey) -> bool {
-    match resource.split_once(' ') {
-        Some(("Service", rejected)) => *rejected == key.to_string(),
-        Some(("Endpoint", rejected)) => rejected.split(' ').next() == Some(&key.to_string()),
-        _ => resource.strip_prefix("endpoints of service ") == Some(key.name.as_str()),
+        Arc::make_mut(&mut self.rejections).nack(nack);
     }
 }
 

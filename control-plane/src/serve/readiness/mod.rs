@@ -9,6 +9,7 @@ mod lease;
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use headgate_core::{errors::chain, node_state::SourceState};
+use headgate_proto::v1::question::Wanted;
 use k8s_openapi::{api::core::v1::Pod, jiff::Timestamp};
 use kube::{
     Api, Client,
@@ -24,13 +25,13 @@ use tokio_util::sync::CancellationToken;
 
 use self::lease::Elector;
 use super::{
-    barrier::{Barrier, Confirmed},
     context::{Context, ReadinessSettings},
+    everywhere::{self, Everywhere},
 };
 use crate::{
     objects::{GATE, PodId},
     source::{BackOff, SourceError, kubernetes_client},
-    store::{Store, WaitingPod},
+    store::{Store, Topic, WaitingPod},
     transaction::GatedPod,
 };
 
@@ -44,8 +45,10 @@ const MAX_ASKED: usize = 1_024;
 /// The maximum number of requests to the API server at the same time.
 const MAX_WRITES: usize = 16;
 
-/// The shortest time between two looks at the store for one pod.
+/// The shortest time between two looks at the store for one pod, and the longest one for a pod
+/// without endpoints.
 const PACE: Duration = Duration::from_millis(50);
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
 /// The maximum number of nodes that a condition names.
 const MAX_NAMED: usize = 5;
@@ -58,8 +61,8 @@ const FIELD_MANAGER: &str = "headgate-control-plane";
 enum Verdict {
     /// All nodes use its endpoints.
     Programmed,
-    /// Some nodes have not confirmed this within the bound.
-    TimedOut(Confirmed),
+    /// Some nodes have not confirmed this within the bound, or never acknowledge.
+    Incomplete(everywhere::Verdict),
     /// No Service had an endpoint of the pod within the bound.
     NoEndpoints,
 }
@@ -69,7 +72,7 @@ impl Verdict {
     fn reason(&self) -> &'static str {
         match self {
             Self::Programmed => "Programmed",
-            Self::TimedOut(_) => "TimedOut",
+            Self::Incomplete(_) => "TimedOut",
             Self::NoEndpoints => "NoEndpoints",
         }
     }
@@ -78,7 +81,7 @@ impl Verdict {
     fn label(&self) -> &'static str {
         match self {
             Self::Programmed => "programmed",
-            Self::TimedOut(_) => "timed_out",
+            Self::Incomplete(_) => "timed_out",
             Self::NoEndpoints => "no_endpoints",
         }
     }
@@ -90,15 +93,15 @@ impl Verdict {
             Self::NoEndpoints => {
                 format!("no EndpointSlice had an endpoint of this pod for a Service with an address within {seconds} s")
             }
-            Self::TimedOut(confirmed) => {
-                let named: Vec<&str> = confirmed.missing.iter().take(MAX_NAMED).map(String::as_str).collect();
-                let more = confirmed.missing.len() - named.len();
+            Self::Incomplete(verdict) => {
+                let named: Vec<&str> = verdict.missing().take(MAX_NAMED).collect();
+                let more = verdict.missing().count() - named.len();
                 let more = if more > 0 { format!(" and {more} more") } else { String::new() };
                 format!(
                     "these nodes have not confirmed within {seconds} s that they send connections to this pod: {}{more}; \
                      `headgatectl agents` shows why{}",
                     named.join(", "),
-                    confirmed.reason
+                    verdict.problems_text()
                 )
             }
         }
@@ -108,7 +111,7 @@ impl Verdict {
 /// Sets the conditions while this replica holds the Lease.
 pub(super) struct Readiness {
     context: Arc<Context>,
-    barrier: Arc<Barrier>,
+    everywhere: Arc<Everywhere>,
     client: Client,
     bound: Duration,
     held_until: watch::Receiver<Option<Instant>>,
@@ -134,7 +137,7 @@ impl Drop for Work {
 /// [`SourceError`], if the configuration of the API client cannot be used. A retry does not help.
 pub(super) async fn start(
     context: Arc<Context>,
-    barrier: Arc<Barrier>,
+    everywhere: Arc<Everywhere>,
     settings: ReadinessSettings,
     shutdown: CancellationToken,
 ) -> Result<(), SourceError> {
@@ -143,7 +146,7 @@ pub(super) async fn start(
     let elector = Elector::new(client.clone(), settings.lease, identity, Arc::clone(&context.metrics));
     let readiness = Arc::new(Readiness {
         context,
-        barrier,
+        everywhere,
         client,
         bound: settings.bound,
         held_until: elector.held_until(),
@@ -210,7 +213,7 @@ impl Readiness {
 
     async fn settle(self: Arc<Self>, pod: PodId, WaitingPod { names, since }: WaitingPod) {
         let verdict = self.verdict(pod, Instant::from_std(since) + self.bound).await;
-        if let Verdict::TimedOut(_) | Verdict::NoEndpoints = verdict {
+        if let Verdict::Incomplete(_) | Verdict::NoEndpoints = verdict {
             let message = verdict.message(self.bound);
             tracing::warn!(pod = %names, "a pod becomes ready: {message}");
         }
@@ -219,30 +222,29 @@ impl Readiness {
 
     /// Waits until all nodes use the endpoints of the pod, or until `limit`.
     async fn verdict(&self, pod: PodId, limit: Instant) -> Verdict {
-        let mut head = self.store().head();
         loop {
-            head.borrow_and_update();
+            let interest = self.store().interest([Topic::Pod(pod)]);
             let endpoints = self.store().served_endpoints(pod);
             if endpoints.is_empty() {
                 if Instant::now() >= limit {
                     return Verdict::NoEndpoints;
                 }
                 tokio::select! {
-                    Ok(()) = head.changed() => {}
-                    () = sleep_until(limit) => {}
+                    () = interest.changed() => {}
+                    // The Service of an endpoint may be added later.
+                    () = sleep(LOOK_AGAIN) => {}
                 }
                 sleep_until((Instant::now() + PACE).min(limit)).await;
                 continue;
             }
             let turn = timeout_at(limit, self.asking.acquire()).await;
-            let confirmed = self.barrier.until_usable(endpoints.clone(), limit).await;
+            let wanted = endpoints.iter().map(|(key, address)| (key.clone(), Some(*address))).collect();
+            let verdict = self.everywhere.until(Wanted::Usable, wanted, limit, |_| false).await;
             drop(turn);
             // Another Service may have got an endpoint of the pod meanwhile.
-            if confirmed.missing.is_empty() && self.store().served_endpoints(pod) == endpoints {
-                return Verdict::Programmed;
-            }
-            if Instant::now() >= limit {
-                return Verdict::TimedOut(confirmed);
+            if self.store().served_endpoints(pod) == endpoints || Instant::now() >= limit {
+                let holds = verdict.holds();
+                return if holds { Verdict::Programmed } else { Verdict::Incomplete(verdict) };
             }
         }
     }

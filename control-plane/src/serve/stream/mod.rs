@@ -16,6 +16,7 @@ pub(crate) use self::{
 use super::{
     barrier::Barrier,
     context::{Context, Settings, Visited},
+    everywhere::Everywhere,
     fleet::Fleet,
 };
 use crate::{metrics::Metrics, store::Store};
@@ -27,6 +28,7 @@ pub(crate) const SYNC_PATH: &str = "/headgate.v1.Discovery/Sync";
 pub(crate) struct Streams {
     pub(crate) context: Arc<Context>,
     pub(crate) fleet: Arc<Fleet>,
+    pub(crate) everywhere: Arc<Everywhere>,
     pub(crate) barrier: Arc<Barrier>,
     snapshots: Arc<SnapshotQueue>,
     _visited: Visited,
@@ -39,7 +41,8 @@ impl Streams {
         let context = Context::new(store, metrics, settings);
         let visited = context.visits.add(Arc::<SnapshotQueue>::clone(&snapshots));
         let fleet = Fleet::new(Arc::clone(&context));
-        let barrier = Barrier::new(Arc::clone(&fleet));
-        Arc::new(Self { context, fleet, barrier, snapshots, _visited: visited })
+        let everywhere = Everywhere::new(Arc::clone(&fleet));
+        let barrier = Barrier::new(Arc::clone(&fleet), Arc::clone(&everywhere));
+        Arc::new(Self { context, fleet, everywhere, barrier, snapshots, _visited: visited })
     }
 }

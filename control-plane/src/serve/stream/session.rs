@@ -108,6 +108,10 @@ impl Session {
             return Err(End::refusal("no_hello", Status::invalid_argument(text)));
         };
         let admitted = hello::admit(hello, peer)?;
+        if !streams.everywhere.is_announced() {
+            let text = "this replica starts, and the other replicas do not know it yet: try again";
+            return Err(End::plain("starting", Status::unavailable(text)));
+        }
         if !streams.fleet.may_open(&admitted.node, std::time::Instant::now()) {
             streams.context.failures.count(Network::of(peer.address.ip()), Instant::now());
             let text =

@@ -16,7 +16,7 @@ use headgate_core::{
 use headgate_proto::{NodeView, ServiceDigests, digests_from_wire, v1};
 
 use crate::{
-    serve::fleet::{clip, names},
+    serve::fleet::{Rejections, clip},
     store::Store,
 };
 
@@ -39,12 +39,12 @@ const DIGEST_DIFFERS: &str = "the agent's digest of its resources differs from t
 pub(super) struct Known {
     pub(super) store: Arc<Store>,
     /// What the agent rejects.
-    pub(super) rejections: Arc<Vec<v1::Rejection>>,
+    pub(super) rejections: Arc<Rejections>,
 }
 
 impl Known {
     fn is_rejected(&self, key: &ServiceKey) -> bool {
-        self.rejections.iter().any(|rejection| names(&rejection.resource, key))
+        self.rejections.concern(key)
     }
 }
 

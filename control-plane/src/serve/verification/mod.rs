@@ -5,7 +5,7 @@
 
 mod comparison;
 
-use std::{collections::HashSet, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use futures::{Stream, StreamExt as _, stream};
 use headgate_proto::v1::{self, node_answer, node_query};
@@ -40,9 +40,6 @@ const RUN_TIMEOUT: Duration = Duration::from_secs(120);
 /// The pause before an agent is asked again whether its verification has ended.
 const POLL_PAUSE: Duration = Duration::from_millis(200);
 
-/// The maximum number of names of nodes in a message.
-const MAX_NAMED: usize = 16_384;
-
 /// Verifies nodes.
 pub(crate) struct Verifier {
     fleet: Arc<Fleet>,
@@ -58,9 +55,8 @@ impl Verifier {
 
     /// Verifies all nodes that have a stream to this replica. Dropping the result ends the work.
     pub(crate) fn all(self: &Arc<Self>) -> impl Stream<Item = v1::VerifyNodesResponse> + use<> {
-        let (verifier, fleet) = (Arc::clone(self), Arc::clone(&self.fleet));
+        let verifier = Arc::clone(self);
         let nodes: Vec<Arc<str>> = self.fleet.all().iter().map(|agent| Arc::clone(&agent.node)).collect();
-        let asked: HashSet<Arc<str>> = nodes.iter().cloned().collect();
         let verifications = stream::iter(nodes).map(move |node| {
             let verifier = Arc::clone(&verifier);
             async move {
@@ -72,15 +68,7 @@ impl Verifier {
                 v1::VerifyNodesResponse { verification: Some(verification), ..v1::VerifyNodesResponse::default() }
             }
         });
-        let last = async move {
-            // A node that connects while the others are verified is named, too.
-            let names = fleet.context.store.node_names().into_iter().filter(|name| !asked.contains(name));
-            let mut without_stream: Vec<String> = names.map(|name| name.to_string()).collect();
-            let without_stream_count = without_stream.len() as u64;
-            without_stream.truncate(MAX_NAMED);
-            v1::VerifyNodesResponse { verification: None, without_stream, without_stream_count }
-        };
-        verifications.buffer_unordered(MAX_NODES).chain(stream::once(last))
+        verifications.buffer_unordered(MAX_NODES)
     }
 
     /// Verifies a node. A result `unverified` names the reason if the node cannot be verified.

@@ -23,7 +23,7 @@ use self::{
 };
 use super::SourceError;
 use crate::{
-    model::{Event, Model},
+    model::{Event, Model, NodeSelector},
     transaction::{Problem, Sink, SourceKind, Transaction},
 };
 
@@ -51,10 +51,16 @@ impl Drop for StopOnDrop {
 /// # Errors
 /// The folder cannot be read at the start. If the folder becomes unreadable later, this function
 /// reports to `sink` that the source is cut off. The objects that were read before stay in use.
-pub(super) async fn run(folder: PathBuf, sink: Arc<dyn Sink>, shutdown: CancellationToken) -> Result<(), SourceError> {
+pub(super) async fn run(
+    folder: PathBuf,
+    agent_nodes: NodeSelector,
+    sink: Arc<dyn Sink>,
+    shutdown: CancellationToken,
+) -> Result<(), SourceError> {
     let (sender, messages) = mpsc::channel();
     let stop = StopOnDrop(sender.clone());
-    let mut reading = tokio::task::spawn_blocking(move || Reader::start(&folder, sink, sender)?.run(&messages));
+    let mut reading =
+        tokio::task::spawn_blocking(move || Reader::start(&folder, agent_nodes, sink, sender)?.run(&messages));
     let ended = tokio::select! {
         () = shutdown.cancelled() => {
             drop(stop);
@@ -88,7 +94,12 @@ struct Intake {
 
 impl Reader {
     /// Starts to watch the folder, and reads all its files once.
-    fn start(root: &Path, sink: Arc<dyn Sink>, sender: mpsc::Sender<Message>) -> Result<Self, SourceError> {
+    fn start(
+        root: &Path,
+        agent_nodes: NodeSelector,
+        sink: Arc<dyn Sink>,
+        sender: mpsc::Sender<Message>,
+    ) -> Result<Self, SourceError> {
         let unreadable = |error: std::io::Error| SourceError::Folder { path: root.to_owned(), why: error.to_string() };
         std::fs::read_dir(root).map_err(unreadable)?;
         // Notifications name files by absolute paths.
@@ -101,7 +112,7 @@ impl Reader {
                 "the system gives no notifications of changed files, so the folder is only scanned every {seconds} seconds: {error}"
             );
         });
-        let model = Model::default();
+        let model = Model::default().with_agent_nodes(agent_nodes);
         let mut reader = Self {
             folder: Folder::new(root),
             intake: Intake { model, shown_problems: Vec::new(), sink, position_ms: 0, is_cut_off: false },
@@ -110,7 +121,7 @@ impl Reader {
             next_scan: Instant::now(),
         };
         reader.scan(Instant::now());
-        reader.intake.commit(reader.folder.unreadable(), SystemTime::now());
+        reader.intake.commit(reader.folder.unreadable(), Instant::now());
         reader.intake.sink.synced();
         Ok(reader)
     }
@@ -139,7 +150,7 @@ impl Reader {
 
     /// Reads the files that are due, and commits their changes.
     fn work(&mut self, now: Instant) {
-        let received = SystemTime::now();
+        let received = Instant::now();
         match self.notices.take(now) {
             Some(Look::Everywhere) => self.scan(now),
             Some(Look::At(paths)) => self.intake.take_in(self.folder.look_at(paths, now)),
@@ -171,7 +182,7 @@ impl Intake {
 
     /// Commits the updates. `problem` says why the folder cannot be read; `None` if the folder can
     /// be read.
-    fn commit(&mut self, problem: Option<&str>, received: SystemTime) {
+    fn commit(&mut self, problem: Option<&str>, received: Instant) {
         if problem.is_none() {
             self.sink.heard(SourceKind::Files);
         }

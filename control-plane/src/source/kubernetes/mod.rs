@@ -10,7 +10,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     path::Path,
     sync::Arc,
-    time::{Duration, SystemTime},
+    time::{Duration, Instant},
 };
 
 use futures::FutureExt as _;
@@ -29,7 +29,7 @@ use self::{
 };
 use super::{SourceError, SourceSettings};
 use crate::{
-    model::{Event, Model},
+    model::{Event, Model, NodeSelector},
     objects::ObjectKind,
     transaction::{Problem, Sink, SourceKind, Transaction},
 };
@@ -64,7 +64,7 @@ pub(super) async fn run(
     let judging = contact.run(client);
     watches.spawn(shutdown.clone().run_until_cancelled_owned(judging).map(drop));
     drop(sender);
-    let mut state = Applier::new(sink, kinds);
+    let mut state = Applier::new(sink, kinds, settings.agent_nodes);
     let mut gatherer = Gatherer::default();
     loop {
         tokio::select! {
@@ -119,7 +119,7 @@ struct Applier {
     /// removes the position.
     bookmarks: BTreeMap<SourceKind, u64>,
     /// When the oldest uncommitted list or change arrived; `None` if there is no such update.
-    received: Option<SystemTime>,
+    received: Option<Instant>,
     unlisted: BTreeSet<ObjectKind>,
     is_synced: bool,
     /// Kinds with a resourceVersion that is not a number. Each kind is logged once.
@@ -128,11 +128,12 @@ struct Applier {
 
 impl Applier {
     /// Creates the state of a source that has listed none of `kinds`.
-    fn new(sink: Arc<dyn Sink>, kinds: BTreeSet<ObjectKind>) -> Self {
+    fn new(sink: Arc<dyn Sink>, kinds: BTreeSet<ObjectKind>, agent_nodes: NodeSelector) -> Self {
         let reads_pods = kinds.contains(&ObjectKind::Pod);
+        let model = if reads_pods { Model::with_gates() } else { Model::default() };
         Self {
             sink,
-            model: if reads_pods { Model::with_gates() } else { Model::default() },
+            model: model.with_agent_nodes(agent_nodes),
             shown_problems: Vec::new(),
             positions: BTreeMap::new(),
             bookmarks: BTreeMap::new(),

@@ -25,11 +25,7 @@
 //! A list is passed on only when it is complete, so a list that breaks removes nothing. A watch
 //! resumes after the last event that was decoded, so a watch that breaks loses nothing.
 
-use std::{
-    collections::BTreeMap,
-    sync::Arc,
-    time::{Duration, SystemTime},
-};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{HeaderValue, Request, StatusCode, header};
@@ -109,7 +105,7 @@ pub(super) struct KindUpdate {
     pub(super) kind: ObjectKind,
     pub(super) update: WatchUpdate,
     pub(super) version: Option<String>,
-    pub(super) received: SystemTime,
+    pub(super) received: std::time::Instant,
 }
 
 /// Whether lists are read as streams.
@@ -497,7 +493,10 @@ impl Watch {
     async fn send_update(&self, update: WatchUpdate, version: Option<String>) {
         // The clock is read before the wait for room in the channel. Sending fails only at
         // shutdown, which `run` detects.
-        let _ = self.updates.send(KindUpdate { kind: self.kind, update, version, received: SystemTime::now() }).await;
+        let _ = self
+            .updates
+            .send(KindUpdate { kind: self.kind, update, version, received: std::time::Instant::now() })
+            .await;
     }
 
     fn heard(&self) {

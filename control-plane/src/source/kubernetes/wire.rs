@@ -170,13 +170,9 @@ fn object(kind: ObjectKind, raw: &RawValue) -> Result<(Event, String), String> {
     let decoded = Object::deserialize(kind, &mut serde_json::Deserializer::from_str(raw.get()));
     match decoded {
         Ok(object) => {
-            check_names(
-                kind,
-                &object.metadata().name,
-                &object.metadata().namespace,
-                &object.metadata().resource_version,
-            )?;
-            let version = object.metadata().resource_version.clone();
+            let [namespace, name, version] = object.names();
+            check_names(kind, name, namespace, version)?;
+            let version = version.to_owned();
             Ok((Event::Apply(Box::new(object)), version))
         }
         Err(_) => {

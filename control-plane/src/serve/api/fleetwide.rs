@@ -1,0 +1,172 @@
+//! The parts of `Inspect` that ask all replicas (discovery.proto, sections 16 and 18).
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use futures::{
+    StreamExt as _,
+    future::join_all,
+    stream::{self, BoxStream},
+};
+use headgate_core::node_state::NodeState;
+use headgate_proto::v1::{self, inspect_client::InspectClient};
+use tonic::{Status, transport::Channel};
+
+use super::inspect::{Inspector, agent_info};
+use crate::serve::{
+    context::milliseconds,
+    everywhere::{Absence, Link, Verdict},
+};
+
+/// The maximum number of absent Nodes in an answer.
+const MAX_NAMED: usize = 16_384;
+
+/// The state of a Node without an agent.
+const NO_AGENT: &str = "no_agent";
+
+impl Inspector {
+    /// The agents that have a stream to this replica; with a name, only this node.
+    pub(super) fn agents_here(&self, node: &str) -> Vec<v1::AgentInfo> {
+        let agents = self.fleet.all().into_iter().filter(|agent| node.is_empty() || *agent.node == *node);
+        agents.map(|agent| agent_info(&self.fleet, &agent)).collect()
+    }
+
+    /// All nodes that count, in order of name; with a name, only this node.
+    pub(super) async fn agents(&self, node: &str) -> Vec<v1::AgentInfo> {
+        let links = self.everywhere.links();
+        let ask = |link: Arc<Link>| async move {
+            let request = v1::ListAgentsRequest { node: node.to_owned(), only_this_replica: true };
+            let mut items = link.inspect()?.list_agents(request).await.ok()?.into_inner();
+            let mut agents = Vec::new();
+            while let Some(agent) = items.message().await.ok()? {
+                agents.push(agent);
+            }
+            Some(agents)
+        };
+        let others = join_all(links.into_iter().map(ask)).await;
+        let mut found: BTreeMap<String, v1::AgentInfo> = BTreeMap::new();
+        for agent in others.into_iter().flatten().flatten().chain(self.agents_here(node)) {
+            // While a node moves, two replicas list it. The worse state counts.
+            let is_good = |agent: &v1::AgentInfo| agent.state == NodeState::UpToDate.as_str();
+            match found.get(&agent.node) {
+                Some(known) if !is_good(known) => {}
+                _ => drop(found.insert(agent.node.clone(), agent)),
+            }
+        }
+        // The look comes last, so that a node which has moved meanwhile is not called absent.
+        let verdict = self.everywhere.look();
+        let rest = self.without_agent(&verdict).filter(|agent| node.is_empty() || agent.node == node);
+        for agent in rest {
+            found.entry(agent.node.clone()).or_insert(agent);
+        }
+        found.into_values().collect()
+    }
+
+    /// Rows for the Nodes without an agent, and for the agents of replicas that do not answer.
+    fn without_agent<'a>(&'a self, verdict: &'a Verdict) -> impl Iterator<Item = v1::AgentInfo> + 'a {
+        let absent = verdict.absent.iter().map(|(node, absence)| {
+            let v1::Laggard { reason, programmed_version, .. } = self.everywhere.absent_agent(node, *absence);
+            let departed_ms = if let Absence::Lost { departed_ms, .. } = absence { *departed_ms } else { 0 };
+            let (node, state) = (node.clone(), NO_AGENT.into());
+            v1::AgentInfo { node, state, reason, programmed_version, departed_ms, ..v1::AgentInfo::default() }
+        });
+        let silent = verdict.unconfirmed.iter().map(|(node, laggard)| v1::AgentInfo {
+            node: node.clone(),
+            state: NodeState::Waiting.as_str().into(),
+            reason: format!("replica {} does not list its agents", laggard.replica),
+            replica: laggard.replica.clone(),
+            ..v1::AgentInfo::default()
+        });
+        absent.chain(silent)
+    }
+
+    /// The number of nodes in each state.
+    pub(super) async fn fleet_info(&self, only_this_replica: bool) -> v1::FleetInfo {
+        let mut all = self.fleet_here();
+        if only_this_replica {
+            return all;
+        }
+        let ask = |link: Arc<Link>| async move {
+            let request = v1::GetStatusRequest { only_this_replica: true };
+            link.inspect()?.get_status(request).await.ok()?.into_inner().fleet
+        };
+        for fleet in join_all(self.everywhere.links().into_iter().map(ask)).await.into_iter().flatten() {
+            all.up_to_date += fleet.up_to_date;
+            all.behind += fleet.behind;
+            all.failing += fleet.failing;
+            all.waiting += fleet.waiting;
+            all.cut_off += fleet.cut_off;
+            // Each replica measures only its own agents, so the longest time counts.
+            all.measured_commits = all.measured_commits.max(fleet.measured_commits);
+            all.everywhere_p50_ms = all.everywhere_p50_ms.max(fleet.everywhere_p50_ms);
+            all.everywhere_p99_ms = all.everywhere_p99_ms.max(fleet.everywhere_p99_ms);
+            all.everywhere_max_ms = all.everywhere_max_ms.max(fleet.everywhere_max_ms);
+        }
+        let verdict = self.everywhere.look();
+        all.no_agent = verdict.absent.len() as u64;
+        // The agents of a replica that does not answer are not known to be up to date.
+        let listed = all.up_to_date + all.behind + all.failing + all.waiting + all.cut_off;
+        all.waiting += (verdict.unconfirmed.len() as u64).saturating_sub(listed);
+        all.nodes = all.no_agent + listed.max(verdict.unconfirmed.len() as u64);
+        all
+    }
+
+    fn fleet_here(&self) -> v1::FleetInfo {
+        let (states, recent) = (self.fleet.progress().states(), self.fleet.progress().recent());
+        let count = |state| states.get(&state).copied().unwrap_or_default() as u64;
+        v1::FleetInfo {
+            up_to_date: count(NodeState::UpToDate),
+            behind: count(NodeState::Behind),
+            failing: count(NodeState::Failing),
+            waiting: count(NodeState::Waiting),
+            cut_off: count(NodeState::CutOff),
+            measured_commits: recent.commits as u64,
+            everywhere_p50_ms: milliseconds(recent.p50),
+            everywhere_p99_ms: milliseconds(recent.p99),
+            everywhere_max_ms: milliseconds(recent.max),
+            no_agent: 0,
+            nodes: self.fleet.len() as u64,
+        }
+    }
+
+    /// The client of the replica that has the stream of a node; `None` if this replica has it.
+    ///
+    /// # Errors
+    ///
+    /// `NOT_FOUND` if no replica has one.
+    pub(super) fn elsewhere(&self, node: &str) -> Result<Option<InspectClient<Channel>>, Status> {
+        if self.fleet.has(node) {
+            return Ok(None);
+        }
+        let has = |link: &Arc<Link>| {
+            link.look(|replica| replica.is_ok_and(|replica| matches!(replica.nodes.get(node), Some((_, None)))))
+        };
+        let client = self.everywhere.links().iter().find(|link| has(link)).and_then(|link| link.inspect());
+        client.map(Some).ok_or_else(|| {
+            let reason = match self.everywhere.look().absent.get(node) {
+                Some(absence) => self.everywhere.absent_agent(node, *absence).reason,
+                None => "no Node and no agent of this name is known: check the name".to_owned(),
+            };
+            Status::not_found(format!("node {node:?}: {reason}; if it should have an agent, look at the agent's log"))
+        })
+    }
+
+    /// Verifies all nodes of all replicas.
+    pub(super) async fn verify_all(&self) -> BoxStream<'static, v1::VerifyNodesResponse> {
+        let absent: Vec<v1::Laggard> = {
+            let verdict = self.everywhere.look();
+            verdict.absent.iter().map(|(node, absence)| self.everywhere.absent_agent(node, *absence)).collect()
+        };
+        let ask = |link: Arc<Link>| async move {
+            let request = v1::VerifyNodesRequest { node: String::new(), only_this_replica: true };
+            let items = link.inspect()?.verify_nodes(request).await.ok()?.into_inner();
+            Some(items.filter_map(async |item| item.ok().filter(|item| item.verification.is_some())).boxed())
+        };
+        let here = self.verifier.all().filter(|item| std::future::ready(item.verification.is_some())).boxed();
+        let others = join_all(self.everywhere.links().into_iter().map(ask)).await.into_iter().flatten();
+        let absent_count = absent.len() as u64;
+        let absent = absent.into_iter().take(MAX_NAMED).collect();
+        let last = v1::VerifyNodesResponse { verification: None, absent, absent_count };
+        let all = stream::select_all(others.chain([here]));
+        all.chain(stream::once(std::future::ready(last))).boxed()
+    }
+}

@@ -1,0 +1,277 @@
+//! The drain barrier: says when no node sends new connections to a pod that stops
+//! (discovery.proto, section 18).
+
+use std::{net::IpAddr, sync::Arc, time::Duration};
+
+use headgate_core::dns_name::check_subdomain;
+use headgate_proto::v1::{self, barrier_answer::Result as Outcome, question::Wanted};
+use tokio::time::{Instant, sleep_until};
+
+use super::{
+    everywhere::{Everywhere, Question, Seen, Verdict},
+    fleet::{Agent, Fleet},
+};
+use crate::{
+    objects::PodId,
+    store::{NoPod, PodEndpoints, PodName, Topic},
+};
+
+/// The longest wait for an answer.
+const MAX_TIMEOUT: Duration = Duration::from_secs(3_600);
+
+/// The shortest time between two looks at the store for one request.
+const PACE: Duration = Duration::from_millis(50);
+
+/// The maximum number of names in each list of an answer.
+const MAX_NAMED: usize = 1_000;
+
+/// Answers the requests of agents.
+pub(crate) struct Barrier {
+    fleet: Arc<Fleet>,
+    everywhere: Arc<Everywhere>,
+}
+
+/// What a request asks about.
+enum Pod {
+    Known(PodEndpoints),
+    /// Nothing is known about the pod. It may have lost its endpoints before the source was listed.
+    Unknown(String),
+}
+
+impl Barrier {
+    /// Creates the barrier of a replica.
+    pub(crate) fn new(fleet: Arc<Fleet>, everywhere: Arc<Everywhere>) -> Arc<Self> {
+        Arc::new(Self { fleet, everywhere })
+    }
+
+    /// Starts to answer a request of an agent. The answer is sent on the agent's stream.
+    pub(crate) fn begin(self: &Arc<Self>, agent: &Arc<Agent>, request: v1::BarrierRequest) {
+        agent.barriers.cancel(request.id);
+        if request.is_cancelled {
+            return;
+        }
+        // Without a runtime there is no stream either.
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let (barrier, asker, id) = (Arc::clone(self), Arc::clone(agent), request.id);
+        let work = async move {
+            let answer = barrier.answer(Some(&asker.node), request).await;
+            asker.barriers.finish(answer);
+            asker.signal().wake();
+        };
+        if !agent.barriers.begin(id, || runtime.spawn(work).abort_handle()) {
+            agent.signal().wake();
+        }
+    }
+
+    /// Answers a request. With `node`, the pod must run on this node.
+    pub(crate) async fn answer(&self, node: Option<&str>, request: v1::BarrierRequest) -> v1::BarrierAnswer {
+        let metrics = &self.fleet.context.metrics;
+        let waiting = metrics.barrier_waits();
+        let outcome = self.wait(node, &request).await;
+        drop(waiting);
+        let answer = outcome.unwrap_or_else(|reason| v1::BarrierAnswer { reason, ..v1::BarrierAnswer::default() });
+        metrics.count_barrier(answer.result());
+        v1::BarrierAnswer { id: request.id, ..answer }
+    }
+
+    /// The error is the reason why the request is refused.
+    async fn wait(&self, node: Option<&str>, request: &v1::BarrierRequest) -> Result<v1::BarrierAnswer, String> {
+        if self.everywhere.replicas().is_none() {
+            return Err("the drain barrier is off: start every control plane replica with --peers".into());
+        }
+        let name = pod_name(request)?;
+        let deadline = Instant::now() + Duration::from_millis(request.timeout_ms).min(MAX_TIMEOUT);
+        let silent = Duration::from_millis(request.silent_ms).min(MAX_TIMEOUT);
+        let mut source = self.fleet.context.store.watch_source();
+        let listed = source.wait_for(|_| self.fleet.context.store.is_synced());
+        if !matches!(tokio::time::timeout_at(deadline, listed).await, Ok(Ok(_))) {
+            return Ok(self.incomplete("the replica has not listed its source".into()));
+        }
+        let pod = match self.find(&name, &request.pod_uid, deadline).await {
+            Ok(Pod::Known(found)) => {
+                if let Some(node) = node.filter(|node| found.node.as_deref() != Some(*node)) {
+                    let there = found.node.as_deref().unwrap_or("no node");
+                    return Err(format!(
+                        "the pod runs on {there} and not on node {node}: ask the agent of its own node"
+                    ));
+                }
+                found.pod
+            }
+            Ok(Pod::Unknown(problem)) => return self.answer_for_unknown(problem, silent, deadline).await,
+            Err(answer) => return answer,
+        };
+        self.everywhere.hurry();
+        loop {
+            let endpoints = match self.until_unused(pod, deadline).await {
+                Ok(endpoints) => {
+                    endpoints.endpoints.iter().map(|(key, address)| ((**key).clone(), Some(*address))).collect()
+                }
+                Err(reason) => return Ok(self.incomplete(reason)),
+            };
+            let limit = (Instant::now() + silent).min(deadline);
+            let verdict = self.everywhere.until(Wanted::Unusable, endpoints, limit, |_| false).await;
+            // The pod may be in use again meanwhile.
+            let is_unused = matches!(self.question(pod).seen(&self.fleet), Seen::Since(..));
+            if is_unused || !verdict.holds() {
+                return Ok(answer(&verdict));
+            }
+        }
+    }
+
+    /// Finds the pod of a request. The error is an answer, or the reason why the request is
+    /// refused.
+    async fn find(
+        &self,
+        name: &PodName,
+        uid: &str,
+        deadline: Instant,
+    ) -> Result<Pod, Result<v1::BarrierAnswer, String>> {
+        let store = &self.fleet.context.store;
+        match store.pod(name, uid) {
+            Ok(found) => Ok(Pod::Known(found)),
+            Err(NoPod::Unknown) => Ok(Pod::Unknown(unknown(name))),
+            Err(NoPod::Ambiguous) => {
+                Err(Err("several pods have this address, as pods in the host network do: ask with ?pod=NAMESPACE/NAME"
+                    .into()))
+            }
+            Err(NoPod::OnlyRemoved) => {
+                let mut head = store.head();
+                loop {
+                    if let Ok(found) = store.pod(name, uid) {
+                        return Ok(Pod::Known(found));
+                    }
+                    if Instant::now() >= deadline {
+                        return Err(Ok(self.incomplete(
+                            "only removed endpoints have this pod name, and they may belong to an older pod: give the UID of the pod, or its address".into(),
+                        )));
+                    }
+                    tokio::select! {
+                        Ok(()) = head.changed() => {}
+                        () = sleep_until(deadline) => {}
+                    }
+                    sleep_until((Instant::now() + PACE).min(deadline)).await;
+                }
+            }
+        }
+    }
+
+    /// Answers for a pod of which nothing is known: while replicas are young, it may have lost its
+    /// endpoints before they listed their source.
+    async fn answer_for_unknown(
+        &self,
+        problem: String,
+        silent: Duration,
+        deadline: Instant,
+    ) -> Result<v1::BarrierAnswer, String> {
+        if self.everywhere.problems().is_empty() {
+            return Err(problem);
+        }
+        let limit = (Instant::now() + silent).min(deadline);
+        let verdict = self.everywhere.until(Wanted::Unusable, Vec::new(), limit, |_| false).await;
+        Ok(answer(&verdict))
+    }
+
+    fn question(&self, pod: PodId) -> Question {
+        let found = self.fleet.context.store.endpoints_of(pod);
+        let endpoints = found.endpoints.iter().map(|(key, address)| ((**key).clone(), Some(*address))).collect();
+        Question { wanted: Wanted::Unusable, endpoints, positions: std::collections::BTreeMap::new() }
+    }
+
+    /// Waits until the store shows that no endpoint of the pod is in use. The error is the reason
+    /// why this does not happen in time.
+    async fn until_unused(&self, pod: PodId, deadline: Instant) -> Result<PodEndpoints, String> {
+        let store = &self.fleet.context.store;
+        loop {
+            let found = store.endpoints_of(pod);
+            let topics =
+                found.endpoints.iter().flat_map(|(key, address)| [Topic::Service(key), Topic::Endpoint(key, *address)]);
+            let interest = store.interest(topics.chain([Topic::Pod(pod)]));
+            let now = Instant::now();
+            match self.question(pod).seen(&self.fleet) {
+                Seen::Since(..) => return Ok(store.endpoints_of(pod)),
+                Seen::NotYet(reason) if now >= deadline => {
+                    return Err(format!("the source does not show that the pod stops: {reason}"));
+                }
+                Seen::NotYet(_) => {}
+            }
+            tokio::select! {
+                () = interest.changed() => {}
+                () = sleep_until(deadline) => {}
+            }
+            sleep_until((now + PACE).min(deadline)).await;
+        }
+    }
+
+    /// An answer before any replica was asked: no node is confirmed.
+    fn incomplete(&self, reason: String) -> v1::BarrierAnswer {
+        v1::BarrierAnswer { reason, ..incomplete(&self.everywhere.look(), "") }
+    }
+}
+
+fn answer(verdict: &Verdict) -> v1::BarrierAnswer {
+    if !verdict.holds() {
+        let reason = "these nodes have not confirmed that they stopped to use the pod; `headgatectl agents` shows why";
+        return incomplete(verdict, reason);
+    }
+    let (result, reason) = match verdict.last.as_str() {
+        "" => (Outcome::Drained, String::new()),
+        last => (Outcome::Last, format!("{last}, so it keeps receiving connections")),
+    };
+    let uncovered = verdict.uncovered();
+    v1::BarrierAnswer {
+        result: result.into(),
+        reason,
+        not_covered: uncovered.take(MAX_NAMED).map(str::to_owned).collect(),
+        not_covered_count: verdict.uncovered().count() as u64,
+        ..v1::BarrierAnswer::default()
+    }
+}
+
+fn incomplete(verdict: &Verdict, reason: &str) -> v1::BarrierAnswer {
+    let is_stalled = |laggard: &&v1::Laggard| laggard.is_stalled;
+    let stalled = match verdict.unconfirmed.values().filter(is_stalled).count() {
+        0 => String::new(),
+        count => format!("; {count} of them acknowledge nothing, so nobody waits for them"),
+    };
+    v1::BarrierAnswer {
+        result: Outcome::Incomplete.into(),
+        reason: format!("{reason}{stalled}{}", verdict.problems_text()),
+        unconfirmed: verdict.missing().take(MAX_NAMED).map(str::to_owned).collect(),
+        unconfirmed_count: verdict.missing().count() as u64,
+        not_covered: verdict.uncovered().take(MAX_NAMED).map(str::to_owned).collect(),
+        not_covered_count: verdict.uncovered().count() as u64,
+        ..v1::BarrierAnswer::default()
+    }
+}
+
+/// Reads the pod that a request names.
+fn pod_name(request: &v1::BarrierRequest) -> Result<PodName, String> {
+    let v1::BarrierRequest { address, pod_namespace, pod_name, .. } = request;
+    if !pod_name.is_empty() {
+        for (what, name) in [("namespace", pod_namespace), ("name", pod_name)] {
+            check_subdomain(name).map_err(|problem| format!("the {what} of the pod: {problem}"))?;
+        }
+        return Ok(PodName::Named(pod_namespace.clone(), pod_name.clone()));
+    }
+    address_from_wire(address).map(PodName::Address).ok_or_else(|| "the request names no pod".to_owned())
+}
+
+/// Reads an address of 4 or 16 bytes.
+pub(crate) fn address_from_wire(bytes: &[u8]) -> Option<IpAddr> {
+    let ipv4 = <[u8; 4]>::try_from(bytes).map(IpAddr::from);
+    ipv4.or_else(|_| <[u8; 16]>::try_from(bytes).map(IpAddr::from)).ok()
+}
+
+fn unknown(pod: &PodName) -> String {
+    match pod {
+        PodName::Address(address) => format!(
+            "no endpoint with the address {address} belongs to a pod: a pod without a Service need not wait; if the CNI masquerades, or the pod is in the \
+             host network, ask with ?pod=NAMESPACE/NAME from the node's address"
+        ),
+        PodName::Named(namespace, name) => {
+            format!(
+                "no endpoint belongs to pod {namespace}/{name}: check the name; a pod without a Service need not wait"
+            )
+        }
+    }
+}

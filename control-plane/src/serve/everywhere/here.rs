@@ -1,0 +1,209 @@
+//! The answer of this replica alone to a question: since when its store has the wanted state, and
+//! which of its agents lack it in their kernels.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    future::pending,
+    net::IpAddr,
+    sync::Arc,
+    time::Duration,
+};
+
+use headgate_core::ServiceKey;
+use headgate_proto::v1::{self, question::Wanted};
+use tokio::time::{Instant, sleep_until};
+
+use crate::{
+    serve::fleet::{Agent, Fleet},
+    store::{Last, Topic, Usage},
+    transaction::SourceKind,
+};
+
+/// The shortest time between two looks at the store for one question.
+const PACE: Duration = Duration::from_millis(50);
+
+/// For this time after a question, agents acknowledge new batches at once.
+const HURRY: Duration = Duration::from_secs(60);
+
+/// A shorter question says nothing about an agent that does not acknowledge.
+const SILENCE: Duration = Duration::from_secs(3);
+
+/// A question to all agents. An endpoint without an address is the Service itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Question {
+    pub(crate) wanted: Wanted,
+    pub(crate) endpoints: Vec<(ServiceKey, Option<IpAddr>)>,
+    /// The positions that the source must have reached.
+    pub(crate) positions: BTreeMap<SourceKind, u64>,
+}
+
+/// What the store shows about all endpoints of a question.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Seen {
+    /// The wanted state has not come yet.
+    NotYet(String),
+    /// The endpoints have the wanted state since this version. The sentences name the endpoints
+    /// that stay in use where they are the last ones.
+    Since(u64, Vec<String>),
+}
+
+impl Question {
+    fn services(&self) -> BTreeSet<ServiceKey> {
+        self.endpoints.iter().map(|(key, _)| key.clone()).collect()
+    }
+
+    fn topics(&self) -> impl Iterator<Item = Topic<'_>> {
+        self.endpoints.iter().flat_map(|(key, address)| {
+            [Some(Topic::Service(key)), address.map(|address| Topic::Endpoint(key, address))].into_iter().flatten()
+        })
+    }
+
+    /// Returns what the store of this replica shows. Positions do not count.
+    pub(crate) fn seen(&self, fleet: &Fleet) -> Seen {
+        let store = &fleet.context.store;
+        if !store.is_synced() {
+            return Seen::NotYet("the replica has not listed its source".into());
+        }
+        let (mut since, mut lasts) = (0, Vec::new());
+        if self.endpoints.is_empty() {
+            since = store.listed_version();
+        }
+        for (key, address) in &self.endpoints {
+            let what = || {
+                address
+                    .map_or_else(|| format!("Service {key}"), |address| format!("endpoint {address} of Service {key}"))
+            };
+            let version = match (self.wanted, address) {
+                (Wanted::Hurry, _) => Ok(0),
+                (Wanted::Present | Wanted::Gone, address) => {
+                    let is_gone = self.wanted == Wanted::Gone;
+                    let found = store.version_of(key, *address, is_gone);
+                    found.ok_or(if is_gone { "still exists" } else { "is not known" })
+                }
+                (Wanted::Usable, Some(address)) => store.ready_since(key, *address).ok_or("is not ready"),
+                (Wanted::Unusable, Some(address)) => match store.usage(key, *address) {
+                    Usage::Ready => Err("is ready"),
+                    Usage::MayReturn => Err("is not ready and not terminating, so it may become ready again"),
+                    Usage::UnusedSince(version, last) => {
+                        lasts.extend(match last {
+                            Last::No => None,
+                            Last::Everywhere => Some(format!("{address} is the last endpoint of Service {key}")),
+                            Last::OnItsNode => {
+                                Some(format!("{address} is the last endpoint of Service {key} on its node"))
+                            }
+                        });
+                        Ok(version)
+                    }
+                },
+                (Wanted::Usable | Wanted::Unusable, None) => Err("needs an address in this question"),
+            };
+            match version {
+                Ok(version) => since = since.max(version),
+                Err(problem) => return Seen::NotYet(format!("{} {problem}", what())),
+            }
+        }
+        Seen::Since(since, lasts)
+    }
+}
+
+/// Makes the agents of this replica acknowledge new batches at once for some time.
+pub(super) fn hurry(fleet: &Fleet) {
+    fleet.context.store.hurry(HURRY);
+}
+
+/// Answers a question: as soon as all agents are confirmed that acknowledge, or at `until`.
+pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -> v1::QuestionAnswer {
+    let store = &fleet.context.store;
+    hurry(fleet);
+    let (begun, services) = (Instant::now(), question.services());
+    let (mut members, mut moves, mut source) = (fleet.progress().members(), store.moves(), store.watch_source());
+    let interest = store.interest(question.topics());
+    // `wait` asks for the state that the store has now, and not for later ones.
+    let mut target = None;
+    loop {
+        // Everything is marked as seen before the look, so that a change during the look wakes this
+        // task.
+        members.borrow_and_update();
+        moves.borrow_and_update();
+        source.borrow_and_update();
+        let now = Instant::now();
+        let roster = *fleet.rosters().borrow();
+        if fleet.len() == 0 {
+            // Nobody has to be waited for, and no agent of another replica is confirmed here.
+            return v1::QuestionAnswer { roster, ..v1::QuestionAnswer::default() };
+        }
+        let behind = store.behind(&question.positions);
+        let seen = match (&behind, target) {
+            (Some((kind, here, there)), _) => {
+                store.want_position(*kind, *there);
+                Seen::NotYet(format!(
+                    "the replica is at position {here} of {kind:?}, and another replica is at {there}"
+                ))
+            }
+            (None, Some(version)) => Seen::Since(version, Vec::new()),
+            (None, None) => question.seen(fleet),
+        };
+        let version = match &seen {
+            Seen::NotYet(_) => None,
+            Seen::Since(version, _) => Some(*version),
+        };
+        if matches!(question.wanted, Wanted::Present | Wanted::Gone) {
+            target = version;
+        }
+        let is_programmed = version.is_some_and(|version| fleet.progress().floor() >= version);
+        let is_complete = is_programmed && !fleet.progress().is_rejected(&services);
+        if is_complete || now >= until {
+            return final_answer(fleet, seen, &services, roster, begun);
+        }
+        let programmed = async {
+            match version.filter(|_| !is_programmed) {
+                Some(version) => fleet.progress().reached(version).await,
+                None => pending().await,
+            }
+        };
+        tokio::select! {
+            () = programmed => {}
+            Ok(()) = members.changed() => {}
+            () = interest.changed(), if target.is_none() => {}
+            Ok(()) = moves.changed(), if behind.is_some() => {}
+            Ok(_) = source.changed() => {}
+            () = sleep_until(until) => {}
+        }
+        sleep_until((now + PACE).min(until)).await;
+    }
+}
+
+fn final_answer(
+    fleet: &Fleet,
+    seen: Seen,
+    services: &BTreeSet<ServiceKey>,
+    roster: u64,
+    begun: Instant,
+) -> v1::QuestionAnswer {
+    let (version, problem, lasts) = match seen {
+        Seen::NotYet(problem) => (None, problem, Vec::new()),
+        Seen::Since(version, lasts) => (Some(version), String::new(), lasts),
+    };
+    let unconfirmed = fleet.unconfirmed(version, services);
+    let describe = |agent: &Arc<Agent>| {
+        note_silence(agent, version, begun);
+        agent.laggard(&fleet.context, version.unwrap_or_default(), services)
+    };
+    v1::QuestionAnswer {
+        id: 0,
+        roster,
+        version: version.unwrap_or_default(),
+        problem,
+        last: lasts.join("; "),
+        unconfirmed: unconfirmed.iter().map(describe).collect(),
+    }
+}
+
+/// Counts a question for an agent that has received the version and has answered nothing since the
+/// question began.
+fn note_silence(agent: &Agent, version: Option<u64>, begun: Instant) {
+    let is_silent = |version| agent.sent_version() >= version && agent.answered_version() < version;
+    if begun.elapsed() >= SILENCE && version.is_some_and(is_silent) {
+        agent.update(|record| record.miss(begun.into_std(), std::time::Instant::now()));
+    }
+}

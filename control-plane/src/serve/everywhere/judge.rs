@@ -1,0 +1,278 @@
+//! Combines what all replicas know to one verdict about all Nodes (discovery.proto, sections 16 and
+//! 18). This file does no I/O.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    sync::Arc,
+    time::Instant,
+};
+
+use headgate_proto::v1;
+
+use crate::serve::{context::milliseconds, fleet::Departed};
+
+/// Why a Node has no agent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Absence {
+    /// Some replica remembers a stream of the node.
+    Lost {
+        /// How long ago the stream ended, in milliseconds.
+        departed_ms: u64,
+        /// The last version that the node had acknowledged, by the numbers of its last replica.
+        version: u64,
+    },
+    /// Replicas may be missing that know more.
+    Unknown,
+    /// No replica has ever had a stream of the node.
+    Never,
+}
+
+impl Absence {
+    /// The values of [`Self::reason`].
+    pub(crate) const REASONS: [&str; 3] = ["lost", "unknown", "never"];
+
+    /// The label `reason` of the metric.
+    pub(crate) fn reason(self) -> &'static str {
+        match self {
+            Self::Lost { .. } => "lost",
+            Self::Unknown => "unknown",
+            Self::Never => "never",
+        }
+    }
+}
+
+/// What all replicas together say.
+#[derive(Debug, Default)]
+pub struct Verdict {
+    /// The number of nodes that count.
+    pub nodes: usize,
+    /// The agents that are not confirmed.
+    pub unconfirmed: BTreeMap<String, v1::Laggard>,
+    /// The Nodes without an agent.
+    pub absent: BTreeMap<String, Absence>,
+    /// Why endpoints stay in use where they are the last ones; empty if they do not.
+    pub last: String,
+    /// The problems of replicas, by name.
+    pub problems: BTreeMap<String, String>,
+    /// The version at the asking replica.
+    pub version: u64,
+}
+
+impl Verdict {
+    /// Returns true if all Nodes are confirmed, except those that never had an agent.
+    #[must_use]
+    pub fn holds(&self) -> bool {
+        self.unconfirmed.is_empty() && self.absent.values().all(|absence| *absence == Absence::Never)
+    }
+
+    /// Returns true if it is of no use to wait: only agents are missing that never acknowledge.
+    #[must_use]
+    pub fn is_final(&self) -> bool {
+        let is_waited_for = |absence: &Absence| *absence != Absence::Never;
+        !self.absent.values().any(is_waited_for) && self.unconfirmed.values().all(|laggard| laggard.is_stalled)
+    }
+
+    /// The names of the nodes that prevent the statement.
+    pub(crate) fn missing(&self) -> impl Iterator<Item = &str> {
+        let absent = self.absent.iter().filter(|(_, absence)| **absence != Absence::Never).map(|(node, _)| node);
+        self.unconfirmed.keys().chain(absent).map(String::as_str)
+    }
+
+    /// The names of the Nodes that never had an agent.
+    pub(crate) fn uncovered(&self) -> impl Iterator<Item = &str> {
+        let never = self.absent.iter().filter(|(_, absence)| **absence == Absence::Never);
+        never.map(|(node, _)| node.as_str())
+    }
+
+    /// The problems, each after a semicolon.
+    pub(crate) fn problems_text(&self) -> String {
+        self.problems.iter().map(|(who, what)| format!("; {who}: {what}")).collect()
+    }
+}
+
+/// Collects what replicas say in one round of answers.
+#[derive(Debug, Default)]
+pub struct Round {
+    /// Nodes with a stream to some replica that does not name them.
+    confirmed: HashSet<Arc<str>>,
+    departed: HashMap<Arc<str>, Departed>,
+    verdict: Verdict,
+}
+
+impl Round {
+    /// Adds a replica: its name, its roster (each node with the number of its last change, and
+    /// `None` if it has a stream), and its answer; `None` if it does not answer.
+    pub fn add<'a>(
+        &mut self,
+        replica: &str,
+        roster: impl Iterator<Item = (&'a Arc<str>, u64, Option<Departed>)>,
+        answer: Option<v1::QuestionAnswer>,
+    ) {
+        let Round { confirmed, departed, verdict } = self;
+        let (number, problem) = match &answer {
+            None => (0, "it does not answer".to_owned()),
+            Some(answer) => (answer.roster, answer.problem.clone()),
+        };
+        let mut named: HashMap<String, v1::Laggard> = HashMap::new();
+        if let Some(answer) = answer {
+            if verdict.last.is_empty() {
+                verdict.last = answer.last;
+            }
+            named.extend(answer.unconfirmed.into_iter().map(|laggard| (laggard.node.clone(), laggard)));
+        }
+        let mut has_agents = false;
+        for (node, changed, state) in roster {
+            if let Some(state) = state {
+                let latest = departed.entry(Arc::clone(node)).or_insert(state);
+                *latest = if state.at > latest.at { state } else { *latest };
+                continue;
+            }
+            has_agents = true;
+            let unanswered = || {
+                let reason = if problem.is_empty() { "the node has just connected" } else { &*problem };
+                let (node, replica, reason) = (node.to_string(), replica.to_owned(), reason.to_owned());
+                v1::Laggard { node, replica, reason, ..v1::Laggard::default() }
+            };
+            let laggard = named.remove(&**node);
+            let laggard = if changed > number || !problem.is_empty() {
+                Some(laggard.unwrap_or_else(unanswered))
+            } else {
+                laggard
+            };
+            match laggard {
+                Some(laggard) => drop(verdict.unconfirmed.insert(node.to_string(), laggard)),
+                None => drop(confirmed.insert(Arc::clone(node))),
+            }
+        }
+        if has_agents && !problem.is_empty() {
+            verdict.problems.insert(format!("replica {replica}"), problem);
+        }
+    }
+
+    /// Decides about all Nodes. `nodes` are the Nodes of the source that count. `problems` says why
+    /// replicas may be missing that know more; empty if none is.
+    #[must_use]
+    pub fn verdict(self, nodes: impl Iterator<Item = Arc<str>>, problems: BTreeMap<String, String>) -> Verdict {
+        let Round { confirmed, departed, mut verdict } = self;
+        let now = Instant::now();
+        // A replica that names a node counts more than one that confirms it, because the latter may
+        // not have noticed yet that the node has moved.
+        verdict.nodes = confirmed.iter().filter(|node| !verdict.unconfirmed.contains_key(&***node)).count();
+        verdict.nodes += verdict.unconfirmed.len();
+        for node in nodes.filter(|node| !confirmed.contains(node)) {
+            if verdict.unconfirmed.contains_key(&*node) {
+                continue;
+            }
+            let absence = match departed.get(&node) {
+                Some(Departed { at, version }) => Absence::Lost {
+                    departed_ms: milliseconds(now.saturating_duration_since(*at)).max(1),
+                    version: *version,
+                },
+                None if problems.is_empty() => Absence::Never,
+                None => Absence::Unknown,
+            };
+            verdict.nodes += 1;
+            verdict.absent.insert(node.to_string(), absence);
+        }
+        if verdict.absent.values().any(|absence| *absence == Absence::Unknown) {
+            verdict.problems.extend(problems);
+        }
+        verdict
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(name: &str) -> Arc<str> {
+        name.into()
+    }
+
+    fn answer(roster: u64, unconfirmed: &[&str]) -> Option<v1::QuestionAnswer> {
+        let laggard = |name: &&str| v1::Laggard { node: (*name).to_owned(), ..v1::Laggard::default() };
+        let unconfirmed = unconfirmed.iter().map(laggard).collect();
+        Some(v1::QuestionAnswer { roster, version: 1, unconfirmed, ..v1::QuestionAnswer::default() })
+    }
+
+    fn add(
+        round: &mut Round,
+        replica: &str,
+        present: &[(&str, u64)],
+        departed: &[&str],
+        said: Option<v1::QuestionAnswer>,
+    ) {
+        let present: Vec<_> = present.iter().map(|(name, number)| (node(name), *number, None)).collect();
+        let lost = Departed { at: Instant::now(), version: 5 };
+        let departed = departed.iter().map(|name| (node(name), 1, Some(lost)));
+        let all: Vec<_> = present.into_iter().chain(departed).collect();
+        round.add(replica, all.iter().map(|(node, number, state)| (node, *number, *state)), said);
+    }
+
+    fn verdict(round: Round, nodes: &[&str], problems: &[&str]) -> Verdict {
+        let problems = problems.iter().map(|problem| ("x".to_owned(), (*problem).to_owned())).collect();
+        round.verdict(nodes.iter().map(|name| node(name)), problems)
+    }
+
+    #[test]
+    fn a_node_is_confirmed_by_a_replica_that_has_its_stream_and_does_not_name_it() {
+        let mut round = Round::default();
+        add(&mut round, "r1", &[("a", 1)], &[], answer(1, &[]));
+        add(&mut round, "r2", &[("b", 1), ("c", 2)], &["a"], answer(2, &["c"]));
+        let found = verdict(round, &["a", "b", "c", "d"], &[]);
+        assert!(!found.holds() && !found.is_final());
+        assert_eq!(found.missing().collect::<Vec<_>>(), ["c"]);
+        assert_eq!((found.uncovered().collect::<Vec<_>>(), found.nodes), (vec!["d"], 4));
+    }
+
+    #[test]
+    fn an_answer_does_not_confirm_a_node_that_joined_later() {
+        let mut round = Round::default();
+        add(&mut round, "r1", &[("a", 7)], &[], answer(6, &[]));
+        assert_eq!(verdict(round, &["a"], &[]).missing().collect::<Vec<_>>(), ["a"]);
+    }
+
+    #[test]
+    fn what_is_forgotten_or_unknown_counts_against_the_claim() {
+        // A node that lost its stream counts, also if no replica has its Node any more by then.
+        let mut round = Round::default();
+        add(&mut round, "r1", &[], &["a"], answer(1, &[]));
+        let lost = verdict(round, &["a"], &[]);
+        assert!(matches!(lost.absent["a"], Absence::Lost { version: 5, .. }) && !lost.holds());
+        // A Node that nobody has seen counts while replicas may be missing.
+        let unknown = verdict(Round::default(), &["a"], &["it vanished"]);
+        assert!(!unknown.holds() && unknown.problems.len() == 1);
+        assert!(verdict(Round::default(), &["a"], &[]).holds());
+        // The agents of a replica that does not answer count.
+        let mut round = Round::default();
+        add(&mut round, "r1", &[("a", 1)], &[], None);
+        assert_eq!(verdict(round, &["a"], &[]).missing().collect::<Vec<_>>(), ["a"]);
+        // A node without a Node counts while it has a stream.
+        let mut round = Round::default();
+        add(&mut round, "r1", &[("a", 1)], &["b"], answer(1, &["a"]));
+        assert_eq!(verdict(round, &[], &[]).missing().collect::<Vec<_>>(), ["a"]);
+    }
+
+    #[test]
+    fn a_replica_that_names_a_node_counts_more_than_one_that_confirms_it() {
+        for order in [["r1", "r2"], ["r2", "r1"]] {
+            let mut round = Round::default();
+            for replica in order {
+                let said = if replica == "r1" { answer(1, &[]) } else { answer(1, &["a"]) };
+                add(&mut round, replica, &[("a", 1)], &[], said);
+            }
+            let found = verdict(round, &["a"], &[]);
+            assert_eq!((found.missing().collect::<Vec<_>>(), found.nodes), (vec!["a"], 1));
+        }
+    }
+
+    #[test]
+    fn nobody_waits_for_agents_that_never_acknowledge() {
+        let mut round = Round::default();
+        let mut said = answer(1, &["a"]).unwrap_or_default();
+        said.unconfirmed[0].is_stalled = true;
+        add(&mut round, "r1", &[("a", 1), ("b", 1)], &[], Some(said));
+        let found = verdict(round, &["a", "b", "c"], &[]);
+        assert!(found.is_final() && !found.holds());
+    }
+}

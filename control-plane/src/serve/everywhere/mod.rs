@@ -1,0 +1,255 @@
+//! What all nodes have programmed, as all replicas together know it (discovery.proto, sections 16
+//! and 18). `wait`, the drain barrier and the readiness gate ask here.
+//!
+//! `replicas.rs` follows the other replicas. `here.rs` answers for this replica. `judge.rs` combines
+//! the answers of one round to a verdict.
+
+mod here;
+mod judge;
+mod replicas;
+
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use futures::future::join_all;
+use headgate_proto::v1::{self, question::Wanted};
+use tokio::{
+    sync::watch,
+    time::{sleep_until, timeout},
+};
+use tokio_util::sync::CancellationToken;
+
+pub use self::judge::{Absence, Round, Verdict};
+pub(crate) use self::{
+    here::{Question, Seen, answer},
+    replicas::{Caller, Link, Replicas},
+};
+use super::{context::milliseconds, fleet::Fleet};
+
+/// The shortest time between two rounds of answers.
+const PACE: Duration = Duration::from_millis(50);
+
+/// The other replicas are told of questions at most once in this time.
+const HURRY_INTERVAL: Duration = Duration::from_secs(30);
+
+/// How long a replica that starts tries to join the others before it accepts agents.
+const ANNOUNCE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Asks all replicas.
+pub(crate) struct Everywhere {
+    fleet: Arc<Fleet>,
+    /// `None` if the options do not name the other replicas.
+    replicas: Option<Arc<Replicas>>,
+    started: Instant,
+    is_announced: AtomicBool,
+    hurried: Mutex<Option<Instant>>,
+}
+
+impl Everywhere {
+    /// Creates the mechanism of a replica. It knows no other replica before [`Self::start`].
+    pub(crate) fn new(fleet: Arc<Fleet>) -> Arc<Self> {
+        let peers = fleet.context.settings.peers.clone();
+        let replicas = peers.map(|peers| Replicas::new(Arc::clone(&fleet), peers));
+        let is_announced = AtomicBool::new(replicas.is_none());
+        let (started, hurried) = (Instant::now(), Mutex::default());
+        Arc::new(Self { fleet, replicas, started, is_announced, hurried })
+    }
+
+    /// Joins the other replicas, and follows them until `stopped`. Returns once they know this
+    /// replica, or cannot be reached. `listen` is the address of this replica.
+    pub(crate) async fn start(&self, listen: SocketAddr, stopped: CancellationToken) {
+        if let Some(replicas) = &self.replicas {
+            let run = Arc::clone(replicas).run(listen);
+            tokio::spawn(stopped.run_until_cancelled_owned(run));
+            // A replica that cannot be reached in this time may learn of this one later.
+            let _ = timeout(ANNOUNCE_TIMEOUT, replicas.announced()).await;
+        }
+        self.is_announced.store(true, Ordering::Release);
+    }
+
+    /// True once agents may open streams, because the other replicas know this one.
+    pub(crate) fn is_announced(&self) -> bool {
+        self.is_announced.load(Ordering::Acquire)
+    }
+
+    /// The other replicas, if the options name them.
+    pub(crate) fn replicas(&self) -> Option<&Arc<Replicas>> {
+        self.replicas.as_ref()
+    }
+
+    /// The streams to the other replicas.
+    pub(crate) fn links(&self) -> Vec<Arc<Link>> {
+        self.replicas.as_ref().map(|replicas| replicas.links()).unwrap_or_default()
+    }
+
+    /// How long this replica has run.
+    pub(crate) fn uptime(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// Asks all replicas until the answer is yes, until it is of no use to wait, until `is_enough`,
+    /// or until `limit`. The source of each replica must have reached the positions that this replica has now.
+    pub(crate) async fn until(
+        &self,
+        wanted: Wanted,
+        endpoints: Vec<(headgate_core::ServiceKey, Option<std::net::IpAddr>)>,
+        limit: tokio::time::Instant,
+        is_enough: impl Fn(&Verdict) -> bool,
+    ) -> Verdict {
+        let positions = self.fleet.context.store.changed_positions();
+        let positions = positions.into_iter().filter(|(kind, _)| kind.is_comparable()).collect();
+        let question = Question { wanted, endpoints, positions };
+        let mut rosters = self.fleet.rosters();
+        let mut members = self.fleet.progress().members();
+        let (_none, never) = watch::channel(0);
+        let mut replicas = self.replicas.as_ref().map_or(never, |replicas| replicas.changes());
+        loop {
+            // Everything is marked as seen before the round, so that a change during the round
+            // leads to another one.
+            rosters.borrow_and_update();
+            members.borrow_and_update();
+            replicas.borrow_and_update();
+            let asked_at = tokio::time::Instant::now();
+            let verdict = self.round(&question, limit).await;
+            if verdict.holds() || verdict.is_final() || is_enough(&verdict) || tokio::time::Instant::now() >= limit {
+                return verdict;
+            }
+            tokio::select! {
+                Ok(()) = rosters.changed() => {}
+                // A Node was added or deleted.
+                Ok(()) = members.changed() => {}
+                Ok(()) = replicas.changed() => {}
+                () = sleep_until(limit) => {}
+            }
+            sleep_until((asked_at + PACE).min(limit)).await;
+        }
+    }
+
+    /// Asks all replicas once.
+    async fn round(&self, question: &Question, limit: tokio::time::Instant) -> Verdict {
+        let links = self.links();
+        let here = answer(&self.fleet, question, limit);
+        let others = join_all(links.iter().map(|link| link.ask(question, limit)));
+        let (here, others) = tokio::join!(here, others);
+        let version = here.version;
+        Verdict { version, ..self.judge(Some(here), &links, others) }
+    }
+
+    /// What is known about all Nodes without a question: the agents count as unconfirmed.
+    pub(crate) fn look(&self) -> Verdict {
+        let links = self.links();
+        let others = links.iter().map(|_| None).collect();
+        self.judge(None, &links, others)
+    }
+
+    fn judge(
+        &self,
+        here: Option<v1::QuestionAnswer>,
+        links: &[Arc<Link>],
+        others: Vec<Option<v1::QuestionAnswer>>,
+    ) -> Verdict {
+        let mut round = Round::default();
+        let name = &self.fleet.context.settings.replica_name;
+        // The rosters are read after the answers, so a node that has moved meanwhile is seen.
+        self.fleet.with_roster(|roster| round.add(name, roster.nodes(), here));
+        for (link, answer) in links.iter().zip(others) {
+            link.look(|replica| {
+                if let Ok(replica) = replica {
+                    let nodes = replica.nodes.iter().map(|(node, (number, departed))| (node, *number, *departed));
+                    round.add(&replica.identity.replica, nodes, answer);
+                }
+            });
+        }
+        let nodes = self.fleet.context.store.node_names().into_iter();
+        let counted = nodes.filter(|(_, is_selected)| *is_selected).map(|(name, _)| name);
+        round.verdict(counted, self.problems())
+    }
+
+    /// Why replicas may be missing that know more about a Node; empty if none is.
+    pub(crate) fn problems(&self) -> BTreeMap<String, String> {
+        let time = self.fleet.context.settings.uncovered_after;
+        let Some(replicas) = &self.replicas else {
+            let text = "start every control plane replica with --peers, so that replicas know each other";
+            return [("--peers".to_owned(), text.to_owned())].into();
+        };
+        let mut problems = replicas.problems(time);
+        let is_young = self.uptime() < time;
+        if is_young || self.fleet.with_roster(|roster| roster.is_incomplete(time)) {
+            let text = match is_young {
+                true => format!("it has run for less than {} s", time.as_secs()),
+                false => "it has forgotten nodes for lack of room".to_owned(),
+            };
+            problems.insert(format!("replica {}", self.fleet.context.settings.replica_name), text);
+        }
+        problems
+    }
+
+    /// Makes all agents acknowledge new batches at once, because a question will follow.
+    pub(crate) fn hurry(&self) {
+        here::hurry(&self.fleet);
+        let now = Instant::now();
+        let is_due = {
+            let mut hurried = self.hurried.lock().unwrap_or_else(PoisonError::into_inner);
+            let is_due = hurried.is_none_or(|at| now.duration_since(at) >= HURRY_INTERVAL);
+            *hurried = if is_due { Some(now) } else { *hurried };
+            is_due
+        };
+        for link in self.links().into_iter().filter(|_| is_due) {
+            let question = Question { wanted: Wanted::Hurry, endpoints: Vec::new(), positions: BTreeMap::new() };
+            tokio::spawn(async move { link.ask(&question, tokio::time::Instant::now()).await });
+        }
+    }
+
+    /// Describes a Node without an agent.
+    pub(crate) fn absent_agent(&self, node: &str, absence: Absence) -> v1::Laggard {
+        let (reason, programmed_version) = match absence {
+            Absence::Lost { departed_ms, version } => {
+                (format!("the agent lost its stream {} s ago, and no replica has one", departed_ms / 1_000), version)
+            }
+            Absence::Never => ("no replica has ever had a stream of this Node's agent".to_owned(), 0),
+            Absence::Unknown => ("no replica that is known has had a stream of this Node's agent".to_owned(), 0),
+        };
+        v1::Laggard { node: node.to_owned(), reason, programmed_version, ..v1::Laggard::default() }
+    }
+
+    /// The replicas that this replica knows, without itself.
+    pub(crate) fn replica_infos(&self) -> Vec<v1::ReplicaInfo> {
+        let info = |link: Arc<Link>| {
+            link.look(|replica| match replica {
+                Ok(replica) => v1::ReplicaInfo {
+                    replica: replica.identity.replica.clone(),
+                    epoch: format!("{:016x}", replica.identity.epoch),
+                    state: "joined".into(),
+                    for_ms: milliseconds(replica.since.elapsed()),
+                    agents: replica.nodes.values().filter(|(_, departed)| departed.is_none()).count() as u64,
+                    problem: String::new(),
+                },
+                Err(problem) => v1::ReplicaInfo {
+                    replica: link.address.to_string(),
+                    state: "unreachable".into(),
+                    problem: problem.to_owned(),
+                    ..v1::ReplicaInfo::default()
+                },
+            })
+        };
+        let vanished = |(epoch, replica, at): (u64, String, Instant)| v1::ReplicaInfo {
+            replica,
+            epoch: format!("{epoch:016x}"),
+            state: "vanished".into(),
+            for_ms: milliseconds(at.elapsed()),
+            ..v1::ReplicaInfo::default()
+        };
+        let time = self.fleet.context.settings.uncovered_after;
+        let gone = self.replicas.as_ref().map(|replicas| replicas.vanished(time)).unwrap_or_default();
+        let mut infos: Vec<_> = self.links().into_iter().map(info).chain(gone.into_iter().map(vanished)).collect();
+        infos.sort_by(|a, b| a.replica.cmp(&b.replica));
+        infos
+    }
+}

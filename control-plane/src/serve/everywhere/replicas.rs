@@ -1,0 +1,517 @@
+//! The other replicas: who they are, which nodes they know, and their answers to questions
+//! (discovery.proto, section 18). One stream to each replica carries all this.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    fs,
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use headgate_proto::{
+    address_to_wire,
+    v1::{self, inspect_client::InspectClient, peer_message, peer_request, peers_client::PeersClient},
+};
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    task::AbortHandle,
+    time::{sleep, timeout, timeout_at},
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
+
+use super::here::Question;
+use crate::{
+    serve::{
+        context::{PeerSettings, PeerTls, milliseconds},
+        fleet::{Departed, Fleet},
+    },
+    store::positions_to_wire,
+};
+
+/// How long a connection attempt may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A replica that does not answer a keepalive in this time has vanished.
+const KEEPALIVE: Duration = Duration::from_secs(3);
+
+/// The pause before the next attempt to connect.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// How long the answer may take after the end of its wait.
+const ANSWER_GRACE: Duration = Duration::from_secs(2);
+
+/// The pause between two looks at the names of the replicas, and at departed nodes.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The number of questions that may wait inside the transport.
+const OUTGOING: usize = 64;
+
+/// The maximum size of a message: the names of all nodes.
+const MAX_MESSAGE_BYTES: usize = 16 << 20;
+
+/// The links to the other replicas, and the memory of those that are gone.
+pub(crate) struct Replicas {
+    fleet: Arc<Fleet>,
+    settings: PeerSettings,
+    known: Mutex<Known>,
+    /// Grows when a replica joins or vanishes, and with each change of a roster.
+    changes: watch::Sender<u64>,
+}
+
+#[derive(Default)]
+struct Known {
+    links: HashMap<SocketAddr, (Arc<Link>, AbortHandle)>,
+    /// Replicas that vanished, by epoch: their names, and when.
+    vanished: HashMap<u64, (String, Instant)>,
+    /// Replicas that have joined this one, by epoch, and how many streams of each are open.
+    callers: HashMap<u64, usize>,
+    /// Why a name of `--peers` does not resolve. At first, no name has been resolved.
+    resolve_problem: Option<String>,
+}
+
+/// The stream to one address. It is joined once the roster of the replica has arrived.
+pub(crate) struct Link {
+    pub(crate) address: SocketAddr,
+    host: String,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    joined: Option<Joined>,
+    /// The address is this replica itself.
+    is_self: bool,
+    problem: String,
+    last_id: u64,
+    pending: HashMap<u64, oneshot::Sender<v1::QuestionAnswer>>,
+}
+
+/// A replica that has joined, with a copy of its roster.
+pub(crate) struct Joined {
+    pub(crate) identity: v1::PeerIdentity,
+    pub(crate) since: Instant,
+    /// The latest time at which the replica may have started.
+    started: Instant,
+    is_incomplete: bool,
+    number: u64,
+    pub(crate) nodes: HashMap<Arc<str>, (u64, Option<Departed>)>,
+    channel: Channel,
+    questions: mpsc::Sender<v1::PeerRequest>,
+}
+
+/// Gives up a question when it is dropped.
+struct Asked<'a>(&'a Link, u64);
+
+impl Drop for Asked<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        if state.pending.remove(&self.1).is_some()
+            && let Some(joined) = &state.joined
+        {
+            // If there is no room, the replica answers in vain.
+            let question = v1::Question { id: self.1, is_cancelled: true, ..v1::Question::default() };
+            let _ = joined.questions.try_send(request(peer_request::Body::Question(question)));
+        }
+    }
+}
+
+fn request(body: peer_request::Body) -> v1::PeerRequest {
+    v1::PeerRequest { body: Some(body) }
+}
+
+impl Replicas {
+    pub(super) fn new(fleet: Arc<Fleet>, settings: PeerSettings) -> Arc<Self> {
+        let resolve_problem = (!settings.names.is_empty()).then(|| "the names are not resolved yet".to_owned());
+        let known = Mutex::new(Known { resolve_problem, ..Known::default() });
+        Arc::new(Self { fleet, settings, known, changes: watch::Sender::new(0) })
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn changed(&self) {
+        self.changes.send_modify(|changes| *changes += 1);
+    }
+
+    pub(super) fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
+    /// The links to all addresses, except the own one.
+    pub(crate) fn links(&self) -> Vec<Arc<Link>> {
+        let links = self.known().links.values().map(|(link, _)| Arc::clone(link)).collect::<Vec<_>>();
+        links.into_iter().filter(|link| !link.state().is_self).collect()
+    }
+
+    /// The replicas that vanished within the last `time`, by name, and since when.
+    pub(crate) fn vanished(&self, time: Duration) -> Vec<(u64, String, Instant)> {
+        let known = self.known();
+        let recent = known.vanished.iter().filter(|(_, (_, at))| at.elapsed() < time);
+        recent.map(|(epoch, (name, at))| (*epoch, name.clone(), *at)).collect()
+    }
+
+    /// Why replicas may be missing; empty if all of them are joined and have run for `time`.
+    pub(super) fn problems(&self, time: Duration) -> BTreeMap<String, String> {
+        let mut problems = BTreeMap::new();
+        let mut joined = Vec::new();
+        for link in self.links() {
+            let state = link.state();
+            match &state.joined {
+                Some(replica) => {
+                    joined.push(replica.identity.epoch);
+                    let name = format!("replica {}", replica.identity.replica);
+                    if replica.is_incomplete {
+                        problems.insert(name, "it has forgotten nodes for lack of room".into());
+                    } else if replica.started.elapsed() < time {
+                        problems.insert(name, format!("it has run for less than {} s", time.as_secs()));
+                    }
+                }
+                None => {
+                    let problem = if state.problem.is_empty() { "it is not joined yet" } else { &state.problem };
+                    problems.insert(format!("replica at {}", link.address), problem.to_owned());
+                }
+            }
+        }
+        for (_, name, at) in self.vanished(time) {
+            let text = format!("it vanished {} s ago without saying which nodes it had", at.elapsed().as_secs());
+            problems.insert(format!("replica {name}"), text);
+        }
+        let known = self.known();
+        if known.callers.keys().any(|epoch| !joined.contains(epoch)) {
+            let text = "a replica is connected to this one, and none of these names leads to it".to_owned();
+            problems.insert("--peers".into(), text);
+        }
+        problems.extend(known.resolve_problem.clone().map(|problem| ("--peers".to_owned(), problem)));
+        problems
+    }
+
+    /// Notes that another replica has joined this one, until the result is dropped.
+    pub(crate) fn caller(self: &Arc<Self>, epoch: u64) -> Caller {
+        *self.known().callers.entry(epoch).or_default() += 1;
+        self.changed();
+        Caller(Arc::clone(self), epoch)
+    }
+
+    /// Joins the replicas, once for a start, and then keeps looking for them. Never returns.
+    pub(super) async fn run(self: Arc<Self>, listen: SocketAddr) {
+        loop {
+            self.resolve(listen).await;
+            self.fleet.forget_departed();
+            sleep(LOOK_INTERVAL).await;
+        }
+    }
+
+    /// Waits until each replica has been joined, or cannot be joined at the moment.
+    pub(super) async fn announced(&self) {
+        let mut changes = self.changes();
+        let is_tried = |link: Arc<Link>| {
+            let state = link.state();
+            state.joined.is_some() || !state.problem.is_empty()
+        };
+        while !self.settings.names.is_empty() {
+            let is_resolved = self.known().resolve_problem.is_none();
+            if is_resolved && self.links().into_iter().all(is_tried) {
+                return;
+            }
+            if changes.changed().await.is_err() {
+                return;
+            }
+        }
+    }
+
+    async fn resolve(self: &Arc<Self>, listen: SocketAddr) {
+        let mut found = HashMap::new();
+        let mut problem = None;
+        for (host, port) in &self.settings.names {
+            match timeout(CONNECT_TIMEOUT, tokio::net::lookup_host((host.as_str(), *port))).await {
+                Ok(Ok(addresses)) => {
+                    let others = addresses.filter(|address| !is_own(*address, listen));
+                    found.extend(others.map(|address| (address, host.clone())));
+                }
+                Ok(Err(error)) => problem = Some(format!("{host} does not resolve: {error}")),
+                Err(_) => problem = Some(format!("{host} does not resolve in time")),
+            }
+        }
+        let mut known = self.known();
+        let is_whole = problem.is_none();
+        let is_news = known.resolve_problem != problem;
+        known.resolve_problem = problem;
+        if is_whole {
+            // The stream to a replica whose name has gone goes on until it ends.
+            known.links.retain(|address, (link, task)| {
+                let is_kept = found.contains_key(address) || link.state().joined.is_some();
+                if !is_kept {
+                    task.abort();
+                }
+                is_kept
+            });
+        }
+        for (address, host) in found {
+            known.links.entry(address).or_insert_with(|| {
+                let link = Arc::new(Link { address, host, state: Mutex::default() });
+                (Arc::clone(&link), tokio::spawn(Arc::clone(self).follow(link)).abort_handle())
+            });
+        }
+        drop(known);
+        if is_news {
+            self.changed();
+        }
+    }
+
+    /// Joins the replica at an address, again after each failure.
+    async fn follow(self: Arc<Self>, link: Arc<Link>) {
+        let mut is_logged = false;
+        loop {
+            let problem = match self.join(&link).await {
+                Ok(problem) | Err(problem) => problem,
+            };
+            if link.state().is_self {
+                return;
+            }
+            if !is_logged {
+                tracing::warn!(replica = %link.address, "no stream to another replica: {problem}; check --peers, and the role replica of the certificates");
+                is_logged = true;
+            }
+            link.state().problem = problem;
+            self.changed();
+            sleep(PAUSE).await;
+            is_logged &= link.state().joined.is_none();
+        }
+    }
+
+    /// Joins a replica, and reads its messages until the stream ends. Returns why it ended.
+    async fn join(&self, link: &Link) -> Result<String, String> {
+        let connected = timeout(CONNECT_TIMEOUT * 2, link.connect(self.settings.tls.clone())).await;
+        let channel = connected.map_err(|_| "it does not answer".to_owned())??;
+        let mut client = PeersClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE_BYTES);
+        let (questions, receiver) = mpsc::channel(OUTGOING);
+        let (replica, epoch) = (self.fleet.context.settings.replica_name.clone(), self.fleet.context.store.epoch());
+        let own = request(peer_request::Body::Identity(v1::PeerIdentity { replica, epoch }));
+        // The channel is empty, so there is room.
+        let _ = questions.try_send(own);
+        let begun = timeout(CONNECT_TIMEOUT * 2, async {
+            let answer = client.join(ReceiverStream::new(receiver)).await;
+            let mut messages = answer.map_err(|status| status.message().to_owned())?.into_inner();
+            let first = messages.message().await.map_err(|status| status.message().to_owned())?;
+            Ok::<_, String>((first, messages))
+        });
+        let (mut next, mut messages) = begun.await.map_err(|_| "it does not answer".to_owned())??;
+        let ended = loop {
+            match next.and_then(|message| message.body) {
+                Some(peer_message::Body::Roster(roster)) => {
+                    if roster.identity.as_ref().is_some_and(|identity| identity.epoch == epoch) {
+                        link.state().is_self = true;
+                        self.changed();
+                        return Ok("it is this replica".into());
+                    }
+                    let says_goodbye = roster.says_goodbye;
+                    self.take_roster(link, roster, &channel, &questions);
+                    if says_goodbye {
+                        break Ok(());
+                    }
+                }
+                Some(peer_message::Body::Answer(answer)) => {
+                    if let Some(asker) = link.state().pending.remove(&answer.id) {
+                        // The asker may have gone.
+                        let _ = asker.send(answer);
+                    }
+                }
+                None => break Err("the stream ended".to_owned()),
+            }
+            next = match messages.message().await {
+                Ok(message) => message,
+                Err(status) => break Err(status.message().to_owned()),
+            };
+        };
+        self.part(link, ended.is_ok());
+        Ok(ended.err().unwrap_or_else(|| "it said goodbye".into()))
+    }
+
+    fn take_roster(
+        &self,
+        link: &Link,
+        roster: v1::Roster,
+        channel: &Channel,
+        questions: &mpsc::Sender<v1::PeerRequest>,
+    ) {
+        let now = Instant::now();
+        let ago = |milliseconds| now.checked_sub(Duration::from_millis(milliseconds)).unwrap_or(now);
+        let mut state = link.state();
+        let identity = roster.identity.unwrap_or_default();
+        let epoch = identity.epoch;
+        let is_new = state.joined.as_ref().is_none_or(|joined| joined.identity != identity);
+        if is_new {
+            tracing::info!(replica = identity.replica, address = %link.address, "joined another replica");
+            let (channel, questions) = (channel.clone(), questions.clone());
+            let (nodes, started) = (HashMap::new(), now);
+            state.joined = Some(Joined {
+                identity,
+                since: now,
+                started,
+                is_incomplete: false,
+                number: 0,
+                nodes,
+                channel,
+                questions,
+            });
+        }
+        let Some(joined) = &mut state.joined else { return };
+        if roster.is_full {
+            joined.nodes.clear();
+        }
+        joined.number = roster.number;
+        joined.started = joined.started.min(ago(roster.uptime_ms));
+        joined.is_incomplete = roster.is_incomplete;
+        for node in roster.present {
+            joined.nodes.insert(node.node.into(), (roster.number, None));
+        }
+        for node in roster.departed {
+            let departed = Departed { at: ago(node.departed_ms), version: node.programmed_version };
+            joined.nodes.insert(node.node.into(), (roster.number, Some(departed)));
+        }
+        for node in roster.forgotten {
+            joined.nodes.remove(node.as_str());
+        }
+        state.problem.clear();
+        drop(state);
+        if is_new {
+            self.known().vanished.remove(&epoch);
+        }
+        self.changed();
+    }
+
+    /// Takes over the memory of a replica whose stream has ended: its nodes have lost their stream
+    /// until they are seen again.
+    fn part(&self, link: &Link, says_goodbye: bool) {
+        let (joined, _unanswered) = {
+            let mut state = link.state();
+            (state.joined.take(), std::mem::take(&mut state.pending))
+        };
+        let Some(joined) = joined else { return };
+        let (now, name) = (Instant::now(), joined.identity.replica);
+        let departed = |state: Option<Departed>| state.unwrap_or(Departed { at: now, version: 0 });
+        let nodes: Vec<_> = joined.nodes.into_iter().map(|(node, (_, state))| (node, departed(state))).collect();
+        if says_goodbye {
+            tracing::info!(
+                replica = name,
+                nodes = nodes.len(),
+                "another replica has stopped and has handed its nodes over"
+            );
+        } else {
+            tracing::warn!(replica = name, address = %link.address, nodes = nodes.len(), "another replica has vanished; its nodes count as nodes without an agent until they are seen again");
+            let mut known = self.known();
+            known.vanished.insert(joined.identity.epoch, (name, now));
+            known.vanished.retain(|_, (_, at)| at.elapsed() < self.fleet.context.settings.uncovered_after);
+        }
+        self.fleet.adopt(nodes);
+        self.changed();
+    }
+}
+
+/// True if this replica listens at the address. A replica that it does not recognise by its address
+/// is recognised by its epoch.
+fn is_own(address: SocketAddr, listen: SocketAddr) -> bool {
+    let is_local = |ip: IpAddr| std::net::UdpSocket::bind((ip, 0)).is_ok();
+    let has_ip = listen.ip() == address.ip() || (listen.ip().is_unspecified() && is_local(address.ip()));
+    address.port() == listen.port() && has_ip
+}
+
+/// Another replica that has joined this one.
+pub(crate) struct Caller(Arc<Replicas>, u64);
+
+impl Drop for Caller {
+    fn drop(&mut self) {
+        let mut known = self.0.known();
+        if let Some(count) = known.callers.get_mut(&self.1) {
+            *count -= 1;
+            if *count == 0 {
+                known.callers.remove(&self.1);
+            }
+        }
+        drop(known);
+        self.0.changed();
+    }
+}
+
+impl Link {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Calls `look` with the replica, if it is joined, or with the problem.
+    pub(crate) fn look<T>(&self, look: impl FnOnce(Result<&Joined, &str>) -> T) -> T {
+        let state = self.state();
+        look(state.joined.as_ref().ok_or(&state.problem))
+    }
+
+    /// A client of the replica's `Inspect`; `None` if the replica is not joined.
+    pub(crate) fn inspect(&self) -> Option<InspectClient<Channel>> {
+        let channel = self.look(|joined| joined.ok().map(|joined| joined.channel.clone()))?;
+        Some(InspectClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES))
+    }
+
+    /// Asks the replica. Returns `None` if it is not joined, or does not answer.
+    pub(super) async fn ask(&self, question: &Question, until: tokio::time::Instant) -> Option<v1::QuestionAnswer> {
+        let (sender, receiver) = oneshot::channel();
+        let (id, questions) = {
+            let mut state = self.state();
+            let questions = state.joined.as_ref()?.questions.clone();
+            state.last_id += 1;
+            let id = state.last_id;
+            state.pending.insert(id, sender);
+            (id, questions)
+        };
+        let asked = Asked(self, id);
+        let endpoints = question.endpoints.iter().map(|(key, address)| v1::QuestionEndpoint {
+            service: Some(v1::ServiceKey { namespace: key.namespace.to_string(), name: key.name.to_string() }),
+            address: address.map(address_to_wire).unwrap_or_default(),
+        });
+        let question = v1::Question {
+            id,
+            is_cancelled: false,
+            wanted: question.wanted.into(),
+            endpoints: endpoints.collect(),
+            positions: positions_to_wire(question.positions.iter().map(|(kind, position)| (*kind, *position))),
+            wait_ms: milliseconds(until.saturating_duration_since(tokio::time::Instant::now())),
+        };
+        let limit = until + ANSWER_GRACE;
+        timeout_at(limit, questions.send(request(peer_request::Body::Question(question)))).await.ok()?.ok()?;
+        let answer = timeout_at(limit, receiver).await.ok()?.ok();
+        drop(asked);
+        answer
+    }
+
+    async fn connect(&self, tls: Option<PeerTls>) -> Result<Channel, String> {
+        let scheme = if tls.is_some() { "https" } else { "http" };
+        let mut endpoint = Endpoint::from_shared(format!("{scheme}://{}", self.address))
+            .map_err(|error| error.to_string())?
+            .connect_timeout(CONNECT_TIMEOUT)
+            .http2_keep_alive_interval(KEEPALIVE)
+            .keep_alive_timeout(KEEPALIVE)
+            .keep_alive_while_idle(true);
+        if let Some(tls) = tls {
+            endpoint = endpoint.tls_config(self.tls_config(tls).await?).map_err(|error| chain(&error))?;
+        }
+        endpoint.connect().await.map_err(|error| chain(&error))
+    }
+
+    /// Reads the files for each connection, because they may have been renewed.
+    async fn tls_config(&self, PeerTls { cert, key, ca }: PeerTls) -> Result<ClientTlsConfig, String> {
+        let host = self.host.clone();
+        let read = move || {
+            let read = |path: &PathBuf| fs::read(path).map_err(|error| format!("{}: {error}", path.display()));
+            let identity = Identity::from_pem(read(&cert)?, read(&key)?);
+            let config = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read(&ca)?)).identity(identity);
+            Ok(config.domain_name(host))
+        };
+        tokio::task::spawn_blocking(read).await.map_err(|error| error.to_string())?
+    }
+}
+
+fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    headgate_proto::errors::chain(error)
+}

@@ -1,0 +1,132 @@
+//! Who waits for a change of a Service, of an endpoint or of a pod. A commit wakes only those whose
+//! keys it changes, so its work is proportional to its changes.
+
+use std::{
+    collections::HashMap,
+    hash::{BuildHasher as _, Hash, RandomState},
+    net::IpAddr,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use headgate_core::{Change, ServiceKey};
+use tokio::sync::Notify;
+
+use super::Store;
+use crate::objects::PodId;
+
+/// What can be waited for.
+#[derive(Debug, Hash)]
+pub(crate) enum Topic<'a> {
+    /// The Service itself, not its endpoints.
+    Service(&'a ServiceKey),
+    /// An endpoint of a Service.
+    Endpoint(&'a ServiceKey, IpAddr),
+    /// The endpoints that belong to a pod.
+    Pod(PodId),
+}
+
+/// All waiters, by the hash of each topic. An equal hash of another topic wakes a waiter in vain.
+#[derive(Debug, Default)]
+pub(super) struct Interests {
+    hasher: RandomState,
+    count: AtomicUsize,
+    waiters: Mutex<HashMap<u64, Vec<Arc<Notify>>>>,
+}
+
+/// The interest of one waiter, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Interest {
+    interests: Arc<Interests>,
+    topics: Vec<u64>,
+    changed: Arc<Notify>,
+}
+
+impl Interests {
+    /// The hashes of the topics of a change; nothing if nobody waits.
+    pub(super) fn touched(&self, changes: impl Iterator<Item = impl AsTopic>) -> Vec<u64> {
+        if self.count.load(Ordering::Acquire) == 0 {
+            return Vec::new();
+        }
+        changes.filter_map(|change| change.topic().map(|topic| self.hash(&topic))).collect()
+    }
+
+    pub(super) fn wake(&self, touched: &[u64]) {
+        if touched.is_empty() {
+            return;
+        }
+        let waiters = self.lock();
+        touched.iter().filter_map(|topic| waiters.get(topic)).flatten().for_each(|waiter| waiter.notify_one());
+    }
+
+    fn hash(&self, topic: &impl Hash) -> u64 {
+        self.hasher.hash_one(topic)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Vec<Arc<Notify>>>> {
+        self.waiters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Interest {
+    /// Waits for a change since the interest began, or since the last call.
+    pub(crate) async fn changed(&self) {
+        self.changed.notified().await;
+    }
+}
+
+impl Drop for Interest {
+    fn drop(&mut self) {
+        let mut waiters = self.interests.lock();
+        for topic in &self.topics {
+            if let Some(of_topic) = waiters.get_mut(topic) {
+                of_topic.retain(|waiter| !Arc::ptr_eq(waiter, &self.changed));
+                if of_topic.is_empty() {
+                    waiters.remove(topic);
+                }
+            }
+        }
+        self.interests.count.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// A change that belongs to a topic.
+pub(super) trait AsTopic {
+    fn topic(&self) -> Option<Topic<'_>>;
+}
+
+impl AsTopic for &Change {
+    fn topic(&self) -> Option<Topic<'_>> {
+        match self {
+            Change::Service(service) => Some(Topic::Service(&service.key)),
+            Change::RemoveService(key) => Some(Topic::Service(key)),
+            Change::Endpoint(key, endpoint) => Some(Topic::Endpoint(key, endpoint.address)),
+            Change::RemoveEndpoint(key, address) => Some(Topic::Endpoint(key, *address)),
+            Change::ServiceCidr(_) | Change::RemoveServiceCidr(_) => None,
+        }
+    }
+}
+
+impl AsTopic for PodId {
+    fn topic(&self) -> Option<Topic<'_>> {
+        Some(Topic::Pod(*self))
+    }
+}
+
+impl Store {
+    /// Begins to wait for changes of topics.
+    pub(crate) fn interest<'a>(&self, topics: impl IntoIterator<Item = Topic<'a>>) -> Interest {
+        let (interests, changed) = (Arc::clone(&self.interests), Arc::new(Notify::new()));
+        let topics: Vec<u64> = topics.into_iter().map(|topic| interests.hash(&topic)).collect();
+        // Commits look at the count first, so it grows before the caller looks at the store.
+        interests.count.fetch_add(1, Ordering::AcqRel);
+        let mut waiters = interests.lock();
+        for topic in &topics {
+            waiters.entry(*topic).or_default().push(Arc::clone(&changed));
+        }
+        drop(waiters);
+        Interest { interests, topics, changed }
+    }
+}
