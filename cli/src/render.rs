@@ -9,7 +9,7 @@ use std::{borrow::Cow, fmt::Write as _};
 use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table, presets};
 use headgate_proto::v1::{
     AgentInfo, Connections, Drift, EndpointInfo, FleetInfo, GetStatusResponse, NodeStatus, Problem, Rejection,
-    ServiceCounters, ServiceInfo, ServicePortInfo, WatchEvent,
+    ReplicaInfo, ServiceCounters, ServiceInfo, ServicePortInfo, WatchEvent,
 };
 
 use headgate_settings::migration::{Line, Outcome};
@@ -289,36 +289,46 @@ fn hints(endpoint: &EndpointInfo) -> String {
 /// it is behind.
 pub const SETTLED_MS: u64 = 1000;
 
-/// Formats agents, one per row, in the given order. Lines below explain why a node lags or is
-/// degraded.
+/// Formats nodes, one per row, in the given order. The table has a column SEEN if some nodes have no
+/// agent. Lines below explain why a node lags, is degraded or has no agent.
 pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Style) -> String {
     let mut headers = vec!["NODE", "STATE", ">PROGRAMMED", ">SENT", ">LAG", "BACKEND"];
+    let some_absent = agents.iter().any(is_absent);
+    headers.extend(some_absent.then_some(">SEEN"));
     // Agents before 0.2 report no verification.
     let some_verified = agents.iter().any(|agent| agent.verified_unix_ms != 0);
     headers.extend(some_verified.then_some(">VERIFIED"));
     if is_wide {
-        headers.extend([">APPLY", ">PLANNED", ">WRITTEN", "RESUMED", ">CONNECTED", "ADDRESS", "AGENT"]);
+        headers.extend([">APPLY", ">PLANNED", ">WRITTEN", "RESUMED", ">CONNECTED", "ADDRESS", "AGENT", "REPLICA"]);
     }
     let rows = agents.iter().map(|agent| {
         let (state, tone) = agent_state(agent);
+        // A node without an agent has only a programmed version, and only if it had an agent.
+        let is_known = |value: u64| !is_absent(agent) || value > 0;
+        let number = |value: u64| cell(if is_known(value) { value.to_string() } else { String::new() });
         let mut row = vec![
             cell(&agent.node),
             toned(state, tone),
-            cell(agent.programmed_version.to_string()),
-            cell(agent.sent_version.to_string()),
-            cell(lag(agent)),
+            number(agent.programmed_version),
+            number(agent.sent_version),
+            cell(if is_absent(agent) { String::new() } else { lag(agent) }),
             cell(&agent.backend),
         ];
+        row.extend(some_absent.then(|| cell(seen(agent))));
         row.extend(some_verified.then(|| verified(agent, now_unix_ms)));
         if is_wide {
             row.extend([
                 cell(units::microseconds(agent.apply_microseconds)),
-                cell(agent.services_planned.to_string()),
-                cell(agent.objects_written.to_string()),
+                number(agent.services_planned.into()),
+                number(agent.objects_written.into()),
                 cell(resume(agent)),
-                cell(units::duration(now_unix_ms.saturating_sub(agent.connected_unix_ms))),
+                cell(match agent.connected_unix_ms {
+                    0 => String::new(),
+                    at => units::duration(now_unix_ms.saturating_sub(at)),
+                }),
                 cell(&agent.address),
                 cell(&agent.agent_version),
+                cell(&agent.replica),
             ]);
         }
         row
@@ -346,6 +356,36 @@ pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Styl
     output
 }
 
+/// Formats when the node had an agent: `now`, `4m12s ago` or `never`.
+fn seen(agent: &AgentInfo) -> String {
+    match agent.departed_ms {
+        _ if !is_absent(agent) => "now".to_owned(),
+        0 => "never".to_owned(),
+        departed_ms => format!("{} ago", units::duration(departed_ms)),
+    }
+}
+
+/// Returns whether the node has no agent.
+pub fn is_absent(agent: &AgentInfo) -> bool {
+    agent.state == "no_agent"
+}
+
+/// Describes a node without an agent.
+pub fn no_agent(node: &str, reason: &str) -> String {
+    match reason {
+        "" => format!("{node}: no agent"),
+        reason => format!("{node}: no agent: {reason}"),
+    }
+}
+
+/// The line below a table that does not show `hidden` more rows.
+pub fn more(hidden: usize) -> String {
+    match hidden {
+        0 => String::new(),
+        hidden => format!("... and {} more: --limit 0 shows all\n", thousands(hidden as u64)),
+    }
+}
+
 /// Formats when the node was last verified: `12s ago`.
 fn verified(agent: &AgentInfo, now_unix_ms: u64) -> Cell {
     let text = match agent.verified_unix_ms {
@@ -368,6 +408,7 @@ fn lag(agent: &AgentInfo) -> String {
 
 fn agent_state(agent: &AgentInfo) -> (&'static str, Tone) {
     match agent.state.as_str() {
+        "no_agent" => ("no agent", Tone::Bad),
         "waiting" => ("waiting", Tone::Attention),
         "cut_off" => ("cut off", Tone::Attention),
         _ if !agent.last_error.is_empty() => ("failing", Tone::Bad),
@@ -389,16 +430,17 @@ pub fn is_behind(agent: &AgentInfo) -> bool {
     }
 }
 
-/// Summarizes the agents in one line.
+/// Summarizes all nodes in one line.
 pub fn fleet(fleet: &FleetInfo) -> String {
-    let all = fleet.up_to_date + fleet.behind + fleet.failing + fleet.waiting + fleet.cut_off;
-    let mut text = format!("fleet: {} of {} up to date", thousands(fleet.up_to_date), thousands(all));
     let others = [
         (fleet.behind, "behind"),
         (fleet.failing, "failing"),
         (fleet.waiting, "waiting"),
         (fleet.cut_off, "at a replica that is cut off"),
+        (fleet.no_agent, "without an agent"),
     ];
+    let all = fleet.up_to_date + others.iter().map(|(count, _)| count).sum::<u64>();
+    let mut text = format!("fleet: {} of {} nodes up to date", thousands(fleet.up_to_date), thousands(all));
     for (count, state) in others {
         if count > 0 {
             let _ = write!(text, ", {} {state}", thousands(count));
@@ -478,6 +520,28 @@ pub fn status(status: &GetStatusResponse, style: Style) -> String {
     }
     for problem in &status.problems {
         note(&mut output, &format!("  {}", sentence(problem)), Tone::Attention, style);
+    }
+    if !status.replicas.is_empty() {
+        output += &format!("\n{}", replicas(&status.replicas, style));
+    }
+    output
+}
+
+/// Formats the other replicas, one per row, with the reasons of those that cannot be reached below.
+fn replicas(replicas: &[ReplicaInfo], style: Style) -> String {
+    let rows = replicas.iter().map(|replica| {
+        let tone = if replica.state == "joined" { Tone::Good } else { Tone::Bad };
+        vec![
+            cell(&replica.replica),
+            toned(&replica.state, tone),
+            cell(units::duration(replica.for_ms)),
+            cell(thousands(replica.agents)),
+            cell(&replica.epoch),
+        ]
+    });
+    let mut output = table(&["OTHER REPLICA", "STATE", ">FOR", ">AGENTS", "EPOCH"], rows, style);
+    for ReplicaInfo { replica, problem, .. } in replicas.iter().filter(|replica| !replica.problem.is_empty()) {
+        note(&mut output, &format!("{replica}: {problem}"), Tone::Bad, style);
     }
     output
 }
