@@ -84,8 +84,7 @@ pub enum Command {
     /// List endpoints of one Service or of all Services, with address, ports, state and node
     #[command(after_help = EXIT_CODES)]
     Endpoints(Selection),
-    /// List all nodes: the version that each has programmed, its lag, and the reason. Also Nodes
-    /// without an agent
+    /// List all nodes, also those without an agent: state, programmed version, lag, and the reason
     #[command(after_help = EXIT_CODES)]
     Agents(AgentsArgs),
     /// Show the state of one node, as its agent knows it: versions, the last sync, problems, memory
