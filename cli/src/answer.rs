@@ -64,12 +64,11 @@ impl Failure {
 
     /// The exit code. A command that succeeds ends with 0.
     ///
-    /// | code | meaning |
-    /// | --- | --- |
-    /// | 1 | no replica answers, or another error; `verify`: differences, or nodes that are not verified |
-    /// | 2 | the command line is wrong |
-    /// | 3 | `wait`, `drain`: nodes have not programmed the state in time |
-    /// | 4 | `wait`, `verify`: only Nodes without an agent are missing |
+    /// - 1: no replica answers, or another error; `verify`: differences, or nodes that are not
+    ///   verified
+    /// - 2: the command line is wrong
+    /// - 3: `wait`, `drain`: nodes have not done in time what was waited for
+    /// - 4: `wait`, `verify`: only Nodes without an agent are missing, or there is no Node
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) | Self::Connect(ConnectError::Usage(_)) | Self::Certs(CertsError::Usage(_)) => 2,

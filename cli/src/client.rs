@@ -283,8 +283,8 @@ fn misaddressed(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     None
 }
 
-/// Returns the error for a request whose connection broke. In TLS 1.3 a client learns only after its
-/// handshake that the server rejects its certificate.
+/// Returns the error for a request whose connection broke. In TLS 1.3 a client learns only after
+/// its handshake that the server rejects its certificate.
 fn broken(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     let broken = causes(status).find(|cause| cause.is::<tonic::transport::Error>())?;
     // The TLS alert with the reason is lost if the connection closes before the client reads the

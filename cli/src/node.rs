@@ -1,5 +1,5 @@
-//! Queries about one node, and `headgatectl node`. The asked replica forwards a query to the replica
-//! that has the stream of the node's agent.
+//! Queries about one node, and `headgatectl node`. The asked replica forwards a query to the
+//! replica that has the stream of the node's agent.
 
 use headgate_proto::v1::{
     Connections, ConnectionsQuery, CountersQuery, MetricsQuery, NodeAnswer, NodeQuery, NodeStatusQuery,

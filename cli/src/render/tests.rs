@@ -1,4 +1,4 @@
-use headgate_proto::v1::{NodeVerification, OpenConnection, SourceAge};
+use headgate_proto::v1::{AgentInfo, FleetInfo, NodeVerification, OpenConnection, SourceAge};
 
 use super::*;
 
