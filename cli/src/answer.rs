@@ -1,14 +1,15 @@
-//! Collects and writes the answers of a replica, and describes why a command failed.
+//! The connection of a command, its answer, and why it failed.
 
 use std::io::{self, Write};
 
 use headgate_settings::ConfigError;
 use serde::Serialize;
-use tonic::{Code, Status, Streaming};
+use tonic::{Code, Response, Status, Streaming};
 
+use crate::args::{Args, Output};
 use crate::certs::CertsError;
-use crate::client::{self, ConnectError};
-use crate::render;
+use crate::client::{self, ConnectError, Replica};
+use crate::render::{self, Style};
 
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
@@ -32,14 +33,6 @@ pub enum Failure {
         /// The message of the replica.
         message: String,
     },
-    /// Some replicas did not answer, so the output is incomplete.
-    #[error("the agents of {} of {replicas} replicas are missing:{}", failures.len(), listed(failures))]
-    Missing {
-        /// Number of replicas.
-        replicas: usize,
-        /// One failure for each replica that did not answer.
-        failures: Vec<Failure>,
-    },
     /// The certificates cannot be created.
     #[error(transparent)]
     Certs(#[from] CertsError),
@@ -52,9 +45,12 @@ pub enum Failure {
     /// Settings of kube-proxy are invalid. The output names them.
     #[error("{0}")]
     Invalid(String),
-    /// The wait timed out before all nodes had programmed the change.
+    /// Nodes have not done in time what was waited for.
     #[error("{0}")]
     TimedOut(String),
+    /// Only Nodes without an agent are missing, or there is no Node at all.
+    #[error("{0}")]
+    Absent(String),
     /// Standard output cannot be written.
     #[error("cannot write the answer: {0}")]
     Output(#[from] io::Error),
@@ -66,12 +62,18 @@ impl Failure {
         matches!(self, Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe)
     }
 
-    /// The exit code: 2 for a wrong command line, 3 for a wait that timed out, and 1 for any other
-    /// failure.
+    /// The exit code. A command that succeeds ends with 0.
+    ///
+    /// - 1: no replica answers, or another error; `verify`: differences, or nodes that are not
+    ///   verified
+    /// - 2: the command line is wrong
+    /// - 3: `wait`, `drain`: nodes have not done in time what was waited for
+    /// - 4: `wait`, `verify`: only Nodes without an agent are missing, or there is no Node
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) | Self::Connect(ConnectError::Usage(_)) | Self::Certs(CertsError::Usage(_)) => 2,
             Self::TimedOut(_) => 3,
+            Self::Absent(_) => 4,
             Self::Connect(_)
             | Self::Certs(_)
             | Self::Config(_)
@@ -79,28 +81,60 @@ impl Failure {
             | Self::Unverified(_)
             | Self::NotFound(_)
             | Self::Server { .. }
-            | Self::Missing { .. }
             | Self::Output(_) => 1,
         }
     }
 }
 
-/// Formats each failure on a new line.
-fn listed(failures: &[Failure]) -> String {
-    failures.iter().map(|failure| format!("\n{failure}")).collect()
+/// A command with its connection to a replica.
+pub(crate) struct Session<'a> {
+    pub replica: Replica,
+    pub output: Output,
+    pub style: Style,
+    pub out: &'a mut dyn Write,
 }
 
-/// Collects all items of a streamed answer.
-pub(crate) async fn collect<T>(
-    server: &str,
-    answer: Result<tonic::Response<Streaming<T>>, Status>,
-) -> Result<Vec<T>, Failure> {
-    let mut stream = answer.map_err(|status| of_status(server, &status))?.into_inner();
-    let mut items = Vec::new();
-    while let Some(item) = stream.message().await.map_err(|status| of_status(server, &status))? {
-        items.push(item);
+impl<'a> Session<'a> {
+    /// Connects to the first replica of `--server` that answers.
+    pub(crate) async fn open(args: &Args, style: Style, out: &'a mut dyn Write) -> Result<Self, Failure> {
+        let replica = client::connect(&args.server, &args.tls).await.map_err(Failure::Connect)?;
+        Ok(Self { replica, output: args.output, style, out })
     }
-    Ok(items)
+
+    /// Collects all items of a streamed answer.
+    pub(crate) async fn collect<T>(&self, answer: Result<Response<Streaming<T>>, Status>) -> Result<Vec<T>, Failure> {
+        let mut stream = answer.map_err(|status| self.refused(&status))?.into_inner();
+        let mut items = Vec::new();
+        while let Some(item) = stream.message().await.map_err(|status| self.refused(&status))? {
+            items.push(item);
+        }
+        Ok(items)
+    }
+
+    /// Converts a gRPC status to a failure that names the server.
+    pub(crate) fn refused(&self, status: &Status) -> Failure {
+        let server = &self.replica.server;
+        if let Some(error) = client::failure(server, status) {
+            return Failure::Connect(error);
+        }
+        let message = if status.message().is_empty() { client::chain(status) } else { status.message().to_owned() };
+        let message = render::plain(&message).into_owned();
+        match status.code() {
+            // These errors name the object and the remedy.
+            Code::NotFound => Failure::NotFound(message),
+            code => Failure::Server { server: server.clone(), code, message },
+        }
+    }
+
+    /// Writes a formatted answer.
+    pub(crate) fn write(&mut self, text: &str) -> Result<(), Failure> {
+        Ok(self.out.write_all(text.as_bytes())?)
+    }
+
+    /// Writes an answer as JSON, like [`write_json`].
+    pub(crate) fn write_json(&mut self, answer: &impl Serialize) -> Result<(), Failure> {
+        write_json(self.out, answer)
+    }
 }
 
 /// Writes an answer as indented JSON and a line feed. Field names and units are the same as in
@@ -109,22 +143,6 @@ pub(crate) async fn collect<T>(
 pub(crate) fn write_json(out: &mut dyn Write, answer: &impl Serialize) -> Result<(), Failure> {
     let value = serde_json::to_value(answer).map_err(io::Error::from)?;
     Ok(writeln!(out, "{value:#}")?)
-}
-
-/// Converts a gRPC status to a failure that names the server.
-pub(crate) fn of_status(server: &str, status: &Status) -> Failure {
-    if client::is_silence(status) {
-        return Failure::Connect(client::silent(server));
-    }
-    if let Some(misaddressed) = client::misaddressed(server, status) {
-        return Failure::Connect(misaddressed);
-    }
-    if let Some(broken) = client::broken(server, status) {
-        return Failure::Connect(broken);
-    }
-    let message = if status.message().is_empty() { client::chain(status) } else { status.message().to_owned() };
-    let message = render::plain(&message).into_owned();
-    Failure::Server { server: server.to_owned(), code: status.code(), message }
 }
 
 /// The current time in milliseconds since the Unix epoch.
@@ -160,11 +178,12 @@ mod tests {
         assert_eq!(keys(&v1::EndpointInfo::default()), fields_of("EndpointInfo"));
         assert_eq!(keys(&v1::AgentInfo::default()), fields_of("AgentInfo"));
         assert_eq!(keys(&v1::GetStatusResponse::default()), fields_of("GetStatusResponse"));
+        assert_eq!(keys(&v1::ReplicaInfo::default()), fields_of("ReplicaInfo"));
         assert_eq!(keys(&v1::Problem::default()), fields_of("Problem"));
         assert_eq!(keys(&v1::FleetInfo::default()), fields_of("FleetInfo"));
         assert_eq!(keys(&v1::SourceAge::default()), fields_of("SourceAge"));
         assert_eq!(keys(&v1::SourcePosition::default()), fields_of("SourcePosition"));
-        assert_eq!(keys(&v1::WaitProgress::default()), fields_of("WaitProgress"));
+        assert_eq!(keys(&v1::WaitAnswer::default()), fields_of("WaitAnswer"));
         assert_eq!(keys(&v1::Laggard::default()), fields_of("Laggard"));
         assert_eq!(keys(&v1::WatchEvent::default()), fields_of("WatchEvent"));
         assert_eq!(keys(&v1::NodeStatus::default()), fields_of("NodeStatus"));

@@ -9,15 +9,21 @@ use clap::{Parser, Subcommand, ValueEnum};
 use crate::certs::{CertsArgs, rotation::CaArgs};
 use crate::units;
 
+/// The exit codes of most commands.
+const EXIT_CODES: &str = "Exit codes: 0 if the command succeeds, 1 for an error, 2 for a wrong command line";
+/// The exit codes of all commands.
+const ALL_EXIT_CODES: &str = "Exit codes: 0 if the command succeeds; 1 for an error, for example if no replica answers, \
+    or `verify` finds differences; 2 for a wrong command line; 3 if nodes have not done in time what `wait` or `drain` \
+    waits for; 4 if only Nodes without an agent are missing in `wait` or `verify`";
+
 /// Shows what a Headgate control plane serves, and what every node has programmed
 #[derive(Debug, Parser)]
-#[command(name = "headgatectl", version, max_term_width = 100)]
+#[command(name = "headgatectl", version, max_term_width = 100, after_help = ALL_EXIT_CODES)]
 pub struct Args {
-    /// URL of the replica to query. For several replicas, repeat the option, separate URLs by
-    /// commas, or use a name that resolves to several addresses. `agents`, `node`, `counters`,
-    /// `connections`, `explain`, `verify` and `wait` query all replicas, other commands only the
-    /// first. http:// works only for loopback and test addresses; for other addresses use https://
-    /// with the --tls options
+    /// URL of a replica. Any replica answers for all replicas. Further URLs are used if the first
+    /// does not answer: repeat the option, separate URLs by commas, or use a name that resolves to
+    /// several addresses. http:// works only for loopback and test addresses; for other addresses
+    /// use https:// with the --tls options
     #[arg(
         long,
         global = true,
@@ -73,18 +79,23 @@ pub enum Output {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// List Services with addresses, ports and the number of ready endpoints
+    #[command(after_help = EXIT_CODES)]
     Services(Selection),
     /// List endpoints of one Service or of all Services, with address, ports, state and node
+    #[command(after_help = EXIT_CODES)]
     Endpoints(Selection),
-    /// List agents: the version that each node has programmed, its lag, and the reason for the lag
+    /// List all nodes, also those without an agent: state, programmed version, lag, and the reason
+    #[command(after_help = EXIT_CODES)]
     Agents(AgentsArgs),
     /// Show the state of one node, as its agent knows it: versions, the last sync, problems, memory
+    #[command(after_help = EXIT_CODES)]
     Node(NodeArgs),
     /// Show connections, packets and bytes of Services on one node, the most bytes first
     ///
     /// The node's agent must run in mode nftables with --nftables-service-counters. With a Service,
     /// the command shows each of its addresses and NodePorts. Without a Service, the table leaves
     /// out Services without traffic.
+    #[command(after_help = EXIT_CODES)]
     Counters(CountersArgs),
     /// Show the open connections and UDP sessions that the agent of one node carries, the most
     /// bytes first
@@ -93,12 +104,14 @@ pub enum Command {
     /// Service that the client used. SENT and RECEIVED are the bytes from the client to the
     /// endpoint, and from the endpoint to the client. AGE is the time since the client connected,
     /// and IDLE the time since the last byte. DATAGRAMS counts the datagrams in both directions.
+    #[command(after_help = EXIT_CODES)]
     Connections(ConnectionsArgs),
     /// Explain what a node does with a new connection to a Service, and which endpoints it can
     /// choose
     ///
     /// The node's agent answers from its own state: it names each step, and the reason for each
     /// endpoint that it leaves out. The command opens no connection, and does not read the kernel.
+    #[command(after_help = EXIT_CODES)]
     Explain(ExplainArgs),
     /// Verify that the kernels of one node or of all nodes forward as the control plane requires
     ///
@@ -106,36 +119,80 @@ pub enum Command {
     /// and NodePort with its own view. The control plane then compares the agent's resources and
     /// the table of the kernel with its own state. The agent repairs what differs.
     ///
-    /// Exit codes: 0 if every Node of the source is verified, 1 if something differs, if a node
-    /// cannot be verified or has no agent, or if a replica does not answer, 2 for a wrong command
-    /// line.
+    /// Exit codes: 0 if all nodes are verified; 1 if something differs, if a node cannot be
+    /// verified, if a named node has no agent, or if no replica answers; 2 for a wrong command
+    /// line; 4 if only Nodes without an agent are missing, or if there is no Node. With
+    /// --allow-absent the command ends with 0 instead of 4.
     Verify(VerifyArgs),
-    /// Wait until every connected node has programmed the current state of a Service or an endpoint
+    /// Wait until all nodes have programmed the current state of a Service or of an endpoint
     ///
-    /// Exit codes: 0 if all nodes have programmed the state, 1 if a replica does not answer, 2 for
-    /// a wrong command line, 3 after the timeout. After a timeout, standard error names the nodes
-    /// that have not programmed the state, with the reasons. A node that rejects the Service counts
-    /// as such a node. The command also waits for nodes that connect during the wait. It does not
-    /// wait for nodes that disconnect, and names them.
+    /// Nodes without an agent count, too: the command waits for a node that lost its agent, and
+    /// does not wait for a Node that never had one.
+    ///
+    /// Exit codes: 0 if all nodes have programmed the state; 1 if no replica answers; 2 for a wrong
+    /// command line; 3 if the state is not known in time, or nodes that have an agent have not
+    /// programmed it; 4 if only Nodes without an agent are missing, or if there is no Node. With
+    /// --allow-absent the command ends with 0 instead of 4. Standard error names the missing nodes,
+    /// with the reasons. A node that rejects the Service has not programmed it.
     Wait(WaitArgs),
     /// Wait until no node sends new connections to a pod that stops
     ///
-    /// Exit codes: 0 if the answer is drained, or last for the last endpoint of a Service; 1 if a
-    /// replica does not answer or refuses, 2 for a wrong command line, 3 if nodes have not
+    /// Exit codes: 0 if the answer is drained, or last for the last endpoint of a Service; 1 if no
+    /// replica answers, or the replica refuses; 2 for a wrong command line; 3 if nodes have not
     /// confirmed in time. Standard output names these nodes.
     Drain(DrainArgs),
     /// Print changes from now on, until Ctrl-C
+    #[command(after_help = EXIT_CODES)]
     Watch(Selection),
     /// Create a certificate authority and certificates for a trial, and print how to use them.
     /// Contacts no server
+    #[command(after_help = EXIT_CODES)]
     Certs(CertsArgs),
     /// Create a certificate authority, or replace it while the programs run. Contacts no server
+    #[command(after_help = EXIT_CODES)]
     Ca(CaArgs),
     /// Prepare the move from kube-proxy. Contacts no server
     #[command(subcommand)]
     Migrate(MigrateArgs),
-    /// Show the state of the replica: source, version, counts, and rejected objects
+    /// Show the state of the replica: source, version, counts, rejected objects, and the other
+    /// replicas
+    #[command(after_help = EXIT_CODES)]
     Status,
+}
+
+impl Command {
+    /// The Service that the command selects; empty if it selects none. An error describes the
+    /// correct usage.
+    pub fn selected(&self) -> Result<Selected, String> {
+        let one = |service: &str, namespace: &Option<String>| Selection {
+            service: Some(service.to_owned()),
+            namespace: namespace.clone(),
+        };
+        match self {
+            Self::Services(selection) | Self::Endpoints(selection) | Self::Watch(selection) => selection.resolve(),
+            Self::Counters(CountersArgs { service, namespace, .. })
+            | Self::Connections(ConnectionsArgs { of: CountersArgs { service, namespace, .. }, .. }) => {
+                Selection { service: service.clone(), namespace: namespace.clone() }.resolve()
+            }
+            Self::Wait(WaitArgs { service, namespace, .. }) => one(service, namespace).resolve(),
+            Self::Explain(wanted) => {
+                if let (Some(from), Some(_)) = (wanted.pod(), wanted.source) {
+                    return Err(format!(
+                        "--source needs a node, and --from {from} is a pod: give the node of the pod as --from"
+                    ));
+                }
+                one(&wanted.service, &wanted.namespace).resolve()
+            }
+            Self::Agents(_)
+            | Self::Node(_)
+            | Self::Verify(_)
+            | Self::Drain(_)
+            | Self::Certs(_)
+            | Self::Ca(_)
+            | Self::Migrate(_)
+            | Self::Status => Ok(Selected { namespace: String::new(), name: String::new() }),
+        }
+    }
 }
 
 fn ip_address(text: &str) -> Result<IpAddr, &'static str> {
@@ -173,7 +230,7 @@ pub struct CheckArgs {
     pub arguments: Vec<String>,
 }
 
-/// The agents to list, and the number of rows.
+/// The nodes to list, and the number of rows.
 #[derive(Debug, clap::Args)]
 pub struct AgentsArgs {
     /// Only this node
@@ -181,15 +238,19 @@ pub struct AgentsArgs {
     /// Only this node
     #[arg(long = "node", value_name = "NODE", conflicts_with = "node")]
     pub node_flag: Option<String>,
-    /// Only agents that lag by more than a second, agents that have not acknowledged anything yet,
-    /// and agents of replicas whose source is unlisted or cut off
+    /// Only nodes that are not up to date: agents that lag by more than a second or have not
+    /// acknowledged anything yet, agents of replicas whose source is unlisted or cut off, and Nodes
+    /// without an agent
     #[arg(long)]
     pub behind: bool,
+    /// Only Nodes without an agent
+    #[arg(long)]
+    pub absent: bool,
     /// Only agents that failed in their last attempt to program the kernel, that reject resources,
     /// or whose last verification found differences
     #[arg(long)]
     pub failing: bool,
-    /// Maximum number of rows in the table, the worst agents first; 0 for all
+    /// Maximum number of rows in the table, the worst nodes first; 0 for all
     #[arg(long, value_name = "N", default_value_t = 50)]
     pub limit: usize,
 }
@@ -206,6 +267,9 @@ impl AgentsArgs {
 pub struct DrainArgs {
     /// NAMESPACE/POD, or POD in the namespace default
     pub pod: String,
+    /// The UID of the pod. It tells the pod from older pods of the same name
+    #[arg(long, value_name = "UID", default_value = "", hide_default_value = true)]
+    pub uid: String,
     /// The longest wait
     #[arg(long, value_name = "DURATION", default_value = "25s", value_parser = units::parse_duration)]
     pub timeout: std::time::Duration,
@@ -217,12 +281,15 @@ pub struct DrainArgs {
 /// The nodes to verify.
 #[derive(Debug, clap::Args)]
 pub struct VerifyArgs {
-    /// Only this node. Default: all nodes that have a stream to any replica
+    /// Only this node. Default: all nodes
     #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub node: Option<String>,
     /// Maximum number of rows in the table, the worst nodes first; 0 for all
     #[arg(long, value_name = "N", default_value_t = 50)]
     pub limit: usize,
+    /// Succeed although Nodes have no agent. The command still names them
+    #[arg(long)]
+    pub allow_absent: bool,
 }
 
 /// What to show about one node.
@@ -248,14 +315,6 @@ pub struct CountersArgs {
     pub namespace: Option<String>,
 }
 
-impl CountersArgs {
-    /// The selected Service. `None` for all Services. An error describes the correct usage.
-    pub fn resolve(&self) -> Result<Option<Selected>, String> {
-        let selection = Selection { service: self.service.clone(), namespace: self.namespace.clone() };
-        self.service.as_ref().map(|_| selection.resolve()).transpose()
-    }
-}
-
 /// The node and the Service whose connections to show.
 #[derive(Debug, clap::Args)]
 pub struct ConnectionsArgs {
@@ -277,7 +336,7 @@ pub struct ExplainArgs {
     pub namespace: Option<String>,
     /// Where the connection comes from: a node, a pod as NAMESPACE/POD, or the address of a pod.
     /// Only pods with an endpoint are known: for another pod, give its node here and its address as
-    /// --source. Default: the first connected node by name
+    /// --source. Default: the first node by name that has an agent
     #[arg(long, value_name = "NODE|POD|ADDRESS")]
     pub from: Option<String>,
     /// The address of a client whose packets reach the node, such as a client outside of the
@@ -291,9 +350,9 @@ pub struct ExplainArgs {
 }
 
 impl ExplainArgs {
-    /// The selected Service. An error describes the correct usage.
-    pub fn resolve(&self) -> Result<Selected, String> {
-        Selection { service: Some(self.service.clone()), namespace: self.namespace.clone() }.resolve()
+    /// `--from`, if it is a pod.
+    pub fn pod(&self) -> Option<&str> {
+        self.from.as_deref().filter(|from| from.contains('/') || from.parse::<IpAddr>().is_ok())
     }
 }
 
@@ -334,18 +393,9 @@ pub struct WaitArgs {
     /// Timeout, such as 90s, 5m or 1h
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = units::parse_duration)]
     pub timeout: std::time::Duration,
-    /// Succeed even if no agent is connected to any replica. Without this option, the command waits
-    /// for agents
+    /// Succeed although Nodes have no agent. The command names them, and does not wait for them
     #[arg(long)]
-    pub allow_empty: bool,
-}
-
-impl WaitArgs {
-    /// The selected Service. An error describes the correct usage.
-    pub fn resolve(&self) -> Result<Selected, String> {
-        let selection = Selection { service: Some(self.service.clone()), namespace: self.namespace.clone() };
-        selection.resolve()
-    }
+    pub allow_absent: bool,
 }
 
 /// The Services to select.

@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use headgate_proto::errors;
-use headgate_proto::v1::inspect_client::InspectClient;
+use headgate_proto::v1::{GetStatusRequest, inspect_client::InspectClient};
 use tonic::Code;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 
 use crate::args::TlsArgs;
+use crate::units;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The timeout of a handshake, and of the first part of each answer. If many agents connect at
@@ -37,7 +38,7 @@ pub enum ConnectError {
         /// The fault.
         reason: String,
     },
-    /// No server answers, or the answer is unexpected. A retry may help.
+    /// The server does not answer, or the answer is unexpected. A retry may help.
     #[error("cannot reach {server}: {reason}\n{advice}")]
     Unreachable {
         /// The URL.
@@ -47,59 +48,77 @@ pub enum ConnectError {
         /// The remedy.
         advice: String,
     },
+    /// No replica answers. A retry may help.
+    #[error("no replica of --server answers:{}", .0.iter().map(|failure| format!("\n{failure}")).collect::<String>())]
+    NoReplica(Vec<ConnectError>),
 }
 
-/// Connects to `server`. Connections without TLS are possible only to loopback and test addresses,
-/// because such connections do not authenticate the server.
-pub async fn connect(server: &str, tls: &TlsArgs) -> Result<InspectClient<Channel>, ConnectError> {
-    let endpoint = endpoint(server, tls)?;
-    // The endpoint's own connect timeout covers only TCP, and the kernel completes TCP connections
-    // for a hanging program.
-    let connected = tokio::time::timeout(ANSWER_TIMEOUT, endpoint.connect()).await.map_err(|_| silent(server))?;
-    let channel = connected.map_err(|error| unreachable(server, &error))?;
-    Ok(InspectClient::new(channel))
+/// A connection to a replica. Any replica answers for all replicas.
+#[derive(Debug)]
+pub struct Replica {
+    /// Sends the requests.
+    pub client: InspectClient<Channel>,
+    /// The URL of the replica.
+    pub server: String,
+}
+
+/// Connects to the first replica that answers a request. The URLs of `servers` are tried in order.
+/// If the host name of a URL resolves to several addresses, each address is tried. Fails if no
+/// replica answers, and names each failure.
+pub async fn connect(servers: &[String], tls: &TlsArgs) -> Result<Replica, ConnectError> {
+    let mut failures = Vec::new();
+    for server in servers {
+        let addresses = match addresses_of(server, tls).await {
+            Ok(addresses) => addresses,
+            Err(error @ ConnectError::Unreachable { .. }) => {
+                failures.push(error);
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        for (server, tls) in addresses {
+            match connect_to(server, &tls).await {
+                Ok(replica) => return Ok(replica),
+                Err(error) => failures.push(error),
+            }
+        }
+    }
+    Err(if failures.len() == 1 { failures.swap_remove(0) } else { ConnectError::NoReplica(failures) })
+}
+
+/// Connects to one replica, and asks for its status: the kernel accepts connections for a program
+/// that hangs, and a replica may reject a certificate after the handshake.
+async fn connect_to(server: String, tls: &TlsArgs) -> Result<Replica, ConnectError> {
+    let endpoint = endpoint(&server, tls)?;
+    // The endpoint's own connect timeout covers only TCP.
+    let connected = tokio::time::timeout(ANSWER_TIMEOUT, endpoint.connect()).await;
+    let connected = connected.map_err(|_| silent(&server, ANSWER_TIMEOUT))?;
+    let channel = connected.map_err(|error| unreachable(&server, &error))?;
+    let mut client = InspectClient::new(channel);
+    let answer = client.get_status(GetStatusRequest { only_this_replica: true }).await;
+    match answer.err().and_then(|status| failure(&server, &status)) {
+        Some(error) => Err(error),
+        // An error of the replica itself is also an answer. The command's own request reports it.
+        None => Ok(Replica { client, server }),
+    }
 }
 
 /// The error for a replica that accepts connections and does not answer.
-pub(crate) fn silent(server: &str) -> ConnectError {
+pub(crate) fn silent(server: &str, timeout: Duration) -> ConnectError {
+    let time = units::duration(u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX));
     ConnectError::Unreachable {
         server: server.to_owned(),
-        reason: format!("the server accepts connections but has not answered within {} s", ANSWER_TIMEOUT.as_secs()),
-        advice: "The replica hangs or is overloaded: look at its log and its load. To ask only the other replicas, remove this replica from --server."
-            .to_owned(),
+        reason: format!("the server accepts connections but has not answered within {time}"),
+        advice:
+            "The replica hangs or is overloaded: look at its log and its load, or name another replica with --server."
+                .to_owned(),
     }
 }
 
-/// The URLs of all replicas that `servers` name, each with the TLS options to use. If a host name
-/// resolves to several addresses, each address counts as one replica. The URLs of such replicas
-/// contain addresses, and `tls_server_name` is the name that their certificates must contain.
-pub async fn replicas(servers: &[String], tls: &TlsArgs) -> Result<Vec<(String, TlsArgs)>, ConnectError> {
-    let mut replicas = Vec::new();
-    for server in servers {
-        replicas.extend(replicas_of(server, tls).await?);
-    }
-    Ok(replicas)
-}
-
-/// Like [`replicas`], but a server name that does not resolve is no error: returns these failures
-/// beside the other replicas.
-pub(crate) async fn resolvable_replicas(
-    servers: &[String],
-    tls: &TlsArgs,
-) -> Result<(Vec<(String, TlsArgs)>, Vec<ConnectError>), ConnectError> {
-    let (mut replicas, mut failures) = (Vec::new(), Vec::new());
-    for server in servers {
-        match replicas_of(server, tls).await {
-            Ok(some) => replicas.extend(some),
-            Err(error @ ConnectError::Unreachable { .. }) => failures.push(error),
-            Err(error) => return Err(error),
-        }
-    }
-    Ok((replicas, failures))
-}
-
-/// Returns the URLs of all replicas that one server URL names, like [`replicas`].
-async fn replicas_of(server: &str, tls: &TlsArgs) -> Result<Vec<(String, TlsArgs)>, ConnectError> {
+/// The URLs of the replicas that one server URL names, each with the TLS options to use. If the
+/// host name resolves to several addresses, the URLs contain addresses, and `tls_server_name` is
+/// the name that the certificates must contain.
+async fn addresses_of(server: &str, tls: &TlsArgs) -> Result<Vec<(String, TlsArgs)>, ConnectError> {
     let itself = || vec![(server.to_owned(), tls.clone())];
     // Check the URL and the TLS options before the name is resolved.
     let uri = endpoint(server, tls)?.uri().clone();
@@ -115,9 +134,7 @@ async fn replicas_of(server: &str, tls: &TlsArgs) -> Result<Vec<(String, TlsArgs
         reason: format!("{bare} does not resolve: {error}"),
         advice: "Check --server (or HEADGATE_SERVER): scheme, host and port.".to_owned(),
     })?;
-    let mut addresses: Vec<SocketAddr> = found.collect();
-    addresses.sort_unstable();
-    addresses.dedup();
+    let addresses: Vec<SocketAddr> = found.collect();
     // `localhost` resolves to an IPv4 and an IPv6 address of the same replica.
     if addresses.len() < 2 || bare == "localhost" {
         return Ok(itself());
@@ -230,9 +247,18 @@ fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
     ConnectError::Unreachable { server: server.to_owned(), reason, advice: advice.to_owned() }
 }
 
+/// Returns the error for a request that no replica answered: the server hangs, is not a control
+/// plane, or the connection broke. Returns `None` if the replica answered with an error.
+pub(crate) fn failure(server: &str, status: &tonic::Status) -> Option<ConnectError> {
+    // The answer did not begin within the timeout.
+    if causes(status).any(<dyn Error>::is::<tonic::TimeoutExpired>) {
+        return Some(silent(server, ANSWER_TIMEOUT));
+    }
+    misaddressed(server, status).or_else(|| broken(server, status))
+}
+
 /// Returns the error for a server that is not a control plane, or whose URL has the wrong scheme.
-/// Returns `None` if the request failed for another reason.
-pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<ConnectError> {
+fn misaddressed(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     let unreachable = |reason: &str, advice: &str| {
         let (server, reason, advice) = (server.to_owned(), reason.to_owned(), advice.to_owned());
         Some(ConnectError::Unreachable { server, reason, advice })
@@ -257,10 +283,9 @@ pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<Conne
     None
 }
 
-/// Returns the error for a request whose connection broke, or `None` if the request failed for
-/// another reason. In TLS 1.3 a client learns only after its handshake that the server rejects its
-/// certificate.
-pub(crate) fn broken(server: &str, status: &tonic::Status) -> Option<ConnectError> {
+/// Returns the error for a request whose connection broke. In TLS 1.3 a client learns only after
+/// its handshake that the server rejects its certificate.
+fn broken(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     let broken = causes(status).find(|cause| cause.is::<tonic::transport::Error>())?;
     // The TLS alert with the reason is lost if the connection closes before the client reads the
     // alert.
@@ -272,11 +297,6 @@ pub(crate) fn broken(server: &str, status: &tonic::Status) -> Option<ConnectErro
     };
     let (server, reason) = (server.to_owned(), chain(broken));
     Some(ConnectError::Unreachable { server, reason, advice: advice.to_owned() })
-}
-
-/// Returns whether a request failed because the answer did not begin within the timeout.
-pub(crate) fn is_silence(status: &tonic::Status) -> bool {
-    causes(status).any(<dyn Error>::is::<tonic::TimeoutExpired>)
 }
 
 /// An error and its causes.
@@ -325,5 +345,46 @@ mod tests {
         let tls = TlsArgs { tls_ca: Some(folder.join("headgatectl-no-such-file")), ..NO_TLS };
         let error = endpoint("https://10.0.0.1:7443", &tls).map(drop).unwrap_err();
         assert!(matches!(error, ConnectError::File { option: "tls-ca", .. }), "{error}");
+    }
+
+    /// A URL at which no program listens. The returned socket keeps the port.
+    fn closed() -> (String, tokio::net::TcpSocket) {
+        let socket = tokio::net::TcpSocket::new_v4().unwrap();
+        socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        (format!("http://{}", socket.local_addr().unwrap()), socket)
+    }
+
+    /// The URL of a server that answers each request with the error UNIMPLEMENTED.
+    async fn server() -> String {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let incoming = tonic::transport::server::TcpIncoming::from(listener);
+        let server = tonic::transport::Server::builder().add_routes(tonic::service::Routes::default());
+        tokio::spawn(server.serve_with_incoming(incoming));
+        url
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn the_first_replica_that_answers_is_used() {
+        let (closed, _port) = closed();
+        // This server ends each connection, so it answers no request.
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let broken = format!("http://{}", listener.local_addr().unwrap());
+        tokio::spawn(async move { while listener.accept().await.is_ok() {} });
+        let (first, second) = (server().await, server().await);
+        let used = async |servers: &[&String]| {
+            let servers: Vec<String> = servers.iter().map(|server| (*server).clone()).collect();
+            connect(&servers, &NO_TLS).await.map(|replica| replica.server)
+        };
+        assert_eq!(used(&[&first, &second]).await.unwrap(), first);
+        assert_eq!(used(&[&closed, &broken, &second, &first]).await.unwrap(), second);
+        let error = used(&[&closed]).await.unwrap_err().to_string();
+        assert!(error.starts_with(&format!("cannot reach {closed}: ")), "{error}");
+        let error = used(&[&closed, &broken]).await.unwrap_err().to_string();
+        assert!(error.starts_with("no replica of --server answers:\n"), "{error}");
+        assert!(error.contains(&format!("\ncannot reach {closed}: ")), "{error}");
+        assert!(error.contains(&format!("\ncannot reach {broken}: ")), "{error}");
+        let wrong = "ftp://host".to_owned();
+        assert!(matches!(used(&[&closed, &wrong]).await, Err(ConnectError::Usage(_))));
     }
 }

@@ -1,17 +1,15 @@
-//! `headgatectl drain`: asks one replica, which asks all other replicas.
+//! `headgatectl drain`: when no node sends new connections to a pod any more.
 
-use std::io::Write;
 use std::time::Duration;
 
 use headgate_proto::v1::{DrainPodRequest, barrier_answer::Result as Outcome};
 use serde_json::json;
 
-use crate::answer::{Failure, collect, write_json};
-use crate::args::{Args, DrainArgs, Output};
-use crate::client;
-use crate::render::plain;
+use crate::answer::{Failure, Session};
+use crate::args::{DrainArgs, Output};
+use crate::render::{plain, thousands};
 
-pub(crate) async fn run(args: &Args, wanted: &DrainArgs, out: &mut dyn Write) -> Result<(), Failure> {
+pub(crate) async fn run(session: &mut Session<'_>, wanted: &DrainArgs) -> Result<(), Failure> {
     let (namespace, name) = wanted.pod.split_once('/').unwrap_or(("default", &wanted.pod));
     let milliseconds = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX).max(1);
     let request = DrainPodRequest {
@@ -19,18 +17,17 @@ pub(crate) async fn run(args: &Args, wanted: &DrainArgs, out: &mut dyn Write) ->
         name: name.to_owned(),
         timeout_ms: milliseconds(wanted.timeout),
         silent_ms: milliseconds(wanted.silent),
+        uid: wanted.uid.clone(),
     };
-    let server = args.server.first().map_or("", String::as_str);
-    let mut client = client::connect(server, &args.tls).await.map_err(Failure::Connect)?;
-    let answer = client.drain_pod(request).await;
-    let answer = collect(server, answer).await?.pop().unwrap_or_default();
+    let answer = session.replica.client.drain_pod(request).await;
+    let answer = session.collect(answer).await?.pop().unwrap_or_default();
     let result = match answer.result() {
         Outcome::Refused => return Err(Failure::NotFound(plain(&answer.reason).into_owned())),
         Outcome::Drained => "drained",
         Outcome::Last => "last",
         Outcome::Incomplete => "incomplete",
     };
-    if args.output == Output::Json {
+    if session.output == Output::Json {
         let answer = json!({
             "result": result,
             "reason": answer.reason,
@@ -39,22 +36,24 @@ pub(crate) async fn run(args: &Args, wanted: &DrainArgs, out: &mut dyn Write) ->
             "not_covered": answer.not_covered,
             "not_covered_count": answer.not_covered_count,
         });
-        write_json(out, &answer)?;
+        session.write_json(&answer)?;
     } else {
-        writeln!(out, "{result}")?;
+        let mut text = format!("{result}\n");
         if !answer.reason.is_empty() {
-            writeln!(out, "{}", plain(&answer.reason))?;
+            text += &format!("{}\n", plain(&answer.reason));
         }
         for (what, names) in [("unconfirmed", &answer.unconfirmed), ("not covered", &answer.not_covered)] {
             if !names.is_empty() {
-                writeln!(out, "{what}: {}", plain(&names.join(" ")))?;
+                text += &format!("{what}: {}\n", plain(&names.join(" ")));
             }
         }
+        session.write(&text)?;
     }
     if answer.result() == Outcome::Incomplete {
-        let count = answer.unconfirmed_count;
+        let nodes = if answer.unconfirmed_count == 1 { "node" } else { "nodes" };
+        let count = thousands(answer.unconfirmed_count);
         return Err(Failure::TimedOut(format!(
-            "{count} nodes may still send new connections to pod {namespace}/{name}"
+            "{count} {nodes} may still send new connections to pod {namespace}/{name}"
         )));
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! `headgatectl explain`: asks the agent of one node what it does with a new connection.
 
-use std::{io::Write, net::IpAddr};
+use std::net::IpAddr;
 
 use headgate_proto::v1::{
     ExplainQuery, Explanation, FindPodRequest, PodInfo, ServiceKey, node_answer::Kind as Part,
@@ -9,10 +9,9 @@ use headgate_proto::v1::{
 use serde_json::json;
 use tonic::Code;
 
-use crate::answer::{Failure, of_status, write_json};
-use crate::args::{Args, ExplainArgs, Output, Selected};
-use crate::render::{self, Style};
-use crate::{agents, client, node};
+use crate::answer::{Failure, Session};
+use crate::args::{ExplainArgs, Output, Selected};
+use crate::{agents, node, render};
 
 /// Where the connection comes from.
 struct From {
@@ -25,14 +24,8 @@ struct From {
     title: String,
 }
 
-pub(crate) async fn run(
-    args: &Args,
-    wanted: &ExplainArgs,
-    selected: Selected,
-    style: Style,
-    out: &mut dyn Write,
-) -> Result<(), Failure> {
-    let from = find(args, wanted).await?;
+pub(crate) async fn run(session: &mut Session<'_>, wanted: &ExplainArgs, selected: Selected) -> Result<(), Failure> {
+    let from = find(session, wanted).await?;
     let Selected { namespace, name } = selected;
     let (destination, port, protocol) = match &wanted.to {
         Some(to) => (octets(to.at.ip()), to.at.port(), to.protocol.clone()),
@@ -57,7 +50,7 @@ pub(crate) async fn run(
             port: port.into(),
             protocol: protocol.clone(),
         };
-        for part in node::ask(args, &from.node, Query::Explain(query)).await? {
+        for part in node::ask(session, &from.node, Query::Explain(query)).await? {
             let Part::Explanation(part) = part else { continue };
             match explained.last_mut() {
                 // A part without steps continues the endpoints of the part before.
@@ -66,19 +59,18 @@ pub(crate) async fn run(
             }
         }
     }
-    if args.output == Output::Json {
+    if session.output == Output::Json {
         let sources: Vec<String> = from.sources.iter().map(IpAddr::to_string).collect();
-        return write_json(out, &json!({ "node": from.node, "sources": sources, "explanations": explained }));
+        return session.write_json(&json!({ "node": from.node, "sources": sources, "explanations": explained }));
     }
-    writeln!(out, "{}", render::plain(&format!("{} to Service {namespace}/{name}", from.title)))?;
+    let mut text = format!("{} to Service {namespace}/{name}", render::plain(&from.title));
     for explanation in &explained {
-        writeln!(out)?;
-        out.write_all(render::explanation(explanation, style).as_bytes())?;
+        text += &format!("\n\n{}", render::explanation(explanation, session.style).trim_end_matches('\n'));
     }
     if explained.is_empty() {
-        writeln!(out, "\nThe Service has no address of this IP family.")?;
+        text += "\n\nThe Service has no address of this IP family.";
     }
-    Ok(())
+    session.write(&(text + "\n"))
 }
 
 fn octets(address: IpAddr) -> Vec<u8> {
@@ -89,19 +81,14 @@ fn octets(address: IpAddr) -> Vec<u8> {
 }
 
 /// Finds the node that explains, and the source of the connection.
-async fn find(args: &Args, wanted: &ExplainArgs) -> Result<From, Failure> {
+async fn find(session: &mut Session<'_>, wanted: &ExplainArgs) -> Result<From, Failure> {
     let (from, source) = (wanted.from.as_deref(), wanted.source);
-    let is_pod = from.is_some_and(|from| from.contains('/') || from.parse::<IpAddr>().is_ok());
-    if let (Some(from), true) = (from, is_pod) {
-        if source.is_some() {
-            let text = format!("--source needs a node, and --from {from} is a pod: give the node of the pod as --from");
-            return Err(Failure::Usage(text));
-        }
-        return pod(args, from).await;
+    if let Some(from) = wanted.pod() {
+        return pod(session, from).await;
     }
     let node = match from {
         Some(node) => node.to_owned(),
-        None => agents::first_node(args).await?,
+        None => agents::first_node(session).await?,
     };
     let title = match source {
         Some(source) => format!("From {source}, at node {node},"),
@@ -111,9 +98,7 @@ async fn find(args: &Args, wanted: &ExplainArgs) -> Result<From, Failure> {
 }
 
 /// Finds a pod by its name or by one of its addresses.
-async fn pod(args: &Args, from: &str) -> Result<From, Failure> {
-    let server = args.server.first().map_or("", String::as_str);
-    let mut client = client::connect(server, &args.tls).await.map_err(Failure::Connect)?;
+async fn pod(session: &mut Session<'_>, from: &str) -> Result<From, Failure> {
     let (namespace, name) = from.split_once('/').unwrap_or_default();
     let address: Option<IpAddr> = from.parse().ok();
     let request = FindPodRequest {
@@ -121,7 +106,7 @@ async fn pod(args: &Args, from: &str) -> Result<From, Failure> {
         name: name.to_owned(),
         address: address.map(|address| address.to_string()).unwrap_or_default(),
     };
-    let PodInfo { addresses, node } = match client.find_pod(request).await {
+    let PodInfo { addresses, node } = match session.replica.client.find_pod(request).await {
         Ok(found) => found.into_inner(),
         Err(status) if matches!(status.code(), Code::NotFound | Code::FailedPrecondition) => {
             let text = format!(
@@ -130,7 +115,7 @@ async fn pod(args: &Args, from: &str) -> Result<From, Failure> {
             );
             return Err(Failure::NotFound(render::plain(&text).into_owned()));
         }
-        Err(status) => return Err(of_status(server, &status)),
+        Err(status) => return Err(session.refused(&status)),
     };
     if node.is_empty() {
         let text = format!(

@@ -2,19 +2,21 @@
 //! problem.
 
 mod explain;
+mod nodes;
 mod verify;
 
 use std::{borrow::Cow, fmt::Write as _};
 
 use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table, presets};
 use headgate_proto::v1::{
-    AgentInfo, Connections, Drift, EndpointInfo, FleetInfo, GetStatusResponse, NodeStatus, Problem, Rejection,
-    ServiceCounters, ServiceInfo, ServicePortInfo, WatchEvent,
+    Connections, Drift, EndpointInfo, GetStatusResponse, NodeStatus, Problem, Rejection, ReplicaInfo, ServiceCounters,
+    ServiceInfo, ServicePortInfo, WatchEvent,
 };
 
 use headgate_settings::migration::{Line, Outcome};
 
 pub use self::explain::explanation;
+pub use self::nodes::{agents, fleet, is_absent, is_behind, no_agent};
 pub use self::verify::verifications;
 use crate::units;
 
@@ -285,131 +287,12 @@ fn hints(endpoint: &EndpointInfo) -> String {
     zones.chain(endpoint.hint_nodes.iter().map(|node| format!("node {node}"))).collect::<Vec<_>>().join(", ")
 }
 
-/// The lag in milliseconds at which an agent counts as behind, if its state does not show whether
-/// it is behind.
-pub const SETTLED_MS: u64 = 1000;
-
-/// Formats agents, one per row, in the given order. Lines below explain why a node lags or is
-/// degraded.
-pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Style) -> String {
-    let mut headers = vec!["NODE", "STATE", ">PROGRAMMED", ">SENT", ">LAG", "BACKEND"];
-    // Agents before 0.2 report no verification.
-    let some_verified = agents.iter().any(|agent| agent.verified_unix_ms != 0);
-    headers.extend(some_verified.then_some(">VERIFIED"));
-    if is_wide {
-        headers.extend([">APPLY", ">PLANNED", ">WRITTEN", "RESUMED", ">CONNECTED", "ADDRESS", "AGENT"]);
+/// The line below a table that does not show `hidden` more rows.
+pub fn more(hidden: usize) -> String {
+    match hidden {
+        0 => String::new(),
+        hidden => format!("... and {} more: --limit 0 shows all\n", thousands(hidden as u64)),
     }
-    let rows = agents.iter().map(|agent| {
-        let (state, tone) = agent_state(agent);
-        let mut row = vec![
-            cell(&agent.node),
-            toned(state, tone),
-            cell(agent.programmed_version.to_string()),
-            cell(agent.sent_version.to_string()),
-            cell(lag(agent)),
-            cell(&agent.backend),
-        ];
-        row.extend(some_verified.then(|| verified(agent, now_unix_ms)));
-        if is_wide {
-            row.extend([
-                cell(units::microseconds(agent.apply_microseconds)),
-                cell(agent.services_planned.to_string()),
-                cell(agent.objects_written.to_string()),
-                cell(resume(agent)),
-                cell(units::duration(now_unix_ms.saturating_sub(agent.connected_unix_ms))),
-                cell(&agent.address),
-                cell(&agent.agent_version),
-            ]);
-        }
-        row
-    });
-    let mut output = table(&headers, rows, style);
-    for agent in agents {
-        let node = &agent.node;
-        if !agent.last_error.is_empty() {
-            note(&mut output, &format!("{node}: error: {}", agent.last_error), Tone::Bad, style);
-        }
-        if !agent.reason.is_empty() {
-            note(&mut output, &format!("{node}: {}: {}", agent_state(agent).0, agent.reason), Tone::Attention, style);
-        }
-        for drift in &agent.drift {
-            let text = format!("{node}: differed at the last verification: {}", difference(drift));
-            note(&mut output, &text, Tone::Bad, style);
-        }
-        for reason in &agent.degraded {
-            note(&mut output, &format!("{node}: degraded: {reason}"), Tone::Attention, style);
-        }
-        for rejection in &agent.rejections {
-            note(&mut output, &format!("{node}: rejected {}", sentence(rejection)), Tone::Attention, style);
-        }
-    }
-    output
-}
-
-/// Formats when the node was last verified: `12s ago`.
-fn verified(agent: &AgentInfo, now_unix_ms: u64) -> Cell {
-    let text = match agent.verified_unix_ms {
-        0 => return cell(""),
-        at => format!("{} ago", units::duration(now_unix_ms.saturating_sub(at))),
-    };
-    match agent.drift_count {
-        0 => cell(text),
-        count => toned(format!("{text}, {} differ", thousands(count)), Tone::Bad),
-    }
-}
-
-/// Formats the lag as versions and time: `3 (4.2s)`.
-fn lag(agent: &AgentInfo) -> String {
-    match agent.head_version.saturating_sub(agent.programmed_version) {
-        0 => "0".to_owned(),
-        versions => format!("{versions} ({})", units::duration(agent.lag_ms)),
-    }
-}
-
-fn agent_state(agent: &AgentInfo) -> (&'static str, Tone) {
-    match agent.state.as_str() {
-        "waiting" => ("waiting", Tone::Attention),
-        "cut_off" => ("cut off", Tone::Attention),
-        _ if !agent.last_error.is_empty() => ("failing", Tone::Bad),
-        _ if !agent.rejections.is_empty() => ("rejecting", Tone::Bad),
-        _ if is_behind(agent) => ("behind", Tone::Attention),
-        _ if !agent.degraded.is_empty() => ("degraded", Tone::Attention),
-        _ => ("up to date", Tone::Good),
-    }
-}
-
-/// Returns whether the agent lacks a change that its replica has known for more than a second.
-pub fn is_behind(agent: &AgentInfo) -> bool {
-    match agent.state.as_str() {
-        "up_to_date" => false,
-        "behind" => true,
-        // Older replicas send no state. In all other states, only the lag shows whether the agent
-        // is behind.
-        _ => agent.lag_ms >= SETTLED_MS,
-    }
-}
-
-/// Summarizes the agents in one line.
-pub fn fleet(fleet: &FleetInfo) -> String {
-    let all = fleet.up_to_date + fleet.behind + fleet.failing + fleet.waiting + fleet.cut_off;
-    let mut text = format!("fleet: {} of {} up to date", thousands(fleet.up_to_date), thousands(all));
-    let others = [
-        (fleet.behind, "behind"),
-        (fleet.failing, "failing"),
-        (fleet.waiting, "waiting"),
-        (fleet.cut_off, "at a replica that is cut off"),
-    ];
-    for (count, state) in others {
-        if count > 0 {
-            let _ = write!(text, ", {} {state}", thousands(count));
-        }
-    }
-    if fleet.measured_commits > 0 {
-        let shown = [fleet.everywhere_p50_ms, fleet.everywhere_p99_ms, fleet.everywhere_max_ms].map(units::duration);
-        let _ =
-            write!(text, "; time until all nodes have a change: p50 {}, p99 {}, max {}", shown[0], shown[1], shown[2]);
-    }
-    text
 }
 
 /// Formats a difference, with the name of the Service if there is one.
@@ -431,10 +314,6 @@ pub fn thousands(number: u64) -> String {
         text.push(digit);
     }
     text
-}
-
-fn resume(agent: &AgentInfo) -> String {
-    if agent.resume.is_empty() { String::new() } else { format!("{} ({})", agent.resume, agent.resumed_resources) }
 }
 
 fn sentence(problem: &Problem) -> String {
@@ -478,6 +357,28 @@ pub fn status(status: &GetStatusResponse, style: Style) -> String {
     }
     for problem in &status.problems {
         note(&mut output, &format!("  {}", sentence(problem)), Tone::Attention, style);
+    }
+    if !status.replicas.is_empty() {
+        output += &format!("\n{}", replicas(&status.replicas, style));
+    }
+    output
+}
+
+/// Formats the other replicas, one per row, with the reasons of those that cannot be reached below.
+fn replicas(replicas: &[ReplicaInfo], style: Style) -> String {
+    let rows = replicas.iter().map(|replica| {
+        let tone = if replica.state == "joined" { Tone::Good } else { Tone::Bad };
+        vec![
+            cell(&replica.replica),
+            toned(&replica.state, tone),
+            cell(units::duration(replica.for_ms)),
+            cell(thousands(replica.agents)),
+            cell(&replica.epoch),
+        ]
+    });
+    let mut output = table(&["OTHER REPLICA", "STATE", ">FOR", ">AGENTS", "EPOCH"], rows, style);
+    for ReplicaInfo { replica, problem, .. } in replicas.iter().filter(|replica| !replica.problem.is_empty()) {
+        note(&mut output, &format!("{replica}: {problem}"), Tone::Bad, style);
     }
     output
 }

@@ -1,213 +1,231 @@
-//! `headgatectl wait`: follows all replicas concurrently, because each replica knows only its own
-//! agents.
+//! `headgatectl wait`: one request, and one answer for all nodes.
 
-use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::io::Write;
 use std::time::Duration;
 
-use headgate_proto::v1::inspect_client::InspectClient;
-use headgate_proto::v1::{GetStatusRequest, SourcePosition, WaitProgress, WaitRequest};
-use serde_json::json;
-use tokio::sync::mpsc;
-use tokio::time::{Instant, timeout_at};
-use tonic::transport::Channel;
+use headgate_proto::v1::{Laggard, WaitAnswer, WaitRequest};
+use tokio::time::{Instant, timeout};
 
-use crate::answer::{Failure, of_status, write_json};
-use crate::args::{Args, Output, Selected, WaitArgs};
+use crate::answer::{Failure, Session};
+use crate::args::{Output, Selected, WaitArgs};
 use crate::client;
-use crate::render::{plain, thousands};
+use crate::render::{self, plain, thousands};
 use crate::units;
 
-/// The time after the timeout within which the last message of a replica must arrive.
+/// The time after the timeout within which the answer must arrive.
 const GRACE: Duration = Duration::from_secs(5);
-/// The maximum number of lagging nodes that the text output names.
+/// The maximum number of nodes of each kind that the text output names.
 const MAX_NAMED: usize = 20;
 
-pub(crate) async fn run(args: &Args, wait: &WaitArgs, service: Selected, out: &mut dyn Write) -> Result<(), Failure> {
+pub(crate) async fn run(session: &mut Session<'_>, wait: &WaitArgs, service: Selected) -> Result<(), Failure> {
     let started = Instant::now();
-    let deadline = started + wait.timeout + GRACE;
-    let mut clients = Vec::new();
-    // The newest source positions that any replica has seen. The answer of a replica counts only
-    // after the replica has reached these positions.
-    let mut positions: BTreeMap<i32, u64> = BTreeMap::new();
-    for (server, tls) in client::replicas(&args.server, &args.tls).await.map_err(Failure::Connect)? {
-        let mut client = client::connect(&server, &tls).await.map_err(Failure::Connect)?;
-        let status = client.get_status(GetStatusRequest {}).await.map_err(|status| of_status(&server, &status))?;
-        for SourcePosition { kind, position } in status.into_inner().positions {
-            let newest = positions.entry(kind).or_default();
-            *newest = position.max(*newest);
-        }
-        clients.push((server, client));
-    }
-    let position = |(kind, position)| SourcePosition { kind, position };
+    let what = what(wait, &service);
     let request = WaitRequest {
-        namespace: service.namespace.clone(),
-        name: service.name.clone(),
+        namespace: service.namespace,
+        name: service.name,
         endpoint: wait.endpoint.map(|address| address.to_string()).unwrap_or_default(),
         gone: wait.gone,
-        timeout_ms: u64::try_from(wait.timeout.saturating_sub(started.elapsed()).as_millis())
-            .unwrap_or(u64::MAX)
-            .max(1),
-        positions: positions.into_iter().map(position).collect(),
+        timeout_ms: ms(wait.timeout),
+        allow_absent: wait.allow_absent,
     };
-    let count = clients.len();
-    let servers: Vec<String> = clients.iter().map(|(server, _)| server.clone()).collect();
-    let (sender, mut messages) = mpsc::channel(16);
-    for (index, (server, client)) in clients.into_iter().enumerate() {
-        tokio::spawn(follow(index, server, client, request.clone(), sender.clone()));
+    let limit = wait.timeout + GRACE;
+    let asked = async {
+        let answer = session.replica.client.wait(request).await;
+        session.collect(answer).await
+    };
+    let answers = timeout(limit, asked).await;
+    let answers = answers.map_err(|_| Failure::Connect(client::silent(&session.replica.server, limit)))??;
+    let mut answer = answers.into_iter().next_back().unwrap_or_default();
+    let took_ms = ms(started.elapsed());
+    let result = judge(&answer, wait, &what, took_ms);
+    if session.output == Output::Json {
+        answer.done = result.is_ok();
+        let mut value = serde_json::to_value(answer).map_err(std::io::Error::from)?;
+        value["took_ms"] = took_ms.into();
+        session.write_json(&value)?;
+        return result.map(drop);
     }
-    drop(sender);
-    let mut latest: Vec<Option<WaitProgress>> = vec![None; count];
-    loop {
-        let message = timeout_at(deadline, messages.recv()).await;
-        let Ok(Some((index, progress))) = message else {
-            let is_silent = |progress: &Option<WaitProgress>| progress.as_ref().is_none_or(|last| !last.timed_out);
-            let silent = servers.iter().zip(&latest).filter(|(_, last)| is_silent(last)).map(|(server, _)| &**server);
-            let (silent, time) = (silent.collect::<Vec<_>>().join(", "), units::duration(ms(wait.timeout)));
-            let text =
-                format!("{silent} sent no final answer before the timeout ({time}): look at its log and its load");
-            return Err(Failure::TimedOut(text));
-        };
-        latest[index] = Some(progress?);
-        let known: Vec<&WaitProgress> = latest.iter().flatten().collect();
-        let is_done = known.len() == count && known.iter().all(|progress| progress.waiting_for.is_empty());
-        let agents: u64 = known.iter().map(|progress| progress.agents).sum();
-        let all_timed_out = known.len() == count && known.iter().all(|progress| progress.timed_out);
-        let is_done = is_done && (agents > 0 || wait.allow_empty);
-        if !is_done && !all_timed_out {
-            continue;
-        }
-        let report = Report { wait, service: &service, replicas: &known, took_ms: ms(started.elapsed()), is_done };
-        return report.write(args.output, out);
-    }
+    session.write(&result?)
 }
 
 fn ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-type Message = (usize, Result<WaitProgress, Failure>);
+fn what(wait: &WaitArgs, Selected { namespace, name }: &Selected) -> String {
+    let gone = if wait.gone { " gone" } else { "" };
+    match wait.endpoint {
+        Some(endpoint) => format!("endpoint {endpoint} of {namespace}/{name}{gone}"),
+        None => format!("service {namespace}/{name}{gone}"),
+    }
+}
 
-async fn follow(
-    index: usize,
-    server: String,
-    mut client: InspectClient<Channel>,
-    request: WaitRequest,
-    sender: mpsc::Sender<Message>,
-) {
-    let mut stream = match client.wait(request).await {
-        Ok(answer) => answer.into_inner(),
-        Err(status) => return drop(sender.send((index, Err(of_status(&server, &status)))).await),
+/// Returns the text for a wait that is done, or the failure with its exit code.
+fn judge(answer: &WaitAnswer, wait: &WaitArgs, what: &str, took_ms: u64) -> Result<String, Failure> {
+    let took = units::duration(took_ms);
+    if answer.done && (answer.nodes > 0 || wait.allow_absent) {
+        let (nodes, verb) = if answer.programmed == 1 { ("node", "has") } else { ("nodes", "have") };
+        let mut text = format!("{what}: {} {nodes} {verb} programmed it, {took}", thousands(answer.programmed));
+        add_absent(&mut text, answer);
+        return Ok(text + "\n");
+    }
+    let mut text = format!("{what}: not programmed on all nodes after {took}");
+    let missing = match (answer.waiting_for.as_str(), wait.gone) {
+        ("source", _) => {
+            "the source of the replica is unlisted, cut off, or behind the source of another replica: `headgatectl status` shows its state"
+        }
+        ("service", false) => "the replica does not know the service",
+        ("endpoint", false) => "the replica does not know the endpoint",
+        ("service", true) => "the replica still has the service",
+        ("endpoint", true) => "the replica still has the endpoint",
+        _ => "",
     };
-    loop {
-        let message = match stream.message().await {
-            Ok(Some(progress)) => Ok(progress),
-            Ok(None) => return,
-            Err(status) => Err(of_status(&server, &status)),
+    if !missing.is_empty() {
+        let _ = write!(text, "\n  {missing}");
+    } else if answer.nodes == 0 {
+        text.push_str("\n  no Node and no agent is known: with --allow-absent the command succeeds");
+    } else {
+        let _ = write!(
+            text,
+            "\n  {} of {} nodes have programmed it",
+            thousands(answer.programmed),
+            thousands(answer.nodes)
+        );
+    }
+    for problem in &answer.problems {
+        let _ = write!(text, "\n  {}", plain(problem));
+    }
+    for laggard in answer.laggards.iter().take(MAX_NAMED) {
+        let _ = write!(text, "\n  {}", lagging(laggard));
+    }
+    add_more(&mut text, answer.laggards.len(), answer.laggard_count, "behind");
+    add_absent(&mut text, answer);
+    let only_absent = missing.is_empty() && answer.laggard_count == 0 && (answer.absent_count > 0 || answer.nodes == 0);
+    Err(if only_absent { Failure::Absent(text) } else { Failure::TimedOut(text) })
+}
+
+fn lagging(laggard: &Laggard) -> String {
+    let Laggard { node, programmed_version, version, sent_version, lag_ms, reason, is_stalled, .. } = laggard;
+    let reason = match reason.as_str() {
+        "" if *is_stalled => "the agent acknowledges nothing: look at its log",
+        "" if sent_version >= version => "the version was sent, and there is no ACK yet",
+        "" => "the version was not sent yet: the agent waits for its replica, or does not read its stream",
+        reason => reason,
+    };
+    let lag = units::duration(*lag_ms);
+    // The replica of the agent may not know a version with the state.
+    let at = match version {
+        0 => String::new(),
+        version => format!("at version {programmed_version} of {version}, {lag} behind: "),
+    };
+    plain(&format!("{node}: {at}{reason}")).into_owned()
+}
+
+fn add_absent(text: &mut String, answer: &WaitAnswer) {
+    for Laggard { node, reason, .. } in answer.absent.iter().take(MAX_NAMED) {
+        let _ = write!(text, "\n  {}", plain(&render::no_agent(node, reason)));
+    }
+    add_more(text, answer.absent.len(), answer.absent_count, "absent");
+}
+
+fn add_more(text: &mut String, listed: usize, count: u64, filter: &str) {
+    let unnamed = count.saturating_sub(listed.min(MAX_NAMED) as u64);
+    if unnamed > 0 {
+        let _ = write!(text, "\n  and {} more: `headgatectl agents --{filter}` lists them", thousands(unnamed));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn laggard(node: &str, reason: &str) -> Laggard {
+        let (programmed_version, version, lag_ms) = (4, 5, 4_200);
+        Laggard { node: node.into(), reason: reason.into(), programmed_version, version, lag_ms, ..Laggard::default() }
+    }
+
+    /// Returns the exit code and the text.
+    fn judged(answer: &WaitAnswer, allow_absent: bool) -> (u8, String) {
+        let wait = WaitArgs {
+            service: String::new(),
+            namespace: None,
+            endpoint: None,
+            gone: false,
+            timeout: GRACE,
+            allow_absent,
         };
-        let is_over = message.is_err();
-        if sender.send((index, message)).await.is_err() || is_over {
-            return;
-        }
-    }
-}
-
-struct Report<'a> {
-    wait: &'a WaitArgs,
-    service: &'a Selected,
-    replicas: &'a [&'a WaitProgress],
-    took_ms: u64,
-    is_done: bool,
-}
-
-impl Report<'_> {
-    fn write(&self, output: Output, out: &mut dyn Write) -> Result<(), Failure> {
-        if output == Output::Json {
-            write_json(out, &json!({ "done": self.is_done, "took_ms": self.took_ms, "replicas": self.replicas }))?;
-        }
-        if !self.is_done {
-            return Err(Failure::TimedOut(self.missing()));
-        }
-        if output != Output::Json {
-            let agents = self.sum(|progress| progress.agents);
-            let (nodes, verb) = if agents == 1 { ("node", "has") } else { ("nodes", "have") };
-            let took = units::duration(self.took_ms);
-            writeln!(out, "{}: {} {nodes} {verb} programmed it, {took}", self.what(), thousands(agents))?;
-            for node in self.replicas.iter().flat_map(|progress| &progress.disconnected) {
-                writeln!(out, "  {}: disconnected during the wait, so the command does not wait for it", plain(node))?;
-            }
-        }
-        Ok(())
-    }
-
-    fn sum(&self, count: impl Fn(&WaitProgress) -> u64) -> u64 {
-        self.replicas.iter().map(|progress| count(progress)).sum()
-    }
-
-    fn what(&self) -> String {
-        let Selected { namespace, name } = self.service;
-        let gone = if self.wait.gone { " gone" } else { "" };
-        match self.wait.endpoint {
-            Some(endpoint) => format!("endpoint {endpoint} of {namespace}/{name}{gone}"),
-            None => format!("service {namespace}/{name}{gone}"),
+        match judge(answer, &wait, "service prod/web", 120) {
+            Ok(text) => (0, text),
+            Err(failure) => (failure.exit_code(), failure.to_string()),
         }
     }
 
-    /// Describes why the wait is not over. Problems of replicas come first.
-    fn missing(&self) -> String {
-        let mut text =
-            format!("{}: not programmed on all nodes after {}", self.what(), units::duration(ms(self.wait.timeout)));
-        for progress in self.replicas {
-            let replica = plain(&progress.replica);
-            let problem = match (progress.waiting_for.as_str(), self.wait.gone) {
-                ("source", _) if progress.source_state == "unlisted" => "its source has not been listed",
-                ("source", _) if progress.source_state == "cut_off" => "the replica is cut off from its source",
-                ("source", _) if progress.source_state == "following" => {
-                    "its source is behind the source of another replica"
-                }
-                ("source", _) => "its source has not been listed, or is behind the source of another replica",
-                ("service", false) => "the replica does not know the service",
-                ("endpoint", false) => "the replica does not know the endpoint",
-                ("service", true) => "the replica still has the service",
-                ("endpoint", true) => "the replica still has the endpoint",
-                _ => continue,
-            };
-            let _ = write!(text, "\n  replica {replica}: {problem}");
+    #[test]
+    fn a_wait_that_is_done_counts_the_nodes() {
+        let done = WaitAnswer { done: true, nodes: 3, programmed: 3, ..WaitAnswer::default() };
+        assert_eq!(judged(&done, false), (0, "service prod/web: 3 nodes have programmed it, 120ms\n".into()));
+        let absent = vec![laggard("node-c", "it never had an agent")];
+        let done = WaitAnswer { nodes: 2, programmed: 1, absent, absent_count: 1, ..done };
+        let text = "service prod/web: 1 node has programmed it, 120ms\n  node-c: no agent: it never had an agent\n";
+        assert_eq!(judged(&done, true), (0, text.into()));
+    }
+
+    #[test]
+    fn agents_that_lag_are_named_and_the_exit_code_is_3() {
+        let answer = WaitAnswer {
+            waiting_for: "nodes".into(),
+            version: 9,
+            nodes: 30,
+            programmed: 2,
+            laggards: vec![laggard("node-b", ""), Laggard { sent_version: 5, ..laggard("node-d", "") }],
+            laggard_count: 27,
+            absent: vec![laggard("node-\u{7}", "lost its stream")],
+            absent_count: 1,
+            problems: vec!["replica cp-2 does not answer".into()],
+            ..WaitAnswer::default()
+        };
+        let expected = "service prod/web: not programmed on all nodes after 120ms
+  2 of 30 nodes have programmed it
+  replica cp-2 does not answer
+  node-b: at version 4 of 5, 4.2s behind: the version was not sent yet: the agent waits for its replica, or does not read its stream
+  node-d: at version 4 of 5, 4.2s behind: the version was sent, and there is no ACK yet
+  and 25 more: `headgatectl agents --behind` lists them
+  node-\\u{7}: no agent: lost its stream";
+        assert_eq!(judged(&answer, false), (3, expected.into()));
+        let unknown =
+            WaitAnswer { laggards: vec![Laggard { version: 0, ..laggard("b", "its source is behind") }], ..answer };
+        assert!(judged(&unknown, false).1.contains("\n  b: its source is behind\n"));
+    }
+
+    #[test]
+    fn if_only_nodes_without_an_agent_are_missing_the_exit_code_is_4() {
+        let absent = vec![laggard("node-c", "lost its stream 4m ago")];
+        let answer = WaitAnswer {
+            waiting_for: "nodes".into(),
+            nodes: 3,
+            programmed: 2,
+            absent,
+            absent_count: 1,
+            ..WaitAnswer::default()
+        };
+        let (code, text) = judged(&answer, false);
+        assert!(
+            code == 4 && text.ends_with("2 of 3 nodes have programmed it\n  node-c: no agent: lost its stream 4m ago")
+        );
+        // Without any node, nothing is proven.
+        let empty = WaitAnswer { done: true, ..WaitAnswer::default() };
+        let (code, text) = judged(&empty, false);
+        assert!(code == 4 && text.contains("no Node and no agent is known"), "{text}");
+        assert_eq!(judged(&empty, true).0, 0);
+    }
+
+    #[test]
+    fn a_service_that_is_not_known_is_no_matter_of_nodes() {
+        for waiting_for in ["source", "service", "endpoint"] {
+            let answer =
+                WaitAnswer { waiting_for: waiting_for.into(), absent_count: 1, nodes: 1, ..WaitAnswer::default() };
+            let (code, text) = judged(&answer, true);
+            assert!(code == 3 && text.contains("\n  the "), "{text}");
         }
-        let (agents, programmed) = (self.sum(|progress| progress.agents), self.sum(|progress| progress.programmed));
-        if agents == 0 {
-            text.push_str("\n  no agents are connected (with --allow-empty the command succeeds without agents)");
-        } else if self.replicas.iter().all(|progress| progress.version > 0) {
-            let _ = write!(text, "\n  {} of {} nodes have programmed it", thousands(programmed), thousands(agents));
-        }
-        let laggards =
-            self.replicas.iter().flat_map(|progress| progress.laggards.iter().map(move |laggard| (progress, laggard)));
-        for (progress, laggard) in laggards.take(MAX_NAMED) {
-            let (at, version) = (laggard.programmed_version, progress.version);
-            let reason = match laggard.reason.as_str() {
-                "" if laggard.sent_version >= version => "the version was sent, and there is no ACK yet",
-                "" => "the version was not sent yet: the agent waits for this replica, or does not read its stream",
-                reason => reason,
-            };
-            let lag = units::duration(laggard.lag_ms);
-            let _ = write!(
-                text,
-                "\n  {}: at version {at} of {version}, {lag} behind: {}",
-                plain(&laggard.node),
-                plain(reason)
-            );
-        }
-        let named = self.sum(|progress| progress.laggards.len() as u64).min(MAX_NAMED as u64);
-        let counted = self.replicas.iter().filter(|progress| progress.version > 0);
-        let unnamed = counted.map(|progress| progress.agents - progress.programmed.min(progress.agents)).sum::<u64>();
-        let unnamed = unnamed.saturating_sub(named);
-        if named > 0 && unnamed > 0 {
-            let _ = write!(text, "\n  and {} more; `headgatectl agents --behind` lists them", thousands(unnamed));
-        }
-        for node in self.replicas.iter().flat_map(|progress| &progress.disconnected).take(MAX_NAMED) {
-            let _ = write!(text, "\n  {}: disconnected during the wait", plain(node));
-        }
-        text
     }
 }

@@ -1,4 +1,4 @@
-use headgate_proto::v1::{OpenConnection, SourceAge};
+use headgate_proto::v1::{AgentInfo, FleetInfo, NodeVerification, OpenConnection, SourceAge};
 
 use super::*;
 
@@ -146,6 +146,7 @@ fn agent(node: &str) -> AgentInfo {
         resume: "full".into(),
         resumed_resources: 12,
         connected_unix_ms: 1_000_000,
+        replica: "cp-1".into(),
         ..AgentInfo::default()
     }
 }
@@ -182,7 +183,7 @@ node-d: rejected Endpoint demo/web 10.1.2.3, ports[0].port: 0 is not a valid por
 ";
     assert_eq!(agents(&all, 1_192_000, false, PLAIN), expected);
     let wide = agents(&all[..1], 1_192_000, true, PLAIN);
-    let row = "node-a  up to date          18    18    0  iptables-nft  4.2ms        2       24  full (12)      3m12s  192.0.2.11:40112  0.1.0";
+    let row = "node-a  up to date          18    18    0  iptables-nft  4.2ms        2       24  full (12)      3m12s  192.0.2.11:40112  0.1.0  cp-1";
     assert_eq!(wide.lines().nth(1), Some(row));
 }
 
@@ -226,13 +227,72 @@ node-b: cut off: the replica is cut off from its source: it is silent
 ";
     assert_eq!(agents(&all, 1_192_000, false, PLAIN), expected);
     let info = FleetInfo { up_to_date: 1, waiting: 2, cut_off: 3, ..FleetInfo::default() };
-    assert_eq!(fleet(&info), "fleet: 1 of 6 up to date, 2 waiting, 3 at a replica that is cut off");
+    assert_eq!(fleet(&info), "fleet: 1 of 6 nodes up to date, 2 waiting, 3 at a replica that is cut off");
+}
+
+#[test]
+fn nodes_without_an_agent_have_a_row_with_what_is_known() {
+    let absent = |node: &str, programmed_version, departed_ms, reason: &str| AgentInfo {
+        node: node.into(),
+        state: "no_agent".into(),
+        reason: reason.into(),
+        programmed_version,
+        departed_ms,
+        ..AgentInfo::default()
+    };
+    let verified = AgentInfo { verified_unix_ms: 1_180_000, ..agent("worker-1.eu-west.example") };
+    let all = [
+        absent("worker-2.eu-west.example", 17, 252_000, "its stream to cp-1 ended"),
+        absent("worker-3.eu-west.example", 0, 0, "it never had an agent"),
+        verified,
+    ];
+    let expected = "\
+NODE                      STATE       PROGRAMMED  SENT  LAG  BACKEND            SEEN  VERIFIED
+worker-2.eu-west.example  no agent            17     -    -  -             4m12s ago         -
+worker-3.eu-west.example  no agent             -     -    -  -                 never         -
+worker-1.eu-west.example  up to date          18    18    0  iptables-nft        now   12s ago
+worker-2.eu-west.example: no agent: its stream to cp-1 ended
+worker-3.eu-west.example: no agent: it never had an agent
+";
+    let table = agents(&all, 1_192_000, false, PLAIN);
+    assert_eq!(table, expected);
+    assert!(table.lines().all(|line| line.chars().count() <= 100), "{table}");
+    let wide = agents(&all, 1_192_000, true, PLAIN);
+    let row: Vec<&str> = wide.lines().nth(2).unwrap().split_whitespace().collect();
+    assert_eq!(row[..3], ["worker-3.eu-west.example", "no", "agent"], "{wide}");
+    assert!(row.len() == 17 && row[3..].iter().all(|cell| ["-", "never"].contains(cell)), "{wide}");
+    let info = FleetInfo { up_to_date: 2, no_agent: 1, nodes: 3, ..FleetInfo::default() };
+    assert_eq!(fleet(&info), "fleet: 2 of 3 nodes up to date, 1 without an agent");
+}
+
+#[test]
+fn verifications_have_a_row_for_nodes_without_an_agent() {
+    let node = |node: &str, result: &str| NodeVerification {
+        node: node.into(),
+        result: result.into(),
+        ..NodeVerification::default()
+    };
+    let absent = NodeVerification { unverified: strings(["it never had an agent"]), ..node("node-b", "absent") };
+    let verified = NodeVerification {
+        version: 18,
+        services: 2,
+        frontends: 4,
+        backend: "nftables".into(),
+        ..node("node-a", "verified")
+    };
+    let expected = "\
+NODE    RESULT    VERSION  SERVICES  FRONTENDS  DIFFERENCES  BACKEND
+node-b  absent          -         -          -            -  -
+node-a  verified       18         2          4            0  nftables
+node-b: no agent: it never had an agent
+";
+    assert_eq!(verifications(&[absent, verified], PLAIN), expected);
 }
 
 #[test]
 fn the_fleet_is_summarized_in_one_line() {
     let info = FleetInfo { up_to_date: 4998, behind: 2, ..FleetInfo::default() };
-    assert_eq!(fleet(&info), "fleet: 4,998 of 5,000 up to date, 2 behind");
+    assert_eq!(fleet(&info), "fleet: 4,998 of 5,000 nodes up to date, 2 behind");
     let info = FleetInfo {
         measured_commits: 9,
         everywhere_p50_ms: 18,
@@ -240,8 +300,7 @@ fn the_fleet_is_summarized_in_one_line() {
         everywhere_max_ms: 2300,
         ..info
     };
-    let expected =
-        "fleet: 4,998 of 5,000 up to date, 2 behind; time until all nodes have a change: p50 18ms, p99 41ms, max 2.3s";
+    let expected = "fleet: 4,998 of 5,000 nodes up to date, 2 behind; time until all nodes have a change: p50 18ms, p99 41ms, max 2.3s";
     assert_eq!(fleet(&info), expected);
     assert_eq!([0, 999, 1000, 1_234_567].map(thousands), ["0", "999", "1,000", "1,234,567"]);
 }
@@ -283,11 +342,31 @@ services    2
 endpoints   6
 nodes       3
 agents      3
-fleet       2 of 3 up to date, 1 behind
+fleet       2 of 3 nodes up to date, 1 behind
 problems    1
   Service demo/web, spec.ports: is empty: give at least one port [web.yaml, document 2]
 ";
     assert_eq!(status(&response, PLAIN), expected);
+    let other = |name: &str, state: &str, for_ms, agents, problem: &str| ReplicaInfo {
+        replica: name.into(),
+        epoch: "0badcafe".into(),
+        state: state.into(),
+        for_ms,
+        agents,
+        problem: problem.into(),
+    };
+    let replicas = vec![
+        other("cp-2", "joined", 18_180_000, 1_024, ""),
+        other("10.0.0.9:7443", "unreachable", 4_250, 0, "connection\u{7} refused"),
+    ];
+    let with_others = status(&GetStatusResponse { replicas, ..response.clone() }, PLAIN);
+    let others = "
+OTHER REPLICA  STATE          FOR  AGENTS  EPOCH
+cp-2           joined       5h03m   1,024  0badcafe
+10.0.0.9:7443  unreachable   4.2s       0  0badcafe
+10.0.0.9:7443: connection\\u{7} refused
+";
+    assert_eq!(with_others.strip_prefix(expected), Some(others));
     let shown = |source_state: &str, synced, source_problem: &str| {
         let (source_state, source_problem) = (source_state.into(), source_problem.into());
         let response = GetStatusResponse { source_state, synced, source_problem, ..response.clone() };

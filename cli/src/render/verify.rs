@@ -2,7 +2,7 @@
 
 use headgate_proto::v1::NodeVerification;
 
-use super::{Style, Tone, cell, difference, note, table, thousands, toned};
+use super::{Style, Tone, cell, difference, no_agent, note, table, thousands, toned};
 
 /// Formats verifications, one node per row, with the differences below.
 pub fn verifications(nodes: &[NodeVerification], style: Style) -> String {
@@ -13,18 +13,19 @@ pub fn verifications(nodes: &[NodeVerification], style: Style) -> String {
             "drift" => Tone::Bad,
             _ => Tone::Attention,
         };
+        let number = |text: String| cell(if node.result == "absent" { String::new() } else { text });
         vec![
             cell(&node.node),
             toned(&node.result, tone),
-            cell(node.version.to_string()),
-            cell(thousands(node.services)),
-            cell(thousands(node.frontends)),
-            cell(thousands(node.drift_count)),
+            number(node.version.to_string()),
+            number(thousands(node.services)),
+            number(thousands(node.frontends)),
+            number(thousands(node.drift_count)),
             cell(&node.backend),
         ]
     });
     let mut output = table(&headers, rows, style);
-    for NodeVerification { node, drift, drift_count, unverified, is_repaired, .. } in nodes {
+    for NodeVerification { node, result, drift, drift_count, unverified, is_repaired, .. } in nodes {
         for drift in drift {
             note(&mut output, &format!("{node}: {}", difference(drift)), Tone::Bad, style);
         }
@@ -40,7 +41,11 @@ pub fn verifications(nodes: &[NodeVerification], style: Style) -> String {
             note(&mut output, &format!("{node}: {repair}"), tone, style);
         }
         for sentence in unverified {
-            note(&mut output, &format!("{node}: not verified: {sentence}"), Tone::Attention, style);
+            let text = match result.as_str() {
+                "absent" => no_agent(node, sentence),
+                _ => format!("{node}: not verified: {sentence}"),
+            };
+            note(&mut output, &text, Tone::Attention, style);
         }
     }
     output

@@ -80,12 +80,12 @@ async fn agents_of_a_replica_that_never_lists_are_shown_as_waiting() {
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
     };
     let text = headgatectl(&["agents"]);
-    assert!(text.ends_with("fleet: 0 of 3 up to date, 3 waiting\n"), "{text}");
+    assert!(text.ends_with("fleet: 0 of 3 nodes up to date, 3 waiting\n"), "{text}");
     assert!(text.contains("node-0: waiting: the replica has not listed its source; the node holds no state"), "{text}");
     let text = headgatectl(&["agents", "--behind"]);
     assert!(text.contains("node-2"), "{text}");
     let text = headgatectl(&["wait", "ns/svc-0", "--timeout", "1s"]);
-    assert!(text.contains("replica replica-0: its source has not been listed"), "{text}");
+    assert!(text.contains("the source of the replica is unlisted"), "{text}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

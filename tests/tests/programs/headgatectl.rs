@@ -8,9 +8,10 @@ use std::process::{Command, Output, Stdio};
 use futures::{Stream, StreamExt as _};
 use headgate_proto::v1::inspect_server::{Inspect, InspectServer};
 use headgate_proto::v1::{
-    AgentInfo, BarrierAnswer, DrainPodRequest, EndpointInfo, FindPodRequest, GetStatusRequest, GetStatusResponse,
-    ListAgentsRequest, ListEndpointsRequest, ListServicesRequest, NodeAnswer, PodInfo, QueryNodeRequest, ServiceInfo,
-    ServicePortInfo, VerifyNodesRequest, VerifyNodesResponse, WaitProgress, WaitRequest, WatchEvent, WatchRequest,
+    AgentInfo, BarrierAnswer, DrainPodRequest, EndpointInfo, FindPodRequest, FleetInfo, GetStatusRequest,
+    GetStatusResponse, Laggard, ListAgentsRequest, ListEndpointsRequest, ListServicesRequest, NodeAnswer,
+    NodeVerification, PodInfo, QueryNodeRequest, ReplicaInfo, ServiceInfo, ServicePortInfo, VerifyNodesRequest,
+    VerifyNodesResponse, WaitAnswer, WaitRequest, WatchEvent, WatchRequest,
 };
 use headgate_tests::testbed::{port::ReservedPort, process::program};
 use serde_json::Value;
@@ -18,7 +19,7 @@ use tonic::{Request, Response, Status};
 
 type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-/// A server with two Services, one endpoint, and the agents of two nodes.
+/// A server with two Services, one endpoint, the agents of two nodes, and a Node without an agent.
 struct Fake;
 
 fn items<T: Send + 'static>(items: Vec<T>) -> Response<Items<T>> {
@@ -53,6 +54,16 @@ fn endpoint() -> EndpointInfo {
 }
 
 fn agent(node: &str) -> AgentInfo {
+    if node == "node-c" {
+        return AgentInfo {
+            node: node.into(),
+            state: "no_agent".into(),
+            reason: "its stream to cp-2 ended".into(),
+            programmed_version: 3,
+            departed_ms: 252_000,
+            ..AgentInfo::default()
+        };
+    }
     AgentInfo {
         node: node.into(),
         head_version: 5,
@@ -64,10 +75,32 @@ fn agent(node: &str) -> AgentInfo {
     }
 }
 
+fn laggard(node: &str, reason: &str) -> Laggard {
+    Laggard { node: node.into(), reason: reason.into(), version: 5, ..Laggard::default() }
+}
+
 #[tonic::async_trait]
 impl Inspect for Fake {
     async fn get_status(&self, _: Request<GetStatusRequest>) -> Result<Response<GetStatusResponse>, Status> {
-        Ok(Response::new(GetStatusResponse { replica: "fake".into(), version: 5, synced: true, ..Default::default() }))
+        let fleet = Some(FleetInfo { up_to_date: 1, failing: 1, no_agent: 1, nodes: 3, ..FleetInfo::default() });
+        let vanished = ReplicaInfo {
+            replica: "cp-2".into(),
+            state: "vanished".into(),
+            for_ms: 252_000,
+            agents: 1,
+            problem: "its stream ended without a goodbye".into(),
+            ..ReplicaInfo::default()
+        };
+        let replicas = vec![vanished];
+        let status = GetStatusResponse {
+            replica: "fake".into(),
+            version: 5,
+            synced: true,
+            fleet,
+            replicas,
+            ..Default::default()
+        };
+        Ok(Response::new(status))
     }
 
     type ListServicesStream = Items<ServiceInfo>;
@@ -100,7 +133,7 @@ impl Inspect for Fake {
     type ListAgentsStream = Items<AgentInfo>;
     async fn list_agents(&self, request: Request<ListAgentsRequest>) -> Result<Response<Items<AgentInfo>>, Status> {
         let wanted = request.into_inner().node;
-        let all = ["node-a", "node-b"].into_iter().filter(|node| wanted.is_empty() || wanted == *node);
+        let all = ["node-a", "node-b", "node-c"].into_iter().filter(|node| wanted.is_empty() || wanted == *node);
         Ok(items(all.map(agent).collect()))
     }
 
@@ -117,9 +150,23 @@ impl Inspect for Fake {
         Ok(Response::new(futures::stream::iter(events).boxed()))
     }
 
-    type WaitStream = Items<WaitProgress>;
-    async fn wait(&self, _: Request<WaitRequest>) -> Result<Response<Items<WaitProgress>>, Status> {
-        Err(Status::unimplemented("streams/wait.rs tests Wait with real replicas"))
+    type WaitStream = Items<WaitAnswer>;
+    async fn wait(&self, request: Request<WaitRequest>) -> Result<Response<Items<WaitAnswer>>, Status> {
+        let WaitRequest { name, allow_absent, .. } = request.into_inner();
+        let laggards = if name == "lags" { vec![laggard("node-b", "no space in the table")] } else { Vec::new() };
+        let answer = WaitAnswer {
+            done: allow_absent && laggards.is_empty(),
+            waiting_for: "nodes".into(),
+            version: 5,
+            nodes: 3,
+            programmed: 2 - laggards.len() as u64,
+            laggard_count: laggards.len() as u64,
+            laggards,
+            absent: vec![laggard("node-c", "its stream to cp-2 ended")],
+            absent_count: 1,
+            ..WaitAnswer::default()
+        };
+        Ok(items(vec![answer]))
     }
 
     type QueryNodeStream = Items<NodeAnswer>;
@@ -139,9 +186,17 @@ impl Inspect for Fake {
     type VerifyNodesStream = Items<VerifyNodesResponse>;
     async fn verify_nodes(
         &self,
-        _: Request<VerifyNodesRequest>,
+        request: Request<VerifyNodesRequest>,
     ) -> Result<Response<Items<VerifyNodesResponse>>, Status> {
-        Err(Status::unimplemented("process/verify.rs tests VerifyNodes with real replicas"))
+        if request.into_inner().node == "node-c" {
+            return Err(Status::not_found("node node-c has no stream to any replica"));
+        }
+        let verified = NodeVerification { node: "node-a".into(), result: "verified".into(), ..Default::default() };
+        let absent = vec![laggard("node-c", "its stream to cp-2 ended")];
+        Ok(items(vec![
+            VerifyNodesResponse { verification: Some(verified), ..VerifyNodesResponse::default() },
+            VerifyNodesResponse { absent, absent_count: 1, ..VerifyNodesResponse::default() },
+        ]))
     }
 }
 
@@ -202,8 +257,16 @@ async fn tables_have_a_header_and_a_row_for_each_item() {
     let agents = answer(&server, &["agents"]).await;
     assert!(agents.contains("node-b: error: no space in the table"), "{agents}");
     assert_eq!(answer(&server, &["agents", "node-a"]).await.lines().count(), 2);
+    assert!(agents.ends_with("\nfleet: 1 of 3 nodes up to date, 1 failing, 1 without an agent\n"), "{agents}");
+    let absent = answer(&server, &["agents", "--absent"]).await;
+    let row: Vec<&str> = absent.lines().nth(1).unwrap().split_whitespace().collect();
+    assert_eq!(row, ["node-c", "no", "agent", "3", "-", "-", "-", "4m12s", "ago"], "{absent}");
+    assert_eq!(absent.lines().nth(2), Some("node-c: no agent: its stream to cp-2 ended"));
+    assert!(answer(&server, &["agents", "--behind"]).await.contains("node-c"));
 
-    assert!(answer(&server, &["status"]).await.contains("replica     fake"));
+    let status = answer(&server, &["status"]).await;
+    assert!(status.contains("replica     fake"), "{status}");
+    assert!(status.ends_with("cp-2: its stream ended without a goodbye\n"), "{status}");
 }
 
 #[tokio::test]
@@ -247,7 +310,7 @@ async fn missing_objects_are_named_and_the_exit_code_is_1() {
     for (arguments, expected) in [
         (&["endpoints", "demo/nope"][..], "no service demo/nope"),
         (&["services", "nope"], "no service default/nope"),
-        (&["agents", "node-z"], "no agent of node node-z"),
+        (&["agents", "node-z"], "no node node-z"),
         (&["endpoints", "broken/x"], "the store failed"),
     ] {
         let (code, error) = refusal(&server, arguments).await;
@@ -257,31 +320,49 @@ async fn missing_objects_are_named_and_the_exit_code_is_1() {
 }
 
 #[tokio::test]
-async fn agents_are_listed_although_one_replica_is_down() {
+async fn nodes_without_an_agent_have_their_own_exit_code() {
+    let server = format!("http://{}", fake_server().await);
+    let (code, error) = refusal(&server, &["wait", "prod/web"]).await;
+    assert!(code == 4 && error.contains("2 of 3 nodes have programmed it"), "{error}");
+    assert!(error.contains("\n  node-c: no agent: its stream to cp-2 ended\n"), "{error}");
+    let (code, error) = refusal(&server, &["wait", "prod/lags", "--allow-absent"]).await;
+    assert!(code == 3 && error.contains("node-b: at version 0 of 5, "), "{error}");
+    let said = answer(&server, &["wait", "prod/web", "--allow-absent"]).await;
+    assert!(said.starts_with("service prod/web: 2 nodes have programmed it, "), "{said}");
+    assert!(said.ends_with("\n  node-c: no agent: its stream to cp-2 ended\n"), "{said}");
+    let output = headgatectl(&server, &["wait", "prod/web", "-o", "json"]).await;
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&json["done"], &json["absent"][0]["node"]), (&false.into(), &"node-c".into()));
+    assert!(json["took_ms"].is_u64() && output.status.code() == Some(4), "{json}");
+
+    let output = headgatectl(&server, &["verify"]).await;
+    let (shown, error) = (text(&output.stdout), text(&output.stderr));
+    assert_eq!(output.status.code(), Some(4), "{error}");
+    assert!(shown.ends_with("\n1 of 2 nodes verified, 1 without an agent\n"), "{shown}");
+    assert!(error.contains("these Nodes have no agent: node-c: "), "{error}");
+    assert!(answer(&server, &["verify", "--allow-absent"]).await.contains("node-c  absent"));
+    let (code, error) = refusal(&server, &["verify", "node-c"]).await;
+    assert!(code == 1 && error == "headgatectl: node node-c has no stream to any replica\n", "{error}");
+}
+
+#[tokio::test]
+async fn the_next_replica_answers_if_the_first_is_down() {
     let (good, nobody) = (format!("http://{}", fake_server().await), ReservedPort::reserve().unwrap());
     let dead = format!("http://{}", nobody.address());
-    let ask = async |arguments: &[&str]| {
-        // Name the dead replica first, and then last.
-        let first = headgatectl(&dead, &[&["--server", &good], arguments].concat()).await;
-        let second = headgatectl(&good, &[&["--server", &dead], arguments].concat()).await;
-        assert_eq!((&first.stdout, &first.stderr), (&second.stdout, &second.stderr));
-        assert_eq!((first.status.code(), second.status.code()), (Some(1), Some(1)));
-        let error = text(&first.stderr);
-        assert!(error.contains("the agents of 1 of 2 replicas are missing:\ncannot reach"), "{error}");
-        assert!(error.contains(&dead) && !error.contains(&good), "{error}");
-        text(&first.stdout)
-    };
-    let table = ask(&["agents"]).await;
-    assert!(table.contains("node-b: error: no space in the table"), "{table}");
-    assert!(table.lines().last().unwrap().ends_with("; at 1 of 2 replicas"), "{table}");
-    assert_eq!(ask(&["agents", "node-z"]).await, format!("No agent of node node-z is connected to {good}.\n"));
-    let agents: Value = serde_json::from_str(&ask(&["agents", "-o", "json"]).await).unwrap();
-    assert_eq!(agents.as_array().unwrap().len(), 2);
+    for arguments in
+        [&["agents"][..], &["status"], &["services"], &["wait", "prod/web", "--allow-absent", "-o", "json"]]
+    {
+        let first = answer(&dead, &[&["--server", &good], arguments].concat()).await;
+        assert!(!first.is_empty(), "{arguments:?}");
+    }
+    let list = format!("{dead},{good}");
+    assert!(answer(&list, &["agents"]).await.contains("node-b: error: no space in the table"));
 
     let (code, error) = refusal(&dead, &["agents"]).await;
     assert!(code == 1 && error.starts_with("headgatectl: cannot reach"), "{error}");
     let (code, error) = refusal(&dead, &["--server", "http://127.0.0.1:1", "agents"]).await;
-    assert!(code == 1 && error.contains("2 of 2 replicas") && error.contains(&dead), "{error}");
+    assert!(code == 1 && error.starts_with("headgatectl: no replica of --server answers:\n"), "{error}");
+    assert!(error.contains(&format!("cannot reach {dead}:")), "{error}");
     assert!(error.contains("cannot reach http://127.0.0.1:1:"), "{error}");
 }
 

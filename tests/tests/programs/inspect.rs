@@ -112,7 +112,9 @@ fn headgatectl_shows_the_objects_of_the_manifests() {
     assert!(error.contains("no service shop/nope"), "{error}");
     let table = control_plane.headgatectl(&["services", "-n", "shop"]).unwrap();
     assert!(table.lines().nth(1).unwrap().contains("80:30080/TCP"), "{table}");
-    assert_eq!(control_plane.headgatectl(&["agents"]).unwrap(), "No agents are connected to this replica.\n");
+    let agents = control_plane.headgatectl(&["agents"]).unwrap();
+    assert!(agents.lines().nth(1).unwrap().starts_with("node-a  no agent  "), "{agents}");
+    assert!(agents.ends_with("\nfleet: 0 of 1 nodes up to date, 1 without an agent\n"), "{agents}");
 }
 
 #[test]

@@ -119,7 +119,10 @@ impl Drop for Agent {
 async fn verify(replica: &Replica, node: &str) -> Result<Vec<v1::VerifyNodesResponse>, Status> {
     let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
     let asked = async {
-        let mut answer = inspect.verify_nodes(v1::VerifyNodesRequest { node: node.into() }).await?.into_inner();
+        let mut answer = inspect
+            .verify_nodes(v1::VerifyNodesRequest { node: node.into(), ..Default::default() })
+            .await?
+            .into_inner();
         let mut messages = Vec::new();
         while let Some(message) = answer.message().await? {
             messages.push(message);
@@ -465,16 +468,18 @@ async fn headgatectl_verifies_all_nodes_and_names_those_without_an_agent() {
     let node = Node { name: "c".into(), zone: None, pod_cidrs: Vec::new(), addresses: Vec::new(), going_away: false };
     replica.store.commit(Transaction { nodes: vec![NodeChange::Apply(node)], ..Transaction::default() });
     let (code, out, err) = headgatectl(&replica, &["verify"]).await;
-    assert_eq!(code, Some(1));
-    assert!(out.ends_with("2 of 3 nodes verified, 1 without a stream\n"), "{out}");
-    assert!(err.contains("no stream to any replica that was asked: c: start their agents"), "{err}");
+    assert_eq!(code, Some(4));
+    assert!(out.ends_with("2 of 3 nodes verified, 1 without an agent\n"), "{out}");
+    assert!(out.contains("\nc     absent ") && out.contains("\nc: no agent: "), "{out}");
+    assert!(err.contains("these Nodes have no agent: c: start their agents"), "{err}");
+    assert_eq!(headgatectl(&replica, &["verify", "--allow-absent"]).await.0, Some(0));
     let (_, out, _) = headgatectl(&replica, &["verify", "-o", "json"]).await;
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
-    assert_eq!((&json[2]["node"], &json[2]["result"]), (&"c".into(), &"unverified".into()));
+    assert_eq!((&json[0]["node"], &json[0]["result"]), (&"c".into(), &"absent".into()));
     let (code, _, err) = headgatectl(&replica, &["verify", ""]).await;
     assert!(code == Some(2) && err.contains("value is required"), "{err}");
     let (code, _, err) = headgatectl(&replica, &["verify", "c"]).await;
-    assert!(code == Some(1) && err.contains("no agent of node c is connected"), "{err}");
+    assert!(code == Some(1) && err.contains("no stream"), "{err}");
 
     let broken = |_, _: &mut Client, answer: Option<&mut v1::Verification>| {
         if let Some(answer) = answer {

@@ -1,16 +1,23 @@
 //! Tests of `headgatectl wait` and `headgatectl agents` against replicas in the test's process. The
 //! simulated agents send an ACK when the test asks for it.
 
-use std::process::Stdio;
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    process::Stdio,
+};
 
-use headgate_control_plane::transaction::{Sink as _, SourceKind, Transaction};
-use headgate_proto::v1::{self, inspect_client::InspectClient};
+use headgate_control_plane::{
+    serve::{PeerSettings, Security, Settings},
+    store::Limits,
+    transaction::{Sink as _, SourceKind, Transaction},
+};
+use headgate_proto::v1;
 use headgate_tests::testbed::process::program;
 use serde_json::Value;
 use tokio::{process::Command, task::JoinHandle, time::timeout};
 
 use crate::client::{Client, GUARD, channel};
-use crate::replica::{Replica, endpoint, remove_endpoint, remove_service, service};
+use crate::replica::{Replica, endpoint, remove_endpoint, remove_service, service, settings};
 
 struct Answer {
     code: i32,
@@ -102,7 +109,7 @@ async fn wait_returns_once_an_endpoint_is_known_or_removed() {
     replica.put([remove_endpoint(1, 2)]);
     acknowledge(&mut a, &replica).await;
     let answer = waiting.await.unwrap();
-    assert_eq!((answer.code, &answer.json()["replicas"][0]["version"]), (0, &3.into()));
+    assert_eq!((answer.code, &answer.json()["version"]), (0, &3.into()));
 
     let answer = headgatectl(&[&replica], "wait service-1 --gone --timeout 300ms").await.unwrap();
     assert!(answer.code == 3 && answer.err.contains("the replica still has the service"), "{}", answer.err);
@@ -114,7 +121,7 @@ async fn wait_returns_once_an_endpoint_is_known_or_removed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wait_names_nodes_that_reject_the_change_or_disconnect() {
+async fn wait_names_nodes_that_reject_the_change_or_lose_their_agent() {
     let replica = Replica::start().await;
     replica.put([service(1, 80), endpoint(1, 1, 8080), service(2, 80)]);
     let (a, b) = (agent(&replica, "a").await, agent(&replica, "b").await);
@@ -132,37 +139,50 @@ async fn wait_names_nodes_that_reject_the_change_or_disconnect() {
     assert_eq!(headgatectl(&[&replica], "wait service-1").await.unwrap().code, 0);
 
     replica.put([endpoint(1, 2, 8080)]);
-    let request = v1::WaitRequest { namespace: "default".into(), name: "service-1".into(), ..Default::default() };
-    let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
-    let mut progress = inspect.wait(request).await.unwrap().into_inner();
-    let first = progress.message().await.unwrap().unwrap();
-    assert_eq!((first.waiting_for.as_str(), first.version, first.agents, first.programmed), ("agents", 2, 2, 0));
     let mut a = a;
     acknowledge(&mut a, &replica).await;
     drop(b);
-    let last = loop {
-        let message = timeout(GUARD, progress.message()).await.unwrap().unwrap().unwrap();
-        if message.waiting_for.is_empty() {
-            break message;
-        }
+    let lost = async {
+        while headgatectl(&[&replica], "agents --absent -o json").await.unwrap().json() == serde_json::json!([]) {}
     };
-    assert_eq!((last.agents, last.programmed, last.disconnected), (1, 1, vec!["b".to_owned()]));
+    timeout(GUARD, lost).await.unwrap();
+    let answer = headgatectl(&[&replica], "wait service-1 --timeout 300ms").await.unwrap();
+    assert_eq!((answer.code, answer.out.as_str()), (4, ""));
+    assert!(answer.err.contains("1 of 2 nodes have programmed it\n  b: no agent: "), "{}", answer.err);
+    let answer = headgatectl(&[&replica], "wait service-1 --allow-absent").await.unwrap();
+    assert!(answer.code == 0 && answer.out.contains("1 node has programmed it"), "{} {}", answer.out, answer.err);
+    assert!(answer.out.contains("\n  b: no agent: "), "{}", answer.out);
     replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wait_without_agents_succeeds_only_with_allow_empty() {
+async fn wait_without_any_node_succeeds_only_with_allow_absent() {
     let replica = Replica::start().await;
     replica.put([service(1, 80)]);
     let answer = headgatectl(&[&replica], "wait service-1 --timeout 300ms").await.unwrap();
-    assert!(answer.code == 3 && answer.err.contains("no agents are connected"), "{}", answer.err);
-    assert_eq!(headgatectl(&[&replica], "wait service-1 --allow-empty").await.unwrap().code, 0);
+    assert!(answer.code == 4 && answer.err.contains("no Node and no agent is known"), "{}", answer.err);
+    assert_eq!(headgatectl(&[&replica], "wait service-1 --allow-absent").await.unwrap().code, 0);
     replica.running.stop().await;
 }
 
+/// Starts two replicas that know each other.
+async fn pair() -> [Replica; 2] {
+    let [high, low] = u16::try_from(std::process::id() % 65_536).unwrap().to_be_bytes();
+    let address = |host: u8| SocketAddr::from((Ipv4Addr::new(127, high, low, host), 7444));
+    let names = [1, 2].map(|host| (address(host).ip().to_string(), 7444));
+    let start = async |host: u8| {
+        let peers = Some(PeerSettings { names: names.to_vec(), tls: None });
+        let settings = Settings { replica_name: format!("replica-{host}"), peers, ..settings() };
+        let replica = Replica::start_at(address(host), settings, Security::Plaintext, Limits::default()).await;
+        replica.store.synced();
+        replica
+    };
+    [start(1).await, start(2).await]
+}
+
 #[tokio::test(flavor = "multi_thread")]
-async fn wait_counts_all_replicas_and_waits_for_one_that_is_behind() {
-    let (one, two) = (Replica::start().await, Replica::start().await);
+async fn any_replica_answers_for_all_and_waits_for_one_that_is_behind() {
+    let [one, two] = pair().await;
     for (replica, read_at) in [(&one, 50), (&two, 40)] {
         replica.put_at(Some(10), [service(1, 80)]);
         // The position of a folder is a time, and cannot be compared between replicas.
@@ -172,21 +192,27 @@ async fn wait_counts_all_replicas_and_waits_for_one_that_is_behind() {
     let (mut a, mut b) = (agent(&one, "a").await, agent(&two, "b").await);
     one.put_at(Some(20), [endpoint(1, 1, 8080)]);
     acknowledge(&mut a, &one).await;
-    let answer = headgatectl(&[&one, &two], "wait service-1 --timeout 500ms").await.unwrap();
-    assert!(answer.code == 3 && answer.err.contains("is behind the source of another replica"), "{}", answer.err);
+    let answer = headgatectl(&[&one], "wait service-1 --timeout 500ms").await.unwrap();
+    assert!(answer.code == 3 && answer.err.contains("not programmed on all nodes"), "{}", answer.err);
 
-    let waiting = headgatectl(&[&one, &two], "wait service-1");
+    let waiting = headgatectl(&[&one], "wait service-1");
     two.put_at(Some(20), [endpoint(1, 1, 8080)]);
     acknowledge(&mut b, &two).await;
     let answer = waiting.await.unwrap();
     assert!(answer.code == 0 && answer.out.contains("2 nodes"), "{} {}", answer.out, answer.err);
 
-    let agents = headgatectl(&[&one, &two], "agents").await.unwrap().out;
-    assert_eq!(agents.lines().count(), 4, "{agents}");
-    assert!(agents.lines().last().unwrap().starts_with("fleet: 2 of 2 up to date"), "{agents}");
+    for replica in [&one, &two] {
+        let agents = headgatectl(&[replica], "agents").await.unwrap().out;
+        assert_eq!(agents.lines().count(), 4, "{agents}");
+        assert!(agents.lines().last().unwrap().starts_with("fleet: 2 of 2 nodes up to date"), "{agents}");
+    }
+    let wide = headgatectl(&[&one], "agents b -o wide").await.unwrap().out;
+    assert!(wide.contains("REPLICA") && wide.contains("replica-2"), "{wide}");
+    drop(a);
     one.running.stop().await;
-    let answer = headgatectl(&[&two], "agents --failing").await.unwrap();
-    assert!(answer.out.starts_with("None of 1 agents matches.\n"), "{}", answer.out);
+    // The first replica is gone, so the second one answers.
+    let answer = headgatectl(&[&one, &two], "agents --failing").await.unwrap();
+    assert!(answer.out.starts_with("None of 2 nodes matches.\n"), "{}", answer.out);
     two.running.stop().await;
 }
 
@@ -210,7 +236,10 @@ async fn failing_agents_are_listed_first() {
     let answer = timeout(GUARD, both).await.unwrap();
     assert_eq!((&answer[0]["node"], &answer[1]["node"]), (&"c-failing".into(), &"b-rejecting".into()));
     let table = headgatectl(&[&replica], "agents --limit 1").await.unwrap().out;
-    assert!(table.contains("... and 2 more: --limit 0 shows all\nfleet: 1 of 3 up to date, 2 failing"), "{table}");
+    assert!(
+        table.contains("... and 2 more: --limit 0 shows all\nfleet: 1 of 3 nodes up to date, 2 failing"),
+        "{table}"
+    );
     let wide = headgatectl(&[&replica], "agents --node a-good -o wide").await.unwrap().out;
     assert!(wide.contains("ADDRESS") && wide.contains("up to date"), "{wide}");
     replica.running.stop().await;

@@ -27,7 +27,7 @@ fn one_program_forwards_connections_by_a_folder_of_manifests_and_serves_all_page
 
     // headgatectl needs no option, because the address is its default.
     let agents = rig.headgatectl(&["agents"]).unwrap();
-    assert!(agents.contains("fleet: 1 of 1 up to date"), "{agents}");
+    assert!(agents.contains("fleet: 1 of 1 nodes up to date"), "{agents}");
     assert_eq!(rig.until_health("/healthz", 200)["nodeEligible"], true);
     assert_eq!(rig.replica_page("/readyz").unwrap().0, 200);
     let (_, of_control_plane) = rig.replica_page("/metrics").unwrap();

@@ -94,6 +94,8 @@ fn a_pod_that_stops_waits_until_the_kernel_has_removed_it() {
     // headgatectl asks a replica without an agent.
     let servers = ["--server=http://127.0.0.2:7443", "drain", "shop/web-1"];
     assert_eq!(bed.rig.headgatectl(&servers).unwrap(), "drained\n");
+    let with_uid = [&servers[..], &["--uid=u1"]].concat();
+    assert_eq!(bed.rig.headgatectl(&with_uid).unwrap(), "drained\n");
     // The last endpoint keeps receiving connections, which the answer says at once.
     bed.rig.put("slice", &slice([STOPS, STOPS]));
     eventually("the pod is the last endpoint", || {

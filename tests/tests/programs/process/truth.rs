@@ -50,7 +50,7 @@ fn wait_returns_once_the_kernel_has_the_change_and_otherwise_reports_the_reason(
         let row = said.lines().nth(1).unwrap_or_default();
         let is_shown = row.starts_with("node-a  failing") && row.contains("iptables-nft");
         let names_error = said.contains("node-a: error: version 2, attempt ") && said.contains("broken on purpose");
-        let is_counted = said.contains("fleet: 0 of 1 up to date, 1 failing");
+        let is_counted = said.contains("fleet: 0 of 1 nodes up to date, 1 failing");
         if is_shown && names_error && is_counted { Ok(()) } else { Err(said) }
     });
     assert!(!translates_to(&rig, "10.244.1.2"));
@@ -70,7 +70,7 @@ fn wait_returns_once_the_kernel_has_the_change_and_otherwise_reports_the_reason(
     assert!(counts.into_iter().all(|count| count > Some(0)), "{agent}");
     assert_eq!(measured(&rig) - before, 2);
     let fleet = rig.headgatectl(&["agents"]).unwrap();
-    assert!(fleet.contains("fleet: 1 of 1 up to date; time until all nodes have a change: p50 "), "{fleet}");
+    assert!(fleet.contains("fleet: 1 of 1 nodes up to date; time until all nodes have a change: p50 "), "{fleet}");
 }
 
 /// The kernel loses rules that the agent has acknowledged, by a flush or by a reboot. These rules

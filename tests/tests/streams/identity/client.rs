@@ -159,7 +159,7 @@ impl Connected {
     }
 
     /// Sends a request that waits for a Service, with a timeout that is longer than any test.
-    pub(crate) async fn wait(&self, name: &str) -> Result<Streaming<v1::WaitProgress>, Status> {
+    pub(crate) async fn wait(&self, name: &str) -> Result<Streaming<v1::WaitAnswer>, Status> {
         let mut client = InspectClient::new(self.channel.clone());
         let request = v1::WaitRequest {
             namespace: "default".into(),
