@@ -393,6 +393,7 @@ mod tests {
         assert_eq!(node.may_inspect(true, now), Ok(()));
         let replica = peer(Identity::Replica("r1".into()));
         assert_eq!(replica.may_ask_as_replica(now), Ok(()));
+        assert_eq!(replica.may_inspect(false, now), Ok(()), "replicas ask each other on behalf of readers");
         for (denied, remedy) in [
             (node.may_follow("n2", now), "--node-name n1"),
             (node.may_inspect(false, now), "--nodes-may-inspect"),
@@ -400,7 +401,6 @@ mod tests {
             (nobody.may_follow("n1", now), "names nobody"),
             (nobody.may_inspect(true, now), "names nobody"),
             (replica.may_follow("n1", now), "headgate://node/n1"),
-            (replica.may_inspect(true, now), "headgate://reader/NAME"),
             (node.may_ask_as_replica(now), "headgate://replica/NAME"),
             (reader.may_ask_as_replica(now), "headgate://replica/NAME"),
             (nobody.may_ask_as_replica(now), "names nobody"),

@@ -47,7 +47,9 @@ impl Bench {
         }
         for node in nodes {
             match node {
-                NodeChange::Apply(node) | NodeChange::ApplyExcluded(node) => drop(self.nodes.insert(node.name.clone(), node)),
+                NodeChange::Apply(node) | NodeChange::ApplyExcluded(node) => {
+                    drop(self.nodes.insert(node.name.clone(), node))
+                }
                 NodeChange::Remove(name) => drop(self.nodes.remove(&name)),
             }
         }

@@ -91,7 +91,8 @@ struct Bench {
 async fn drain(channel: Channel, service: u32, silent: Duration) -> Result<BarrierAnswer> {
     let (namespace, name) = crate::fleet::source::pod_name(service, 0);
     let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-    let request = DrainPodRequest { namespace, name, timeout_ms: milliseconds(LONG), silent_ms: milliseconds(silent) };
+    let (timeout_ms, silent_ms) = (milliseconds(LONG), milliseconds(silent));
+    let request = DrainPodRequest { namespace, name, timeout_ms, silent_ms, ..DrainPodRequest::default() };
     let mut answers = InspectClient::new(channel).drain_pod(request).await?.into_inner();
     answers.message().await?.context("the replica did not answer")
 }

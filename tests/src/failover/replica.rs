@@ -96,7 +96,7 @@ impl Replica {
     /// The replica does not answer.
     pub async fn status(&self) -> Result<GetStatusResponse> {
         let mut client = InspectClient::connect(self.url()).await.context("connecting to a replica")?;
-        Ok(client.get_status(GetStatusRequest {}).await?.into_inner())
+        Ok(client.get_status(GetStatusRequest::default()).await?.into_inner())
     }
 
     /// The replica's agents.

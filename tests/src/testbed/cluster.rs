@@ -164,7 +164,7 @@ pub(super) fn explain(
             let mut answers = Vec::new();
             for (node, query) in questions {
                 let query = Some(NodeQuery { kind: Some(node_query::Kind::Explain(query)) });
-                let request = QueryNodeRequest { node: node.to_owned(), query };
+                let request = QueryNodeRequest { node: node.to_owned(), query, only_this_replica: false };
                 answers.push(explanations(&mut inspect, request).await?);
             }
             Ok(answers)
@@ -197,7 +197,7 @@ async fn ask(url: String) -> Result<Glance> {
     let mut inspect = connect(url).await?;
     // The marker is requested first, so that the other answers are at least as new as the marker.
     let marker = marker(&mut inspect).await?;
-    let status = inspect.get_status(GetStatusRequest {}).await?.into_inner();
+    let status = inspect.get_status(GetStatusRequest::default()).await?.into_inner();
     let mut stream = inspect.list_agents(ListAgentsRequest::default()).await?.into_inner();
     let mut agents = Vec::new();
     while let Some(agent) = stream.message().await? {

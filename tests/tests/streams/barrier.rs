@@ -249,13 +249,13 @@ async fn a_node_that_rejects_the_service_is_unconfirmed_until_it_withdraws_the_r
     pair.follow(1, removed());
     let resource = "Service default/service-1".to_owned();
     let rejection = v1::Rejection { resource: resource.clone(), field: "ports".into(), reason: "kernel".into() };
-    b.send(Body::Nack(v1::Nack { version: 2, rejections: vec![rejection], withdrawn: Vec::new() })).await;
+    b.send(Body::Nack(v1::Nack { version: 2, rejections: vec![rejection], in_force: 1, ..v1::Nack::default() })).await;
     program(&pair.replicas[0], &mut a).await;
     program(&pair.replicas[1], &mut b).await;
     program(&pair.replicas[1], &mut c).await;
     a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
     assert_waits(&mut a).await;
-    b.send(Body::Nack(v1::Nack { version: 2, rejections: Vec::new(), withdrawn: vec![resource] })).await;
+    b.send(Body::Nack(v1::Nack { version: 2, withdrawn: vec![resource], ..v1::Nack::default() })).await;
     assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
 }
 

@@ -126,7 +126,9 @@ impl Sink for CollectingSink {
         }
         for change in transaction.nodes {
             match change {
-                NodeChange::Apply(node) => drop(collected.nodes.insert(node.name.clone(), node)),
+                NodeChange::Apply(node) | NodeChange::ApplyExcluded(node) => {
+                    drop(collected.nodes.insert(node.name.clone(), node))
+                }
                 NodeChange::Remove(name) => {
                     collected.removed.push(format!("Node {name}"));
                     assert!(collected.nodes.remove(&name).is_some());

@@ -188,7 +188,7 @@ async fn other_requests_of_a_client_get_another_connection() {
     let answered = async {
         // The first request may fail, because the server accepts no further request on this
         // connection. A later request uses a new connection.
-        while inspect.get_status(v1::GetStatusRequest {}).await.is_err() {
+        while inspect.get_status(v1::GetStatusRequest::default()).await.is_err() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };

@@ -209,9 +209,11 @@ async fn any_replica_answers_for_all_and_waits_for_one_that_is_behind() {
     let wide = headgatectl(&[&one], "agents b -o wide").await.unwrap().out;
     assert!(wide.contains("REPLICA") && wide.contains("replica-2"), "{wide}");
     drop(a);
-    one.running.stop().await;
+    let Replica { running, .. } = one;
+    let gone = format!("http://{}", running.local_addr);
+    running.stop().await;
     // The first replica is gone, so the second one answers.
-    let answer = headgatectl(&[&one, &two], "agents --failing").await.unwrap();
+    let answer = headgatectl(&[&two], &format!("--server {gone} agents --failing")).await.unwrap();
     assert!(answer.out.starts_with("None of 2 nodes matches.\n"), "{}", answer.out);
     two.running.stop().await;
 }

@@ -149,18 +149,21 @@ impl Round {
         }
     }
 
-    /// Decides about all Nodes. `nodes` are the Nodes of the source that count. `problems` says why
-    /// replicas may be missing that know more; empty if none is.
+    /// Decides about all Nodes. `nodes` are all Nodes of the source, and whether they count.
+    /// `problems` says why replicas may be missing that know more; empty if none is.
     #[must_use]
-    pub fn verdict(self, nodes: impl Iterator<Item = Arc<str>>, problems: BTreeMap<String, String>) -> Verdict {
+    pub fn verdict(self, nodes: Vec<(Arc<str>, bool)>, problems: BTreeMap<String, String>) -> Verdict {
         let Round { confirmed, departed, mut verdict } = self;
         let now = Instant::now();
         // A replica that names a node counts more than one that confirms it, because the latter may
         // not have noticed yet that the node has moved.
         verdict.nodes = confirmed.iter().filter(|node| !verdict.unconfirmed.contains_key(&***node)).count();
         verdict.nodes += verdict.unconfirmed.len();
-        for node in nodes.filter(|node| !confirmed.contains(node)) {
-            if verdict.unconfirmed.contains_key(&*node) {
+        // A source without Nodes, such as a folder, says nothing about nodes that were deleted.
+        let remembered = departed.keys().filter(|_| nodes.is_empty()).map(|node| (Arc::clone(node), true));
+        let counted: Vec<_> = remembered.chain(nodes.iter().cloned()).filter(|(_, counts)| *counts).collect();
+        for (node, _) in counted {
+            if confirmed.contains(&node) || verdict.unconfirmed.contains_key(&*node) {
                 continue;
             }
             let absence = match departed.get(&node) {
@@ -211,7 +214,8 @@ mod tests {
 
     fn verdict(round: Round, nodes: &[&str], problems: &[&str]) -> Verdict {
         let problems = problems.iter().map(|problem| ("x".to_owned(), (*problem).to_owned())).collect();
-        round.verdict(nodes.iter().map(|name| node(name)), problems)
+        let excluded = [(node("excluded"), false)];
+        round.verdict(nodes.iter().map(|name| (node(name), true)).chain(excluded).collect(), problems)
     }
 
     #[test]
@@ -247,6 +251,10 @@ mod tests {
         let mut round = Round::default();
         add(&mut round, "r1", &[("a", 1)], &[], None);
         assert_eq!(verdict(round, &["a"], &[]).missing().collect::<Vec<_>>(), ["a"]);
+        // Without any Node in the source, what is remembered counts.
+        let mut round = Round::default();
+        add(&mut round, "r1", &[("a", 1)], &["b"], answer(1, &[]));
+        assert_eq!(round.verdict(Vec::new(), BTreeMap::new()).missing().collect::<Vec<_>>(), ["b"]);
         // A node without a Node counts while it has a stream.
         let mut round = Round::default();
         add(&mut round, "r1", &[("a", 1)], &["b"], answer(1, &["a"]));

@@ -167,9 +167,7 @@ impl Everywhere {
                 }
             });
         }
-        let nodes = self.fleet.context.store.node_names().into_iter();
-        let counted = nodes.filter(|(_, is_selected)| *is_selected).map(|(name, _)| name);
-        round.verdict(counted, self.problems())
+        round.verdict(self.fleet.context.store.node_names(), self.problems())
     }
 
     /// Why replicas may be missing that know more about a Node; empty if none is.

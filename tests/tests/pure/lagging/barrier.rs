@@ -1,12 +1,15 @@
 //! The drain barrier of the model. The decision is real: what the stores say about the endpoints,
 //! and how a round of answers decides. The kernel of the agent's node and the ACKs are lists.
 
-use std::{collections::BTreeSet, net::IpAddr, time::Duration};
+use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
 
-use headgate_control_plane::{serve::Round, store::Usage};
+use headgate_control_plane::{
+    serve::Round,
+    store::{Last, Usage},
+};
 use headgate_core::{Dirty, ServiceKey, State};
 use headgate_node_agent::state::held::Held;
-use headgate_proto::v1::{self, confirm_answer::State as Answered};
+use headgate_proto::v1;
 
 use super::{replica::Replica, source};
 
@@ -52,14 +55,17 @@ impl Barrier {
         let mut opened = 0;
         for (key, address) in source::removed_endpoints() {
             for (asker, replica) in replicas.iter().enumerate().filter(|(_, replica)| replica.is_listed()) {
-                let Usage::UnusedSince(_) = replica.store.usage(&key, address) else { continue };
-                let asked = replicas.iter().enumerate();
+                let Usage::UnusedSince(..) = replica.store.usage(&key, address) else { continue };
                 let is_alone = self.broken == Some(Broken::OthersAreNotAsked);
-                let asked = asked.filter(|(index, _)| !is_alone || *index == asker);
-                let answers = asked.map(|(index, peer)| Some(self.answer(replica, index, peer, &key, address)));
-                let nodes: BTreeSet<_> = (!is_alone).then(|| source::NODE.to_owned()).into_iter().collect();
-                let (missing, _) = Round::of(answers.collect(), true).missing(&nodes, Duration::MAX);
-                if missing.is_empty() {
+                let node: Arc<str> = source::NODE.into();
+                let mut round = Round::default();
+                for (index, peer) in replicas.iter().enumerate().filter(|(index, _)| !is_alone || *index == asker) {
+                    let roster = self.acked[index].iter().map(|_| (&node, 1, None));
+                    round.add("replica", roster, Some(self.answer(replica, index, peer, &key, address)));
+                }
+                let nodes = if is_alone { vec![("other".into(), false)] } else { vec![(Arc::clone(&node), true)] };
+                let unknown = BTreeMap::from([("replicas".to_owned(), "they are young".to_owned())]);
+                if round.verdict(nodes, unknown).holds() {
                     opened += 1;
                     let has = self.kernel.entry(&key).is_some_and(|entry| entry.endpoints().contains_key(&address));
                     assert!(!has, "the barrier opens for {key} {address}, and the kernel still has the endpoint");
@@ -77,19 +83,22 @@ impl Barrier {
         peer: &Replica,
         key: &ServiceKey,
         address: IpAddr,
-    ) -> v1::ConfirmAnswer {
+    ) -> v1::QuestionAnswer {
         let is_behind = peer.store.behind(&asker.store.changed_positions()).is_some();
         let since = match peer.store.usage(key, address) {
-            Usage::UnusedSince(since) if peer.is_listed() && !is_behind => Some(since),
+            Usage::UnusedSince(since, Last::No) if peer.is_listed() && !is_behind => Some(since),
             _ => None,
         };
-        let mut answer = v1::ConfirmAnswer { uptime_ms: 1, ..v1::ConfirmAnswer::default() };
-        answer.set_state(if since.is_some() { Answered::Unusable } else { Answered::InUse });
+        let mut answer = v1::QuestionAnswer { roster: 1, ..v1::QuestionAnswer::default() };
+        if since.is_none() {
+            "the endpoint is in use".clone_into(&mut answer.problem);
+        }
         if let Some(acked) = self.acked[index] {
             let is_confirmed = since.is_some_and(|since| acked.is_some_and(|acked| acked >= since))
                 || self.broken == Some(Broken::AnyStreamConfirms) && since.is_some();
-            let list = if is_confirmed { &mut answer.confirmed } else { &mut answer.unconfirmed };
-            list.push(source::NODE.to_owned());
+            if !is_confirmed {
+                answer.unconfirmed.push(v1::Laggard { node: source::NODE.to_owned(), ..v1::Laggard::default() });
+            }
         }
         answer
     }

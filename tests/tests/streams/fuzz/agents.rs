@@ -55,7 +55,12 @@ fn answers() -> Vec<u8> {
     };
     [
         Body::Ack(ack(1)),
-        Body::Nack(v1::Nack { version: 1, rejections: vec![rejection; 3], withdrawn: vec!["Service shop/old".into()] }),
+        Body::Nack(v1::Nack {
+            version: 1,
+            rejections: vec![rejection; 3],
+            withdrawn: vec!["Service shop/old".into()],
+            in_force: 3,
+        }),
         Body::ApplyFailed(v1::ApplyFailed { version: 1, error: "iptables-restore: busy".into(), attempts: 2 }),
         Body::Status(v1::AgentStatus { backend: "ipvs".into(), ..v1::AgentStatus::default() }),
         Body::Ack(ack(2)),

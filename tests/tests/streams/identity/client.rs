@@ -149,7 +149,7 @@ impl Connected {
 
     pub(crate) async fn inspect(&self) -> Result<v1::GetStatusResponse, Status> {
         let mut client = InspectClient::new(self.channel.clone());
-        Ok(client.get_status(v1::GetStatusRequest {}).await?.into_inner())
+        Ok(client.get_status(v1::GetStatusRequest::default()).await?.into_inner())
     }
 
     /// Watches changes from now on.

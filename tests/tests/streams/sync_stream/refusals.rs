@@ -94,7 +94,7 @@ async fn the_certificate_decides_which_node_an_agent_may_name() {
     }
     assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"permission_denied\"}"), 2);
     let mut inspect = InspectClient::new(reader.unwrap());
-    assert_eq!(inspect.get_status(v1::GetStatusRequest {}).await.unwrap().into_inner().services, 1);
+    assert_eq!(inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner().services, 1);
 
     // The replica refuses a client without a certificate, and a client with a certificate of
     // another authority.

@@ -51,7 +51,7 @@ impl Watching {
         std::fs::write(&path, kubeconfig).unwrap();
         let (sink, shutdown) = (Arc::new(CollectingSink::default()), CancellationToken::new());
         let dyn_sink = Arc::clone(&sink) as Arc<dyn Sink>;
-        let settings = SourceSettings { kubeconfig: Some(path), watch_silence, reads_pods: false };
+        let settings = SourceSettings { kubeconfig: Some(path), watch_silence, ..SourceSettings::default() };
         let task = tokio::spawn(source::run(SourceSpec::Kubernetes, settings, dyn_sink, shutdown.clone()));
         Self { sink, shutdown, task, _kubeconfig: folder }
     }
