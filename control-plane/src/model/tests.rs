@@ -48,7 +48,7 @@ impl Bench {
         for node in nodes {
             match node {
                 NodeChange::Apply(node) | NodeChange::ApplyExcluded(node) => {
-                    drop(self.nodes.insert(node.name.clone(), node))
+                    drop(self.nodes.insert(node.name.clone(), node));
                 }
                 NodeChange::Remove(name) => drop(self.nodes.remove(&name)),
             }

@@ -3,7 +3,7 @@
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
-use headgate_core::dns_name::check_subdomain;
+use headgate_core::{ServiceKey, dns_name::check_subdomain};
 use headgate_proto::v1::{self, barrier_answer::Result as Outcome, question::Wanted};
 use tokio::time::{Instant, sleep_until};
 
@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     objects::PodId,
-    store::{NoPod, PodEndpoints, PodName, Topic},
+    store::{Last, NoPod, PodEndpoints, PodName, Topic, Usage},
 };
 
 /// The longest wait for an answer.
@@ -103,17 +103,28 @@ impl Barrier {
         self.everywhere.hurry();
         loop {
             let endpoints = match self.until_unused(pod, deadline).await {
-                Ok(endpoints) => {
-                    endpoints.endpoints.iter().map(|(key, address)| ((**key).clone(), Some(*address))).collect()
-                }
+                Ok(endpoints) => endpoints.endpoints,
                 Err(reason) => return Ok(self.incomplete(reason)),
             };
+            // No node stops to use an endpoint that is the last one everywhere.
+            let is_last = |(key, address): &(Arc<ServiceKey>, IpAddr)| {
+                matches!(self.fleet.context.store.usage(key, *address), Usage::UnusedSince(_, Last::Everywhere))
+            };
+            let stopping = endpoints.iter().filter(|endpoint| !is_last(endpoint));
+            let stopping: Vec<_> = stopping.map(|(key, address)| ((**key).clone(), Some(*address))).collect();
             let limit = (Instant::now() + silent).min(deadline);
-            let verdict = self.everywhere.until(Wanted::Unusable, endpoints, limit, |_| false).await;
+            let mut verdict = match stopping.is_empty() {
+                true => Verdict::default(),
+                false => self.everywhere.until(Wanted::Unusable, stopping, limit, |_| false).await,
+            };
             // The pod may be in use again meanwhile.
-            let is_unused = matches!(self.question(pod).seen(&self.fleet), Seen::Since(..));
-            if is_unused || !verdict.holds() {
-                return Ok(answer(&verdict));
+            match self.question(pod).seen(&self.fleet) {
+                Seen::NotYet(_) if verdict.holds() => {}
+                Seen::Since(_, lasts) if !lasts.is_empty() => {
+                    verdict.last = lasts.join("; ");
+                    return Ok(answer(&verdict));
+                }
+                _ => return Ok(answer(&verdict)),
             }
         }
     }

@@ -107,7 +107,7 @@ async fn errors_name_the_node_and_the_remedy() {
     let mut client = agent(&replica, "a").await;
     let (code, text) = refused(ask(&replica, "b", status_query())).await;
     assert_eq!(code, Code::NotFound);
-    assert!(text.contains("node \"b\"") && text.contains("replica replica-1: ask the other replicas"), "{text}");
+    assert!(text.contains("node \"b\"") && text.contains("has no stream to any replica"), "{text}");
 
     let mut old = hello("old", None);
     if let Some(Body::Hello(hello)) = &mut old.body {

@@ -146,7 +146,8 @@ impl Inspector {
                 Some(absence) => self.everywhere.absent_agent(node, *absence).reason,
                 None => "no Node and no agent of this name is known: check the name".to_owned(),
             };
-            Status::not_found(format!("node {node:?}: {reason}; if it should have an agent, look at the agent's log"))
+            let text = format!("node {node:?} has no stream to any replica: {reason}; look at the log of its agent");
+            Status::not_found(text)
         })
     }
 

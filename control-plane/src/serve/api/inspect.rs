@@ -188,8 +188,16 @@ impl Inspect for Inspector {
         let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
         let wait = Wait::new(request.into_inner())?;
         let (fleet, everywhere) = (Arc::clone(&self.fleet), Arc::clone(&self.everywhere));
-        let answer = async move { Ok(wait.answer(&fleet, &everywhere).await) };
-        Ok(Response::new(Box::pin(stream::once(answer).take_until(Expiry::passed(expiry)))))
+        let answer = async move {
+            tokio::select! {
+                answer = wait.answer(&fleet, &everywhere) => Ok(answer),
+                () = Expiry::passed(expiry) => Err(match expiry.and_then(Expiry::due) {
+                    Some(denied) => denied.into(),
+                    None => Status::unauthenticated("the certificate has expired"),
+                }),
+            }
+        };
+        Ok(Response::new(Box::pin(stream::once(answer))))
     }
 
     async fn query_node(

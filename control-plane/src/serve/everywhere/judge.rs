@@ -56,20 +56,24 @@ pub struct Verdict {
     pub problems: BTreeMap<String, String>,
     /// The version at the asking replica.
     pub version: u64,
+    /// The source has no Nodes, and a replica is missing, whose agents nobody knows.
+    pub is_blind: bool,
 }
 
 impl Verdict {
     /// Returns true if all Nodes are confirmed, except those that never had an agent.
     #[must_use]
     pub fn holds(&self) -> bool {
-        self.unconfirmed.is_empty() && self.absent.values().all(|absence| *absence == Absence::Never)
+        !self.is_blind && self.unconfirmed.is_empty() && self.absent.values().all(|absence| *absence == Absence::Never)
     }
 
     /// Returns true if it is of no use to wait: only agents are missing that never acknowledge.
     #[must_use]
     pub fn is_final(&self) -> bool {
         let is_waited_for = |absence: &Absence| *absence != Absence::Never;
-        !self.absent.values().any(is_waited_for) && self.unconfirmed.values().all(|laggard| laggard.is_stalled)
+        !self.is_blind
+            && !self.absent.values().any(is_waited_for)
+            && self.unconfirmed.values().all(|laggard| laggard.is_stalled)
     }
 
     /// The names of the nodes that prevent the statement.
@@ -152,7 +156,7 @@ impl Round {
     /// Decides about all Nodes. `nodes` are all Nodes of the source, and whether they count.
     /// `problems` says why replicas may be missing that know more; empty if none is.
     #[must_use]
-    pub fn verdict(self, nodes: Vec<(Arc<str>, bool)>, problems: BTreeMap<String, String>) -> Verdict {
+    pub fn verdict(self, nodes: &[(Arc<str>, bool)], problems: BTreeMap<String, String>) -> Verdict {
         let Round { confirmed, departed, mut verdict } = self;
         let now = Instant::now();
         // A replica that names a node counts more than one that confirms it, because the latter may
@@ -215,7 +219,8 @@ mod tests {
     fn verdict(round: Round, nodes: &[&str], problems: &[&str]) -> Verdict {
         let problems = problems.iter().map(|problem| ("x".to_owned(), (*problem).to_owned())).collect();
         let excluded = [(node("excluded"), false)];
-        round.verdict(nodes.iter().map(|name| (node(name), true)).chain(excluded).collect(), problems)
+        let nodes = nodes.iter().map(|name| (node(name), true)).chain(excluded).collect::<Vec<_>>();
+        round.verdict(&nodes, problems)
     }
 
     #[test]
@@ -254,7 +259,7 @@ mod tests {
         // Without any Node in the source, what is remembered counts.
         let mut round = Round::default();
         add(&mut round, "r1", &[("a", 1)], &["b"], answer(1, &[]));
-        assert_eq!(round.verdict(Vec::new(), BTreeMap::new()).missing().collect::<Vec<_>>(), ["b"]);
+        assert_eq!(round.verdict(&[], BTreeMap::new()).missing().collect::<Vec<_>>(), ["b"]);
         // A node without a Node counts while it has a stream.
         let mut round = Round::default();
         add(&mut round, "r1", &[("a", 1)], &["b"], answer(1, &["a"]));

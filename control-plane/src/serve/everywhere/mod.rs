@@ -1,8 +1,8 @@
 //! What all nodes have programmed, as all replicas together know it (discovery.proto, sections 16
 //! and 18). `wait`, the drain barrier and the readiness gate ask here.
 //!
-//! `replicas.rs` follows the other replicas. `here.rs` answers for this replica. `judge.rs` combines
-//! the answers of one round to a verdict.
+//! `replicas.rs` follows the other replicas. `here.rs` answers for this replica. `judge.rs`
+//! combines the answers of one round to a verdict.
 
 mod here;
 mod judge;
@@ -94,8 +94,9 @@ impl Everywhere {
         self.started.elapsed()
     }
 
-    /// Asks all replicas until the answer is yes, until it is of no use to wait, until `is_enough`,
-    /// or until `limit`. The source of each replica must have reached the positions that this replica has now.
+    /// Asks all replicas until the answer is yes, until it is of no use to wait, until
+    /// `is_enough`, or until `limit`. The source of each replica must have reached the positions
+    /// that this replica has now.
     pub(crate) async fn until(
         &self,
         wanted: Wanted,
@@ -167,7 +168,9 @@ impl Everywhere {
                 }
             });
         }
-        round.verdict(self.fleet.context.store.node_names(), self.problems())
+        let nodes = self.fleet.context.store.node_names();
+        let is_blind = nodes.is_empty() && self.replicas.as_ref().is_some_and(|replicas| replicas.is_any_missing());
+        Verdict { is_blind, ..round.verdict(&nodes, self.problems()) }
     }
 
     /// Why replicas may be missing that know more about a Node; empty if none is.

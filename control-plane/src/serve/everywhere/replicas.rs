@@ -181,12 +181,25 @@ impl Replicas {
             problems.insert(format!("replica {name}"), text);
         }
         let known = self.known();
-        if known.callers.keys().any(|epoch| !joined.contains(epoch)) {
+        if problems.is_empty() && known.callers.keys().any(|epoch| !joined.contains(epoch)) {
             let text = "a replica is connected to this one, and none of these names leads to it".to_owned();
             problems.insert("--peers".into(), text);
         }
         problems.extend(known.resolve_problem.clone().map(|problem| ("--peers".to_owned(), problem)));
         problems
+    }
+
+    /// True if some replica is known and not joined, so that its agents are unknown.
+    pub(super) fn is_any_missing(&self) -> bool {
+        let (mut joined, mut is_missing) = (Vec::new(), false);
+        for link in self.links() {
+            link.look(|replica| match replica {
+                Ok(replica) => joined.push(replica.identity.epoch),
+                Err(_) => is_missing = true,
+            });
+        }
+        let known = self.known();
+        is_missing || known.resolve_problem.is_some() || known.callers.keys().any(|epoch| !joined.contains(epoch))
     }
 
     /// Notes that another replica has joined this one, until the result is dropped.

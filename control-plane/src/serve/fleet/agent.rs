@@ -19,7 +19,8 @@ use headgate_proto::v1;
 use super::{
     Answers, End, Queries, Record,
     progress::{Counted, Progress},
-    record::{clip, programmed},
+    record::programmed,
+    rejections::clip,
 };
 use crate::{
     serve::context::{Context, Signal, milliseconds},

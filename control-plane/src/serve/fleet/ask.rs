@@ -13,7 +13,7 @@ use tonic::Status;
 use super::{
     Agent, Fleet,
     queries::{Parts, stream_ended},
-    record::clip,
+    rejections::clip,
 };
 
 /// The maximum number of unanswered queries of a replica.

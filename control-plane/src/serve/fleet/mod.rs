@@ -31,8 +31,8 @@ pub(crate) use self::{
     lateness::Lateness,
     progress::Progress,
     queries::Queries,
-    record::{Record, clip},
-    rejections::Rejections,
+    record::Record,
+    rejections::{Rejections, clip},
     roster::Roster,
 };
 use super::context::Context;

@@ -9,13 +9,10 @@ use std::{
 use headgate_core::{ServiceKey, node_state::Reported};
 use headgate_proto::v1;
 
-use super::rejections::Rejections;
+use super::rejections::{Rejections, clip};
 
 /// The maximum number of stored items of each list that an agent sent.
 const MAX_LISTED: usize = 64;
-
-/// The maximum stored length of a text that an agent sent, in bytes.
-const MAX_TEXT_BYTES: usize = 512;
 
 /// The maximum number of stored differences.
 const MAX_DRIFT: usize = 5;
@@ -204,11 +201,6 @@ pub(crate) fn programmed(ack: &v1::Ack, now: Instant) -> Vec<(u64, Instant)> {
     found
 }
 
-/// Cuts a text of a peer to a bounded length, at the boundary of a character.
-pub(crate) fn clip(text: &str) -> &str {
-    &text[..text.floor_char_boundary(MAX_TEXT_BYTES)]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -251,13 +243,5 @@ mod tests {
         assert!(record.has_drift(), "the agent does not see what the replica sees");
         record.verified_on_request(&requested(1, true));
         assert!(!record.has_drift());
-    }
-
-    #[test]
-    fn texts_from_a_peer_are_cut_between_characters() {
-        let text = "ä".repeat(MAX_TEXT_BYTES);
-        assert_eq!(clip(&text).len(), MAX_TEXT_BYTES);
-        assert_eq!(clip(&format!("a{text}")).len(), MAX_TEXT_BYTES - 1);
-        assert_eq!(clip("short"), "short");
     }
 }

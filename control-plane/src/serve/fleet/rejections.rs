@@ -9,7 +9,8 @@ use std::{
 use headgate_core::ServiceKey;
 use headgate_proto::v1;
 
-use super::record::clip;
+/// The maximum stored length of a text that an agent sent, in bytes.
+const MAX_TEXT_BYTES: usize = 512;
 
 /// The maximum number of rejections that people see.
 const MAX_SHOWN: usize = 64;
@@ -110,6 +111,11 @@ fn service_of(resource: &str) -> u64 {
     }
 }
 
+/// Cuts a text of a peer to a bounded length, at the boundary of a character.
+pub(crate) fn clip(text: &str) -> &str {
+    &text[..text.floor_char_boundary(MAX_TEXT_BYTES)]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -162,5 +168,13 @@ mod tests {
         let mut rejections = Rejections::default();
         rejections.nack(&nack(&services(0..1), &[], 2));
         assert!(rejections.concern(&ServiceKey::new("test", "other")));
+    }
+
+    #[test]
+    fn texts_from_a_peer_are_cut_between_characters() {
+        let text = "ä".repeat(MAX_TEXT_BYTES);
+        assert_eq!(clip(&text).len(), MAX_TEXT_BYTES);
+        assert_eq!(clip(&format!("a{text}")).len(), MAX_TEXT_BYTES - 1);
+        assert_eq!(clip("short"), "short");
     }
 }

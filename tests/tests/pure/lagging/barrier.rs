@@ -65,7 +65,7 @@ impl Barrier {
                 }
                 let nodes = if is_alone { vec![("other".into(), false)] } else { vec![(Arc::clone(&node), true)] };
                 let unknown = BTreeMap::from([("replicas".to_owned(), "they are young".to_owned())]);
-                if round.verdict(nodes, unknown).holds() {
+                if round.verdict(&nodes, unknown).holds() {
                     opened += 1;
                     let has = self.kernel.entry(&key).is_some_and(|entry| entry.endpoints().contains_key(&address));
                     assert!(!has, "the barrier opens for {key} {address}, and the kernel still has the endpoint");

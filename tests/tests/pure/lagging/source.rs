@@ -174,7 +174,9 @@ impl History {
         for event in Self::base().into_iter().chain(events) {
             match event {
                 Event::Change(change) => drop(state.apply(change, &mut Dirty::default())),
-                Event::Node(NodeChange::Apply(node) | NodeChange::ApplyExcluded(node)) => drop(nodes.insert(Arc::clone(&node.name), node)),
+                Event::Node(NodeChange::Apply(node) | NodeChange::ApplyExcluded(node)) => {
+                    drop(nodes.insert(Arc::clone(&node.name), node))
+                }
                 Event::Node(NodeChange::Remove(name)) => drop(nodes.remove(&name)),
             }
         }
