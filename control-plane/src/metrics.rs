@@ -111,6 +111,7 @@ pub struct Metrics {
     verifications: Family<Outcome, Total>,
     drifting: Level,
     absent: Family<Reason, Level>,
+    peer_questions: Total,
     enrolments: Family<Outcome, Total>,
     enrolment_keys: Family<Outcome, Total>,
     barriers_waiting: Level,
@@ -200,6 +201,7 @@ impl Default for Metrics {
             barriers: add.add("barrier_answers", "Answers to pods that stop and ask when no node sends new connections to them, by result"),
             verifications: add.add("node_verifications", "Nodes that were verified on request (headgatectl verify), by result: verified, drift (something differs), or unverified (a part could not be compared)"),
             drifting: add.add("control_plane_drifting_agents", "Agents whose last verification, as they report it, found a difference between the kernel and what it should forward"),
+            peer_questions: add.add("peer_questions", "Questions of other replicas about what all nodes have programmed"),
             absent: add.add("control_plane_nodes_absent", "Nodes that should have an agent and have no stream to any replica, by reason: lost (a replica remembers a stream), unknown (replicas may be missing that know more), or never (no replica has ever had a stream). All replicas report the same Nodes"),
             enrolments: add.add("enrolments", "Attempts of agents to get a certificate (--enrolment-listen), by result"),
             enrolment_keys: add.add("enrolment_keys", "Readings of the API server's keys for tokens (--enrolment-listen), by result"),
@@ -390,6 +392,10 @@ impl Metrics {
 
     pub(crate) fn set_drifting(&self, agents: usize) {
         self.drifting.set(level(agents));
+    }
+
+    pub(crate) fn count_peer_question(&self) {
+        self.peer_questions.inc();
     }
 
     pub(crate) fn set_absent(&self, reason: &'static str, nodes: usize) {

@@ -179,7 +179,8 @@ impl Barrier {
         }
         let limit = (Instant::now() + silent).min(deadline);
         let verdict = self.everywhere.until(Wanted::Unusable, Vec::new(), limit, |_| false).await;
-        Ok(answer(&verdict))
+        // Now no node has an endpoint of the pod.
+        if verdict.holds() { Err(problem) } else { Ok(answer(&verdict)) }
     }
 
     fn question(&self, pod: PodId) -> Question {

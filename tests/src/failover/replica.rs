@@ -105,7 +105,8 @@ impl Replica {
     /// The replica does not answer.
     pub async fn agents(&self) -> Result<Vec<AgentInfo>> {
         let mut client = InspectClient::connect(self.url()).await.context("connecting to a replica")?;
-        let mut stream = client.list_agents(ListAgentsRequest::default()).await?.into_inner();
+        let mut stream =
+            client.list_agents(ListAgentsRequest { only_this_replica: true, ..Default::default() }).await?.into_inner();
         let mut agents = Vec::new();
         while let Some(agent) = stream.message().await? {
             agents.push(agent);

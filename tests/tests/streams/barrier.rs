@@ -22,36 +22,36 @@ use crate::client::{Client, channel};
 use crate::replica::{Replica, key, service, settings};
 
 /// The pod that stops. It is an endpoint of service 1 on node a.
-const POD: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 1);
+pub(crate) const POD: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 1);
 /// Another endpoint, on node b.
-const OTHER: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 2);
-const TERMINATING: Conditions = Conditions { ready: false, serving: true, terminating: true };
+pub(crate) const OTHER: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 2);
+pub(crate) const TERMINATING: Conditions = Conditions { ready: false, serving: true, terminating: true };
 
 /// Two replicas with the same source, and the position of the last change.
-struct Pair {
-    replicas: [Replica; 2],
-    position: u64,
+pub(crate) struct Pair {
+    pub(crate) replicas: [Replica; 2],
+    pub(crate) position: u64,
 }
 
-fn endpoint(address: Ipv4Addr, node: &str, conditions: Conditions) -> Change {
+pub(crate) fn endpoint(address: Ipv4Addr, node: &str, conditions: Conditions) -> Change {
     let mut endpoint = Endpoint::new(address.into(), Arc::new([EndpointPort::new("http", Protocol::Tcp, 8080)]));
     endpoint.placement = Placement::on(node).into();
     endpoint.conditions = conditions;
     Change::Endpoint(key(1), endpoint)
 }
 
-fn removed() -> Change {
+pub(crate) fn removed() -> Change {
     Change::RemoveEndpoint(key(1), POD.into())
 }
 
-fn apply(node: &str) -> NodeChange {
+pub(crate) fn apply(node: &str) -> NodeChange {
     let (name, zone) = (node.into(), None);
     NodeChange::Apply(Node { name, zone, pod_cidrs: Vec::new(), addresses: Vec::new(), going_away: false })
 }
 
 impl Pair {
     /// Starts two replicas whose source has the nodes a, b and c, and both endpoints.
-    async fn start(uncovered_after: Duration) -> Self {
+    pub(crate) async fn start(uncovered_after: Duration) -> Self {
         static NUMBER: AtomicU8 = AtomicU8::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let [high, low] = u16::try_from(std::process::id() % 65_536).unwrap().to_be_bytes();
@@ -81,25 +81,25 @@ impl Pair {
         pair
     }
 
-    fn commit(&self, replica: usize, changes: Vec<Change>, nodes: Vec<NodeChange>) {
+    pub(crate) fn commit(&self, replica: usize, changes: Vec<Change>, nodes: Vec<NodeChange>) {
         let changes = changes.into_iter().map(|change| TriggeredChange { change, trigger_unix_ms: 0 }).collect();
         let positions = vec![(SourceKind::EndpointSlices, self.position)];
         self.replicas[replica].store.commit(Transaction { changes, nodes, positions, ..Transaction::default() });
     }
 
     /// Makes a change at one replica, whose source is then ahead of the other.
-    fn change(&mut self, replica: usize, change: Change) {
+    pub(crate) fn change(&mut self, replica: usize, change: Change) {
         self.position += 1;
         self.commit(replica, vec![change], Vec::new());
     }
 
     /// Makes the last change at the other replica too.
-    fn follow(&self, replica: usize, change: Change) {
+    pub(crate) fn follow(&self, replica: usize, change: Change) {
         self.commit(replica, vec![change], Vec::new());
     }
 
     /// Opens the stream of a node that has everything in its kernel.
-    async fn agent(&self, replica: usize, node: &str) -> Client {
+    pub(crate) async fn agent(&self, replica: usize, node: &str) -> Client {
         let replica = &self.replicas[replica];
         let mut client = Client::open(channel(replica.running.local_addr).await, node, None).await.unwrap();
         client.reach(replica.store.version()).await;
@@ -109,30 +109,30 @@ impl Pair {
 }
 
 /// Programs the newest version of a replica.
-async fn program(replica: &Replica, client: &mut Client) {
+pub(crate) async fn program(replica: &Replica, client: &mut Client) {
     let version = replica.store.version();
     client.until(|client| client.held.version >= version).await;
     client.ack().await;
 }
 
-fn request(address: Ipv4Addr, timeout_ms: u64, silent_ms: u64) -> v1::BarrierRequest {
+pub(crate) fn request(address: Ipv4Addr, timeout_ms: u64, silent_ms: u64) -> v1::BarrierRequest {
     let address = address.octets().to_vec().into();
     v1::BarrierRequest { id: 1, address, timeout_ms, silent_ms, ..v1::BarrierRequest::default() }
 }
 
-async fn answer(client: &mut Client) -> v1::BarrierAnswer {
+pub(crate) async fn answer(client: &mut Client) -> v1::BarrierAnswer {
     client.until(|client| !client.barriers.is_empty()).await;
     client.barriers.remove(0)
 }
 
 /// Asserts that no answer arrives for a while. If an answer came too early, it would come in this
 /// time.
-async fn assert_waits(client: &mut Client) {
+pub(crate) async fn assert_waits(client: &mut Client) {
     let early = tokio::time::timeout(Duration::from_millis(400), client.until(|client| !client.barriers.is_empty()));
     assert!(early.await.is_err(), "the barrier answers too early: {:?}", client.barriers);
 }
 
-const NEVER: Duration = Duration::from_secs(600);
+pub(crate) const NEVER: Duration = Duration::from_secs(600);
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_barrier_waits_for_each_node_at_each_replica() {

@@ -5,6 +5,7 @@
 mod apiserver;
 mod barrier;
 mod client;
+mod everywhere;
 mod files_source;
 mod fleet;
 mod fuzz;

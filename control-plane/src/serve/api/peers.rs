@@ -160,6 +160,7 @@ impl Joined {
             let _ = self.messages.send(Err(Status::resource_exhausted(text))).await;
             return None;
         }
+        self.fleet.context.metrics.count_peer_question();
         let id = question.id;
         let until = Instant::now() + Duration::from_millis(question.wait_ms).min(MAX_WAIT);
         let question = match from_wire(&question) {

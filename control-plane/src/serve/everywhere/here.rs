@@ -114,7 +114,10 @@ pub(super) fn hurry(fleet: &Fleet) {
 /// Answers a question: as soon as all agents are confirmed that acknowledge, or at `until`.
 pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -> v1::QuestionAnswer {
     let store = &fleet.context.store;
-    hurry(fleet);
+    // Nobody has checked that a pod without endpoints exists.
+    if question.wanted == Wanted::Hurry || !question.endpoints.is_empty() {
+        hurry(fleet);
+    }
     let (begun, services) = (Instant::now(), question.services());
     let (mut members, mut moves, mut source) = (fleet.progress().members(), store.moves(), store.watch_source());
     let interest = store.interest(question.topics());

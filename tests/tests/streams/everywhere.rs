@@ -1,0 +1,321 @@
+//! What all nodes have programmed, as two replicas know it together (discovery.proto, sections 16
+//! and 18): cases in which statements were false before replicas knew each other.
+
+use std::{net::Ipv4Addr, time::Duration};
+
+use headgate_control_plane::{
+    objects::PodId,
+    serve::{PeerSettings, Security, Settings},
+    transaction::{NodeChange, PodChange, Sink as _, Transaction},
+};
+use headgate_core::{Change, Conditions, Service, TrafficPolicy};
+use headgate_proto::v1::{self, agent_message::Body, barrier_answer::Result as Outcome, inspect_client::InspectClient};
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+use crate::{
+    barrier::{NEVER, OTHER, POD, Pair, TERMINATING, answer, apply, assert_waits, endpoint, program, removed, request},
+    client::{Client, channel},
+    replica::{Replica, key, service, settings},
+};
+
+fn nack(rejected: &[String], withdrawn: &[String], in_force: usize) -> Body {
+    let rejection = |resource: &String| v1::Rejection { resource: resource.clone(), ..v1::Rejection::default() };
+    let rejections = rejected.iter().map(rejection).collect();
+    Body::Nack(v1::Nack { version: 1, rejections, withdrawn: withdrawn.to_vec(), in_force: in_force as u64 })
+}
+
+async fn inspect(replica: &Replica) -> InspectClient<tonic::transport::Channel> {
+    InspectClient::new(channel(replica.running.local_addr).await)
+}
+
+/// The nodes that a replica lists, with their states.
+async fn agents(replica: &Replica) -> Vec<(String, String)> {
+    let mut items = inspect(replica).await.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
+    let mut found = Vec::new();
+    while let Some(agent) = items.message().await.unwrap() {
+        found.push((agent.node, agent.state));
+    }
+    found
+}
+
+/// Waits until a replica lists these nodes in these states.
+async fn until_agents(replica: &Replica, wanted: &[(&str, &str)]) {
+    let wanted: Vec<_> = wanted.iter().map(|(node, state)| ((*node).to_owned(), (*state).to_owned())).collect();
+    let mut found = Vec::new();
+    for _ in 0..600 {
+        found = agents(replica).await;
+        if found == wanted {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    panic!("{found:?}, and not {wanted:?}");
+}
+
+/// The page of metrics, which the replica refreshes for each request.
+async fn metrics_page(replica: &Replica) -> String {
+    let mut stream = tokio::net::TcpStream::connect(replica.running.metrics_addr.unwrap()).await.unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").await.unwrap();
+    let mut page = String::new();
+    stream.read_to_string(&mut page).await.unwrap();
+    page
+}
+
+/// Removes the endpoint at both replicas, whose three agents program it.
+async fn all_programmed(pair: &mut Pair) -> [Client; 3] {
+    let mut agents = [pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await];
+    pair.change(0, removed());
+    pair.follow(1, removed());
+    for (client, replica) in agents.iter_mut().zip([0, 1, 1]) {
+        program(&pair.replicas[replica], client).await;
+    }
+    agents
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rejections_beyond_those_that_are_shown_prevent_every_statement_about_their_service() {
+    let mut pair = Pair::start(NEVER).await;
+    let [mut a, b, _c] = all_programmed(&mut pair).await;
+    let own = "Service default/service-1".to_owned();
+    let others: Vec<String> = (0..79).map(|number| format!("Service default/other-{number}")).collect();
+    let all: Vec<String> = std::iter::once(own.clone()).chain(others.iter().cloned()).collect();
+    b.send(nack(&all, &[], 80)).await;
+    b.send(nack(&[], &others[78..], 79)).await;
+    until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "failing"), ("c", "up_to_date")]).await;
+    a.send(Body::Barrier(request(POD, 60_000, 700))).await;
+    let found = answer(&mut a).await;
+    assert_eq!((found.result(), found.unconfirmed), (Outcome::Incomplete, vec!["b".to_owned()]));
+    // The agent withdraws it, and rejects more than any replica remembers.
+    let many: Vec<String> = (0..5_000).map(|number| format!("Service default/many-{number}")).collect();
+    b.send(nack(&many, &[own], 5_078)).await;
+    a.send(Body::Barrier(request(POD, 60_000, 700))).await;
+    let found = answer(&mut a).await;
+    assert_eq!((found.result(), found.unconfirmed), (Outcome::Incomplete, vec!["b".to_owned()]));
+    b.send(nack(&[], &many, 78)).await;
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rejection_that_was_lost_on_its_way_prevents_every_statement() {
+    let mut pair = Pair::start(NEVER).await;
+    let [mut a, b, _c] = all_programmed(&mut pair).await;
+    b.send(nack(&[], &[], 1)).await;
+    until_agents(&pair.replicas[1], &[("a", "up_to_date"), ("b", "failing"), ("c", "up_to_date")]).await;
+    a.send(Body::Barrier(request(POD, 60_000, 700))).await;
+    assert_eq!(answer(&mut a).await.unconfirmed, ["b"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_nodes_of_a_replica_that_stops_count_until_they_return() {
+    let mut pair = Pair::start(Duration::ZERO).await;
+    let [mut a, _b, _c] = all_programmed(&mut pair).await;
+    until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "up_to_date"), ("c", "up_to_date")]).await;
+    let Pair { replicas: [first, second], .. } = pair;
+    second.running.stop().await;
+    until_agents(&first, &[("a", "up_to_date"), ("b", "no_agent"), ("c", "no_agent")]).await;
+    a.send(Body::Barrier(request(POD, 60_000, 700))).await;
+    let found = answer(&mut a).await;
+    assert_eq!((found.result(), found.unconfirmed), (Outcome::Incomplete, vec!["b".to_owned(), "c".to_owned()]));
+    let status = inspect(&first).await.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
+    let fleet = status.fleet.unwrap();
+    assert_eq!((fleet.nodes, fleet.up_to_date, fleet.no_agent), (3, 1, 2));
+    let page = metrics_page(&first).await;
+    assert!(page.contains("headgate_control_plane_nodes_absent{reason=\"lost\"} 2"), "{page}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_is_deleted_and_created_again_is_remembered() {
+    let mut pair = Pair::start(Duration::from_secs(3_600)).await;
+    let [mut a, b, _c] = all_programmed(&mut pair).await;
+    drop(b);
+    until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "no_agent"), ("c", "up_to_date")]).await;
+    for change in [NodeChange::Remove("b".into()), apply("b")] {
+        for replica in &pair.replicas {
+            replica.store.commit(Transaction { nodes: vec![change.clone()], ..Transaction::default() });
+        }
+    }
+    until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "no_agent"), ("c", "up_to_date")]).await;
+    a.send(Body::Barrier(request(POD, 60_000, 700))).await;
+    let found = answer(&mut a).await;
+    assert_eq!((found.result(), found.unconfirmed), (Outcome::Incomplete, vec!["b".to_owned()]));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replica_that_has_not_listed_does_not_answer_for_a_pod_and_delays_nobody() {
+    let mut pair = Pair::start(NEVER).await;
+    let [mut a, _b, _c] = all_programmed(&mut pair).await;
+    // A third replica joins. Its source is never listed, and it has no agent.
+    let addresses = pair.replicas.each_ref().map(|replica| replica.running.local_addr);
+    let names = addresses.iter().map(|address| (address.ip().to_string(), address.port())).collect();
+    let peers = Some(PeerSettings { names, tls: None });
+    let own = Settings { replica_name: "replica-3".into(), peers, ..settings() };
+    let third = Replica::start_with(own, Security::Plaintext).await;
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+    // It waits until it knows the pod. Before, it refused the request, so the pod ended at once.
+    let mut d = Client::open(channel(third.running.local_addr).await, "a", None).await.unwrap();
+    d.send(Body::Barrier(request(POD, 60_000, 300))).await;
+    assert_waits(&mut d).await;
+    third.store.commit(Transaction { nodes: ["a", "b", "c"].map(apply).into(), ..Transaction::default() });
+    third.store.synced();
+    let found = answer(&mut d).await;
+    assert_ne!(found.result(), Outcome::Refused, "{found:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_local_policy_makes_the_barrier_wait_for_the_nodes_that_do_stop() {
+    let mut pair = Pair::start(NEVER).await;
+    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    let Change::Service(local) = service(1, 80) else { panic!("not a Service") };
+    let local = Change::from(Service { external_traffic_policy: TrafficPolicy::Local, ..(*local).clone() });
+    let stops = endpoint(POD, "a", TERMINATING);
+    for change in [local, stops] {
+        pair.change(0, change.clone());
+        pair.follow(1, change);
+    }
+    program(&pair.replicas[0], &mut a).await;
+    program(&pair.replicas[1], &mut b).await;
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    // Node c still sends to the pod.
+    assert_waits(&mut a).await;
+    program(&pair.replicas[1], &mut c).await;
+    let last = answer(&mut a).await;
+    assert_eq!(last.result(), Outcome::Last);
+    assert!(last.reason.contains("10.0.0.1 is the last endpoint of Service default/service-1 on its node"), "{last:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_endpoint_that_may_return_is_not_drained() {
+    let mut pair = Pair::start(NEVER).await;
+    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    let unready = endpoint(POD, "a", Conditions { ready: false, serving: false, terminating: false });
+    pair.change(0, unready.clone());
+    pair.follow(1, unready);
+    for (client, replica) in [(&mut a, 0), (&mut b, 1), (&mut c, 1)] {
+        program(&pair.replicas[replica], client).await;
+    }
+    a.send(Body::Barrier(request(POD, 900, 900))).await;
+    let found = answer(&mut a).await;
+    assert_eq!(found.result(), Outcome::Incomplete);
+    assert!(found.reason.contains("it may become ready again"), "{found:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn removed_endpoints_of_an_older_pod_do_not_answer_for_a_new_pod_of_the_same_name() {
+    let mut pair = Pair::start(Duration::ZERO).await;
+    let _agents = all_programmed(&mut pair).await;
+    for replica in &pair.replicas {
+        let pods = vec![PodChange { service: key(1), address: POD.into(), pod: None }];
+        replica.store.commit(Transaction { pods, ..Transaction::default() });
+    }
+    let ask = |uid: &str| {
+        let (uid, timeout_ms) = (uid.to_owned(), 700);
+        let (namespace, name) = ("default".to_owned(), "pod".to_owned());
+        v1::DrainPodRequest { namespace, name, timeout_ms, silent_ms: timeout_ms, uid }
+    };
+    let mut client = inspect(&pair.replicas[0]).await;
+    let mut drain = async |uid| {
+        let mut answers = client.drain_pod(ask(uid)).await.unwrap().into_inner();
+        answers.message().await.unwrap().unwrap()
+    };
+    let unknown = drain("").await;
+    assert_eq!(unknown.result(), Outcome::Incomplete);
+    assert!(unknown.reason.contains("give the UID"), "{unknown:?}");
+    // In this test, a pod's UID equals its name.
+    assert_eq!(drain("pod").await.result(), Outcome::Drained);
+    assert_eq!(drain("another").await.result(), Outcome::Refused);
+    assert_ne!(PodId::new("pod", "pod"), PodId::new("another", "pod"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nobody_waits_for_a_node_that_never_acknowledges_after_three_questions() {
+    let mut pair = Pair::start(NEVER).await;
+    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    pair.change(0, removed());
+    pair.follow(1, removed());
+    program(&pair.replicas[0], &mut a).await;
+    program(&pair.replicas[1], &mut c).await;
+    // Node b has received the change, and acknowledges nothing.
+    let version = pair.replicas[1].store.version();
+    b.until(|client| client.held.version >= version).await;
+    for _ in 0..3 {
+        a.send(Body::Barrier(request(POD, 60_000, 3_500))).await;
+        assert_eq!(answer(&mut a).await.unconfirmed, ["b"]);
+    }
+    // Now the answer comes long before the end of the wait.
+    a.send(Body::Barrier(request(POD, 3_000_000, 3_000_000))).await;
+    let found = answer(&mut a).await;
+    assert_eq!((found.result(), &found.unconfirmed[..]), (Outcome::Incomplete, &["b".to_owned()][..]));
+    assert!(found.reason.contains("nobody waits for them"), "{found:?}");
+    b.ack().await;
+    until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "up_to_date"), ("c", "up_to_date")]).await;
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn replicas_with_different_nodes_do_not_ask_each_other_without_a_pause() {
+    let mut pair = Pair::start(NEVER).await;
+    let [mut a, _b, _c] = all_programmed(&mut pair).await;
+    // The first replica knows a Node that the second one does not have, and that has no agent.
+    let nodes = vec![apply("only-here")];
+    pair.replicas[0].store.commit(Transaction { nodes, ..Transaction::default() });
+    let messages = || pair.replicas[1].metric("headgate_peer_questions_total");
+    let before = messages();
+    a.send(Body::Barrier(request(POD, 60_000, 1_000))).await;
+    assert_eq!(answer(&mut a).await.unconfirmed, ["only-here"]);
+    let asked = messages() - before;
+    assert!((1..20).contains(&asked), "{asked} questions");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nodes_that_the_selector_excludes_are_not_missed() {
+    let mut pair = Pair::start(NEVER).await;
+    let [mut a, _b, _c] = all_programmed(&mut pair).await;
+    let NodeChange::Apply(windows) = apply("windows") else { panic!("not a Node") };
+    for replica in &pair.replicas {
+        let nodes = vec![NodeChange::ApplyExcluded(windows.clone())];
+        replica.store.commit(Transaction { nodes, ..Transaction::default() });
+    }
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+    until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "up_to_date"), ("c", "up_to_date")]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn any_replica_answers_queries_about_any_node() {
+    let pair = Pair::start(NEVER).await;
+    let mut b = pair.agent(1, "b").await;
+    until_agents(&pair.replicas[0], &[("a", "no_agent"), ("b", "up_to_date"), ("c", "no_agent")]).await;
+    let asking = tokio::spawn({
+        let mut client = inspect(&pair.replicas[0]).await;
+        async move {
+            let kind = Some(v1::node_query::Kind::Status(v1::NodeStatusQuery {}));
+            let query = Some(v1::NodeQuery { kind });
+            let request = v1::QueryNodeRequest { node: "b".into(), query, only_this_replica: false };
+            client.query_node(request).await?.into_inner().message().await
+        }
+    });
+    b.until(|client| !client.queries.is_empty()).await;
+    let status = v1::NodeStatus { node: "b".into(), ..v1::NodeStatus::default() };
+    let part = Some(v1::NodeAnswer { kind: Some(v1::node_answer::Kind::Status(status)) });
+    let answer = v1::Answer { id: b.queries[0].id, part, is_last: true, ..v1::Answer::default() };
+    b.send(Body::Answer(answer)).await;
+    let answer = asking.await.unwrap().unwrap().unwrap();
+    assert!(matches!(answer.kind, Some(v1::node_answer::Kind::Status(status)) if status.node == "b"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_about_an_unknown_pod_does_not_hurry_the_fleet() {
+    let mut pair = Pair::start(Duration::ZERO).await;
+    let [mut a, _b, _c] = all_programmed(&mut pair).await;
+    until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "up_to_date"), ("c", "up_to_date")]).await;
+    a.send(Body::Barrier(request(Ipv4Addr::new(10, 9, 9, 9), 60_000, 500))).await;
+    assert_eq!(answer(&mut a).await.result(), Outcome::Refused);
+    a.urgent.clear();
+    pair.change(0, endpoint(OTHER, "b", TERMINATING));
+    program(&pair.replicas[0], &mut a).await;
+    assert!(a.urgent.is_empty(), "{:?}", a.urgent);
+}
