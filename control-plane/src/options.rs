@@ -39,9 +39,9 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
 
-    /// Seconds without a change or a bookmark after which a watch is opened again. API servers send
-    /// a bookmark about every minute
-    #[arg(long, value_name = "SECONDS", default_value_t = 150, value_parser = clap::value_parser!(u32).range(1..=3600))]
+    /// Seconds after which the API server has to show that a kind without a change is current. A
+    /// change that does not arrive is noticed within this time and 30 s
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub watch_silence_seconds: u32,
 
     /// Where agents, grpcurl and headgatectl connect (gRPC: Discovery, Inspect, health, reflection)

@@ -151,7 +151,7 @@ pub trait Sink: Send + Sync + 'static {
     fn synced(&self);
 
     /// The source has just shown that the committed objects of a kind are current: it sent a
-    /// complete list, a change or a bookmark.
+    /// complete list, a change or a bookmark, or a version that shows that nothing has changed.
     fn heard(&self, kind: SourceKind);
 
     /// Sets whether the source is cut off: `Some` gives the reason, and `None` means that changes

@@ -32,7 +32,8 @@ pub enum SourceSpec {
 pub struct SourceSettings {
     /// The kubeconfig file; `None` for the in-cluster configuration. Only `kubernetes` uses it.
     pub kubeconfig: Option<PathBuf>,
-    /// The time without a message after which a watch is opened again. Only `kubernetes` uses it.
+    /// The time after which the server has to show that a kind without a change is current: the
+    /// time limit of a watch. Only `kubernetes` uses it.
     pub watch_silence: Duration,
     /// Whether to read pods with the readiness gate of Headgate. Only `kubernetes` uses it.
     pub reads_pods: bool,
@@ -41,9 +42,9 @@ pub struct SourceSettings {
 }
 
 impl SourceSettings {
-    /// The default of `watch_silence`. API servers send a bookmark about every minute, so this
-    /// value tolerates one missing bookmark.
-    pub const DEFAULT_WATCH_SILENCE: Duration = Duration::from_secs(150);
+    /// The default of `watch_silence`. A quiet kind costs one small list and one watch in this
+    /// time, and a change that does not arrive is noticed within this time and 30 s.
+    pub const DEFAULT_WATCH_SILENCE: Duration = Duration::from_secs(60);
 }
 
 impl Default for SourceSettings {

@@ -104,6 +104,8 @@ struct Rule {
 struct Inner {
     rules: Vec<Rule>,
     blocked: BTreeSet<Kind>,
+    /// Kinds whose watches do not end.
+    endless: BTreeSet<Kind>,
     watches: BTreeMap<u64, (Kind, VecDeque<DatedOrder>)>,
     next_watch: u64,
     /// The number of times that faults were cleared. A stalled request waits until this number
@@ -144,6 +146,7 @@ impl Faults {
         let mut inner = lock(&self.inner);
         inner.rules.clear();
         inner.blocked.clear();
+        inner.endless.clear();
         inner.clearings += 1;
     }
 
@@ -157,7 +160,16 @@ impl Faults {
             inner.blocked.insert(kind);
         } else {
             inner.blocked.remove(&kind);
+            inner.endless.remove(&kind);
         }
+    }
+
+    pub(super) fn set_endless(&self, kind: Kind) {
+        lock(&self.inner).endless.insert(kind);
+    }
+
+    pub(super) fn is_endless(&self, kind: Kind) -> bool {
+        lock(&self.inner).endless.contains(&kind)
     }
 
     pub(super) fn is_blocked(&self, kind: Kind) -> bool {

@@ -66,6 +66,9 @@ pub struct Options {
     /// The time between BOOKMARK events on watches that allow them. A real server sends a bookmark
     /// about every minute.
     pub bookmark_interval: Duration,
+    /// Whether watches get bookmarks, apart from the one at the end of a streaming list. A real
+    /// server sends no bookmark to a watch of a kind for which etcd reports no progress.
+    pub bookmarks: bool,
     /// Whether watches may ask for `sendInitialEvents`. If false, the server answers such a watch
     /// with 422, like older servers.
     pub streaming_lists: bool,
@@ -84,6 +87,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             bookmark_interval: Duration::from_secs(60),
+            bookmarks: true,
             streaming_lists: true,
             service_field_selectors: true,
             service_cidrs: true,
@@ -344,12 +348,21 @@ impl ApiServer {
     }
 
     /// Holds back all events of a kind, including initial events and bookmarks, until
-    /// [`Self::release`]. Lists and writes still work.
+    /// [`Self::release`]. Lists and writes still work. A real server behaves in this way if its
+    /// watch cache is stuck, because it then reads lists from etcd.
     pub fn block(&self, kind: Kind) {
         self.shared.faults.set_blocked(kind, true);
     }
 
-    /// Sends the events that [`Self::block`] held back.
+    /// Like [`Self::block`]. In addition, watches do not end at their time limits, as if a proxy
+    /// kept dead connections open.
+    pub fn freeze(&self, kind: Kind) {
+        self.shared.faults.set_endless(kind);
+        self.block(kind);
+        self.shared.store.wake_watches();
+    }
+
+    /// Ends [`Self::block`] and [`Self::freeze`], and sends the events that they held back.
     pub fn release(&self, kind: Kind) {
         self.shared.faults.set_blocked(kind, false);
         self.shared.store.wake_watches();

@@ -121,7 +121,7 @@ impl Session {
             cursor,
             initial,
             marks_initial_end: params.send_initial_events && params.bookmarks,
-            bookmarks: params.bookmarks,
+            bookmarks: params.bookmarks && options.bookmarks,
             wants_bookmark: false,
             next_bookmark: if last_bookmark > now { next_bookmark.min(last_bookmark) } else { next_bookmark },
             deadline,
@@ -165,7 +165,7 @@ impl Session {
                     self.end = Some(End::Clean);
                 }
             }
-            () = sleep_until(self.deadline) => {
+            () = sleep_until(self.deadline), if !self.shared.faults.is_endless(self.kind) => {
                 if bookmark_due {
                     self.push_bookmark(false);
                 }

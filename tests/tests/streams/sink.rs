@@ -32,6 +32,8 @@ pub(crate) struct Collected {
     pub(crate) heard: BTreeMap<SourceKind, u64>,
     /// The reason why the source is cut off. `None` if the source is not cut off.
     pub(crate) cut_off: Option<String>,
+    /// Every reason why the source was cut off, in order.
+    pub(crate) cut_offs: Vec<String>,
     /// Every key that was removed, in order.
     pub(crate) removed: Vec<String>,
     /// The number of commits, including empty commits.
@@ -150,7 +152,9 @@ impl Sink for CollectingSink {
     }
 
     fn cut_off(&self, problem: Option<String>) {
-        self.0.lock().unwrap().cut_off = problem;
+        let mut collected = self.0.lock().unwrap();
+        collected.cut_offs.extend(problem.clone());
+        collected.cut_off = problem;
     }
 
     fn wanted_positions(&self) -> watch::Receiver<BTreeMap<SourceKind, u64>> {

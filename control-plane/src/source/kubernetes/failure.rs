@@ -51,7 +51,8 @@ impl Failure {
     }
 
     /// The server sent an answer that violates the protocol. An event may be lost, so the watch is
-    /// opened again after the last event that was decoded.
+    /// opened again after the last event that was decoded. If it breaks there again, the kind is
+    /// listed.
     pub(super) fn malformed(message: impl std::fmt::Display) -> Self {
         Self::new("malformed_answer", format!("the server sent an invalid answer: {message}"))
     }
@@ -128,6 +129,12 @@ impl Failure {
         let expired = matches!(status.reason.as_str(), "Expired" | "Gone");
         let code = if expired { StatusCode::GONE } else { code };
         Self::answer(kind, Verb::Watch, code, Some(status))
+    }
+
+    /// Whether the server sent an error of its own, or a line that cannot be decoded. The same may
+    /// happen at each attempt to continue at this version.
+    pub(super) fn is_fault_of_server(&self) -> bool {
+        matches!(self.reason, "malformed_answer" | "server_error" | "refused")
     }
 
     /// Whether the answer means that the server has no streaming lists. API servers with the

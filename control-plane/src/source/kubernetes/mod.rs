@@ -3,6 +3,7 @@
 mod contact;
 mod failure;
 mod gather;
+mod plan;
 mod watch;
 mod wire;
 
@@ -53,7 +54,7 @@ pub(super) async fn run(
     let client = client(settings.kubeconfig.as_deref()).await?;
     let (sender, mut updates) = mpsc::channel(WAITING_UPDATES);
     let mut watches = JoinSet::new();
-    let contact = Contact::new(Arc::clone(&sink), settings.watch_silence);
+    let contact = Contact::new(Arc::clone(&sink));
     let kinds: BTreeSet<ObjectKind> =
         ObjectKind::ALL.into_iter().chain(settings.reads_pods.then_some(ObjectKind::Pod)).collect();
     for kind in kinds.iter().copied() {

@@ -121,3 +121,24 @@ async fn a_position_that_an_agent_saw_at_another_replica_is_requested_at_once() 
         earlier.sink.until("a deletion is followed", |c| !c.serves("shop", "web")).await;
     }
 }
+
+/// A kind that never changes stays current, also with the default settings of etcd. Its position
+/// follows the changes of other kinds.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_kind_that_never_changes_stays_current() {
+    for server in ApiUnderTest::all().await.unwrap() {
+        server.ensure_namespace("shop").await.unwrap();
+        let watching = Watching::start_with(&server.kubeconfig(), Duration::from_secs(6));
+        watching.sink.until("everything is listed", |c| c.synced == 1).await;
+        for round in 0..3 {
+            server.apply(&web_slice(&[&format!("10.1.0.{}", round + 1)])).await.unwrap();
+            let (heard, reached) =
+                watching.sink.look(|c| (c.heard[&SourceKind::ServiceCidrs], c.positions[&SourceKind::EndpointSlices]));
+            let is_current = |c: &sink::Collected| {
+                c.heard[&SourceKind::ServiceCidrs] > heard && c.positions[&SourceKind::ServiceCidrs] > reached
+            };
+            watching.sink.until("the kind is current", is_current).await;
+        }
+        watching.sink.look(|c| assert!(c.cut_offs.is_empty(), "{}: {:?}", server.name(), c.cut_offs));
+    }
+}

@@ -5,6 +5,7 @@
 //! have removed only objects that the server had deleted.
 
 mod alike;
+mod fresh;
 
 use std::{sync::Arc, time::Duration};
 
@@ -531,33 +532,6 @@ async fn bookmarks_count_as_contact_with_the_server_and_move_positions() {
     assert!(watching.sink.look(|c| c.heard[&SourceKind::Nodes]) > before);
 }
 
-/// The server accepts watches of one kind and sends nothing on them. Watches of the other kinds
-/// work.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_silent_watch_is_opened_again_and_does_not_count_as_contact() {
-    let options = Options { bookmark_interval: Duration::from_millis(100), ..Options::default() };
-    let server = server(options);
-    let watching = Watching::start_with(&server.kubeconfig(), Duration::from_secs(1));
-    watching.sink.until("everything is listed", |c| c.synced == 1).await;
-    watching.agrees_with(&server).await;
-    server.block(Kind::EndpointSlice);
-    let opened = || server.requests(Verb::Watch, Some(Kind::EndpointSlice));
-    let heard = || watching.sink.look(|c| c.heard[&SourceKind::EndpointSlices]);
-    server.apply(web_slice(&["10.1.0.77"])).unwrap();
-    let before = opened();
-    server.wait_until("the watch is opened again", |_| opened() > before).await.unwrap();
-    // All events that were sent before the block have arrived by now.
-    let (heard_before, others) = (heard(), watching.sink.look(|c| c.heard[&SourceKind::Nodes]));
-    server.wait_until("the watch is opened twice more", |_| opened() >= before + 3).await.unwrap();
-    watching.sink.until("events of other kinds arrive", |c| c.heard[&SourceKind::Nodes] > others).await;
-    watching.sink.look(|c| assert!(c.errors[&(SourceKind::EndpointSlices, "timeout")] >= 2));
-    assert_eq!(heard(), heard_before, "a silent watch counted as contact with the server");
-    server.release(Kind::EndpointSlice);
-    let has_come = |c: &sink::Collected| c.endpoints("shop", "web").contains(&"10.1.0.77".to_owned());
-    watching.sink.until("the change arrives", has_come).await;
-    watching.agrees_with(&server).await;
-    assert!(heard() > heard_before);
-}
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_unusable_kubeconfig_is_an_error_at_once() {
     let run = source::run(

@@ -1,0 +1,384 @@
+//! A simulated clock and server drive the plan: hours take milliseconds.
+
+use super::*;
+use crate::source::kubernetes::contact::FAILING_LIMIT;
+
+const SILENCE: Duration = Duration::from_secs(60);
+const BOUND: Duration = Duration::from_secs(90);
+const fn seconds(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+/// How the server behaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Server {
+    /// It sends a bookmark 2 s before a watch ends.
+    Good,
+    /// It never sends a bookmark.
+    WithoutBookmarks,
+    /// It ends each watch after 10 s.
+    EndsEarly,
+    /// Its watches bring nothing. Lists work.
+    Stuck,
+    /// Like `Stuck`, and watches do not end either.
+    Dead,
+    /// Like `Stuck`, and lists are not answered. Requests for the version are answered.
+    StuckWithoutLists,
+    /// Like `Dead`, and lists are not answered. Requests for the version are answered.
+    DeadWithoutLists,
+    /// The open watch is a dead connection. New watches work.
+    DeadConnection,
+}
+
+impl Server {
+    fn brings_nothing(self) -> bool {
+        matches!(
+            self,
+            Self::Stuck | Self::StuckWithoutLists | Self::Dead | Self::DeadWithoutLists | Self::DeadConnection
+        )
+    }
+
+    fn never_ends(self) -> bool {
+        matches!(self, Self::Dead | Self::DeadWithoutLists | Self::DeadConnection)
+    }
+}
+
+struct World {
+    start: Instant,
+    now: Instant,
+    plan: Plan,
+    server: Server,
+    /// Changes of other kinds in a second.
+    others: u64,
+    changes: u64,
+    /// Changes of the kind: the versions that the watch has not brought.
+    waiting: Vec<u64>,
+    /// The time limit of the open watch, and when the server has sent a bookmark.
+    watch: Option<(Instant, Duration, bool)>,
+    answer: Option<Instant>,
+    /// When the list that is compared with the watch is complete.
+    checked: Option<Instant>,
+    /// The version of the list that is kept.
+    kept: Option<u64>,
+    /// When small lists and watches were sent.
+    small: Vec<Instant>,
+    lists: u32,
+    failures: u32,
+    failing_since: Option<Instant>,
+    cut_off: Option<Instant>,
+    brought: Option<Instant>,
+}
+
+impl World {
+    fn new(server: Server, seed: u64) -> Self {
+        let now = Instant::now();
+        let plan = Plan::new(ObjectKind::Service, SILENCE, fastrand::Rng::with_seed(seed), now);
+        let mut world = Self {
+            start: now,
+            now,
+            plan,
+            server,
+            others: 10,
+            changes: 0,
+            waiting: Vec::new(),
+            watch: None,
+            answer: None,
+            checked: None,
+            kept: None,
+            small: Vec::new(),
+            lists: 0,
+            failures: 0,
+            failing_since: None,
+            cut_off: None,
+            brought: None,
+        };
+        world.happen(Event::Paused);
+        world
+    }
+
+    /// The version of the server.
+    fn version(&self) -> u64 {
+        1_000 + self.changes + self.others * (self.now - self.start).as_secs()
+    }
+
+    fn change(&mut self) {
+        self.changes += 1;
+        self.waiting.push(self.version());
+        if self.watch.is_some() && !self.server.brings_nothing() {
+            self.bring();
+        }
+    }
+
+    fn bring(&mut self) {
+        if let Some(version) = self.waiting.pop() {
+            self.waiting.clear();
+            self.brought = Some(self.now);
+            self.failing_since = None;
+            self.happen(Event::Line(version.to_string()));
+        }
+    }
+
+    fn happen(&mut self, event: Event) {
+        match self.plan.next(event, self.now) {
+            Step::Stay | Step::Current => {}
+            Step::Ask => {
+                self.small.push(self.now);
+                let takes = if self.server.brings_nothing() { seconds(3) } else { Duration::from_millis(10) };
+                self.answer = Some(self.now + takes);
+            }
+            Step::Check => {
+                self.lists += 1;
+                let is_answered = !matches!(self.server, Server::StuckWithoutLists | Server::DeadWithoutLists);
+                self.checked = is_answered.then(|| self.now + Duration::from_millis(100));
+            }
+            Step::TakeList => self.listed(),
+            Step::Pause { pause, cause, .. } => {
+                self.watch = None;
+                if !self.plan.is_checking() {
+                    (self.answer, self.checked, self.kept) = (None, None, None);
+                }
+                match cause {
+                    Cause::Stuck => drop(self.cut_off.get_or_insert(self.now)),
+                    Cause::Failed(_) | Cause::Behind => {
+                        self.failures += u32::from(matches!(cause, Cause::Failed(_)));
+                        self.failing_since.get_or_insert(self.now);
+                    }
+                    Cause::Done | Cause::Absent | Cause::Lacks(..) => {}
+                }
+                self.now += pause;
+                self.happen(Event::Paused);
+            }
+            Step::Send(Request::Watch(_, limit)) => {
+                self.small.push(self.now);
+                self.watch = Some((self.now, limit, false));
+                if !self.plan.is_checking() {
+                    self.failing_since = None;
+                }
+                if self.server == Server::DeadConnection {
+                    // The connection that was dead is gone.
+                    self.server = Server::Good;
+                }
+                if !self.server.brings_nothing() {
+                    self.bring();
+                }
+            }
+            Step::Send(request) => {
+                self.lists += 1;
+                self.now += Duration::from_millis(100);
+                self.kept = Some(self.version());
+                self.watch = matches!(request, Request::StreamingList(_)).then_some((self.now, STREAMING_LIST, false));
+                self.listed();
+            }
+        }
+    }
+
+    /// The list that is kept replaces what is known.
+    fn listed(&mut self) {
+        let version = self.kept.take().unwrap_or_default();
+        if self.waiting.iter().any(|change| *change <= version) {
+            self.brought = Some(self.now);
+            self.waiting.retain(|change| *change > version);
+        }
+        self.failing_since = None;
+        self.happen(Event::Listed(version.to_string()));
+    }
+
+    /// Runs the server and the plan for `time`.
+    fn run(&mut self, time: Duration) {
+        let until = self.now + time;
+        while self.now < until {
+            let ended = self.watch.filter(|_| !self.server.never_ends()).map(|(opened, limit, _)| {
+                opened + if self.server == Server::EndsEarly { limit.min(seconds(10)) } else { limit }
+            });
+            let has_bookmarks = matches!(self.server, Server::Good | Server::EndsEarly);
+            let bookmark = self.watch.filter(|(_, _, sent)| has_bookmarks && !sent).map(|(opened, limit, _)| {
+                // A server sends the first bookmark of a watch after a minute at the latest.
+                opened + (limit - seconds(2)).min(seconds(60))
+            });
+            let wakes = self.watch.map(|_| self.plan.wakes_at());
+            let gives_up = self.failing_since.map(|since| since + FAILING_LIMIT).filter(|_| self.cut_off.is_none());
+            let times = [self.checked, self.answer, bookmark, ended, wakes, gives_up, Some(until)];
+            let Some(next) = times.into_iter().flatten().min() else { return };
+            self.now = self.now.max(next);
+            if self.checked == Some(next) {
+                (self.checked, self.kept) = (None, Some(self.version()));
+                let newest = self.waiting.last().copied();
+                self.failing_since = None;
+                self.happen(Event::Checked { version: self.version().to_string(), newest });
+            } else if self.answer == Some(next) {
+                self.answer = None;
+                self.happen(Event::Asked(self.version().to_string()));
+            } else if bookmark == Some(next) {
+                if let Some((_, _, sent)) = &mut self.watch {
+                    *sent = true;
+                }
+                self.happen(Event::Line(self.version().to_string()));
+            } else if ended == Some(next) {
+                self.happen(Event::Ended);
+            } else if wakes == Some(next) {
+                self.happen(Event::Time);
+            } else if gives_up == Some(next) {
+                self.cut_off = Some(self.now);
+            }
+        }
+    }
+
+    /// The largest number of small requests in a minute.
+    fn small_in_a_minute(&self) -> usize {
+        let within =
+            |from: &Instant| self.small.iter().filter(|at| **at >= *from && **at < *from + seconds(60)).count();
+        self.small.iter().map(within).max().unwrap_or(0)
+    }
+}
+
+#[test]
+fn a_quiet_kind_is_never_cut_off_and_costs_two_small_requests_a_minute() {
+    for seed in 0..20 {
+        let mut world = World::new(Server::Good, seed);
+        // The first cycle may end with a short watch, because its watch continues a streaming list.
+        world.run(seconds(120));
+        world.small.clear();
+        world.run(seconds(6 * 3_600));
+        assert_eq!((world.lists, world.failures, world.cut_off), (1, 0, None));
+        assert!(world.small_in_a_minute() <= 2, "{} requests", world.small_in_a_minute());
+        assert!(world.small.len() >= 2 * 6 * 3_600 / 63, "the server was asked in each cycle");
+    }
+}
+
+#[test]
+fn a_server_without_bookmarks_is_listed_in_each_cycle_and_not_cut_off() {
+    let mut world = World::new(Server::WithoutBookmarks, 1);
+    world.run(seconds(6 * 3_600));
+    assert_eq!((world.failures, world.cut_off), (0, None));
+    assert!(world.small_in_a_minute() <= 3, "{} requests", world.small_in_a_minute());
+    assert!((6 * 3_600 / 64..=6 * 60 + 1).contains(&world.lists), "{} lists", world.lists);
+}
+
+#[test]
+fn watches_that_end_early_continue_without_a_list() {
+    let mut world = World::new(Server::EndsEarly, 1);
+    world.run(seconds(3_600));
+    assert_eq!((world.lists, world.failures, world.cut_off), (1, 0, None));
+}
+
+/// The server fails at any moment of a cycle, and the change comes right after that.
+#[test]
+fn a_change_that_does_not_arrive_cuts_the_source_off_within_90_seconds() {
+    let mut longest = Duration::ZERO;
+    let servers = [Server::Stuck, Server::StuckWithoutLists, Server::Dead, Server::DeadWithoutLists];
+    for (server, others) in servers.into_iter().flat_map(|server| [(server, 10), (server, 0)]) {
+        for tenths in 0..1_500_u64 {
+            let mut world = World::new(Server::Good, tenths);
+            world.others = others;
+            world.run(seconds(300) + Duration::from_millis(100 * tenths));
+            assert_eq!(world.cut_off, None);
+            world.server = server;
+            world.change();
+            let changed = world.now;
+            world.run(seconds(300));
+            let known = world.cut_off.into_iter().chain(world.brought).min();
+            let took = known.map(|at| at - changed);
+            assert!(took.is_some_and(|took| took <= BOUND), "{server:?} at {tenths}: {took:?}");
+            longest = longest.max(took.unwrap_or_default());
+        }
+    }
+    // The bound is not an accident of the simulation.
+    assert!(longest > seconds(78), "{longest:?}");
+}
+
+/// A later change cuts the source off, even if a list has brought the first change.
+#[test]
+fn a_stuck_watch_is_cut_off_although_lists_bring_its_changes() {
+    let mut world = World::new(Server::Good, 7);
+    world.run(seconds(200));
+    world.server = Server::Stuck;
+    for _ in 0..30 {
+        world.change();
+        world.run(seconds(3));
+    }
+    assert!(world.cut_off.is_some());
+}
+
+#[test]
+fn a_dead_connection_is_replaced_before_the_source_is_cut_off() {
+    let mut world = World::new(Server::Good, 3);
+    world.run(seconds(200));
+    world.server = Server::DeadConnection;
+    world.change();
+    let changed = world.now;
+    world.run(seconds(300));
+    assert!(world.brought.is_some_and(|at| at - changed <= BOUND));
+    assert_eq!((world.cut_off, world.lists, world.failures), (None, 2, 1));
+}
+
+#[test]
+fn a_process_that_was_frozen_continues_without_a_list() {
+    let mut world = World::new(Server::Good, 3);
+    world.run(seconds(200));
+    world.now += seconds(3_600);
+    world.happen(Event::Ended);
+    world.run(seconds(600));
+    assert_eq!((world.lists, world.failures, world.cut_off), (1, 0, None));
+}
+
+fn watching() -> World {
+    let mut world = World::new(Server::Good, 5);
+    world.run(seconds(70));
+    world
+}
+
+fn fail(world: &mut World, failure: Failure) -> Step {
+    world.plan.next(Event::Failed(failure), world.now);
+    world.plan.next(Event::Paused, world.now)
+}
+
+#[test]
+fn two_breaks_in_a_row_by_the_server_lead_to_a_list() {
+    let error = || {
+        Failure::answer(
+            ObjectKind::Service,
+            super::super::failure::Verb::Watch,
+            StatusCode::INTERNAL_SERVER_ERROR,
+            None,
+        )
+    };
+    let mut world = watching();
+    for _ in 0..10 {
+        assert!(matches!(fail(&mut world, Failure::cut()), Step::Send(Request::Watch(..))), "a connection was cut");
+    }
+    assert!(matches!(fail(&mut world, error()), Step::Send(Request::Watch(..))));
+    assert!(matches!(world.plan.next(Event::Line("99999".into()), world.now), Step::Stay));
+    assert!(matches!(fail(&mut world, Failure::malformed("x")), Step::Send(Request::Watch(..))), "the version moved");
+    assert!(matches!(fail(&mut world, error()), Step::Send(Request::StreamingList(_))));
+}
+
+#[test]
+fn a_server_that_went_back_is_listed_again() {
+    let mut world = watching();
+    let step = world.plan.next(Event::Asked("5".into()), world.now);
+    assert!(matches!(step, Step::Pause { cause: Cause::Failed(failure), .. } if failure.reason == "source_went_back"));
+    assert!(matches!(world.plan.next(Event::Paused, world.now), Step::Send(Request::StreamingList(_))));
+}
+
+#[test]
+fn a_position_of_another_replica_is_reached_by_a_short_watch() {
+    let mut world = watching();
+    world.run(seconds(10));
+    let (version, now) = (world.version(), world.now);
+    assert!(matches!(world.plan.next(Event::Wanted(version - 1), now), Step::Ask));
+    assert!(matches!(world.plan.next(Event::Asked(version.to_string()), now), Step::Pause { .. }));
+    assert!(
+        matches!(world.plan.next(Event::Paused, now), Step::Send(Request::Watch(_, limit)) if limit == SHORT_WATCH)
+    );
+    // A list that is under way is not disturbed.
+    let mut world = watching();
+    world.server = Server::Stuck;
+    while !world.plan.is_checking() {
+        world.run(seconds(1));
+    }
+    assert!(matches!(world.plan.next(Event::Wanted(u64::MAX), world.now), Step::Stay));
+    // A position that the server has not reached is not true.
+    let mut world = watching();
+    assert!(matches!(world.plan.next(Event::Wanted(u64::MAX), now), Step::Ask));
+    assert!(matches!(world.plan.next(Event::Asked(version.to_string()), now), Step::Stay));
+}
