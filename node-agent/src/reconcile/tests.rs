@@ -310,6 +310,33 @@ fn removed_rules_are_programmed_again() {
 }
 
 #[test]
+fn a_failure_says_whether_programmed_rules_may_be_lost_until_a_sync_succeeds() {
+    let run = Loop::start(timing());
+    run.snapshot(1, vec![service("web", 80)]);
+    run.wait_programmed(1);
+    let fail = || (0..10_000).for_each(|_| run.control.fail_next(retry()));
+    let failed = |version: u64| {
+        let has_failed = |failure: &Failure| failure.target.version == version;
+        let is_reached = |progress: &Progress| {
+            if version == 1 {
+                run.shared.rules_changed();
+            }
+            progress.failure.as_ref().is_some_and(has_failed)
+        };
+        run.wait_progress(is_reached).failure.unwrap().is_lost
+    };
+    fail();
+    assert!(failed(1), "nobody knows what the kernel holds");
+    run.batch(2, vec![endpoint("web", 1, 80)]);
+    assert!(failed(2), "version 1 is not in the kernel again");
+    run.control.recover();
+    run.wait_programmed(2);
+    fail();
+    run.batch(3, vec![endpoint("web", 2, 80)]);
+    assert!(!failed(3), "nobody removed the rules of version 2");
+}
+
+#[test]
 fn a_single_failed_verification_causes_no_full_sync() {
     let run = Loop::start(Timing { sync_period: Duration::from_millis(5), ..timing() });
     run.snapshot(1, vec![service("web", 80)]);

@@ -268,6 +268,11 @@ impl AgentState {
         self.lock().node.clone()
     }
 
+    /// What the agent holds of its own Node, as [`v1::NodeView`] states it.
+    pub(crate) fn own_node(&self) -> v1::OwnNode {
+        self.lock().own_node()
+    }
+
     /// Begins a new stream. Returns the resume point for `Hello`, the epoch and version of the held
     /// state, and the number of the stream.
     #[must_use]

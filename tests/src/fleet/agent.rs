@@ -162,7 +162,7 @@ impl Agent {
             field: "ports[0].port".into(),
             reason: "a simulated agent rejects this Service".into(),
         };
-        let nack = v1::Nack { version, rejections: vec![rejection], withdrawn: Vec::new() };
+        let nack = v1::Nack { version, rejections: vec![rejection], in_force: 1, ..v1::Nack::default() };
         v1::AgentMessage { body: Some(Body::Nack(nack)) }.encode_to_vec()
     }
 }

@@ -138,7 +138,6 @@ const NEVER: Duration = Duration::from_secs(600);
 async fn the_barrier_waits_for_each_node_at_each_replica() {
     let mut pair = Pair::start(NEVER).await;
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
-    assert!(a.welcome.answers_barriers);
     a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
     assert_waits(&mut a).await;
     // Replica 1 sees the removal, and its agent programs it.
@@ -249,13 +248,13 @@ async fn a_node_that_rejects_the_service_is_unconfirmed_until_it_withdraws_the_r
     pair.follow(1, removed());
     let resource = "Service default/service-1".to_owned();
     let rejection = v1::Rejection { resource: resource.clone(), field: "ports".into(), reason: "kernel".into() };
-    b.send(Body::Nack(v1::Nack { version: 2, rejections: vec![rejection], withdrawn: Vec::new() })).await;
+    b.send(Body::Nack(v1::Nack { version: 2, rejections: vec![rejection], in_force: 1, ..Default::default() })).await;
     program(&pair.replicas[0], &mut a).await;
     program(&pair.replicas[1], &mut b).await;
     program(&pair.replicas[1], &mut c).await;
     a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
     assert_waits(&mut a).await;
-    b.send(Body::Nack(v1::Nack { version: 2, rejections: Vec::new(), withdrawn: vec![resource] })).await;
+    b.send(Body::Nack(v1::Nack { version: 2, withdrawn: vec![resource], ..Default::default() })).await;
     assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
 }
 

@@ -25,7 +25,6 @@ fn hello(resume: Option<v1::Resume>) -> Vec<u8> {
         agent_version: "0.1.0".into(),
         status: Some(v1::AgentStatus { backend: "iptables".into(), degraded: vec!["no IPv6".into()], verified: None }),
         resume,
-        answers_queries: true,
     }))
 }
 
@@ -55,7 +54,12 @@ fn answers() -> Vec<u8> {
     };
     [
         Body::Ack(ack(1)),
-        Body::Nack(v1::Nack { version: 1, rejections: vec![rejection; 3], withdrawn: vec!["Service shop/old".into()] }),
+        Body::Nack(v1::Nack {
+            version: 1,
+            rejections: vec![rejection; 3],
+            withdrawn: vec!["Service shop/old".into()],
+            in_force: 3,
+        }),
         Body::ApplyFailed(v1::ApplyFailed { version: 1, error: "iptables-restore: busy".into(), attempts: 2 }),
         Body::Status(v1::AgentStatus { backend: "ipvs".into(), ..v1::AgentStatus::default() }),
         Body::Ack(ack(2)),
