@@ -40,7 +40,7 @@ impl Loop {
         state.apply(service("web", 80), &mut Dirty::default());
         let agent_version = env!("CARGO_PKG_VERSION").to_owned();
         let point = v1::Resume { epoch: 1, version: 5, agent_version, ..Default::default() };
-        let restored = Restored { held: Held::restored(state, &point), node: None };
+        let restored = Restored { held: Held::restored(state, &point), node: None, may_be_behind: true };
         Self::start_with(AgentState::persistent("node-1", Some(restored)), timing, Some(has_rules))
     }
 
