@@ -95,8 +95,8 @@ pub struct Programmed {
 pub struct Failure {
     /// The state that the sync tried to program.
     pub target: Target,
-    /// True if the kernel may have lost rules of the programmed state since the last success: another
-    /// program removed rules, or a sync of the programmed version failed.
+    /// True if the kernel may have lost rules of the programmed state since the last success:
+    /// another program removed rules, or a sync of the programmed version failed.
     pub is_lost: bool,
     /// The error message of the backend.
     pub error: String,

@@ -1,9 +1,9 @@
 //! Whether the rules in the kernel may be newer than the state on disk.
 //!
-//! The rules of the last run are at least as new as the file. But chains and jumps do not prove that
-//! the rules are of the last run: a distribution restores saved rules at boot, and a program may
-//! restore them while no agent runs. So the agent also records the boot in which it has programmed
-//! the kernel, and whether the file then held everything that the kernel had.
+//! The rules of the last run are at least as new as the file. But chains and jumps do not prove
+//! that the rules are of the last run: a distribution restores saved rules at boot, and a program
+//! may restore them while no agent runs. So the agent also records the boot in which it has
+//! programmed the kernel, and whether the file then held everything that the kernel had.
 
 use std::{fs, io, path::Path};
 

@@ -62,8 +62,8 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (O
     (restored, Saver::new(file, is_restored, interval))
 }
 
-/// Removes the state file of a folder, the temporary file that a killed agent may have left, and the
-/// record of the last run. `--cleanup` calls this function.
+/// Removes the state file of a folder, the temporary file that a killed agent may have left, and
+/// the record of the last run. `--cleanup` calls this function.
 ///
 /// # Errors
 /// One of the files exists and cannot be removed.

@@ -119,8 +119,8 @@ impl Drop for Asked<'_> {
 
 impl Barriers {
     /// Asks the control plane about a pod, and waits for the answer, at most until `deadline` and a
-    /// second more. `uid` is the UID of the pod, or empty. `silent` is how long nodes are waited for
-    /// that confirm nothing.
+    /// second more. `uid` is the UID of the pod, or empty. `silent` is how long nodes are waited
+    /// for that confirm nothing.
     pub(crate) async fn ask(&self, pod: Pod, uid: String, deadline: Instant, silent: Duration) -> v1::BarrierAnswer {
         let (answer, receiver) = oneshot::channel();
         let asked = {

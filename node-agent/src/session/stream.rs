@@ -188,8 +188,8 @@ impl Stream {
         context.metrics.resumed(mode);
         self.reporter.epoch = Some(epoch);
         self.silent_after = heartbeat_interval.saturating_mul(MISSED_HEARTBEATS);
-        // The replica needs a failure before the first ACK, and after a resume by log an ACK even if
-        // no change follows (`discovery.proto`, rule 7).
+        // The replica needs a failure before the first ACK, and after a resume by log an ACK even
+        // if no change follows (`discovery.proto`, rule 7).
         let seen = context.progress.borrow().clone();
         self.report(&seen, &context.machine);
     }

@@ -209,8 +209,8 @@ impl Comparison {
         }
     }
 
-    /// Compares what the agent holds of its Node. A Node may be on its way to the agent, so the next
-    /// attempts decide, or to this replica.
+    /// Compares what the agent holds of its Node. A Node may be on its way to the agent, so the
+    /// next attempts decide, or to this replica.
     fn take_node(&mut self, store: &Store, answer: &v1::Verification, view: &NodeView) {
         let OwnNode { node: Some(ours), position } = store.node(&self.node) else { return };
         let held = answer.view.as_ref().and_then(|view| view.own_node.as_ref());

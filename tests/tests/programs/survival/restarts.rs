@@ -256,13 +256,11 @@ fn warm_restart_nft() {
     on_machines(Backend::IptablesNft, warm_restart);
 }
 
-// rows of iptables: 91, 92
 #[test]
 fn restored_dump_legacy() {
     on_machines(Backend::IptablesLegacy, restored_dump);
 }
 
-// rows of iptables: 91, 92
 #[test]
 fn restored_dump_nft() {
     on_machines(Backend::IptablesNft, restored_dump);
