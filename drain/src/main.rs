@@ -17,7 +17,9 @@ const USAGE: &str = "usage: headgate-drain ADDRESS:PORT [QUERY]
 
 Asks http://ADDRESS:PORT/v1/drain?QUERY and prints the answer. ADDRESS:PORT is the --drain-address
 of the node agent on this pod's node. If it is missing, HEADGATE_DRAIN_ADDRESS counts. QUERY is for
-example timeout=25s&settle=200ms. --install copies this program to FILE, for init containers.
+example timeout=25s&settle=200ms. If HEADGATE_POD_UID is set, it is added to QUERY as uid, because
+Kubernetes does not expand $(POD_UID) in hooks. --install copies this program to FILE, for init
+containers.
 
 Exit codes: 0 if the answer is drained or last, 1 if it is incomplete or an error, 2 for a wrong
 command line, 3 if the agent does not answer.";
@@ -60,11 +62,12 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
+    let query = with_uid(query, env::var("HEADGATE_POD_UID").ok());
     if query.contains(|letter: char| letter.is_whitespace() || letter.is_control()) {
-        eprintln!("headgate-drain: QUERY must not contain spaces");
+        eprintln!("headgate-drain: QUERY and HEADGATE_POD_UID must not contain spaces");
         return ExitCode::from(2);
     }
-    match ask(address, query) {
+    match ask(address, &query) {
         Ok(answer) => {
             print!("{answer}");
             let is_over = answer.starts_with("drained\n") || answer.starts_with("last\n");
@@ -76,6 +79,14 @@ fn main() -> ExitCode {
             );
             ExitCode::from(3)
         }
+    }
+}
+
+/// Adds the UID of the pod to a query that names none.
+fn with_uid(query: &str, uid: Option<String>) -> String {
+    match uid.filter(|uid| !uid.is_empty() && !query.split('&').any(|parameter| parameter.starts_with("uid="))) {
+        Some(uid) => format!("{query}{}uid={uid}", if query.is_empty() { "" } else { "&" }),
+        None => query.to_owned(),
     }
 }
 
@@ -107,6 +118,15 @@ mod tests {
     use std::{net::TcpListener, thread};
 
     use super::*;
+
+    #[test]
+    fn the_uid_is_added_unless_the_query_names_one() {
+        let with = |query, uid: &str| with_uid(query, Some(uid.to_owned()));
+        assert_eq!(with("timeout=5s", "a-1"), "timeout=5s&uid=a-1");
+        assert_eq!(with("", "a-1"), "uid=a-1");
+        assert_eq!(with("uid=b&timeout=5s", "a-1"), "uid=b&timeout=5s");
+        assert_eq!((with("timeout=5s", ""), with_uid("", None)), ("timeout=5s".to_owned(), String::new()));
+    }
 
     #[test]
     fn the_body_of_the_answer_is_returned() {

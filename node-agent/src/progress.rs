@@ -95,6 +95,9 @@ pub struct Programmed {
 pub struct Failure {
     /// The state that the sync tried to program.
     pub target: Target,
+    /// True if the kernel may have lost rules of the programmed state since the last success:
+    /// another program removed rules, or a sync of the programmed version failed.
+    pub is_lost: bool,
     /// The error message of the backend.
     pub error: String,
     /// Number of failed syncs since the last success.

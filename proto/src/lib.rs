@@ -40,16 +40,13 @@ impl From<SourceState> for v1::SourceState {
     }
 }
 
-impl v1::SourceState {
-    /// The state of the replica's source. `None` if the replica does not send this field or sends
-    /// an unknown state.
-    #[must_use]
-    pub fn known(self) -> Option<SourceState> {
-        match self {
-            Self::Unspecified => None,
-            Self::Unlisted => Some(SourceState::Unlisted),
-            Self::CutOff => Some(SourceState::CutOff),
-            Self::Following => Some(SourceState::Following),
+/// A missing or unknown state counts as [`SourceState::Unlisted`].
+impl From<v1::SourceState> for SourceState {
+    fn from(state: v1::SourceState) -> Self {
+        match state {
+            v1::SourceState::Unspecified | v1::SourceState::Unlisted => Self::Unlisted,
+            v1::SourceState::CutOff => Self::CutOff,
+            v1::SourceState::Following => Self::Following,
         }
     }
 }

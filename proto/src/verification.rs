@@ -111,7 +111,8 @@ impl NodeView {
         ServiceDigests { resources, table }
     }
 
-    /// Converts to the wire. Leaves out failing endpoints beyond [`MAX_FAILING`] Services.
+    /// Converts to the wire, without `own_node`. Leaves out failing endpoints beyond
+    /// [`MAX_FAILING`] Services.
     #[must_use]
     pub fn to_wire(&self) -> v1::NodeView {
         let Self { facts, settings, families } = self;
@@ -128,7 +129,7 @@ impl NodeView {
             mode: settings.mode.as_str().to_owned(),
             families: families.iter().map(|family| family_to_wire(*family, settings)).collect(),
             localhost_node_ports: settings.localhost_node_ports,
-            pod_cidrs: Vec::new(),
+            own_node: None,
         }
     }
 

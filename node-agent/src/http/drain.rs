@@ -57,12 +57,16 @@ struct Wish {
     settle: Duration,
     silent: Duration,
     pod: Option<(String, String)>,
+    uid: String,
 }
+
+/// Maximum length of a pod's UID.
+const MAX_UID_LENGTH: usize = 64;
 
 impl Wish {
     fn parse(query: &str) -> Result<Self, String> {
         let (timeout, settle, silent) = (Duration::from_secs(25), Duration::from_millis(200), Duration::from_secs(20));
-        let mut wish = Self { timeout, settle, silent, pod: None };
+        let mut wish = Self { timeout, settle, silent, pod: None, uid: String::new() };
         for parameter in query.split('&').filter(|parameter| !parameter.is_empty()) {
             let (name, value) = parameter.split_once('=').unwrap_or((parameter, ""));
             match name {
@@ -76,7 +80,16 @@ impl Wish {
                     let (namespace, name) = pod.ok_or("pod: write pod=NAMESPACE/NAME")?;
                     wish.pod = Some((namespace.to_owned(), name.to_owned()));
                 }
-                _ => return Err(format!("unknown parameter {name:?}: use timeout, settle, silent or pod")),
+                "uid" => {
+                    let is_usable = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+                    if value.is_empty() || value.len() > MAX_UID_LENGTH || !value.bytes().all(is_usable) {
+                        return Err(format!(
+                            "uid: write the metadata.uid of the pod, at most {MAX_UID_LENGTH} letters, digits and hyphens"
+                        ));
+                    }
+                    value.clone_into(&mut wish.uid);
+                }
+                _ => return Err(format!("unknown parameter {name:?}: use timeout, settle, silent, pod or uid")),
             }
         }
         Ok(wish)
@@ -162,7 +175,7 @@ async fn answer(page: &Page, from: IpAddr, query: &str) -> Result<v1::BarrierAns
         let text = format!("{MAX_OF_ADDRESS} requests from {from} already wait: one request for each pod is enough");
         return Err((StatusCode::TOO_MANY_REQUESTS, text));
     }
-    let answer = page.barriers.ask(pod, Instant::now() + wish.timeout, wish.silent).await;
+    let answer = page.barriers.ask(pod, wish.uid, Instant::now() + wish.timeout, wish.silent).await;
     if answer.result() == Outcome::Drained {
         // Packets that left before the last node was programmed are still on their way.
         sleep(wish.settle).await;
@@ -218,8 +231,13 @@ mod tests {
         assert_eq!((wish.timeout.as_secs(), wish.settle.as_millis(), wish.silent.as_secs()), (25, 200, 20));
         let wish = Wish::parse("timeout=90&settle=1500ms&silent=0s&pod=prod%2Fweb-1").unwrap();
         assert_eq!((wish.timeout.as_secs(), wish.settle.as_millis(), wish.silent.as_secs()), (90, 1500, 0));
-        assert_eq!(wish.pod, Some(("prod".into(), "web-1".into())));
-        for (query, problem) in [("timeout=2h", "timeout"), ("pod=web", "NAMESPACE/NAME"), ("wait=1s", "\"wait\"")] {
+        assert_eq!((wish.pod, wish.uid.as_str()), (Some(("prod".into(), "web-1".into())), ""));
+        let uid = "6f1a2f0e-1b1c-4f39-9a0e-5d0c7d3f1b2a";
+        assert_eq!(Wish::parse(&format!("uid={uid}")).unwrap().uid, uid);
+        let long = format!("uid={}", "a".repeat(MAX_UID_LENGTH + 1));
+        let unusable = ["uid=", "uid=$(POD_UID)", "uid=a%20b", &long].map(|query| (query, "metadata.uid"));
+        let others = [("timeout=2h", "timeout"), ("pod=web", "NAMESPACE/NAME"), ("wait=1s", "\"wait\"")];
+        for (query, problem) in others.into_iter().chain(unusable) {
             assert!(Wish::parse(query).unwrap_err().contains(problem), "{query}");
         }
     }

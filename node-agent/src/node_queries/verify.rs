@@ -131,7 +131,7 @@ impl Verifier {
             version: verification.target.version,
             resources: Some(digests_to_wire(&resources)),
             resources_version: version,
-            view: Some(view.to_wire()),
+            view: Some(v1::NodeView { own_node: Some(state.own_node()), ..view.to_wire() }),
             drift: drift.iter().take(MAX_SENTENCES).map(drift_to_wire).collect(),
             drift_count: verification.comparison.total,
             unverified,
@@ -314,7 +314,7 @@ mod tests {
         assert!(paused.is_running && paused.run == 0);
         *rig.verifier.next.lock().unwrap() = Instant::now();
         let target = Target { epoch: 1, version: 2, stream: 1, node_revision: 0 };
-        let failure = Some(Failure { target, error: "no permission".into(), attempts: 1 });
+        let failure = Some(Failure { target, is_lost: false, error: "no permission".into(), attempts: 1 });
         rig.progress.send_modify(|progress| progress.failure = failure);
         assert!(rig.answer(0, Vec::new()).await.unwrap_err().contains("no permission"));
         rig.progress.send_modify(|progress| progress.programmed = None);

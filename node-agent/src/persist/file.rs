@@ -11,9 +11,11 @@ use std::{
 use headgate_core::ServiceKey;
 use headgate_proto::{ChangesBuilder, v1};
 use prost::Message as _;
+use tracing::debug;
 
 use super::{
     format::{Chain, Kind, Writer},
+    last_run,
     load::{self, LoadError, Loaded},
 };
 use crate::state::{
@@ -101,7 +103,9 @@ impl StateFile {
         // Take the lock before reading, because another agent could append to the file. If the lock
         // cannot be taken, the next write reports the reason.
         let may_write = self.take_lock().is_ok();
-        let loaded = load::read(&self.path(), &self.node_name)?;
+        let may_be_behind = last_run::may_have_newer_rules(&self.folder);
+        let mut loaded = load::read(&self.path(), &self.node_name)?;
+        loaded.iter_mut().for_each(|loaded| loaded.restored.may_be_behind = may_be_behind);
         if let Some(Loaded { chain, base_bytes, valid_bytes, left_out: None, .. }) = &loaded
             && may_write
             && let Ok(file) = OpenOptions::new().append(true).open(self.path())
@@ -177,6 +181,15 @@ impl StateFile {
             }
         };
         Ok(self.log.insert(log).bytes)
+    }
+
+    /// Records that the kernel has rules of this agent; see [`last_run::record`].
+    pub(super) fn record_run(&self, is_saved: bool) {
+        if self.lock.is_some()
+            && let Err(error) = last_run::record(&self.folder, is_saved)
+        {
+            debug!(folder = %self.folder.display(), %error, "cannot record the run");
+        }
     }
 
     /// Drops the prepared state and removes the temporary file. The next write replaces the file.

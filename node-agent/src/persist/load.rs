@@ -104,7 +104,7 @@ fn read_base(reader: &mut Reader<impl Read>, decoder: &mut Decoder, node_name: &
                 if digests.as_ref() != Some(state.digests()) {
                     return Err(LoadError::Content("its digests do not match its contents".into()));
                 }
-                let mut restored = Restored { held: Held::restored(state, &point), node: None };
+                let mut restored = Restored { held: Held::restored(state, &point), node: None, may_be_behind: true };
                 node.apply_to(&mut restored);
                 return Ok(restored);
             }

@@ -13,6 +13,7 @@
 
 mod file;
 mod format;
+mod last_run;
 mod load;
 mod metrics;
 mod saver;
@@ -44,7 +45,8 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (O
             let position = loaded.restored.held.position();
             let state = loaded.restored.held.state();
             let (services, endpoints) = (state.service_count(), state.endpoint_count());
-            info!(path = %path.display(), services, endpoints, ?position, "read the last good state");
+            let may_be_behind = loaded.restored.may_be_behind;
+            info!(path = %path.display(), services, endpoints, ?position, may_be_behind, "read the last good state");
             Some(loaded.restored)
         }
         Ok(None) => {
@@ -60,15 +62,17 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (O
     (restored, Saver::new(file, is_restored, interval))
 }
 
-/// Removes the state file of a folder, and the temporary file that a killed agent may have left.
-/// `--cleanup` calls this function.
+/// Removes the state file of a folder, the temporary file that a killed agent may have left, and
+/// the record of the last run. `--cleanup` calls this function.
 ///
 /// # Errors
 /// One of the files exists and cannot be removed.
 pub fn remove(folder: &Path) -> io::Result<()> {
-    [file::FILE, file::TEMPORARY].into_iter().try_for_each(|name| match fs::remove_file(folder.join(name)) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
+    [file::FILE, file::TEMPORARY, last_run::FILE].into_iter().try_for_each(|name| {
+        match fs::remove_file(folder.join(name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
     })
 }
 

@@ -70,6 +70,9 @@ impl Saver {
     pub(crate) async fn run(mut self, mut inputs: SaverInputs, shutdown: CancellationToken) -> Self {
         let interval = self.backoff.first();
         let mut not_before = Instant::now() + interval;
+        if shutdown.run_until_cancelled(inputs.programmed_after(None)).await == Some(true) {
+            self.record_run(false).await;
+        }
         loop {
             let programmed = shutdown.run_until_cancelled(inputs.programmed_after(self.saved)).await;
             let waited = shutdown.run_until_cancelled(sleep_until(not_before)).await;
@@ -99,9 +102,11 @@ impl Saver {
     /// to program the kernel failed.
     pub(crate) async fn save_last(mut self, inputs: &SaverInputs) {
         let progress = inputs.progress.borrow().clone();
-        let has_news = progress.generation().is_some() && inputs.state.has_moved_since(self.saved);
-        if progress.failure.is_some() || !has_news {
+        if progress.failure.is_some() || progress.generation().is_none() {
             return self.give_up();
+        }
+        if !inputs.state.has_moved_since(self.saved) {
+            return self.record_run(true).await;
         }
         let mut outcome = Ok(());
         if self.prepared.is_some() {
@@ -114,7 +119,10 @@ impl Saver {
             };
         }
         match outcome {
-            Ok(()) => info!("the state is saved"),
+            Ok(()) => {
+                info!("the state is saved");
+                self.record_run(true).await;
+            }
             Err(error) => {
                 self.failed(&inputs.metrics, &error);
             }
@@ -141,6 +149,12 @@ impl Saver {
         self.saved = Some(generation);
         self.backoff.reset();
         Ok(())
+    }
+
+    async fn record_run(&self, is_saved: bool) {
+        let file = Arc::clone(&self.file);
+        // The task cannot fail: it does not panic, and nobody stops it.
+        let _ = spawn_blocking(move || lock(&file).record_run(is_saved)).await;
     }
 
     /// Counts and logs a failure. Returns the pause before the next attempt.

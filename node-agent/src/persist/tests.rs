@@ -255,6 +255,7 @@ fn a_restarted_agent_appends_to_the_file() {
     agent.save();
     let Agent { folder, file, shared, .. } = agent;
     let before = shared.begin_stream().0;
+    file.record_run(false);
     drop(file);
     let mut file = StateFile::new(folder.path(), "node-1".into());
     let restored = file.load().unwrap().unwrap().restored;

@@ -81,6 +81,8 @@ impl Default for Timing {
 struct Unfinished {
     dirty: Dirty,
     needs_full: bool,
+    /// See [`Failure::is_lost`].
+    is_lost: bool,
     /// Quarantined services that changed, so that the loop must try them again.
     to_retry: BTreeSet<Arc<ServiceKey>>,
 }
@@ -414,8 +416,14 @@ impl Reconciler {
         self.pace.after_failure = Some(AfterFailure { generation, retry_at: now + pause, retry_changed_at });
         self.shared.backlog().failed(&error.families, &families(&self.dataplane.statistics()));
         self.metrics.failed(kind, &error.families);
-        let failure = Some(Failure { target, error: error.message.clone(), attempts });
-        self.progress.send_modify(|progress| progress.failure = failure);
+        self.progress.send_modify(|progress| {
+            let programmed = progress.programmed.as_ref().map(|programmed| programmed.target);
+            let is_repair =
+                |programmed: Target| programmed.epoch == target.epoch && target.version <= programmed.version;
+            self.unfinished.is_lost |= programmed.is_some_and(is_repair);
+            let is_lost = self.unfinished.is_lost;
+            progress.failure = Some(Failure { target, is_lost, error: error.message.clone(), attempts });
+        });
     }
 
     /// Decides what to do with a state from disk before a control plane has answered.
@@ -511,8 +519,7 @@ impl Reconciler {
             }
             Err(error) => {
                 warn!(%error, "maintenance of the rules failed; making a full sync");
-                self.unfinished.needs_full = true;
-                self.done = None;
+                self.repair();
             }
         }
         self.record_deferred();
@@ -538,11 +545,17 @@ impl Reconciler {
         };
         if needs_full {
             self.failed_verifications = 0;
-            self.unfinished.needs_full = true;
-            self.done = None;
+            self.repair();
         } else if self.is_table_due() {
             self.verify_table();
         }
+    }
+
+    /// Makes the next sync a full sync, because the kernel may lack programmed rules.
+    fn repair(&mut self) {
+        self.unfinished.needs_full = true;
+        self.unfinished.is_lost = true;
+        self.done = None;
     }
 }
 

@@ -40,7 +40,7 @@ impl Loop {
         state.apply(service("web", 80), &mut Dirty::default());
         let agent_version = env!("CARGO_PKG_VERSION").to_owned();
         let point = v1::Resume { epoch: 1, version: 5, agent_version, ..Default::default() };
-        let restored = Restored { held: Held::restored(state, &point), node: None };
+        let restored = Restored { held: Held::restored(state, &point), node: None, may_be_behind: true };
         Self::start_with(AgentState::persistent("node-1", Some(restored)), timing, Some(has_rules))
     }
 
@@ -307,6 +307,33 @@ fn removed_rules_are_programmed_again() {
     let calls = run.control.calls();
     assert!(matches!(calls[..3], [Call::Full(..), Call::Check, Call::Full(..)]), "{calls:?}");
     assert_eq!(run.metrics.repairs.get(), 1);
+}
+
+#[test]
+fn a_failure_says_whether_programmed_rules_may_be_lost_until_a_sync_succeeds() {
+    let run = Loop::start(timing());
+    run.snapshot(1, vec![service("web", 80)]);
+    run.wait_programmed(1);
+    let fail = || (0..10_000).for_each(|_| run.control.fail_next(retry()));
+    let failed = |version: u64| {
+        let has_failed = |failure: &Failure| failure.target.version == version;
+        let is_reached = |progress: &Progress| {
+            if version == 1 {
+                run.shared.rules_changed();
+            }
+            progress.failure.as_ref().is_some_and(has_failed)
+        };
+        run.wait_progress(is_reached).failure.unwrap().is_lost
+    };
+    fail();
+    assert!(failed(1), "nobody knows what the kernel holds");
+    run.batch(2, vec![endpoint("web", 1, 80)]);
+    assert!(failed(2), "version 1 is not in the kernel again");
+    run.control.recover();
+    run.wait_programmed(2);
+    fail();
+    run.batch(3, vec![endpoint("web", 2, 80)]);
+    assert!(!failed(3), "nobody removed the rules of version 2");
 }
 
 #[test]

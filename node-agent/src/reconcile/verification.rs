@@ -171,8 +171,7 @@ impl Reconciler {
         if is_new || (is_old && !findings.is_empty()) {
             warn!(differences, not_understood, "making a full sync");
             self.metrics.repairs.inc();
-            self.unfinished.needs_full = true;
-            self.done = None;
+            self.repair();
             self.pauses.repaired_at = Some(Instant::now());
         } else if !findings.is_empty() {
             error!(differences, not_understood, "a full sync has not removed what this verification found");

@@ -16,6 +16,10 @@ pub(crate) const PART_BYTES: usize = 16 << 10;
 /// How fast parts are sent, at most.
 const BYTES_PER_SECOND: usize = 128 << 10;
 
+/// The answer to a query of a kind that this version does not know.
+const UNKNOWN: &str =
+    concat!("an agent of version ", env!("CARGO_PKG_VERSION"), " does not know this kind of query: upgrade the agent");
+
 /// The parts of an answer, or the reason why there is none: a sentence with the remedy.
 pub(crate) type NodeAnswer = Result<Vec<node_answer::Kind>, String>;
 
@@ -37,7 +41,7 @@ pub(super) struct Answers {
 }
 
 impl Answers {
-    /// Creates the queue of a stream. Without `knowledge`, every query is answered as unknown.
+    /// Creates the queue of a stream. Without `knowledge`, every query gets an error.
     pub(super) fn new(knowledge: Option<Arc<dyn NodeKnowledge>>) -> Self {
         let (waiting, parts) = (VecDeque::new(), VecDeque::new());
         Self { knowledge, waiting, running: None, parts, next_part: Instant::now() }
@@ -67,10 +71,7 @@ impl Answers {
                 let kind = query.and_then(|query| query.kind);
                 match self.knowledge.as_ref().zip(kind) {
                     Some((knowledge, kind)) => self.running = Some((id, knowledge.answer(kind))),
-                    None => {
-                        let unknown = v1::Answer { id, is_unknown: true, is_last: true, ..v1::Answer::default() };
-                        self.parts.push_back(unknown);
-                    }
+                    None => self.parts = messages(id, Err(UNKNOWN.to_owned())),
                 }
             } else {
                 std::future::pending::<()>().await;
@@ -78,12 +79,12 @@ impl Answers {
         }
     }
 
-    /// Returns the next part, if any.
-    pub(super) fn pop(&mut self) -> Option<v1::AgentMessage> {
-        let part = self.parts.pop_front()?;
+    /// Returns the next part that may be sent at `now`, if any.
+    pub(super) fn pop(&mut self, now: Instant) -> Option<Body> {
+        let part = self.parts.pop_front_if(|_| self.next_part <= now)?;
         let pause = Duration::from_secs(1).mul_f64(part.encoded_len() as f64 / BYTES_PER_SECOND as f64);
-        self.next_part = Instant::now() + pause;
-        Some(v1::AgentMessage { body: Some(Body::Answer(part)) })
+        self.next_part = now + pause;
+        Some(Body::Answer(part))
     }
 }
 
@@ -138,7 +139,7 @@ mod tests {
 
     async fn next(answers: &mut Answers) -> v1::Answer {
         answers.ready().await;
-        match answers.pop().and_then(|message| message.body) {
+        match answers.pop(Instant::now()) {
             Some(Body::Answer(answer)) => answer,
             other => panic!("not an answer: {other:?}"),
         }
@@ -164,7 +165,7 @@ mod tests {
     async fn queries_that_cannot_be_answered_get_a_reason() {
         let mut answers = Answers::new(Some(Arc::new(Parts)));
         answers.ask(query(1, None));
-        assert!(next(&mut answers).await.is_unknown, "a kind that only newer replicas know");
+        assert_eq!(next(&mut answers).await.error, UNKNOWN, "a kind that only newer replicas know");
         answers.ask(parts(2, 64));
         let too_large = next(&mut answers).await;
         assert!(too_large.is_last && too_large.error.contains("ask for less"), "{too_large:?}");
@@ -175,6 +176,6 @@ mod tests {
         assert!(busy.id == 7 && busy.error.contains("ask again later"), "{busy:?}");
         let mut without = Answers::new(None);
         without.ask(parts(1, 1));
-        assert!(next(&mut without).await.is_unknown);
+        assert_eq!(next(&mut without).await.error, UNKNOWN);
     }
 }

@@ -68,13 +68,14 @@ struct State {
     last_id: u64,
     waiting: BTreeMap<u64, Waiting>,
     unsent: VecDeque<v1::BarrierRequest>,
-    /// Whether the replica of the open stream answers requests; `None` without a stream.
-    is_supported: Option<bool>,
+    /// True while a stream is open.
+    has_stream: bool,
 }
 
 #[derive(Debug)]
 struct Waiting {
     pod: Pod,
+    uid: String,
     deadline: Instant,
     silent: Duration,
     answer: oneshot::Sender<v1::BarrierAnswer>,
@@ -85,6 +86,7 @@ impl Waiting {
         let milliseconds = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
         let request = v1::BarrierRequest {
             id,
+            pod_uid: self.uid.clone(),
             timeout_ms: milliseconds(self.deadline.saturating_duration_since(Instant::now())),
             silent_ms: milliseconds(self.silent),
             ..v1::BarrierRequest::default()
@@ -107,7 +109,7 @@ struct Asked<'a> {
 impl Drop for Asked<'_> {
     fn drop(&mut self) {
         let mut state = self.barriers.state();
-        if state.waiting.remove(&self.id).is_some() && state.is_supported == Some(true) {
+        if state.waiting.remove(&self.id).is_some() && state.has_stream {
             let cancel = v1::BarrierRequest { id: self.id, is_cancelled: true, ..v1::BarrierRequest::default() };
             state.unsent.push_back(cancel);
             self.barriers.has_unsent.notify_one();
@@ -117,23 +119,21 @@ impl Drop for Asked<'_> {
 
 impl Barriers {
     /// Asks the control plane about a pod, and waits for the answer, at most until `deadline` and a
-    /// second more. `silent` is how long nodes are waited for that confirm nothing.
-    pub(crate) async fn ask(&self, pod: Pod, deadline: Instant, silent: Duration) -> v1::BarrierAnswer {
+    /// second more. `uid` is the UID of the pod, or empty. `silent` is how long nodes are waited
+    /// for that confirm nothing.
+    pub(crate) async fn ask(&self, pod: Pod, uid: String, deadline: Instant, silent: Duration) -> v1::BarrierAnswer {
         let (answer, receiver) = oneshot::channel();
         let asked = {
             let mut state = self.state();
             if state.waiting.len() >= MAX_WAITING {
-                return refused(format!("{MAX_WAITING} pods of this node already wait; ask again later"));
+                let reason = format!("{MAX_WAITING} pods of this node already wait; ask again later");
+                return v1::BarrierAnswer { reason, ..v1::BarrierAnswer::default() };
             }
             state.last_id += 1;
-            let (id, waiting) = (state.last_id, Waiting { pod, deadline, silent, answer });
-            match state.is_supported {
-                Some(true) => {
-                    state.unsent.push_back(waiting.request(id));
-                    self.has_unsent.notify_one();
-                }
-                Some(false) => return unsupported(),
-                None => {}
+            let (id, waiting) = (state.last_id, Waiting { pod, uid, deadline, silent, answer });
+            if state.has_stream {
+                state.unsent.push_back(waiting.request(id));
+                self.has_unsent.notify_one();
             }
             state.waiting.insert(id, waiting);
             Asked { barriers: self, id }
@@ -148,25 +148,18 @@ impl Barriers {
         })
     }
 
-    /// Repeats all unanswered requests on a new stream, or answers them if the replica cannot.
-    pub(super) fn begin_stream(&self, is_supported: bool) {
+    /// Repeats all unanswered requests on a new stream.
+    pub(super) fn begin_stream(&self) {
         let mut state = self.state();
-        state.is_supported = Some(is_supported);
-        if is_supported {
-            state.unsent = state.waiting.iter().map(|(id, waiting)| waiting.request(*id)).collect();
-            self.has_unsent.notify_one();
-        } else {
-            for (_, waiting) in std::mem::take(&mut state.waiting) {
-                // The client may have gone.
-                let _ = waiting.answer.send(unsupported());
-            }
-        }
+        state.has_stream = true;
+        state.unsent = state.waiting.iter().map(|(id, waiting)| waiting.request(*id)).collect();
+        self.has_unsent.notify_one();
     }
 
     /// Keeps the requests for the next stream.
     pub(super) fn end_stream(&self) {
         let mut state = self.state();
-        state.is_supported = None;
+        state.has_stream = false;
         state.unsent.clear();
     }
 
@@ -178,9 +171,8 @@ impl Barriers {
     }
 
     /// Returns the next message to the replica, if any.
-    pub(super) fn pop(&self) -> Option<v1::AgentMessage> {
-        let request = self.state().unsent.pop_front()?;
-        Some(v1::AgentMessage { body: Some(Body::Barrier(request)) })
+    pub(super) fn pop(&self) -> Option<Body> {
+        self.state().unsent.pop_front().map(Body::Barrier)
     }
 
     /// Passes an answer of the replica to the client.
@@ -206,14 +198,6 @@ impl Drop for OfStream {
     }
 }
 
-fn refused(reason: String) -> v1::BarrierAnswer {
-    v1::BarrierAnswer { reason, ..v1::BarrierAnswer::default() }
-}
-
-fn unsupported() -> v1::BarrierAnswer {
-    refused("the control plane is too old to answer; upgrade every replica".to_owned())
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -224,7 +208,7 @@ mod tests {
     }
 
     fn request(barriers: &Barriers) -> v1::BarrierRequest {
-        match barriers.pop().and_then(|message| message.body) {
+        match barriers.pop() {
             Some(Body::Barrier(request)) => request,
             other => panic!("not a request: {other:?}"),
         }
@@ -235,15 +219,16 @@ mod tests {
         let barriers = Arc::new(Barriers::default());
         let asker = Arc::clone(&barriers);
         let pod = Pod::At([10, 0, 0, 1].into());
-        let asked = tokio::spawn(async move { asker.ask(pod, later(), Duration::from_secs(20)).await });
+        let asked = tokio::spawn(async move { asker.ask(pod, "uid-1".into(), later(), Duration::from_secs(20)).await });
         while barriers.state().waiting.is_empty() {
             tokio::task::yield_now().await;
         }
         for _ in 0..2 {
-            barriers.begin_stream(true);
+            barriers.begin_stream();
             barriers.ready().await;
             let sent = request(&barriers);
             assert_eq!((sent.id, &sent.address[..], sent.silent_ms), (1, &[10, 0, 0, 1][..], 20_000));
+            assert_eq!(sent.pod_uid, "uid-1");
             assert!(sent.timeout_ms <= 30_000);
             barriers.end_stream();
         }
@@ -253,23 +238,20 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_client_that_goes_cancels_its_request_and_an_old_replica_refuses() {
+    async fn a_client_that_goes_cancels_its_request() {
         let barriers = Barriers::default();
-        barriers.begin_stream(true);
-        let pod = Pod::Named("prod".into(), "web-1".into());
-        let gone = barriers.ask(pod.clone(), later(), Duration::ZERO);
+        barriers.begin_stream();
+        let gone = barriers.ask(Pod::Named("prod".into(), "web-1".into()), String::new(), later(), Duration::ZERO);
         assert!(tokio::time::timeout(Duration::from_millis(10), gone).await.is_err());
         assert_eq!(request(&barriers).pod_name, "web-1");
         assert!(request(&barriers).is_cancelled);
-        barriers.begin_stream(false);
-        let refused = barriers.ask(pod, later(), Duration::ZERO).await;
-        assert!(refused.reason.contains("upgrade"), "{refused:?}");
     }
 
     #[tokio::test]
     async fn without_a_stream_the_answer_is_incomplete_at_the_deadline() {
         let barriers = Barriers::default();
-        let answer = barriers.ask(Pod::At([10, 0, 0, 1].into()), Instant::now(), Duration::ZERO).await;
+        let pod = Pod::At([10, 0, 0, 1].into());
+        let answer = barriers.ask(pod, String::new(), Instant::now(), Duration::ZERO).await;
         assert_eq!(answer.result(), Outcome::Incomplete);
     }
 }

@@ -18,12 +18,13 @@ use tracing::{info, warn};
 pub use super::context::SessionConfig;
 use super::{
     answers::{Answers, NodeKnowledge},
-    barriers::{Barriers, OfStream},
+    barriers::Barriers,
     connect::{ConnectError, Connection},
     context::Context,
     failover::{Failover, MoveLimits},
     machine::{Machine, Violation},
     metrics::SessionMetrics,
+    outbox::Outbox,
     renewal::Renewal,
     replicas::{Replicas, Target},
     reporter::Reporter,
@@ -160,7 +161,6 @@ impl Session {
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             status: Some(status.clone()),
             resume,
-            answers_queries: self.context.knowledge.is_some(),
         };
         let (outgoing, receiver) = mpsc::channel(OUTGOING);
         // The call cannot fail: the channel is empty and has a receiver.
@@ -171,12 +171,11 @@ impl Session {
         let incoming = answer.map_err(|_| StreamEnd::NoWelcome)??.into_inner();
         let tls = self.context.config.tls.clone().zip(connection.not_after);
         let renewal = tls.map(|(tls, not_after)| Renewal::new(tls, not_after));
+        let outbox = Outbox::new(Arc::clone(&self.context.barriers), Answers::new(self.context.knowledge.clone()));
         Ok(Stream {
             incoming,
             outgoing,
-            reporter: Reporter::new(number, status),
-            answers: Answers::new(self.context.knowledge.clone()),
-            barriers: OfStream(Arc::clone(&self.context.barriers)),
+            reporter: Reporter::new(number, status, outbox),
             failover,
             silent_after: WELCOME_TIMEOUT,
             drain: None,

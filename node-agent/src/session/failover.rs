@@ -23,6 +23,10 @@ const CUT_OFF_PATIENCE: [Duration; 2] = [Duration::from_secs(1), Duration::from_
 /// default, a replica that is behind the agent sends its older state after 30 seconds. This
 /// constant is shorter, so that the agent can first move to a replica that is not behind.
 const STALLED_PATIENCE: Duration = Duration::from_secs(20);
+/// Time without a replica that follows its source after which an agent also moves to a replica that
+/// is behind. Shorter losses of a source are usual. After a longer one, all replicas that follow
+/// their source may be behind for ever, because the source was restored from a backup.
+const RESTORE_PATIENCE: Duration = Duration::from_secs(45);
 /// Pauses between two requests to the other replicas.
 const ASK_PAUSES: Backoff = Backoff::new(Duration::from_secs(5), Duration::from_secs(60), Jitter::Half);
 /// Shortest times that the agent stays with a replica after a move. These times grow with each
@@ -76,11 +80,10 @@ impl Trouble {
 }
 
 /// What another replica reports about its source.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Standing {
-    /// The state of the source; `None` if the replica runs a version that does not know the
-    /// `Standing` request.
-    pub source: Option<SourceState>,
+    /// The state of the source.
+    pub source: SourceState,
     /// The current positions of the source.
     pub positions: Positions,
     /// The positions of the last change of each kind.
@@ -124,7 +127,7 @@ impl Standing {
     #[must_use]
     pub fn of(answer: &v1::StandingResponse) -> Self {
         Self {
-            source: answer.source_state().known(),
+            source: answer.source_state().into(),
             positions: comparable(&answer.positions),
             changed: comparable(&answer.changed_positions),
         }
@@ -146,43 +149,41 @@ impl Standing {
 enum Worth {
     /// The replica has no state that the agent could use.
     Nothing,
-    /// The replica does not report its state.
-    Unknown,
     /// The replica has a state, but receives no changes.
     OldState,
+    /// The replica receives changes, and its state is older than the agent's.
+    OlderSource,
     /// The replica has a state and receives changes.
     Everything,
 }
 
-/// The worth of an agent's own replica when the agent looks for another replica.
+/// The worth of an agent's own replica when the agent looks for another replica. A stalled stream
+/// brings nothing to an agent that holds nothing.
 fn worth_of_own(trouble: Trouble, holds_state: bool) -> Worth {
     match trouble {
         Trouble::Unlisted => Worth::Nothing,
-        Trouble::Stalled if !holds_state => Worth::Unknown,
+        Trouble::Stalled if !holds_state => Worth::Nothing,
         Trouble::CutOff | Trouble::Stalled | Trouble::Crowded => Worth::OldState,
     }
 }
 
 /// The worth of another replica to an agent. `held` describes the agent's state; `None` means that
 /// the agent holds no state.
-fn worth_of_other(standing: &Standing, held: Option<&HeldState>) -> Worth {
-    match (standing.source, held) {
-        (Some(SourceState::Unlisted), _) => Worth::Nothing,
-        (Some(SourceState::Following), None) => Worth::Everything,
-        (Some(SourceState::CutOff), None) => Worth::OldState,
-        (None, None) => Worth::Unknown,
-        (Some(SourceState::Following), Some(held)) if !standing.is_behind(held) => Worth::Everything,
-        (Some(SourceState::CutOff), Some(held)) if !standing.is_behind(held) && standing.is_ahead(held) => {
-            Worth::OldState
-        }
-        (_, Some(_)) => Worth::Nothing,
+fn worth_of_other(standing: &Standing, held: Option<&HeldState>, accepts_older: bool) -> Worth {
+    let is_behind = held.is_some_and(|held| standing.is_behind(held));
+    match standing.source {
+        SourceState::Following if !is_behind => Worth::Everything,
+        SourceState::Following if accepts_older => Worth::OlderSource,
+        SourceState::CutOff if !is_behind && held.is_none_or(|held| standing.is_ahead(held)) => Worth::OldState,
+        _ => Worth::Nothing,
     }
 }
 
 /// Returns the index of the replica to move to, if any of `others` is better than the agent's own
-/// replica. If several replicas are equally good, chooses one of them at random.
-pub fn choose(trouble: Trouble, held: Option<&HeldState>, others: &[Standing]) -> Option<usize> {
-    let worth: Vec<Worth> = others.iter().map(|standing| worth_of_other(standing, held)).collect();
+/// replica. If several replicas are equally good, chooses one of them at random. `accepts_older` is
+/// [`Failover::accepts_older`].
+pub fn choose(trouble: Trouble, held: Option<&HeldState>, others: &[Standing], accepts_older: bool) -> Option<usize> {
+    let worth: Vec<Worth> = others.iter().map(|standing| worth_of_other(standing, held, accepts_older)).collect();
     let best = worth.iter().copied().max().filter(|best| *best > worth_of_own(trouble, held.is_some()))?;
     let best: Vec<usize> = (0..worth.len()).filter(|index| worth[*index] == best).collect();
     fastrand::choice(best)
@@ -219,6 +220,9 @@ impl MoveLimits {
 #[derive(Debug)]
 pub struct Failover {
     source: Option<SourceState>,
+    /// Since when the source has been in another state than `Following`.
+    without_source_since: Option<Instant>,
+    accepts_older: bool,
     is_complete: bool,
     progressed: Instant,
     snapshots_sent: u64,
@@ -236,6 +240,8 @@ impl Failover {
     pub fn new(limits: &MoveLimits, now: Instant) -> Self {
         Self {
             source: None,
+            without_source_since: None,
+            accepts_older: false,
             is_complete: false,
             progressed: now,
             snapshots_sent: 0,
@@ -247,9 +253,11 @@ impl Failover {
         }
     }
 
-    /// Records the state of the replica's source; `None` if the replica does not report this state.
-    pub fn on_source(&mut self, source: Option<SourceState>, now: Instant) {
-        self.source = source;
+    /// Records the state of the replica's source.
+    pub fn on_source(&mut self, source: SourceState, now: Instant) {
+        self.source = Some(source);
+        let is_without = source != SourceState::Following;
+        self.without_source_since = is_without.then(|| self.without_source_since.unwrap_or(now));
         self.update_trouble(now);
     }
 
@@ -284,11 +292,21 @@ impl Failover {
             _ if is_stalled => Some(Trouble::Stalled),
             _ => None,
         };
-        if trouble != self.trouble {
-            self.trouble = trouble;
+        let accepts_older = self.accepts_older_from().is_some_and(|from| now >= from);
+        if (trouble, accepts_older) != (self.trouble, self.accepts_older) {
+            (self.trouble, self.accepts_older) = (trouble, accepts_older);
             self.ask_pauses.reset();
             self.ask_at = now + trouble.map_or(Duration::ZERO, Trouble::patience);
         }
+    }
+
+    fn accepts_older_from(&self) -> Option<Instant> {
+        self.without_source_since.map(|since| since + RESTORE_PATIENCE)
+    }
+
+    /// True if the agent also moves to a replica that follows its source and is behind the agent.
+    pub fn accepts_older(&self) -> bool {
+        self.accepts_older
     }
 
     /// True if the agent still has this reason to look for another replica.
@@ -300,7 +318,9 @@ impl Failover {
     pub fn due_at(&self) -> Option<Instant> {
         let stays = |at: Instant| at.max(self.stays_until.unwrap_or(at));
         let trouble_at = match self.trouble {
-            Some(_) => Some(stays(self.ask_at)),
+            // Such moves are rare: each follows a loss of the source of [`RESTORE_PATIENCE`].
+            Some(_) if self.accepts_older => Some(self.ask_at),
+            Some(_) => Some(self.accepts_older_from().into_iter().fold(stays(self.ask_at), Instant::min)),
             None if !self.is_complete => Some(self.progressed + STALLED_PATIENCE),
             None => None,
         };

@@ -111,8 +111,8 @@ pub enum Effect {
         head_version: u64,
         /// Time since the replica last heard from its source, when the heartbeat was sent.
         source_age: Duration,
-        /// The state of the source; `None` if the replica does not report this state.
-        source: Option<SourceState>,
+        /// The state of the source.
+        source: SourceState,
         /// Number of snapshots that the replica has completed, for any agent.
         snapshots_sent: u64,
     },
@@ -143,10 +143,8 @@ pub struct Welcomed {
     pub mode: ResumeMode,
     /// Longest time between two messages of the replica.
     pub heartbeat_interval: Duration,
-    /// The state of the source; `None` if the replica does not report this state.
-    pub source: Option<SourceState>,
-    /// True if the replica answers requests of pods that stop.
-    pub answers_barriers: bool,
+    /// The state of the source.
+    pub source: SourceState,
 }
 
 /// The progress of a stream.
@@ -228,6 +226,13 @@ impl Machine {
     #[must_use]
     pub fn has_rejected(&self, resource: &str) -> bool {
         self.rejected.contains(resource)
+    }
+
+    /// The number of resources whose rejections are in force on this stream. If it is not exact, it
+    /// is too high.
+    #[must_use]
+    pub fn rejections_in_force(&self) -> u64 {
+        if self.is_following() { self.rejected.count() } else { 0 }
     }
 
     /// True if more resources were rejected than the machine remembers. In this case, the next
@@ -321,24 +326,18 @@ impl Machine {
             0 => DEFAULT_HEARTBEAT,
             interval_ms => Duration::from_millis(interval_ms.into()),
         };
-        let source = welcome.source_state().known();
-        let mut effects = vec![Effect::Welcomed(Welcomed {
-            replica: welcome.replica,
-            epoch,
-            mode,
-            heartbeat_interval,
-            source,
-            answers_barriers: welcome.answers_barriers,
-        })];
+        let source = welcome.source_state().into();
+        let mut effects =
+            vec![Effect::Welcomed(Welcomed { replica: welcome.replica, epoch, mode, heartbeat_interval, source })];
         let version = self.position.map_or(0, |(_, version)| version);
         let rejections = self.rejected.begin(mode);
-        effects.extend(reject(v1::Nack { version, rejections, withdrawn: Vec::new() }));
+        effects.extend(reject(v1::Nack { version, rejections, ..v1::Nack::default() }));
         effects.extend(self.resumed_at(version));
         Ok(effects)
     }
 
     fn on_heartbeat(&mut self, heartbeat: v1::Heartbeat) -> Vec<Effect> {
-        let (source, head_version) = (heartbeat.source_state().known(), heartbeat.head_version);
+        let (source, head_version) = (heartbeat.source_state().into(), heartbeat.head_version);
         let v1::Heartbeat { source_age_ms, snapshots_sent, .. } = heartbeat;
         if self.resumed == Resumed::AtNextHead {
             self.resumed = Resumed::At(head_version);
@@ -462,7 +461,7 @@ impl Machine {
         };
         self.rejected.step(&rejections, &[], None);
         withdrawn.retain(|resource| !self.rejected.contains(resource));
-        reject(v1::Nack { version, rejections, withdrawn }).into_iter().chain(node).collect()
+        reject(v1::Nack { version, rejections, withdrawn, ..v1::Nack::default() }).into_iter().chain(node).collect()
     }
 
     fn stage(&mut self, what: Staging, wire: v1::Changes) -> Result<(), Violation> {
@@ -486,7 +485,7 @@ impl Machine {
         self.position = Some((epoch, version));
         let Staged { changes, triggers, rejections, positions, .. } = staged;
         let withdrawn = self.rejected.step(&rejections, &changes, snapshot.as_ref());
-        let nack = reject(v1::Nack { version, rejections, withdrawn });
+        let nack = reject(v1::Nack { version, rejections, withdrawn, ..v1::Nack::default() });
         let has_rejections = self.rejected.has_resources();
         let step =
             Effect::Apply(StateUpdate { epoch, version, positions, changes, triggers, snapshot, has_rejections });

@@ -101,9 +101,9 @@ impl SessionMetrics {
         self.source().last_heartbeat = Some((Instant::now(), source_age));
     }
 
-    /// Records the state of the source. `None` means that the replica does not report this state.
-    pub fn set_source_state(&self, state: Option<SourceState>) {
-        self.source().state = state;
+    /// Records the state of the source.
+    pub fn set_source_state(&self, state: SourceState) {
+        self.source().state = Some(state);
     }
 
     /// The state of the source that was reported last; `None` if no state was reported.

@@ -1,24 +1,24 @@
 //! Remembers which received resources the agent has rejected, so that the agent can withdraw each
 //! rejection when the resource is usable again.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use headgate_core::{Change, ServiceKey, digest};
 use headgate_proto::v1::{self, welcome::ResumeMode};
 
 use crate::state::held::Snapshot;
 
-/// Maximum number of rejections that the agent remembers. A replica remembers fewer rejections for
-/// each agent. The agent does not withdraw rejections beyond this number; they end with the stream.
-const MAX_KEPT: usize = 1024;
+/// Maximum number of rejections that the agent remembers: more than the endpoints of the largest
+/// Services. The agent does not withdraw rejections beyond this number; they end with the stream.
+const MAX_KEPT: usize = 16_384;
 
 /// The rejections in force, by the resource's name as in [`v1::Rejection`].
 #[derive(Debug, Default)]
 pub(super) struct Rejected {
     kept: BTreeMap<String, v1::Rejection>,
-    /// True if more resources were rejected than `kept` may hold. In this case, rejections that are
-    /// not in `kept` may be in force.
-    has_forgotten: bool,
+    /// The number of rejections that `kept` could not hold, or more: a resource that is rejected
+    /// again counts again.
+    forgotten: u64,
 }
 
 impl Rejected {
@@ -34,7 +34,7 @@ impl Rejected {
     /// break and the next stream may resume by log.
     pub(super) fn resumed(&mut self) {
         self.kept.retain(|resource, _| is_node(resource));
-        self.has_forgotten = false;
+        self.forgotten = 0;
     }
 
     /// True if a rejection of the resource is in force.
@@ -42,15 +42,20 @@ impl Rejected {
         self.kept.contains_key(resource)
     }
 
+    /// The number of rejections in force, or more.
+    pub(super) fn count(&self) -> u64 {
+        self.forgotten + self.kept.len() as u64
+    }
+
     /// True if rejections that are not remembered may be in force.
     pub(super) fn has_forgotten(&self) -> bool {
-        self.has_forgotten
+        self.forgotten > 0
     }
 
     /// True if a rejection is in force for a resource that a resume by log does not send again.
     /// Rejections of the agent's own Node are ignored, because every stream sends the Node.
     pub(super) fn has_resources(&self) -> bool {
-        self.has_forgotten || self.kept.keys().any(|resource| !is_node(resource))
+        self.has_forgotten() || self.kept.keys().any(|resource| !is_node(resource))
     }
 
     /// Records the rejections of a step. Returns the resources whose rejections end, because the
@@ -68,7 +73,7 @@ impl Rejected {
             if self.kept.len() < MAX_KEPT || self.kept.contains_key(&rejection.resource) {
                 self.kept.insert(rejection.resource.clone(), rejection.clone());
             } else {
-                self.has_forgotten = true;
+                self.forgotten += 1;
             }
         }
         ended
@@ -76,7 +81,8 @@ impl Rejected {
 
     fn ended(&self, rejections: &[v1::Rejection], changes: &[Change], snapshot: Option<&Snapshot>) -> Vec<String> {
         let again: HashSet<&str> = rejections.iter().map(|rejection| rejection.resource.as_str()).collect();
-        let named: HashSet<String> = changes.iter().flat_map(names).collect();
+        let named = changes.iter().flat_map(names).filter(|resource| self.contains(resource));
+        let mut ended: BTreeSet<String> = named.collect();
         // A snapshot contains everything in its buckets. A resource that is not in the snapshot no
         // longer exists.
         let is_replaced = |resource: &str| {
@@ -85,10 +91,10 @@ impl Rejected {
                 None => snapshot.buckets.len() == digest::BUCKETS,
             })
         };
-        let is_over = |resource: &&String| {
-            !again.contains(resource.as_str()) && (named.contains(*resource) || is_replaced(resource))
-        };
-        self.kept.keys().filter(is_over).cloned().collect()
+        if snapshot.is_some() {
+            ended.extend(self.kept.keys().filter(|resource| is_replaced(resource)).cloned());
+        }
+        ended.into_iter().filter(|resource| !again.contains(resource.as_str())).collect()
     }
 
     /// Removes the rejections of the agent's own Node, and returns the names under which the Node
@@ -210,17 +216,17 @@ mod tests {
 
     #[test]
     fn the_number_of_remembered_rejections_is_bounded() {
-        let rejections: Vec<_> = (0..3000).map(|i| rejection(&format!("Service ns/s{i}"))).collect();
+        let rejections: Vec<_> = (0..MAX_KEPT + 100).map(|i| rejection(&format!("Service ns/s{i}"))).collect();
         let mut rejected = Rejected::default();
         rejected.step(&rejections, &[], None);
         assert_eq!(rejected.begin(ResumeMode::Log).len(), MAX_KEPT);
-        assert!(rejected.has_forgotten());
+        assert_eq!((rejected.has_forgotten(), rejected.count()), (true, rejections.len() as u64));
         // All remembered rejections end. The rejections that are not remembered are still in force.
         let changes: Vec<_> =
-            (0..1500).map(|i| Change::RemoveService(ServiceKey::new("ns", &format!("s{i}")))).collect();
+            (0..MAX_KEPT + 50).map(|i| Change::RemoveService(ServiceKey::new("ns", &format!("s{i}")))).collect();
         assert_eq!(rejected.step(&[], &changes, None).len(), MAX_KEPT);
-        assert!(rejected.has_forgotten() && rejected.has_resources());
+        assert!(rejected.has_forgotten() && rejected.has_resources() && rejected.count() == 100);
         rejected.resumed();
-        assert!(!rejected.has_forgotten() && !rejected.has_resources());
+        assert!(!rejected.has_forgotten() && !rejected.has_resources() && rejected.count() == 0);
     }
 }

@@ -5,7 +5,6 @@ use std::{sync::Arc, time::Duration};
 
 use headgate_proto::v1::{self, discovery_client::DiscoveryClient};
 use tokio::{task::JoinSet, time::timeout};
-use tonic::Code;
 use tracing::debug;
 
 use super::{failover::Standing, replicas::Target, tls::AgentTls};
@@ -42,7 +41,7 @@ impl StandingsQuery {
         let mut answers = Vec::new();
         for (target, answer) in asked.join_all().await {
             match answer {
-                Ok((theirs, _)) if theirs.is_some() && theirs == epoch => {}
+                Ok((theirs, _)) if Some(theirs) == epoch => {}
                 Ok((_, standing)) => answers.push((target, standing)),
                 Err(error) => debug!(replica = %target, error, "another replica did not report its standing"),
             }
@@ -51,18 +50,11 @@ impl StandingsQuery {
     }
 }
 
-/// Asks one replica for its epoch and standing. A replica of an older program version does not know
-/// the request. For such a replica, the function returns `None` for the epoch, and an empty
-/// standing.
-async fn ask_one(target: &Target, node: &str, tls: Option<&Arc<AgentTls>>) -> Result<(Option<u64>, Standing), String> {
+/// Asks one replica for its epoch and standing.
+async fn ask_one(target: &Target, node: &str, tls: Option<&Arc<AgentTls>>) -> Result<(u64, Standing), String> {
     let connection = target.control_plane.connect(target.address, tls).await.map_err(|error| error.to_string())?;
     let request = v1::StandingRequest { node_name: node.to_owned() };
-    match DiscoveryClient::new(connection.channel).standing(request).await {
-        Ok(answer) => {
-            let answer = answer.into_inner();
-            Ok((Some(answer.epoch), Standing::of(&answer)))
-        }
-        Err(status) if status.code() == Code::Unimplemented => Ok((None, Standing::default())),
-        Err(status) => Err(status.message().to_owned()),
-    }
+    let answer = DiscoveryClient::new(connection.channel).standing(request).await;
+    let answer = answer.map_err(|status| status.message().to_owned())?.into_inner();
+    Ok((answer.epoch, Standing::of(&answer)))
 }

@@ -4,8 +4,8 @@
 use std::{pin::pin, sync::Arc, time::Duration};
 
 use futures::{FutureExt as _, TryFutureExt as _, future::BoxFuture};
-use headgate_core::{node_state::SourceState, reference::Referable};
-use headgate_proto::v1::{self, server_message::Body as ServerBody, welcome::ResumeMode};
+use headgate_core::reference::Referable;
+use headgate_proto::v1::{self, server_message::Body as ServerBody};
 use tokio::{
     sync::{mpsc, watch},
     task::spawn_blocking,
@@ -15,11 +15,10 @@ use tonic::Streaming;
 use tracing::{debug, info};
 
 use super::{
-    answers::Answers,
-    barriers::{Barriers, OfStream},
     context::{Context, SessionConfig},
     failover::{Failover, HeldState, Trouble, choose},
     machine::{Effect, Machine, Welcomed},
+    outbox::Outbox,
     renewal::Renewal,
     replicas::{Replicas, Target},
     reporter::Reporter,
@@ -36,19 +35,12 @@ use crate::{
 /// Number of heartbeat intervals without a message after which the agent reconnects
 /// (`discovery.proto`, rule 9).
 const MISSED_HEARTBEATS: u32 = 3;
-/// If an older replica does not send the state of its source, a source age above this limit means
-/// `CUT_OFF` (`discovery.proto`, rule 14).
-const OLD_SOURCE: Duration = Duration::from_secs(180);
 
 /// An open stream.
 pub(super) struct Stream {
     pub(super) incoming: Streaming<v1::ServerMessage>,
     pub(super) outgoing: mpsc::Sender<v1::AgentMessage>,
     pub(super) reporter: Reporter,
-    /// Answers the replica's queries.
-    pub(super) answers: Answers,
-    /// Requests of pods that stop.
-    pub(super) barriers: OfStream,
     /// Decides when to look for a better replica.
     pub(super) failover: Failover,
     pub(super) silent_after: Duration,
@@ -78,14 +70,10 @@ impl Stream {
             let drain_at = self.drain.as_ref().map(|(at, _)| *at);
             let renew_at = self.renewal.as_ref().map(|renewal| renewal.check_at);
             let ask_at = self.failover.due_at().filter(|_| asking.is_none());
-            let now = Instant::now();
-            let ready_at = self.reporter.outbox.ready_at(now);
-            let is_ready = ready_at.is_some_and(|at| at <= now);
             tokio::select! {
-                // The order of the branches matters. The agent's reports come before messages of
+                // The order of the branches matters. What the agent sends comes before messages of
                 // the replica, so that a replica that sends without a pause does not delay the
-                // reports. Answers to queries come after the reports; few are ready at a time,
-                // because they are sent slowly. Messages come before the timer for silence.
+                // reports. Messages come before the timer for silence.
                 biased;
                 () = sleep_until(drain_at.unwrap_or_else(Instant::now)), if drain_at.is_some() => {
                     return Ok(StreamEnd::Drained(self.drain.map(|(_, reason)| reason).unwrap_or_default()));
@@ -97,18 +85,8 @@ impl Stream {
                         return Ok(StreamEnd::Moved { to: Box::new(to), trouble });
                     }
                 }
-                Ok(permit) = outgoing.reserve(), if is_ready => {
-                    if let Some(message) = self.reporter.outbox.pop(now) {
-                        permit.send(message);
-                    }
-                }
-                Ok(permit) = barrier_permit(&self.barriers.0, &outgoing) => {
-                    if let Some(message) = self.barriers.0.pop() {
-                        permit.send(message);
-                    }
-                }
-                Ok(permit) = answer_permit(&mut self.answers, &outgoing) => {
-                    if let Some(message) = self.answers.pop() {
+                Ok(permit) = next_permit(&mut self.reporter.outbox, &outgoing) => {
+                    if let Some(message) = self.reporter.outbox.pop(Instant::now()) {
                         permit.send(message);
                     }
                 }
@@ -135,9 +113,7 @@ impl Stream {
                     }
                     silence.as_mut().reset(Instant::now() + self.silent_after);
                 }
-                // The next round of the loop sends the waiting ACK.
-                () = sleep_until(ready_at.unwrap_or(now)), if ready_at.is_some() && !is_ready => {}
-                () = sleep_until(ask_at.unwrap_or(now)), if ask_at.is_some() => {
+                () = sleep_until(ask_at.unwrap_or_else(Instant::now)), if ask_at.is_some() => {
                     let trouble = self.failover.due(Instant::now());
                     asking = trouble.map(|trouble| (trouble, self.ask_others(context, replicas)));
                 }
@@ -180,16 +156,15 @@ impl Stream {
             Effect::Resumed => blocking(&context.state, AgentState::confirm).await?,
             Effect::Reject(nack) => {
                 context.metrics.rejected_resources.inc_by(nack.rejections.len() as u64);
-                self.reporter.reject(nack);
+                self.reporter.reject(nack, &context.machine);
             }
-            Effect::Query(query) => self.answers.ask(query),
-            Effect::Barrier(answer) => self.barriers.0.answered(answer),
+            Effect::Query(query) => self.reporter.outbox.answers.ask(query),
+            Effect::Barrier(answer) => self.reporter.outbox.barriers.0.answered(answer),
             Effect::Heartbeat { source_age, head_version, source, snapshots_sent } => {
                 context.metrics.set_source_age(source_age);
                 context.metrics.head_version.set(head_version);
                 context.metrics.set_source_state(source);
-                let is_old = source_age > OLD_SOURCE;
-                self.failover.on_source(source.or(is_old.then_some(SourceState::CutOff)), Instant::now());
+                self.failover.on_source(source, Instant::now());
                 self.failover.on_snapshots_sent(snapshots_sent, Instant::now());
             }
             Effect::Drain { within, for_balance: true, .. } => {
@@ -201,8 +176,8 @@ impl Stream {
     }
 
     fn on_welcome(&mut self, context: &Context, welcomed: Welcomed, replica: &Target) {
-        let Welcomed { replica: name, epoch, mode, heartbeat_interval, source, answers_barriers } = welcomed;
-        self.barriers.0.begin_stream(answers_barriers);
+        let Welcomed { replica: name, epoch, mode, heartbeat_interval, source } = welcomed;
+        self.reporter.outbox.barriers.0.begin_stream();
         context.metrics.set_source_state(source);
         if let Some(tls) = &context.config.tls {
             tls.on_accepted();
@@ -213,12 +188,10 @@ impl Stream {
         context.metrics.resumed(mode);
         self.reporter.epoch = Some(epoch);
         self.silent_after = heartbeat_interval.saturating_mul(MISSED_HEARTBEATS);
-        if mode == ResumeMode::Log {
-            // After a resume by log, the replica needs a report even if no change follows
-            // (`discovery.proto`, rule 7).
-            let seen = context.progress.borrow().clone();
-            self.report(&seen, &context.machine);
-        }
+        // The replica needs a failure before the first ACK, and after a resume by log an ACK even
+        // if no change follows (`discovery.proto`, rule 7).
+        let seen = context.progress.borrow().clone();
+        self.report(&seen, &context.machine);
     }
 
     /// Notes the positions that the agent holds, and then asks the other replicas for their
@@ -246,7 +219,8 @@ impl Stream {
             return None;
         }
         let (mut targets, standings): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
-        let chosen = choose(trouble, held, &standings).map(|index| targets.swap_remove(index));
+        let chosen =
+            choose(trouble, held, &standings, self.failover.accepts_older()).map(|index| targets.swap_remove(index));
         if chosen.is_none() {
             debug!(reason = trouble.reason(), asked = standings.len(), "no other replica is better; the agent stays");
         }
@@ -274,21 +248,12 @@ fn brings_state(body: &ServerBody) -> bool {
     )
 }
 
-/// Waits until a request of a pod is ready, and then until the transport accepts a message.
-async fn barrier_permit<'a>(
-    barriers: &Barriers,
+/// Waits until a message may be sent, and then until the transport accepts a message.
+async fn next_permit<'a>(
+    outbox: &mut Outbox,
     outgoing: &'a mpsc::Sender<v1::AgentMessage>,
 ) -> Result<mpsc::Permit<'a, v1::AgentMessage>, mpsc::error::SendError<()>> {
-    barriers.ready().await;
-    outgoing.reserve().await
-}
-
-/// Waits until an answer is ready, and then until the transport accepts a message.
-async fn answer_permit<'a>(
-    answers: &mut Answers,
-    outgoing: &'a mpsc::Sender<v1::AgentMessage>,
-) -> Result<mpsc::Permit<'a, v1::AgentMessage>, mpsc::error::SendError<()>> {
-    answers.ready().await;
+    outbox.ready().await;
     outgoing.reserve().await
 }
 

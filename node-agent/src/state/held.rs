@@ -53,6 +53,8 @@ pub struct Restored {
     pub held: Held,
     /// The agent's own Node.
     pub node: Option<Node>,
+    /// True if the rules in the kernel may be newer than this state.
+    pub may_be_behind: bool,
 }
 
 /// The buckets that a snapshot replaces, and the resources that the agent rejected.

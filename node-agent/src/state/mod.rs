@@ -55,7 +55,7 @@ pub struct AgentState {
 #[derive(Debug)]
 struct Inner {
     held: Held,
-    /// True while the state is from disk and no control plane has updated it. The rules in the
+    /// True while the state is from disk, no control plane has updated it, and the rules in the
     /// kernel may be newer than the state.
     is_unconfirmed: bool,
     node_name: String,
@@ -209,9 +209,10 @@ impl AgentState {
     /// empty state.
     #[must_use]
     pub fn persistent(node_name: &str, restored: Option<Restored>) -> Self {
-        let is_unconfirmed = restored.is_some();
-        let (mut held, node) = restored.map_or_else(Default::default, |Restored { held, node }| (held, node));
-        *held.unsaved_mut() = if is_unconfirmed { Unsaved::Some(Keys::default()) } else { Unsaved::Everything };
+        let unsaved = if restored.is_some() { Unsaved::Some(Keys::default()) } else { Unsaved::Everything };
+        let is_unconfirmed = restored.as_ref().is_some_and(|restored| restored.may_be_behind);
+        let (mut held, node) = restored.map_or_else(Default::default, |Restored { held, node, .. }| (held, node));
+        *held.unsaved_mut() = unsaved;
         Self::with(node_name, held, node, is_unconfirmed)
     }
 
@@ -266,6 +267,11 @@ impl AgentState {
     #[must_use]
     pub fn node(&self) -> Option<Node> {
         self.lock().node.clone()
+    }
+
+    /// What the agent holds of its own Node, as [`v1::NodeView`] states it.
+    pub(crate) fn own_node(&self) -> v1::OwnNode {
+        self.lock().own_node()
     }
 
     /// Begins a new stream. Returns the resume point for `Hello`, the epoch and version of the held

@@ -52,8 +52,7 @@ struct Service {
     delays_answers: watch::Receiver<bool>,
 }
 
-/// The answer to a request for the standing. `None` means that the replica is too old to know this
-/// request.
+/// The answer to a request for the standing. `None` means an error.
 type Standing = Arc<Mutex<Option<v1::StandingResponse>>>;
 
 #[tonic::async_trait]
@@ -71,7 +70,7 @@ impl Discovery for Service {
         let standing = self.standing.lock().unwrap().clone();
         self.asked.notify_one();
         let _ = self.delays_answers.clone().wait_for(|delays| !delays).await;
-        standing.map(Response::new).ok_or_else(|| Status::unimplemented("an older replica"))
+        standing.map(Response::new).ok_or_else(|| Status::unavailable("the test sets no standing"))
     }
 }
 

@@ -22,6 +22,15 @@ fn unusable(previous_version: u64) -> v1::ServerMessage {
     bad
 }
 
+/// Makes the run that ended look like one that crashed in the same boot, so that the rules in the
+/// kernel may be newer than the state on disk.
+fn crashed(folder: &TempDir) {
+    let run = folder.path().join("run");
+    let record = std::fs::read_to_string(&run).unwrap();
+    assert!(record.contains("saved"), "{record}");
+    std::fs::write(&run, record.replace("saved", "running")).unwrap();
+}
+
 /// Waits for the ACK of a version, and ignores other messages.
 async fn acknowledged(connection: &mut Connection, version: u64) {
     loop {
@@ -70,6 +79,7 @@ async fn resume_with_a_pause_before_the_end(steps: Vec<Vec<Change>>) {
     let (mut connection, _) = serve(&mut replica, &store).await;
     acknowledged(&mut connection, 1).await;
     agent.stop().await;
+    crashed(&folder);
 
     steps.into_iter().for_each(|step| store.commit(step));
     let agent = start(&folder, &replica);

@@ -6,7 +6,7 @@ use std::{
 };
 
 use headgate_tests::{
-    apiserver::{Kind, RequestFault, RequestFilter, Verb},
+    apiserver::{Kind, RequestFault, RequestFilter, Restart, Verb},
     failover::{Mode, Scenario, Scene, run},
     testbed::process::program,
 };
@@ -38,6 +38,26 @@ async fn agents_leave_a_replica_that_loses_its_api_server_if_another_follows_the
         let moves = scene.moves();
         assert!(moves.iter().all(|moves| *moves <= 1), "an agent moved more than once: {moves:?}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_a_restore_of_etcd_agents_of_a_cut_off_replica_follow_the_restored_source() {
+    let mut scene = Scene::set(5, &[Mode::Open, Mode::Open]).await.unwrap();
+    let backup = scene.api().backup();
+    scene.add_agents(4, &[0, 1]).unwrap();
+    scene.change().unwrap();
+    scene.until_programmed().await.unwrap();
+    scene.replicas()[1].gate.set(Mode::Refusing).await;
+    scene.until_ready(1, false).await.unwrap();
+    scene.api().restart(&Restart::RestoreBackup(backup)).unwrap();
+    // Replica 0 follows the restored source, and is behind the agents of replica 1.
+    let limit = Instant::now() + 2 * LIMIT;
+    while scene.places().await.unwrap() != [4, 0] {
+        assert!(Instant::now() < limit, "agents stay: {:?}", scene.places().await.unwrap());
+        sleep(Duration::from_millis(100)).await;
+    }
+    scene.change().unwrap();
+    scene.until_programmed().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]

@@ -138,7 +138,6 @@ pub(crate) const NEVER: Duration = Duration::from_secs(600);
 async fn the_barrier_waits_for_each_node_at_each_replica() {
     let mut pair = Pair::start(NEVER).await;
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
-    assert!(a.welcome.answers_barriers);
     a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
     assert_waits(&mut a).await;
     // Replica 1 sees the removal, and its agent programs it.

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use headgate_control_plane::transaction::{NodeChange, Sink as _, Transaction, TriggeredChange};
+use headgate_control_plane::transaction::{NodeChange, Sink as _, SourceKind, Transaction, TriggeredChange};
 use headgate_core::{
     Change, Dirty, Family, Node, NodeFacts, ServiceKey,
     digest::{Digests, service_bucket},
@@ -47,7 +47,7 @@ fn truth(client: &Client, node: &str, query: &v1::VerifyQuery, run: u64) -> v1::
         resources: Some(digests_to_wire(state.digests())),
         resources_version: client.held.version,
         table: Some(digests_to_wire(&table)),
-        view: Some(view.to_wire()),
+        view: Some(v1::NodeView { own_node: client.nodes.last().cloned(), ..view.to_wire() }),
         services: state.service_count() as u64,
         frontends: table.resource_count(),
         buckets: query.buckets.clone(),
@@ -369,6 +369,71 @@ async fn a_wrong_zone_in_each_attempt_and_a_view_without_families_are_not_verifi
     let found = verify_one(&replica, "b").await;
     assert_eq!(found.result, "unverified");
     assert!(found.unverified.iter().any(|text| text.contains("families")), "{:?}", found.unverified);
+    replica.running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stale_addresses_or_pod_ranges_are_a_difference_and_a_node_on_its_way_is_none() {
+    let replica = Replica::start().await;
+    replica.put(cluster(3));
+    let node = |name: &str, last: u8| Node {
+        name: name.into(),
+        zone: None,
+        pod_cidrs: vec![format!("10.1.{last}.0/24").parse().unwrap()],
+        addresses: vec![[192, 0, 2, last].into()],
+        going_away: false,
+    };
+    let put = |node: Node, position: u64| Transaction {
+        nodes: vec![NodeChange::Apply(node)],
+        positions: vec![(SourceKind::Nodes, position)],
+        ..Transaction::default()
+    };
+    for (position, name) in (1..).zip(["a", "b", "c", "d", "e"]) {
+        replica.store.commit(put(node(name, 1), position));
+    }
+    fn held(answer: &mut v1::Verification) -> &mut v1::OwnNode {
+        answer.view.as_mut().unwrap().own_node.as_mut().unwrap()
+    }
+    let lie = |change: fn(&mut v1::OwnNode)| {
+        move |_: usize, _: &mut Client, answer: Option<&mut v1::Verification>| {
+            answer.into_iter().for_each(|answer| change(held(answer)));
+        }
+    };
+    let addresses = |own: &mut v1::OwnNode| own.node.as_mut().unwrap().addresses = vec![vec![192, 0, 2, 9].into()];
+    let _a = Agent::start(&replica, "a", lie(addresses)).await;
+    let _b = Agent::start(&replica, "b", lie(|own| own.node.as_mut().unwrap().pod_cidrs.clear())).await;
+    let _c = Agent::start(&replica, "c", lie(|own| own.node = None)).await;
+    for (node, text) in [
+        ("a", "the agent holds the addresses 192.0.2.9 of its Node, and the Node has 192.0.2.1"),
+        ("b", "the agent holds the podCIDRs none of its Node, and the Node has 10.1.1.0/24"),
+        ("c", "the agent does not hold its Node"),
+    ] {
+        let found = verify_one(&replica, node).await;
+        assert_eq!((found.result.as_str(), found.drift.len()), ("drift", 1), "{found:?}");
+        assert!(drift(&found)[0].1.starts_with(text), "{found:?}");
+    }
+    // The replica is behind the agent.
+    let _d = Agent::start(
+        &replica,
+        "d",
+        lie(|own| {
+            own.node.as_mut().unwrap().addresses.clear();
+            own.position.as_mut().unwrap().position += 100;
+        }),
+    )
+    .await;
+    let found = verify_one(&replica, "d").await;
+    assert!(found.result == "unverified" && found.unverified[0].contains("newer"), "{found:?}");
+    // The Node changes after the agent has computed its first answer.
+    let store = Arc::clone(&replica.store);
+    let change = move |number, _: &mut Client, answer: Option<&mut v1::Verification>| {
+        if answer.is_some() && number == 1 {
+            store.commit(put(node("e", 2), 10));
+        }
+    };
+    let _e = Agent::start(&replica, "e", change).await;
+    let found = verify_one(&replica, "e").await;
+    assert!(found.result == "verified" && found.drift.is_empty(), "{found:?}");
     replica.running.stop().await;
 }
 

@@ -33,8 +33,6 @@ pub(crate) struct Agent {
     pub(crate) node: Arc<str>,
     pub(crate) address: SocketAddr,
     pub(crate) agent_version: String,
-    /// True if the agent answers queries about its node.
-    pub(super) answers_queries: bool,
     pub(crate) queries: Queries,
     /// Requests of the agent about pods of its node.
     pub(crate) barriers: Answers,
@@ -69,7 +67,6 @@ impl Agent {
             node,
             address,
             agent_version: clip(&hello.agent_version).to_owned(),
-            answers_queries: hello.answers_queries,
             queries: Queries::default(),
             barriers: Answers::default(),
             connected: SystemTime::now(),

@@ -54,9 +54,6 @@ impl Fleet {
     pub(crate) fn ask(&self, node: &str, query: v1::NodeQuery) -> Result<Asked, Status> {
         let replica = &self.context.settings.replica_name;
         let agent = self.find(node).ok_or_else(|| self.without_stream(node))?;
-        if !agent.answers_queries {
-            return Err(too_old(&agent));
-        }
         let permit = Arc::clone(&self.queries).try_acquire_owned().map_err(|_| {
             let text =
                 format!("{MAX_ON_REPLICA} queries about nodes already wait at replica {replica}: ask again later");
@@ -95,9 +92,6 @@ impl Asked {
             )));
         };
         let answer = received.unwrap_or_else(|| Err(stream_ended(node)))?;
-        if answer.is_unknown {
-            return Err(too_old(&self.agent));
-        }
         if !answer.error.is_empty() {
             let error = clip(&answer.error);
             return Err(Status::failed_precondition(format!("the agent of node {node} cannot answer: {error}")));
@@ -111,11 +105,4 @@ impl Drop for Asked {
     fn drop(&mut self) {
         self.agent.queries.remove(self.id);
     }
-}
-
-fn too_old(agent: &Agent) -> Status {
-    let Agent { node, agent_version, .. } = agent;
-    let text =
-        format!("the agent of node {node} (version {agent_version}) does not support this query: upgrade the agent");
-    Status::failed_precondition(text)
 }

@@ -158,7 +158,6 @@ impl Session {
             behind_wait_ms: to_ms(context.settings.behind_wait),
             head_version: Some(store.version()),
             source_state: v1::SourceState::from(sent_source).into(),
-            answers_barriers: true,
         }));
         Self {
             position,

@@ -10,14 +10,14 @@ use std::{
 };
 
 use headgate_core::{
-    ServiceKey,
+    Node, ServiceKey,
     digest::{BUCKETS, BucketDigest, service_bucket},
 };
-use headgate_proto::{NodeView, ServiceDigests, digests_from_wire, v1};
+use headgate_proto::{NodeView, ServiceDigests, digests_from_wire, node_from_wire, v1};
 
 use crate::{
     serve::fleet::{Rejections, clip},
-    store::Store,
+    store::{OwnNode, Store, positions_to_wire},
 };
 
 /// The maximum number of differences that are named.
@@ -65,17 +65,17 @@ pub(super) struct Comparison {
     drift: BTreeSet<(String, String)>,
     /// The number of differences that are not in `drift`.
     more_drift: u64,
-    /// Whether the last answer named a difference that the agent found itself, or a wrong fact.
+    /// Whether the last answer named a difference that the agent found itself, or another Node.
     has_drift: bool,
     /// What the last answer could not verify.
     unverified: Vec<String>,
     /// The Services that are left out because they are rejected, as sentences.
     left_out: BTreeSet<String>,
-    /// The number of answers whose digests were compared, and of those with a wrong zone.
+    /// The number of answers whose digests were compared, and of those with a wrong Node.
     answers: usize,
-    wrong_zones: usize,
-    /// What is wrong about the zone in the last answer.
-    wrong_zone: Option<String>,
+    wrong_nodes: usize,
+    /// What is wrong about the agent's Node in the last answer.
+    wrong_node: Option<String>,
     /// Why the comparison ended early.
     failure: Option<String>,
     version: u64,
@@ -99,8 +99,8 @@ impl Comparison {
             unverified: Vec::new(),
             left_out: BTreeSet::new(),
             answers: 0,
-            wrong_zones: 0,
-            wrong_zone: None,
+            wrong_nodes: 0,
+            wrong_node: None,
             failure: None,
             version: 0,
             services: 0,
@@ -150,7 +150,7 @@ impl Comparison {
     pub(super) fn take(&mut self, known: &Known, answer: &v1::Verification) {
         self.suspects.clear();
         self.differing.clear();
-        self.wrong_zone = None;
+        self.wrong_node = None;
         self.answers += 1;
         self.unverified = answer.unverified.iter().take(MAX_DRIFT).map(|text| clip(text).to_owned()).collect();
         let drift = answer.drift.iter().take(MAX_DRIFT);
@@ -183,18 +183,7 @@ impl Comparison {
         // Without a table, the agent has said why.
         let Some(table) = answer.table.as_ref().and_then(digests_from_wire) else { return };
         let Some(view) = self.view(answer) else { return };
-        let own_node = store.node(&self.node).node;
-        if let Some(zone) = own_node.map(|node| node.zone.clone()).filter(|zone| *zone != view.facts.zone) {
-            let name = |zone: &Option<Arc<str>>| zone.as_deref().unwrap_or("no zone").to_owned();
-            self.has_drift = true;
-            self.wrong_zones += 1;
-            // The Node may have changed a moment ago. The next attempt decides.
-            self.wrong_zone = Some(format!(
-                "the agent uses {} as its zone, and the Node has {}: verify again, and read the log of the agent",
-                clip(&name(&view.facts.zone)),
-                name(&zone)
-            ));
-        }
+        self.take_node(store, answer, &view);
         if answer.view.as_ref().is_some_and(|view| view.failing_left_out) {
             self.unverified.push("too many endpoints fail the health checks of the node, so the control plane cannot compute the forwarding table: look at these endpoints".to_owned());
             return;
@@ -217,6 +206,27 @@ impl Comparison {
             } else if is_certain {
                 self.suspects.insert(bucket);
             }
+        }
+    }
+
+    /// Compares what the agent holds of its Node. A Node may be on its way to the agent, so the
+    /// next attempts decide, or to this replica.
+    fn take_node(&mut self, store: &Store, answer: &v1::Verification, view: &NodeView) {
+        let OwnNode { node: Some(ours), position } = store.node(&self.node) else { return };
+        let held = answer.view.as_ref().and_then(|view| view.own_node.as_ref());
+        let theirs = held.and_then(|held| node_from_wire(held.node.as_ref()?).ok());
+        let Some(difference) = node_difference(&ours, theirs.as_ref(), view) else { return };
+        self.has_drift = true;
+        let ours_at = positions_to_wire(position).first().copied();
+        let is_newer = |(theirs, ours): (v1::SourcePosition, v1::SourcePosition)| {
+            theirs.kind == ours.kind && theirs.position > ours.position
+        };
+        if held.and_then(|held| held.position).zip(ours_at).is_some_and(is_newer) {
+            let text = "the agent has a newer value of its Node than the control plane: verify again";
+            self.unverified.push(text.to_owned());
+        } else {
+            self.wrong_nodes += 1;
+            self.wrong_node = Some(format!("{difference}: verify again, and read the log of the agent"));
         }
     }
 
@@ -306,9 +316,9 @@ impl Comparison {
     /// Returns the result of all attempts, without its name.
     pub(super) fn finish(mut self, of_node: v1::NodeVerification) -> v1::NodeVerification {
         let is_settled = self.is_settled();
-        match self.wrong_zone.take() {
-            Some(text) if self.wrong_zones == self.answers && self.failure.is_none() => self.add("", text),
-            wrong_zone => self.unverified.extend(wrong_zone),
+        match self.wrong_node.take() {
+            Some(text) if self.wrong_nodes == self.answers && self.failure.is_none() => self.add("", text),
+            wrong_node => self.unverified.extend(wrong_node),
         }
         self.unverified.extend(std::mem::take(&mut self.left_out));
         self.unverified.extend(self.failure.take());
@@ -345,6 +355,29 @@ struct Sides<'a> {
 /// The number of resources of these Services. A bucket with more resources holds a ServiceCIDR.
 fn count(services: &BTreeMap<ServiceKey, ServiceDigests>) -> u32 {
     services.values().fold(0, |count, digests| digests.resources.count.saturating_add(count))
+}
+
+/// Returns how a Node, as the agent holds and uses it, differs from ours.
+fn node_difference(ours: &Node, theirs: Option<&Node>, view: &NodeView) -> Option<String> {
+    fn names<T: ToString>(values: &[T]) -> String {
+        let names: Vec<String> = values.iter().map(ToString::to_string).collect();
+        if names.is_empty() { "none".to_owned() } else { clip(&names.join(" ")).to_owned() }
+    }
+    let Some(theirs) = theirs else { return Some("the agent does not hold its Node".to_owned()) };
+    let zone = |zone: &Option<Arc<str>>| clip(zone.as_deref().unwrap_or("no zone")).to_owned();
+    let pair = |what: &str, theirs: String, ours: String| {
+        Some(format!("the agent holds the {what} {theirs} of its Node, and the Node has {ours}"))
+    };
+    if ours.zone != view.facts.zone {
+        let (theirs, ours) = (zone(&view.facts.zone), zone(&ours.zone));
+        Some(format!("the agent uses {theirs} as its zone, and the Node has {ours}"))
+    } else if ours.addresses != theirs.addresses {
+        pair("addresses", names(&theirs.addresses), names(&ours.addresses))
+    } else if ours.pod_cidrs != theirs.pod_cidrs {
+        pair("podCIDRs", names(&theirs.pod_cidrs), names(&ours.pod_cidrs))
+    } else {
+        None
+    }
 }
 
 /// Returns how the resources of a Service differ.

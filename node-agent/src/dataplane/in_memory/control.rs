@@ -62,6 +62,11 @@ impl Control {
         self.script().failures.push_back(error);
     }
 
+    /// Makes all following calls succeed, also those that [`Self::fail_next`] made fail.
+    pub fn recover(&self) {
+        self.script().failures.clear();
+    }
+
     /// Sets the result of the next check: true when the table is intact, which is the default.
     /// Several calls set the results of several following checks, in order.
     pub fn next_verdict(&self, intact: bool) {

@@ -1,28 +1,28 @@
 #![allow(clippy::unwrap_used)]
 use super::*;
 
-const FOLLOWING: Option<SourceState> = Some(SourceState::Following);
-const CUT_OFF: Option<SourceState> = Some(SourceState::CutOff);
-const UNLISTED: Option<SourceState> = Some(SourceState::Unlisted);
+const FOLLOWING: SourceState = SourceState::Following;
+const CUT_OFF: SourceState = SourceState::CutOff;
+const UNLISTED: SourceState = SourceState::Unlisted;
 
 fn at(position: u64) -> Positions {
     [(1, position)].into()
 }
 
-fn standing(source: Option<SourceState>, position: u64) -> Standing {
-    let positions = if source == UNLISTED || source.is_none() { Positions::new() } else { at(position) };
+fn standing(source: SourceState, position: u64) -> Standing {
+    let positions = if source == UNLISTED { Positions::new() } else { at(position) };
     Standing { source, changed: positions.clone(), positions }
 }
 
 fn chosen(trouble: Trouble, held: Option<u64>, others: &[Standing]) -> Option<usize> {
     let held = held.map(|position| HeldState { positions: at(position), may_lack: false });
-    choose(trouble, held.as_ref(), others)
+    choose(trouble, held.as_ref(), others, false)
 }
 
 #[test]
 fn an_agent_with_a_state_moves_to_a_replica_that_follows_and_is_not_behind() {
     for trouble in [Trouble::Unlisted, Trouble::CutOff, Trouble::Stalled, Trouble::Crowded] {
-        let others = [standing(CUT_OFF, 5), standing(FOLLOWING, 4), standing(FOLLOWING, 5), standing(None, 0)];
+        let others = [standing(CUT_OFF, 5), standing(FOLLOWING, 4), standing(FOLLOWING, 5), standing(UNLISTED, 0)];
         assert_eq!(chosen(trouble, Some(5), &others), Some(2), "{trouble:?}");
         assert_eq!(chosen(trouble, Some(6), &others), None, "{trouble:?}: all other replicas are behind the agent");
     }
@@ -30,7 +30,7 @@ fn an_agent_with_a_state_moves_to_a_replica_that_follows_and_is_not_behind() {
 
 #[test]
 fn an_agent_with_the_replicas_state_stays_while_all_replicas_are_cut_off() {
-    let others = [standing(CUT_OFF, 5), standing(UNLISTED, 0), standing(None, 0)];
+    let others = [standing(CUT_OFF, 5), standing(UNLISTED, 0)];
     for trouble in [Trouble::Unlisted, Trouble::CutOff, Trouble::Stalled] {
         assert_eq!(chosen(trouble, Some(5), &others), None, "{trouble:?}");
     }
@@ -43,27 +43,53 @@ fn an_agent_with_the_replicas_state_stays_while_all_replicas_are_cut_off() {
     assert_eq!(chosen(Trouble::Unlisted, Some(5), &ahead), Some(0), "the other replica has newer changes");
     // Another replica may send the resources that the agent's state lacks.
     let lacking = HeldState { positions: at(5), may_lack: true };
-    assert_eq!(choose(Trouble::Unlisted, Some(&lacking), &others), Some(0));
-    assert_eq!(choose(Trouble::CutOff, Some(&lacking), &others), None);
+    assert_eq!(choose(Trouble::Unlisted, Some(&lacking), &others, false), Some(0));
+    assert_eq!(choose(Trouble::CutOff, Some(&lacking), &others, false), None);
 }
 
 #[test]
 fn an_agent_without_a_state_moves_to_the_best_replica() {
-    let (unlisted, unknown) = (standing(UNLISTED, 0), standing(None, 0));
-    let (cut_off, following) = (standing(CUT_OFF, 5), standing(FOLLOWING, 5));
-    let all = [unlisted, unknown, cut_off, following];
-    for count in 0..=4 {
-        let best = (count > 1).then(|| count - 1);
-        assert_eq!(chosen(Trouble::Unlisted, None, &all[..count]), best, "{count}");
+    let all = [standing(UNLISTED, 0), standing(CUT_OFF, 5), standing(FOLLOWING, 5)];
+    for trouble in [Trouble::Unlisted, Trouble::Stalled] {
+        for count in 0..=3 {
+            let best = (count > 1).then(|| count - 1);
+            assert_eq!(chosen(trouble, None, &all[..count]), best, "{trouble:?} {count}");
+        }
     }
-    assert_eq!(
-        chosen(Trouble::Stalled, None, &all[..2]),
-        None,
-        "a replica that does not report its state is not better"
-    );
-    assert_eq!(chosen(Trouble::Stalled, None, &all[..3]), Some(2));
-    assert_eq!(chosen(Trouble::CutOff, None, &all[..3]), None);
-    assert_eq!(chosen(Trouble::CutOff, None, &all), Some(3));
+    assert_eq!(chosen(Trouble::CutOff, None, &all[..2]), None);
+    assert_eq!(chosen(Trouble::CutOff, None, &all), Some(2));
+}
+
+#[test]
+fn after_a_long_loss_of_the_source_an_agent_moves_to_a_replica_that_is_behind() {
+    let held = HeldState { positions: at(9), may_lack: false };
+    let others = [standing(UNLISTED, 0), standing(CUT_OFF, 5), standing(FOLLOWING, 5)];
+    for trouble in [Trouble::Unlisted, Trouble::CutOff] {
+        assert_eq!(choose(trouble, Some(&held), &others, false), None, "{trouble:?}");
+        assert_eq!(choose(trouble, Some(&held), &others, true), Some(2), "{trouble:?}");
+        let better = [standing(FOLLOWING, 5), standing(FOLLOWING, 9)];
+        assert_eq!(choose(trouble, Some(&held), &better, true), Some(1), "a replica that is not behind is better");
+    }
+    // The pauses between requests have grown, and the agent has moved before.
+    let (now, mut limits) = (Instant::now(), MoveLimits::default());
+    (0..8).for_each(|_| limits.moved(now));
+    let mut failover = Failover::new(&limits, now);
+    failover.on_progress(true, now);
+    failover.on_source(CUT_OFF, now);
+    let until = now + RESTORE_PATIENCE;
+    while let Some(at) = failover.due_at().filter(|at| *at < until) {
+        failover.due(at);
+    }
+    assert!(!failover.accepts_older());
+    assert_eq!((failover.due_at(), failover.due(until)), (Some(until), None));
+    let asks = failover.due_at().unwrap();
+    assert!(failover.accepts_older() && asks >= until && asks <= until + CUT_OFF_PATIENCE[1]);
+    assert_eq!(failover.due(asks), Some(Trouble::CutOff));
+    failover.on_source(UNLISTED, asks);
+    assert!(failover.accepts_older());
+    failover.on_source(FOLLOWING, asks);
+    failover.on_source(CUT_OFF, asks);
+    assert!(!failover.accepts_older(), "the source was there meanwhile");
 }
 
 #[test]
@@ -126,7 +152,9 @@ fn a_stream_is_stalled_only_if_the_replica_completes_no_snapshot_for_any_agent()
 fn pauses_between_requests_to_other_replicas_grow() {
     let mut now = Instant::now();
     let mut failover = Failover::new(&MoveLimits::default(), now);
-    failover.on_source(CUT_OFF, now);
+    failover.on_source(FOLLOWING, now);
+    now += STALLED_PATIENCE;
+    failover.update_trouble(now);
     let mut pauses = Vec::new();
     for _ in 0..10 {
         now = failover.due_at().unwrap();
@@ -146,8 +174,7 @@ fn stays_grow_with_each_move_and_start_again_after_a_long_stay() {
     for _ in 0..8 {
         limits.moved(now);
         let mut failover = Failover::new(&limits, now);
-        failover.on_source(UNLISTED, now);
-        failover.ask_at = now;
+        (failover.trouble, failover.ask_at) = (Some(Trouble::Stalled), now);
         let until = failover.due_at().unwrap();
         stays.push(until - now);
         now = until;

@@ -139,6 +139,31 @@ pub(crate) fn rules(bed: &Testbed) -> Result<String> {
     Ok(sorted.join("\n"))
 }
 
+/// A dump of all rules of the node, as `iptables-save` writes it.
+pub(crate) struct Dump(Vec<(Variant, Family, String)>);
+
+impl Dump {
+    /// Saves the rules.
+    pub(crate) fn save(bed: &Testbed) -> Result<Self> {
+        let (node, lock) = (bed.machines().machine(NODE)?, bed.machines().xtables_lock(NODE));
+        let all = Variant::BOTH.into_iter().flat_map(|variant| Family::BOTH.map(|family| (variant, family)));
+        let saved = all.map(|(variant, family)| Ok((variant, family, iptables::save(node, variant, family, &lock)?)));
+        saved.collect::<Result<_>>().map(Self)
+    }
+
+    /// Replaces the rules of the node by the saved ones.
+    pub(crate) fn restore(&self, bed: &Testbed) -> Result<()> {
+        forget_rules(bed)?;
+        let (node, lock) = (bed.machines().machine(NODE)?, bed.machines().xtables_lock(NODE));
+        let script = bed.machines().folder().join("dump");
+        for (variant, family, dump) in &self.0 {
+            fs::write(&script, dump).context("writing the dump")?;
+            iptables::restore(node, *variant, *family, &lock, &script)?;
+        }
+        Ok(())
+    }
+}
+
 /// The log of the agent on the node.
 pub(crate) fn agent_log(bed: &Testbed) -> Result<String> {
     fs::read_to_string(bed.machines().folder().join(format!("agent-{NODE}.log"))).context("reading the agent's log")

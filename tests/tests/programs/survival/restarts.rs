@@ -1,6 +1,7 @@
 //! Agents stop, crash and start again, with and without a control plane.
 
 use std::{
+    fs,
     sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
@@ -9,8 +10,8 @@ use anyhow::{Context as _, Result, ensure};
 use headgate_tests::testbed::{Backend, Testbed, client::HeldConnection};
 
 use super::node::{
-    NODE, Writes, agent_log, expect_servers, forget_rules, on_machines, rules, set_endpoints, targets,
-    wait_for_answers, wait_until, while_asking,
+    Dump, NODE, Writes, agent_log, expect_servers, forget_rules, on_machines, rules, set_endpoints, state_file,
+    targets, wait_for_answers, wait_until, while_asking,
 };
 
 const KILLS: usize = 30;
@@ -125,6 +126,39 @@ fn warm_restart(bed: &Testbed) -> Result<()> {
     held.iter_mut().try_for_each(HeldConnection::check).context("after the endpoints were replaced")
 }
 
+/// While no agent runs, another program restores rules that it saved earlier: with an agent that
+/// ended and saved its state, and after a reboot. The next agent starts without a control plane.
+fn restored_dump(bed: &Testbed) -> Result<()> {
+    bed.start_control_plane()?;
+    bed.start_agent(NODE)?;
+    bed.wait_programmed()?;
+    let dump = Dump::save(bed)?;
+    set_endpoints(bed, "steady", &["a2"])?;
+    bed.wait_programmed()?;
+    let run = state_file(bed).with_file_name("run");
+    for is_rebooted in [false, true] {
+        if is_rebooted {
+            // The agent has saved its state, and is killed later.
+            wait_until("the run to be recorded", || {
+                Ok(fs::read_to_string(&run).is_ok_and(|text| text.contains("running")))
+            })?;
+            bed.kill_agent(NODE)?;
+            fs::write(&run, "00000000-0000-0000-0000-000000000000 running\n").context("writing the boot")?;
+        } else {
+            bed.stop_agent(NODE)?;
+            bed.stop_control_plane()?;
+        }
+        dump.restore(bed)?;
+        expect_servers(bed, "steady", &["a1", "b1"]).context("with the restored rules")?;
+        bed.start_agent(NODE)?;
+        wait_until("the saved state to replace the restored rules", || {
+            Ok(expect_servers(bed, "steady", &["a2"]).is_ok())
+        })?;
+        expect_servers(bed, "other", &["c1"])?;
+    }
+    Ok(())
+}
+
 /// After a restart, the agent writes only what changed while it was stopped. The agent does not
 /// replace rules in the kernel by older rules from disk, because it waits for the control plane
 /// first.
@@ -220,6 +254,16 @@ fn warm_restart_legacy() {
 #[test]
 fn warm_restart_nft() {
     on_machines(Backend::IptablesNft, warm_restart);
+}
+
+#[test]
+fn restored_dump_legacy() {
+    on_machines(Backend::IptablesLegacy, restored_dump);
+}
+
+#[test]
+fn restored_dump_nft() {
+    on_machines(Backend::IptablesNft, restored_dump);
 }
 
 // rows of iptables: 92

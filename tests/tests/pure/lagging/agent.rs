@@ -222,7 +222,8 @@ impl Agent {
         let others = others();
         let held = self.held.point(false).as_ref().map(HeldState::of);
         let standings: Vec<_> = others.iter().map(|(_, standing)| standing.clone()).collect();
-        let to = choose(trouble, held.as_ref(), &standings).map(|index| others[index].0)?;
+        let accepts_older = self.failover.accepts_older();
+        let to = choose(trouble, held.as_ref(), &standings, accepts_older).map(|index| others[index].0)?;
         self.moves.moved(now);
         Some(to)
     }

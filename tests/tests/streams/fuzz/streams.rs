@@ -77,7 +77,6 @@ fn stream() -> Vec<u8> {
         behind_wait_ms: 30_000,
         head_version: Some(store.version()),
         source_state: v1::SourceState::Following.into(),
-        answers_barriers: true,
     }));
     let (_, mut cursor) = store.cursor(None::<&Resume>);
     for step in 0..4 {

@@ -114,7 +114,7 @@ async fn messages_of_an_agent_appear_in_its_status() {
     // A rejection stays until the agent withdraws the rejection.
     let withdrawn = |names: &[&str]| {
         let withdrawn = names.iter().map(|name| (*name).to_owned()).collect();
-        v1::agent_message::Body::Nack(v1::Nack { version: 1, withdrawn, ..v1::Nack::default() })
+        v1::agent_message::Body::Nack(v1::Nack { version: 1, withdrawn, in_force: 1, ..v1::Nack::default() })
     };
     client.send(withdrawn(&["Service a/c", "Endpoint a/b 10.0.0.1"])).await;
     client.ack().await;
