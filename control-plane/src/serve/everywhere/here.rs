@@ -193,7 +193,6 @@ fn final_answer(
         agent.laggard(&fleet.context, version.unwrap_or_default(), services)
     };
     v1::QuestionAnswer {
-        id: 0,
         roster,
         version: version.unwrap_or_default(),
         problem,

@@ -89,6 +89,12 @@ impl Everywhere {
         self.replicas.as_ref().map(|replicas| replicas.links()).unwrap_or_default()
     }
 
+    /// Notes that another replica has joined this one, until the result is dropped.
+    pub(crate) fn caller(&self, epoch: u64) -> Option<Caller> {
+        let replicas = self.replicas.as_ref().filter(|_| epoch != self.fleet.context.store.epoch());
+        replicas.map(|replicas| replicas.caller(epoch))
+    }
+
     /// How long this replica has run.
     pub(crate) fn uptime(&self) -> Duration {
         self.started.elapsed()

@@ -12,14 +12,13 @@ use std::{
 
 use headgate_proto::{
     address_to_wire,
-    v1::{self, inspect_client::InspectClient, peer_message, peer_request, peers_client::PeersClient},
+    v1::{self, inspect_client::InspectClient, peers_client::PeersClient},
 };
 use tokio::{
-    sync::{mpsc, oneshot, watch},
+    sync::watch,
     task::AbortHandle,
     time::{sleep, timeout, timeout_at},
 };
-use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 
 use super::here::Question;
@@ -45,9 +44,6 @@ const ANSWER_GRACE: Duration = Duration::from_secs(2);
 
 /// The pause between two looks at the names of the replicas, and at departed nodes.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
-
-/// The number of questions that may wait inside the transport.
-const OUTGOING: usize = 64;
 
 /// The maximum size of a message: the names of all nodes.
 const MAX_MESSAGE_BYTES: usize = 16 << 20;
@@ -77,6 +73,8 @@ pub(crate) struct Link {
     pub(crate) address: SocketAddr,
     host: String,
     state: Mutex<State>,
+    /// The number of the roster.
+    number: watch::Sender<u64>,
 }
 
 #[derive(Default)]
@@ -85,8 +83,6 @@ struct State {
     /// The address is this replica itself.
     is_self: bool,
     problem: String,
-    last_id: u64,
-    pending: HashMap<u64, oneshot::Sender<v1::QuestionAnswer>>,
 }
 
 /// A replica that has joined, with a copy of its roster.
@@ -96,30 +92,8 @@ pub(crate) struct Joined {
     /// The latest time at which the replica may have started.
     started: Instant,
     is_incomplete: bool,
-    number: u64,
     pub(crate) nodes: HashMap<Arc<str>, (u64, Option<Departed>)>,
     channel: Channel,
-    questions: mpsc::Sender<v1::PeerRequest>,
-}
-
-/// Gives up a question when it is dropped.
-struct Asked<'a>(&'a Link, u64);
-
-impl Drop for Asked<'_> {
-    fn drop(&mut self) {
-        let mut state = self.0.state();
-        if state.pending.remove(&self.1).is_some()
-            && let Some(joined) = &state.joined
-        {
-            // If there is no room, the replica answers in vain.
-            let question = v1::Question { id: self.1, is_cancelled: true, ..v1::Question::default() };
-            let _ = joined.questions.try_send(request(peer_request::Body::Question(question)));
-        }
-    }
-}
-
-fn request(body: peer_request::Body) -> v1::PeerRequest {
-    v1::PeerRequest { body: Some(body) }
 }
 
 impl Replicas {
@@ -265,7 +239,7 @@ impl Replicas {
         }
         for (address, host) in found {
             known.links.entry(address).or_insert_with(|| {
-                let link = Arc::new(Link { address, host, state: Mutex::default() });
+                let link = Arc::new(Link { address, host, state: Mutex::default(), number: watch::Sender::new(0) });
                 (Arc::clone(&link), tokio::spawn(Arc::clone(self).follow(link)).abort_handle())
             });
         }
@@ -300,57 +274,36 @@ impl Replicas {
     async fn join(&self, link: &Link) -> Result<String, String> {
         let connected = timeout(CONNECT_TIMEOUT * 2, link.connect(self.settings.tls.clone())).await;
         let channel = connected.map_err(|_| "it does not answer".to_owned())??;
-        let mut client = PeersClient::new(channel.clone()).max_decoding_message_size(MAX_MESSAGE_BYTES);
-        let (questions, receiver) = mpsc::channel(OUTGOING);
+        let mut client = peers(channel.clone());
         let (replica, epoch) = (self.fleet.context.settings.replica_name.clone(), self.fleet.context.store.epoch());
-        let own = request(peer_request::Body::Identity(v1::PeerIdentity { replica, epoch }));
-        // The channel is empty, so there is room.
-        let _ = questions.try_send(own);
+        let refused = |status: tonic::Status| status.message().to_owned();
         let begun = timeout(CONNECT_TIMEOUT * 2, async {
-            let answer = client.join(ReceiverStream::new(receiver)).await;
-            let mut messages = answer.map_err(|status| status.message().to_owned())?.into_inner();
-            let first = messages.message().await.map_err(|status| status.message().to_owned())?;
-            Ok::<_, String>((first, messages))
+            let mut rosters = client.join(v1::PeerIdentity { replica, epoch }).await.map_err(refused)?.into_inner();
+            Ok::<_, String>((rosters.message().await.map_err(refused)?, rosters))
         });
-        let (mut next, mut messages) = begun.await.map_err(|_| "it does not answer".to_owned())??;
+        let (mut next, mut rosters) = begun.await.map_err(|_| "it does not answer".to_owned())??;
         let ended = loop {
-            match next.and_then(|message| message.body) {
-                Some(peer_message::Body::Roster(roster)) => {
-                    if roster.identity.as_ref().is_some_and(|identity| identity.epoch == epoch) {
-                        link.state().is_self = true;
-                        self.changed();
-                        return Ok("it is this replica".into());
-                    }
-                    let says_goodbye = roster.says_goodbye;
-                    self.take_roster(link, roster, &channel, &questions);
-                    if says_goodbye {
-                        break Ok(());
-                    }
-                }
-                Some(peer_message::Body::Answer(answer)) => {
-                    if let Some(asker) = link.state().pending.remove(&answer.id) {
-                        // The asker may have gone.
-                        let _ = asker.send(answer);
-                    }
-                }
-                None => break Err("the stream ended".to_owned()),
+            let Some(roster) = next else { break Err("the stream ended".to_owned()) };
+            if roster.identity.as_ref().is_some_and(|identity| identity.epoch == epoch) {
+                link.state().is_self = true;
+                self.changed();
+                return Ok("it is this replica".into());
             }
-            next = match messages.message().await {
-                Ok(message) => message,
-                Err(status) => break Err(status.message().to_owned()),
+            let says_goodbye = roster.says_goodbye;
+            self.take_roster(link, roster, &channel);
+            if says_goodbye {
+                break Ok("it said goodbye".to_owned());
+            }
+            next = match rosters.message().await {
+                Ok(roster) => roster,
+                Err(status) => break Err(refused(status)),
             };
         };
         self.part(link, ended.is_ok());
-        Ok(ended.err().unwrap_or_else(|| "it said goodbye".into()))
+        ended
     }
 
-    fn take_roster(
-        &self,
-        link: &Link,
-        roster: v1::Roster,
-        channel: &Channel,
-        questions: &mpsc::Sender<v1::PeerRequest>,
-    ) {
+    fn take_roster(&self, link: &Link, roster: v1::Roster, channel: &Channel) {
         let now = Instant::now();
         let ago = |milliseconds| now.checked_sub(Duration::from_millis(milliseconds)).unwrap_or(now);
         let mut state = link.state();
@@ -359,24 +312,13 @@ impl Replicas {
         let is_new = state.joined.as_ref().is_none_or(|joined| joined.identity != identity);
         if is_new {
             tracing::info!(replica = identity.replica, address = %link.address, "joined another replica");
-            let (channel, questions) = (channel.clone(), questions.clone());
-            let (nodes, started) = (HashMap::new(), now);
-            state.joined = Some(Joined {
-                identity,
-                since: now,
-                started,
-                is_incomplete: false,
-                number: 0,
-                nodes,
-                channel,
-                questions,
-            });
+            let (nodes, channel) = (HashMap::new(), channel.clone());
+            state.joined = Some(Joined { identity, since: now, started: now, is_incomplete: false, nodes, channel });
         }
         let Some(joined) = &mut state.joined else { return };
         if roster.is_full {
             joined.nodes.clear();
         }
-        joined.number = roster.number;
         joined.started = joined.started.min(ago(roster.uptime_ms));
         joined.is_incomplete = roster.is_incomplete;
         for node in roster.present {
@@ -391,6 +333,7 @@ impl Replicas {
         }
         state.problem.clear();
         drop(state);
+        link.number.send_replace(roster.number);
         if is_new {
             self.known().vanished.remove(&epoch);
         }
@@ -400,11 +343,7 @@ impl Replicas {
     /// Takes over the memory of a replica whose stream has ended: its nodes have lost their stream
     /// until they are seen again.
     fn part(&self, link: &Link, says_goodbye: bool) {
-        let (joined, _unanswered) = {
-            let mut state = link.state();
-            (state.joined.take(), std::mem::take(&mut state.pending))
-        };
-        let Some(joined) = joined else { return };
+        let Some(joined) = link.state().joined.take() else { return };
         let (now, name) = (Instant::now(), joined.identity.replica);
         let departed = |state: Option<Departed>| state.unwrap_or(Departed { at: now, version: 0 });
         let nodes: Vec<_> = joined.nodes.into_iter().map(|(node, (_, state))| (node, departed(state))).collect();
@@ -467,35 +406,27 @@ impl Link {
         Some(InspectClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES))
     }
 
-    /// Asks the replica. Returns `None` if it is not joined, or does not answer.
+    /// Asks the replica. Returns `None` if it is not joined, or does not answer. When this function
+    /// returns an answer, the roster has at least its number.
     pub(super) async fn ask(&self, question: &Question, until: tokio::time::Instant) -> Option<v1::QuestionAnswer> {
-        let (sender, receiver) = oneshot::channel();
-        let (id, questions) = {
-            let mut state = self.state();
-            let questions = state.joined.as_ref()?.questions.clone();
-            state.last_id += 1;
-            let id = state.last_id;
-            state.pending.insert(id, sender);
-            (id, questions)
-        };
-        let asked = Asked(self, id);
+        let channel = self.look(|joined| joined.ok().map(|joined| joined.channel.clone()))?;
         let endpoints = question.endpoints.iter().map(|(key, address)| v1::QuestionEndpoint {
             service: Some(v1::ServiceKey { namespace: key.namespace.to_string(), name: key.name.to_string() }),
             address: address.map(address_to_wire).unwrap_or_default(),
         });
         let question = v1::Question {
-            id,
-            is_cancelled: false,
             wanted: question.wanted.into(),
             endpoints: endpoints.collect(),
             positions: positions_to_wire(question.positions.iter().map(|(kind, position)| (*kind, *position))),
             wait_ms: milliseconds(until.saturating_duration_since(tokio::time::Instant::now())),
         };
-        let limit = until + ANSWER_GRACE;
-        timeout_at(limit, questions.send(request(peer_request::Body::Question(question)))).await.ok()?.ok()?;
-        let answer = timeout_at(limit, receiver).await.ok()?.ok();
-        drop(asked);
-        answer
+        let (mut numbers, mut client) = (self.number.subscribe(), peers(channel));
+        let asked = async {
+            let answer = client.ask(question).await.ok()?.into_inner();
+            numbers.wait_for(|number| *number >= answer.roster).await.ok()?;
+            Some(answer)
+        };
+        timeout_at(until + ANSWER_GRACE, asked).await.ok()?
     }
 
     async fn connect(&self, tls: Option<PeerTls>) -> Result<Channel, String> {
@@ -523,6 +454,10 @@ impl Link {
         };
         tokio::task::spawn_blocking(read).await.map_err(|error| error.to_string())?
     }
+}
+
+fn peers(channel: Channel) -> PeersClient<Channel> {
+    PeersClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES)
 }
 
 fn chain(error: &(dyn std::error::Error + 'static)) -> String {

@@ -10,6 +10,7 @@ use std::{
     io,
     pin::{Pin, pin},
     sync::Arc,
+    time::SystemTime,
     task::{Context, Poll, ready},
 };
 
@@ -34,8 +35,10 @@ use super::{
 };
 use crate::serve::context;
 
-/// The maximum number of requests that a connection may have open at the same time.
+/// The maximum number of requests that a connection may have open at the same time, and the number
+/// for a replica, which asks for each pod that waits.
 const MAX_REQUESTS: u32 = 64;
+const MAX_REQUESTS_OF_REPLICA: u32 = 16_384;
 
 /// Flow-control window of a connection and of each request, in bytes. Requests are small.
 const REQUEST_WINDOW_BYTES: u32 = 65_535;
@@ -68,6 +71,8 @@ impl General {
         let closed = stopped.child_token();
         let caller = Caller { peer: connection.peer.clone(), closed: closed.clone() };
         let address = caller.peer.address;
+        let is_replica = caller.peer.may_ask_as_replica(SystemTime::now()).is_ok();
+        let max_requests = if is_replica { MAX_REQUESTS_OF_REPLICA } else { MAX_REQUESTS };
         // A request for `Sync` cancels `serving`, and then waits until GOAWAY is sent (`goaway`).
         let (serving, goaway) = (shutdown.child_token(), CancellationToken::new());
         let (ended_serving, sent_goaway) = (serving.clone(), goaway.clone());
@@ -95,7 +100,7 @@ impl General {
             .timer(TokioTimer::new())
             .keep_alive_interval(KEEPALIVE)
             .keep_alive_timeout(KEEPALIVE)
-            .max_concurrent_streams(MAX_REQUESTS)
+            .max_concurrent_streams(max_requests)
             .initial_stream_window_size(REQUEST_WINDOW_BYTES)
             .initial_connection_window_size(REQUEST_WINDOW_BYTES)
             .serve_connection(TokioIo::new(Io::new(connection, held, &read, closed)), service);

@@ -14,7 +14,6 @@ use headgate_proto::v1::{
     peers_client::PeersClient,
 };
 use rcgen::{ExtendedKeyUsagePurpose, SanType};
-use tokio_stream::StreamExt as _;
 use tonic::Code;
 
 use super::{
@@ -108,11 +107,8 @@ async fn agents_and_readers_may_not_ask_as_replicas() {
         let pair = authority.client(&[uri], |_| {});
         let client = Client::new(&authority, &pair).connect(server.running.local_addr).await.unwrap();
         let identity = v1::PeerIdentity { replica: "r1".into(), epoch: 1 };
-        let first = v1::PeerRequest { body: Some(v1::peer_request::Body::Identity(identity)) };
-        // The end of the requests would end the stream.
-        let requests = tokio_stream::once(first).chain(tokio_stream::pending());
-        let mut messages = PeersClient::new(client.channel.clone()).join(requests).await?.into_inner();
-        Ok::<_, tonic::Status>(messages.message().await?.unwrap().body)
+        let mut rosters = PeersClient::new(client.channel.clone()).join(identity).await?.into_inner();
+        rosters.message().await
     };
     for uri in ["headgate://node/n1", "headgate://reader/me"] {
         let status = join(uri).await.unwrap_err();
@@ -120,6 +116,6 @@ async fn agents_and_readers_may_not_ask_as_replicas() {
         assert!(status.message().contains("headgate://replica/NAME"), "{uri}: {status}");
     }
     let first = join("headgate://replica/r1").await.unwrap();
-    assert!(matches!(first, Some(v1::peer_message::Body::Roster(roster)) if roster.is_full));
+    assert!(first.unwrap().is_full);
     server.running.stop().await;
 }
