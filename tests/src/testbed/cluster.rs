@@ -198,7 +198,8 @@ async fn ask(url: String) -> Result<Glance> {
     // The marker is requested first, so that the other answers are at least as new as the marker.
     let marker = marker(&mut inspect).await?;
     let status = inspect.get_status(GetStatusRequest::default()).await?.into_inner();
-    let mut stream = inspect.list_agents(ListAgentsRequest::default()).await?.into_inner();
+    let mut stream =
+        inspect.list_agents(ListAgentsRequest { only_this_replica: true, ..Default::default() }).await?.into_inner();
     let mut agents = Vec::new();
     while let Some(agent) = stream.message().await? {
         agents.push(agent);

@@ -10,8 +10,8 @@ use std::{
     io,
     pin::{Pin, pin},
     sync::Arc,
-    time::SystemTime,
     task::{Context, Poll, ready},
+    time::SystemTime,
 };
 
 use http::Request;
