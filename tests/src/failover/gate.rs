@@ -66,9 +66,9 @@ impl Gate {
     }
 
     /// Changes the mode. When this function returns and the mode is not [`Mode::Open`], the relay
-    /// forwards no more bytes.
+    /// forwards no more bytes. If the relay has this mode already, its connections stay.
     pub async fn set(&self, mode: Mode) {
-        self.mode.send_replace(mode);
+        self.mode.send_if_modified(|old| std::mem::replace(old, mode) != mode);
         if mode != Mode::Open {
             // `wait_for` cannot fail, because `self` holds the sender.
             let _ = self.carrying.subscribe().wait_for(|carrying| *carrying == 0).await;

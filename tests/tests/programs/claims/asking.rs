@@ -19,7 +19,7 @@ use headgate_tests::{
 use serde_json::Value;
 
 use super::{
-    source::{GATE, NAMESPACE, NODES, Phase, Pod, SERVICES, cluster_ip, service_name},
+    source::{BAIT, CLUSTER, GATE, LOCAL, NAMESPACE, NODES, Phase, Pod, cluster_ip, service_name},
     world::{Shared, lock, url},
 };
 
@@ -43,11 +43,17 @@ pub(super) enum Question {
 }
 
 impl Question {
-    pub(super) const ALL: [Self; 8] = [
+    /// All questions; some of them are more frequent.
+    pub(super) const ALL: [Self; 13] = [
+        Self::Agents,
         Self::Agents,
         Self::Wait,
         Self::WaitGone,
         Self::Drain,
+        Self::Drain,
+        Self::Drain,
+        Self::PodAsks,
+        Self::PodAsks,
         Self::PodAsks,
         Self::DrainUnready,
         Self::Gate,
@@ -101,7 +107,10 @@ impl Asked {
             file.read_to_end(&mut bytes)?;
             Ok(String::from_utf8_lossy(&bytes).into_owned())
         };
-        Ok(Some(Said { code: status.code(), out: read(&mut self.out)?, errors: read(&mut self.errors)? }))
+        let out = read(&mut self.out)?;
+        // Stories have short lines.
+        let out = serde_json::from_str::<Value>(&out).map_or(out, |value| value.to_string());
+        Ok(Some(Said { code: status.code(), out, errors: read(&mut self.errors)?.trim().to_owned() }))
     }
 
     fn answer(mut self) -> Result<Said> {
@@ -114,7 +123,22 @@ impl Asked {
     }
 }
 
-/// Asks one question after the other.
+/// What `headgatectl agents` says, unless all nodes are up to date.
+pub(super) fn not_up_to_date(shared: &Shared) -> Result<Option<String>> {
+    let servers: Vec<String> = shared.running().into_iter().map(url).collect();
+    let said = headgatectl(shared, &servers.join(","), &["agents"])?.answer()?;
+    let rows: Vec<Value> = serde_json::from_str(&said.out).unwrap_or_default();
+    let is_so = rows.len() == NODES.len() && rows.iter().all(|row| row["state"] == "up_to_date");
+    Ok((!is_so).then(|| format!("{} {}", said.out, said.errors)))
+}
+
+fn headgatectl(shared: &Shared, servers: &str, arguments: &[&str]) -> Result<Asked> {
+    let mut command = Command::new(program("headgatectl")?);
+    command.args([&format!("--server={servers}"), "--output=json"]).args(arguments);
+    Asked::start(&shared.control, command)
+}
+
+/// Asks one question.
 pub(super) struct Asker<'a> {
     pub(super) shared: &'a Shared,
     pub(super) tally: &'a Mutex<Tally>,
@@ -154,20 +178,14 @@ impl Asker<'_> {
             places = vec![places[self.rng.usize(0..places.len())]];
         }
         let servers: Vec<String> = places.into_iter().map(url).collect();
-        self.headgatectl_at(&servers.join(","), arguments)
-    }
-
-    fn headgatectl_at(&self, servers: &str, arguments: &[&str]) -> Result<Asked> {
-        let mut command = Command::new(program("headgatectl")?);
-        command.args([&format!("--server={servers}"), "--output=json"]).args(arguments);
-        Asked::start(&self.shared.control, command)
+        headgatectl(self.shared, &servers.join(","), arguments)
     }
 
     /// The resourceVersion of the last EndpointSlice that each replica knows, by name.
     fn known(&self) -> Result<BTreeMap<String, u64>> {
         let mut known = BTreeMap::new();
         for place in self.shared.running() {
-            let said = self.headgatectl_at(&url(place), &["status"])?.answer()?;
+            let said = headgatectl(self.shared, &url(place), &["status"])?.answer()?;
             let Ok(status) = serde_json::from_str::<Value>(&said.out) else { continue };
             let of_slices = |position: &&Value| {
                 position["kind"].as_str().is_some_and(|kind| kind.eq_ignore_ascii_case("endpoint_slices"))
@@ -181,12 +199,21 @@ impl Asker<'_> {
         Ok(known)
     }
 
+    /// Makes a node drop what its agent programmed for a Service, as another program might.
+    fn break_kernel(&mut self) {
+        let node = self.rng.usize(0..NODES.len());
+        let broken = self.shared.backend.forget(self.shared.node(node), cluster_ip(BAIT));
+        self.shared.tell(format!("{} forgets {}: {broken:?}", NODES[node], service_name(BAIT)));
+    }
+
     /// Asks `agents` or `verify` until all nodes are up to date or verified.
     fn all_nodes(&mut self, question: Question) -> Result<(String, bool)> {
         let (command, field, wanted) = match question {
             Question::Agents => ("agents", "state", "up_to_date"),
             _ => ("verify", "result", "verified"),
         };
+        // An agent that is up to date may not know yet what another program did.
+        let counts = |service| service != BAIT || question == Question::Verify;
         let until = Instant::now() + LIMIT;
         loop {
             let known = self.known()?;
@@ -194,6 +221,9 @@ impl Asker<'_> {
             if question == Question::Agents {
                 // Changes that a replica has known for less than a second do not count.
                 sleep(Duration::from_millis(1200));
+            }
+            if question == Question::Verify && self.rng.bool() {
+                self.break_kernel();
             }
             let said = self.headgatectl(&[command])?.answer()?;
             let rows: Vec<Value> = serde_json::from_str(&said.out).unwrap_or_default();
@@ -204,8 +234,8 @@ impl Asker<'_> {
                 let of_replica = row["replica"].as_str().and_then(|replica| known.get(replica)).copied();
                 let version = of_replica.unwrap_or(least);
                 let kernel = self.shared.read(node)?;
-                if let Some(difference) = self.shared.source().compare(node, &kernel, version) {
-                    self.is_false(&format!("{command}: {wanted} (all known at {version}), but {difference}; {row}"));
+                if let Some(difference) = self.shared.source().compare(node, &kernel, version, counts) {
+                    self.is_false(&format!("{command}: {wanted} (all known at {version}), but {difference}; {}", row["replica"]));
                 }
             }
             if good.len() == NODES.len() && rows.len() == good.len() {
@@ -220,7 +250,7 @@ impl Asker<'_> {
     }
 
     fn wait(&mut self) -> Result<(String, bool)> {
-        let (node, service) = (self.rng.usize(0..NODES.len()), self.rng.usize(0..SERVICES - 1));
+        let (node, service) = (self.rng.usize(0..NODES.len()), self.rng.usize(0..CLUSTER));
         let pod = self.shared.change(|source, api| {
             let pod = source.add(api, node, &[service], Phase::Unready);
             source.hold(pod);
@@ -241,7 +271,7 @@ impl Asker<'_> {
     }
 
     fn wait_gone(&mut self) -> Result<(String, bool)> {
-        let (choice, service) = (self.rng.usize(..), self.rng.usize(0..SERVICES - 1));
+        let (choice, service) = (self.rng.usize(..), self.rng.usize(0..CLUSTER));
         let pod = self.shared.change(|source, api| {
             let pod = source.take(api, choice, &[service]);
             source.set(api, pod, Phase::Gone);
@@ -282,9 +312,9 @@ impl Asker<'_> {
     }
 
     fn drain(&mut self, question: Question, crowd_pod: Option<usize>) -> Result<(String, bool)> {
-        let (choice, service) = (self.rng.usize(..), self.rng.usize(0..SERVICES - 1));
+        let (choice, service) = (self.rng.usize(..), self.rng.usize(0..CLUSTER));
         // Some pods also belong to the Service with a Local policy.
-        let services = if self.rng.u8(0..3) == 0 { vec![service, SERVICES - 1] } else { vec![service] };
+        let services = if self.rng.u8(0..3) == 0 { vec![service, LOCAL] } else { vec![service] };
         let pod = crowd_pod.unwrap_or_else(|| self.shared.change(|source, api| source.take(api, choice, &services)));
         let before = self.pod(pod);
         let mut asks = Vec::new();
@@ -355,7 +385,7 @@ impl Asker<'_> {
     }
 
     fn drain_unready(&mut self) -> Result<(String, bool)> {
-        let (choice, service) = (self.rng.usize(..), self.rng.usize(0..SERVICES - 1));
+        let (choice, service) = (self.rng.usize(..), self.rng.usize(0..CLUSTER));
         let pod = self.shared.change(|source, api| {
             let pod = source.take(api, choice, &[service]);
             source.set(api, pod, Phase::Unready);
@@ -376,7 +406,7 @@ impl Asker<'_> {
     }
 
     fn gate(&mut self) -> Result<(String, bool)> {
-        let (node, service) = (self.rng.usize(0..NODES.len()), self.rng.usize(0..SERVICES - 1));
+        let (node, service) = (self.rng.usize(0..NODES.len()), self.rng.usize(0..CLUSTER));
         let asked = Instant::now();
         let pod = self.shared.change(|source, api| {
             let pod = source.add(api, node, &[service], Phase::Gated);

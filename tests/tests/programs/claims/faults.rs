@@ -1,6 +1,6 @@
 //! The faults that a round may have.
 
-use std::{thread::sleep, time::Duration};
+use std::{sync::atomic::Ordering, thread::sleep, time::Duration};
 
 use anyhow::Result;
 use fastrand::Rng;
@@ -9,7 +9,6 @@ use headgate_tests::{
     failover::Mode,
 };
 use nix::sys::signal::Signal;
-use std::sync::atomic::Ordering;
 
 use super::{
     source::{CROWD, NODES, Phase, SERVICES},
@@ -67,13 +66,15 @@ impl Fault {
 }
 
 impl World {
-    fn some_replica(&self, rng: &mut Rng) -> usize {
-        rng.choice(self.shared.running()).unwrap_or_default()
-    }
-
-    /// Causes a fault. [`Self::heal`] ends it.
-    pub(super) fn inject(&mut self, fault: Fault, rng: &mut Rng) -> Result<()> {
-        let (place, node) = (self.some_replica(rng), rng.usize(0..NODES.len()));
+    /// Causes a fault, often of the node and of the replica in `focus`. [`Self::heal`] ends it.
+    pub(super) fn inject(&mut self, fault: Fault, focus: (usize, usize), rng: &mut Rng) -> Result<()> {
+        let running = self.shared.running();
+        let place = if running.contains(&focus.0) && rng.u8(0..4) > 0 {
+            focus.0
+        } else {
+            rng.choice(running).unwrap_or_default()
+        };
+        let node = if rng.u8(0..4) > 0 { focus.1 } else { rng.usize(0..NODES.len()) };
         let mode = if rng.bool() { Mode::Silent } else { Mode::Refusing };
         self.shared.tell(format!("fault {fault:?}: replica-{place}, {}, {mode:?}", NODES[node]));
         match fault {
@@ -95,7 +96,12 @@ impl World {
             Fault::FreezeAgent => self.agents[node].freeze(true)?,
             Fault::CutAgents => {
                 let all = rng.bool();
-                self.relays.set(|link| matches!(link, Link::Agent(of, to) if of == node && (all || to == place)), mode);
+                let is_cut = |link| matches!(link, Link::Agent(of, to) if of == node && (all || to == place));
+                self.relays.set(is_cut, mode);
+                if rng.bool() {
+                    sleep(Duration::from_millis(rng.u64(0..300)));
+                    self.relays.set(is_cut, Mode::Open);
+                }
             }
             Fault::CutPeers => {
                 self.relays.set(|link| matches!(link, Link::Peer(a, b) if a != b && (a == place || b == place)), mode);
@@ -155,25 +161,25 @@ impl World {
         Ok(())
     }
 
+    /// Opens all connections, and starts and thaws all processes.
+    pub(super) fn recover(&mut self) -> Result<()> {
+        self.shared.tell("recover");
+        self.relays.set(|_| true, Mode::Open);
+        self.replicas.iter_mut().chain(&mut self.agents).try_for_each(|member| member.freeze(false))?;
+        self.named.clone().into_iter().try_for_each(|place| self.start_replica(place))?;
+        (0..NODES.len()).try_for_each(|node| self.start_agent(node))
+    }
+
     /// Ends all faults. Afterwards at least two replicas run, and all agents.
     pub(super) fn heal(&mut self) -> Result<()> {
         self.shared.tell("heal");
         self.shared.api.clear_faults();
         self.rejecting.iter().for_each(|switch| switch.store(false, Ordering::Relaxed));
-        self.relays.set(|_| true, Mode::Open);
-        for member in self.replicas.iter_mut().chain(&mut self.agents) {
-            member.freeze(false)?;
+        for member in self.replicas.iter().chain(&self.agents) {
             member.step_clock(0)?;
             member.fail_syncs(false)?;
         }
-        for place in self.named.clone() {
-            self.start_replica(place)?;
-        }
-        if self.named.len() < 2 {
-            self.join()?;
-        }
-        (0..NODES.len()).try_for_each(|node| self.start_agent(node))?;
-        (0..NODES.len()).for_each(|node| self.shared.change(|source, api| source.put_node(api, node)));
-        Ok(())
+        self.recover()?;
+        if self.named.len() < 2 { self.join() } else { Ok(()) }
     }
 }

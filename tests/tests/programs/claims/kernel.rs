@@ -38,6 +38,29 @@ impl Backend {
         }
     }
 
+    /// Deletes the entries of a ClusterIP from the kernel.
+    pub(super) fn forget(self, node: &Namespace, address: Ipv4Addr) -> Result<()> {
+        match self {
+            Self::Nftables => {
+                let mut command = Command::new("nft");
+                command.args(["delete", "element", "ip", "headgate", "services", &format!("{{ {address} . tcp . 80 }}")]);
+                node.output(command).map(drop)
+            }
+            Self::Iptables(variant) => {
+                let mut save = Command::new(format!("iptables-{variant}-save"));
+                save.args(["-t", "nat"]);
+                let rules = node.output(save)?;
+                let destination = format!(" -d {address}/32 ");
+                for rule in rules.lines().filter(|rule| rule.starts_with("-A") && rule.contains(&destination)) {
+                    let mut command = Command::new("sh");
+                    command.args(["-c", &format!("iptables-{variant} -w 5 -t nat {}", rule.replacen("-A", "-D", 1))]);
+                    node.output(command)?;
+                }
+                Ok(())
+            }
+        }
+    }
+
     /// Reads the kernel.
     pub(super) fn read(self, node: &Namespace) -> Result<Forwarding> {
         match self {

@@ -12,12 +12,18 @@ use headgate_tests::apiserver::{
 };
 use serde_json::{Value, json};
 
+use super::kernel::Forwarding;
+
 pub(super) const NAMESPACE: &str = "shop";
 pub(super) const NODES: [&str; 3] = ["node-a", "node-b", "node-c"];
 pub(super) const GATE: &str = "headgate.io/programmed";
-/// The number of Services that always exist. The last of them has `internalTrafficPolicy: Local`.
-pub(super) const SERVICES: usize = 4;
-const LOCAL: usize = SERVICES - 1;
+/// The number of Services that always exist. The first ones have the policy Cluster.
+pub(super) const SERVICES: usize = CLUSTER + 2;
+pub(super) const CLUSTER: usize = 3;
+/// The Service with `internalTrafficPolicy: Local`.
+pub(super) const LOCAL: usize = CLUSTER;
+/// A Service that never changes, and that [`super::asking`] breaks in kernels.
+pub(super) const BAIT: usize = CLUSTER + 1;
 /// The number of Services of the crowd, whose endpoints an agent may reject.
 pub(super) const CROWD: usize = 30;
 /// The name and the number of the port of these endpoints. [`super::world`] makes them unusable on
@@ -252,11 +258,17 @@ impl Source {
     }
 
     /// What is wrong with the endpoints to which a node forwards. Only changes up to `version`
-    /// count.
-    pub(super) fn compare(&self, node: usize, kernel: &super::kernel::Forwarding, version: u64) -> Option<String> {
+    /// count, and only these Services.
+    pub(super) fn compare(
+        &self,
+        node: usize,
+        kernel: &Forwarding,
+        version: u64,
+        services: impl Fn(usize) -> bool,
+    ) -> Option<String> {
         let nothing = BTreeSet::new();
         for pod in self.pods.iter().filter(|pod| pod.version <= version) {
-            for service in &pod.services {
+            for service in pod.services.iter().filter(|service| services(**service)) {
                 let found = kernel.get(&cluster_ip(*service)).unwrap_or(&nothing).contains(&pod.address);
                 if self.wants(pod, *service, node).is_some_and(|wanted| wanted != found) {
                     let (does, name) = (if found { "forwards" } else { "does not forward" }, service_name(*service));

@@ -280,6 +280,7 @@ pub(super) struct World {
     pub(super) named: Vec<usize>,
     /// How often each place got a new replica, which is part of the replica's name.
     pub(super) generations: [u32; PLACES],
+    uncovered_after_seconds: usize,
     pub(super) relays: Relays,
     pub(super) rejecting: Vec<Arc<AtomicBool>>,
     pub(super) shared: Arc<Shared>,
@@ -287,8 +288,8 @@ pub(super) struct World {
 }
 
 impl World {
-    /// Starts two replicas and all agents.
-    pub(super) fn start(backend: Backend) -> Result<Self> {
+    /// Starts two replicas and all agents. `uncovered_after_seconds` is an option of replicas.
+    pub(super) fn start(backend: Backend, uncovered_after_seconds: usize) -> Result<Self> {
         netns::check_prerequisites()?;
         netns::sweep_stale()?;
         static NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
@@ -332,7 +333,8 @@ impl World {
         let shared = Shared { api, source, control, nodes, backend, running, story, started: Instant::now() };
         let shared = Arc::new(shared);
         let (named, generations) = (vec![0, 1], [0; PLACES]);
-        let mut world = Self { replicas, agents, named, generations, relays, rejecting, shared, folder };
+        let mut world =
+            Self { replicas, agents, named, generations, uncovered_after_seconds, relays, rejecting, shared, folder };
         world.write_names()?;
         (0..2).try_for_each(|place| world.start_replica(place))?;
         (0..NODES.len()).try_for_each(|node| world.start_agent(node))?;
@@ -365,6 +367,7 @@ impl World {
         let mut command = Command::new(program("headgate-control-plane")?);
         command.args(["--source=kubernetes", "--insecure-loopback", "--heartbeat-seconds=1", "--drain-grace-ms=500"]);
         command.args(["--behind-wait-seconds=5", "--peers=replicas.test:7443", "--ready-everywhere"]);
+        command.arg(format!("--uncovered-after-seconds={}", self.uncovered_after_seconds));
         command.arg(format!("--kubeconfig={}", path("kubeconfig").display()));
         command.arg(format!("--listen={}", replica_address(place, 7443)));
         command.arg(format!("--metrics-listen={}", replica_address(place, 7480)));
@@ -386,6 +389,8 @@ impl World {
         command.arg(format!("--state-dir={}", state.display())).arg("--drain-address=127.0.0.1:10261");
         command.args((0..PLACES).map(|place| format!("--control-plane=http://{}", Link::Agent(node, place).listen())));
         command.args(self.shared.backend.options());
+        // Questions change the table.
+        command.arg("--own-nftables-tables=false");
         let wrapper = Command::new("env");
         let shim = self.folder.path().join("faults.so");
         self.agents[node].start(&self.shared.nodes[node], &shim, wrapper, command)
