@@ -5,7 +5,7 @@ use std::{
     fs::File,
     io::{Read as _, Seek as _},
     process::{Child, Command, Stdio},
-    sync::Mutex,
+    sync::{Mutex, atomic::Ordering},
     thread::sleep,
     time::{Duration, Instant},
 };
@@ -109,7 +109,8 @@ impl Asked {
         };
         let out = read(&mut self.out)?;
         // Stories have short lines.
-        let out = serde_json::from_str::<Value>(&out).map_or(out, |value| value.to_string());
+        let out = serde_json::from_str::<Value>(&out)
+            .map_or_else(|_| out.trim().replace('\n', " "), |value| value.to_string());
         Ok(Some(Said { code: status.code(), out, errors: read(&mut self.errors)?.trim().to_owned() }))
     }
 
@@ -123,13 +124,13 @@ impl Asked {
     }
 }
 
-/// What `headgatectl agents` says, unless all nodes are up to date.
-pub(super) fn not_up_to_date(shared: &Shared) -> Result<Option<String>> {
+/// The state of each node that `headgatectl agents` shows.
+pub(super) fn states(shared: &Shared) -> Result<BTreeMap<String, String>> {
     let servers: Vec<String> = shared.running().into_iter().map(url).collect();
     let said = headgatectl(shared, &servers.join(","), &["agents"])?.answer()?;
     let rows: Vec<Value> = serde_json::from_str(&said.out).unwrap_or_default();
-    let is_so = rows.len() == NODES.len() && rows.iter().all(|row| row["state"] == "up_to_date");
-    Ok((!is_so).then(|| format!("{} {}", said.out, said.errors)))
+    let text = |row: &Value, field: &str| row[field].as_str().unwrap_or_default().to_owned();
+    Ok(rows.iter().map(|row| (text(row, "node"), text(row, "state"))).collect())
 }
 
 fn headgatectl(shared: &Shared, servers: &str, arguments: &[&str]) -> Result<Asked> {
@@ -199,51 +200,57 @@ impl Asker<'_> {
         Ok(known)
     }
 
-    /// Makes a node drop what its agent programmed for a Service, as another program might.
-    fn break_kernel(&mut self) {
-        let node = self.rng.usize(0..NODES.len());
-        let broken = self.shared.backend.forget(self.shared.node(node), cluster_ip(BAIT));
-        self.shared.tell(format!("{} forgets {}: {broken:?}", NODES[node], service_name(BAIT)));
-    }
-
     /// Asks `agents` or `verify` until all nodes are up to date or verified.
     fn all_nodes(&mut self, question: Question) -> Result<(String, bool)> {
-        let (command, field, wanted) = match question {
-            Question::Agents => ("agents", "state", "up_to_date"),
-            _ => ("verify", "result", "verified"),
+        // `agents` is asked several times in a row, because a state may be wrong only for a moment.
+        let (command, field, wanted, times) = match question {
+            Question::Agents => ("agents", "state", "up_to_date", 6),
+            _ => ("verify", "result", "verified", 1),
         };
         // An agent that is up to date may not know yet what another program did.
-        let counts = |service| service != BAIT || question == Question::Verify;
+        let counts = |node: usize, asked: Instant, service: usize| match question {
+            _ if service != BAIT => true,
+            Question::Verify => !self.shared.has_lost_bait(node, asked),
+            _ => self.shared.is_broken[node].load(Ordering::Relaxed),
+        };
         let until = Instant::now() + LIMIT;
         loop {
             let known = self.known()?;
-            let places = self.shared.running().len();
+            self.shared.tell(format!("{command}: known {known:?}"));
+            // The replica of a row is unknown if the program is old.
+            let is_complete = known.len() == self.shared.running().len();
+            let least = known.values().min().filter(|_| is_complete).copied().unwrap_or_default();
             if question == Question::Agents {
                 // Changes that a replica has known for less than a second do not count.
                 sleep(Duration::from_millis(1200));
+            } else if self.rng.bool() {
+                let node = self.rng.usize(0..NODES.len());
+                self.shared.forget_bait(node);
             }
-            if question == Question::Verify && self.rng.bool() {
-                self.break_kernel();
-            }
-            let said = self.headgatectl(&[command])?.answer()?;
-            let rows: Vec<Value> = serde_json::from_str(&said.out).unwrap_or_default();
-            let good: Vec<&Value> = rows.iter().filter(|row| row[field] == wanted).collect();
-            for row in &good {
-                let Some(node) = NODES.iter().position(|node| row["node"] == *node) else { continue };
-                let least = if known.len() < places { 0 } else { known.values().min().copied().unwrap_or_default() };
-                let of_replica = row["replica"].as_str().and_then(|replica| known.get(replica)).copied();
-                let version = of_replica.unwrap_or(least);
-                let kernel = self.shared.read(node)?;
-                if let Some(difference) = self.shared.source().compare(node, &kernel, version, counts) {
-                    self.is_false(&format!("{command}: {wanted} (all known at {version}), but {difference}; {}", row["replica"]));
+            for time in 1..=times {
+                let asked = Instant::now();
+                let said = self.headgatectl(&[command])?.answer()?;
+                let rows: Vec<Value> = serde_json::from_str(&said.out).unwrap_or_default();
+                let good: Vec<&Value> = rows.iter().filter(|row| row[field] == wanted).collect();
+                for row in &good {
+                    let Some(node) = NODES.iter().position(|node| row["node"] == *node) else { continue };
+                    let replica = row["replica"].as_str().unwrap_or_default();
+                    let version = known.get(replica).copied().unwrap_or(least);
+                    let kernel = self.shared.read(node)?;
+                    if let Some(difference) =
+                        self.shared.source().compare(node, &kernel, version, |service| counts(node, asked, service))
+                    {
+                        let known = format!("{replica} knew {version}");
+                        self.is_false(&format!("{command}: {wanted} ({known}), but {difference}"));
+                    }
                 }
-            }
-            if good.len() == NODES.len() && rows.len() == good.len() {
-                return Ok((wanted.to_owned(), true));
-            }
-            if Instant::now() > until {
-                self.shared.tell(format!("{command}: {} {}", said.out, said.errors));
-                return Ok((format!("not {wanted}"), false));
+                if time == times && good.len() == NODES.len() && rows.len() == good.len() {
+                    return Ok((wanted.to_owned(), true));
+                }
+                if Instant::now() > until {
+                    self.shared.tell(format!("{command}: {} {}", said.out, said.errors));
+                    return Ok((format!("not {wanted}"), false));
+                }
             }
             sleep(Duration::from_millis(self.rng.u64(0..500)));
         }
@@ -364,17 +371,22 @@ impl Asker<'_> {
     ) -> Result<(String, bool)> {
         self.shared.tell(format!("{question:?} {}: {:?} {} {}", pod.address, said.code, said.out, said.errors));
         let answer: Value = serde_json::from_str(&said.out).unwrap_or_default();
-        let result = answer["result"].as_str().map_or_else(|| said.out.lines().next().unwrap_or_default(), |text| text);
+        let result = answer["result"].as_str().unwrap_or_else(|| said.out.split(' ').next().unwrap_or_default());
         match result {
             "drained" | "last" => {
-                self.judge_removed(&format!("{question:?}: {result} ({})", said.out.trim()), pod, asked, result == "last")?;
+                self.judge_removed(
+                    &format!("{question:?}: {result} ({})", said.out.trim()),
+                    pod,
+                    asked,
+                    result == "last",
+                )?;
                 Ok((result.to_owned(), true))
             }
             "incomplete" => Ok((result.to_owned(), false)),
             _ => {
                 let text = format!("{}{}", said.out, said.errors);
                 if text.contains("no endpoint belongs") {
-                    if !is_gone {
+                    if !is_gone && pod.is_known {
                         self.is_false(&format!("{question:?} of {}: {}", pod.address, text.trim()));
                     }
                     return Ok(("refused".into(), false));

@@ -1,6 +1,10 @@
 //! The faults that a round may have.
 
-use std::{sync::atomic::Ordering, thread::sleep, time::Duration};
+use std::{
+    sync::atomic::Ordering,
+    thread::sleep,
+    time::{Duration, Instant},
+};
 
 use anyhow::Result;
 use fastrand::Rng;
@@ -98,10 +102,6 @@ impl World {
                 let all = rng.bool();
                 let is_cut = |link| matches!(link, Link::Agent(of, to) if of == node && (all || to == place));
                 self.relays.set(is_cut, mode);
-                if rng.bool() {
-                    sleep(Duration::from_millis(rng.u64(0..300)));
-                    self.relays.set(is_cut, Mode::Open);
-                }
             }
             Fault::CutPeers => {
                 self.relays.set(|link| matches!(link, Link::Peer(a, b) if a != b && (a == place || b == place)), mode);
@@ -109,7 +109,11 @@ impl World {
             Fault::CutSource => self.relays.set(|link| link == Link::Source(place), mode),
             Fault::FailLists => {
                 let api = &self.shared.api;
-                api.fail_next(4, RequestFilter::verb(Verb::List), RequestFault::Status { code: 503, retry_after_seconds: None });
+                api.fail_next(
+                    4,
+                    RequestFilter::verb(Verb::List),
+                    RequestFault::Status { code: 503, retry_after_seconds: None },
+                );
                 api.fail_next(4, RequestFilter::verb(Verb::Watch), RequestFault::Cut(Cut::Reset));
                 api.cut_watches(None, Cut::Close);
             }
@@ -126,11 +130,35 @@ impl World {
                 sleep(Duration::from_millis(2000));
             }
             Fault::Reject => self.reject(node, rng)?,
-            Fault::FailSyncs => self.agents[node].fail_syncs(true)?,
+            Fault::FailSyncs => {
+                self.fail_syncs(node, rng.bool())?;
+                if rng.bool() {
+                    sleep(Duration::from_millis(rng.u64(0..1500)));
+                    self.break_connections(node);
+                }
+            }
             Fault::StepClock => {
-                let step = if rng.bool() { 3_600_000 } else { -3_600_000 };
-                let member = if rng.bool() { &self.agents[node] } else { &self.replicas[place] };
+                let step = if rng.u8(0..3) == 0 { 3_600_000 } else { -3_600_000 };
+                let member = if rng.u8(0..3) == 0 { &self.agents[node] } else { &self.replicas[place] };
                 member.step_clock(step)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets writes to a kernel fail. If the kernel also lost something, this waits until the agent
+    /// reports that it cannot repair it; an agent in mode nftables tries so at once.
+    fn fail_syncs(&self, node: usize, loses: bool) -> Result<()> {
+        self.agents[node].fail_syncs(true)?;
+        if loses {
+            self.shared.forget_bait(node);
+            let until = Instant::now() + Duration::from_secs(2);
+            while Instant::now() < until {
+                if super::asking::states(&self.shared)?.get(NODES[node]).is_some_and(|state| state == "failing") {
+                    self.shared.tell("the agent knows");
+                    self.shared.is_broken[node].store(true, Ordering::Relaxed);
+                    break;
+                }
             }
         }
         Ok(())
@@ -161,6 +189,14 @@ impl World {
         Ok(())
     }
 
+    /// Breaks the connections of an agent once.
+    pub(super) fn break_connections(&self, node: usize) {
+        self.shared.tell(format!("the connections of {} break", NODES[node]));
+        let of_node = |link| matches!(link, Link::Agent(of, _) if of == node);
+        self.relays.set(of_node, Mode::Refusing);
+        self.relays.set(of_node, Mode::Open);
+    }
+
     /// Opens all connections, and starts and thaws all processes.
     pub(super) fn recover(&mut self) -> Result<()> {
         self.shared.tell("recover");
@@ -175,6 +211,7 @@ impl World {
         self.shared.tell("heal");
         self.shared.api.clear_faults();
         self.rejecting.iter().for_each(|switch| switch.store(false, Ordering::Relaxed));
+        self.shared.is_broken.iter().for_each(|is_broken| is_broken.store(false, Ordering::Relaxed));
         for member in self.replicas.iter().chain(&self.agents) {
             member.step_clock(0)?;
             member.fail_syncs(false)?;

@@ -43,7 +43,14 @@ impl Backend {
         match self {
             Self::Nftables => {
                 let mut command = Command::new("nft");
-                command.args(["delete", "element", "ip", "headgate", "services", &format!("{{ {address} . tcp . 80 }}")]);
+                command.args([
+                    "delete",
+                    "element",
+                    "ip",
+                    "headgate",
+                    "services",
+                    &format!("{{ {address} . tcp . 80 }}"),
+                ]);
                 node.output(command).map(drop)
             }
             Self::Iptables(variant) => {

@@ -8,7 +8,7 @@
 //!
 //! ```sh
 //! HEADGATE_CLAIMS_ROUNDS=500 HEADGATE_CLAIMS_SEED=7 HEADGATE_CLAIMS_MODE=iptables-nft \
-//!   HEADGATE_CLAIMS_FIRST=41 HEADGATE_CLAIMS_FAULTS=Vanish,Reject \
+//!   HEADGATE_CLAIMS_FIRST=41 HEADGATE_CLAIMS_FAULTS=Vanish,Reject HEADGATE_CLAIMS_WORLD=1 \
 //!   cargo nextest run -p headgate-tests --test programs what_the_programs_claim --no-capture
 //! ```
 
@@ -39,8 +39,8 @@ use world::{PLACES, World, lock};
 
 /// A guard against hanging. No test asserts on time.
 const GUARD: Duration = Duration::from_secs(120);
-/// The number of rounds before all programs start anew.
-const ROUNDS_OF_A_WORLD: usize = 12;
+/// The number of rounds before all programs start anew: `HEADGATE_CLAIMS_WORLD`.
+const ROUNDS_OF_A_WORLD: usize = 8;
 /// `--uncovered-after-seconds` of every second world: longer than the time from a fault to its end,
 /// so that replicas remember each agent.
 const UNCOVERED_AFTER_SECONDS: usize = 15;
@@ -56,8 +56,12 @@ fn number(name: &str, default: usize) -> usize {
 /// Waits until all nodes forward as the source says, and all agents are up to date.
 fn settle(world: &World) -> Result<()> {
     let until = Instant::now() + GUARD;
-    while let Some(state) = asking::not_up_to_date(&world.shared)? {
-        ensure!(Instant::now() < until, "not healed: {state}");
+    loop {
+        let states = asking::states(&world.shared)?;
+        if states.len() == NODES.len() && states.values().all(|state| state == "up_to_date") {
+            break;
+        }
+        ensure!(Instant::now() < until, "not healed: {states:?}");
         sleep(Duration::from_millis(50));
     }
     for node in 0..NODES.len() {
@@ -72,6 +76,7 @@ fn settle(world: &World) -> Result<()> {
             sleep(Duration::from_millis(50));
         }
     }
+    world.shared.source().settled();
     Ok(())
 }
 
@@ -99,15 +104,19 @@ enum Act {
     Ask(Question),
     /// Some endpoints are added, and others removed.
     Churn,
+    /// The connections of one agent break, and it connects again.
+    Break,
     /// Processes start again, and connections open.
     Recover,
 }
 
 fn acts(faults: &[Fault], rng: &mut Rng) -> Vec<Act> {
     let mut acts: Vec<Act> = faults.iter().map(|fault| Act::Fault(*fault)).collect();
-    acts.extend((0..rng.usize(3..6)).map(|_| Act::Ask(Question::ALL[rng.usize(0..Question::ALL.len())])));
+    acts.extend((0..rng.usize(5..10)).map(|_| Act::Ask(Question::ALL[rng.usize(0..Question::ALL.len())])));
     acts.extend((0..rng.usize(2..6)).map(|_| Act::Churn));
+    acts.extend((0..rng.usize(0..3)).map(|_| Act::Break));
     acts.extend((0..rng.usize(0..2)).map(|_| Act::Recover));
+    acts.push(Act::Ask(Question::Agents));
     rng.shuffle(&mut acts);
     acts
 }
@@ -124,7 +133,14 @@ fn churn(world: &World, rng: &mut Rng) {
 }
 
 /// Runs a round. Returns an error if the programs do not heal.
-fn round(world: &mut World, faults: &[Fault], tally: &Mutex<Tally>, name: &str, rng: &mut Rng, one: bool) -> Result<()> {
+fn round(
+    world: &mut World,
+    faults: &[Fault],
+    tally: &Mutex<Tally>,
+    name: &str,
+    rng: &mut Rng,
+    one: bool,
+) -> Result<()> {
     let has_crowd = faults.contains(&Fault::Reject);
     if has_crowd {
         // Sometimes there are more rejections than an agent remembers.
@@ -142,6 +158,7 @@ fn round(world: &mut World, faults: &[Fault], tally: &Mutex<Tally>, name: &str, 
         for act in acts(faults, rng) {
             match act {
                 Act::Churn => churn(world, rng),
+                Act::Break => world.break_connections(focus.1),
                 Act::Recover => result = world.recover(),
                 Act::Ask(question) => ask(question, None, rng),
                 Act::Fault(fault) => {
@@ -159,16 +176,16 @@ fn round(world: &mut World, faults: &[Fault], tally: &Mutex<Tally>, name: &str, 
             }
             sleep(Duration::from_millis(rng.u64(0..600)));
         }
-        let calm = if rng.u8(0..4) == 0 { 6000 } else { 2000 };
+        let calm = if rng.bool() { 6000 } else { 2000 };
         sleep(Duration::from_millis(rng.u64(0..calm)));
         result = std::mem::replace(&mut result, Ok(())).and(world.heal());
     });
     result?;
     if has_crowd {
-        world.shared.change(|source, api| source.remove_crowd(api));
+        world.shared.change(source::Source::remove_crowd);
     }
+    world.shared.change(source::Source::stock);
     settle(world)?;
-    world.shared.source().forget();
     check_with_packets(world, rng)
 }
 
@@ -187,19 +204,22 @@ fn run(seed: u64, rounds: usize) {
     let is_allowed = |fault: &Fault| named.as_ref().is_none_or(|names| names.contains(&format!("{fault:?}")));
     let allowed: Vec<Fault> = Fault::ALL.into_iter().filter(is_allowed).collect();
     let help = output(program("headgatectl").unwrap().to_str().unwrap(), &["wait", "--help"]);
-    let (tally, started, mut by_fault) = (Mutex::new(Tally::default()), Instant::now(), BTreeMap::<Fault, usize>::new());
-    let (first, mut stories, mut world) = (number("FIRST", 0), Vec::new(), None);
+    let (tally, started, mut by_fault) =
+        (Mutex::new(Tally::default()), Instant::now(), BTreeMap::<Fault, usize>::new());
+    let (first, of_world) = (number("FIRST", 0), number("WORLD", ROUNDS_OF_A_WORLD));
+    let (mut stories, mut world) = (Vec::new(), None);
     for index in first..first + rounds {
         let mut rng = Rng::with_seed(seed.wrapping_mul(1_000_003).wrapping_add(index as u64));
         let name = format!("seed {seed}, round {index}");
-        if (index - first).is_multiple_of(ROUNDS_OF_A_WORLD) {
+        if (index - first).is_multiple_of(of_world) {
             // The old programs end first.
             drop(world.take());
         }
         let world = world.get_or_insert_with(|| {
-            let is_short = (index - first) / ROUNDS_OF_A_WORLD % 2 == number("SHORT_MEMORY", 1) % 2;
+            let is_short = (index - first) / of_world % 2 == number("SHORT_MEMORY", 1) % 2;
             let seconds = if is_short { UNCOVERED_AFTER_SECONDS } else { 600 };
             let world = World::start(backend, seconds).unwrap();
+            world.shared.change(source::Source::stock);
             settle(&world).unwrap();
             if is_short {
                 // From now on, a Node without an agent may be one that never had an agent.

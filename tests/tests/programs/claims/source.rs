@@ -57,6 +57,8 @@ pub(super) struct Pod {
     pub(super) version: u64,
     /// True if a question is about this pod. Nothing else changes the pod then.
     is_taken: bool,
+    /// True if all replicas knew the pod at the start of the round.
+    pub(super) is_known: bool,
 }
 
 /// The objects. Pods are never removed from the list before [`Self::forget`].
@@ -131,7 +133,7 @@ impl Source {
             api.apply(gated.condition("Ready", "False", "ReadinessGatesNotReady").build()).unwrap();
         }
         let services = services.to_vec();
-        self.pods.push(Pod { name, address, node, services, phase, version: 0, is_taken: false });
+        self.pods.push(Pod { name, address, node, services, phase, version: 0, is_taken: false, is_known: false });
         let index = self.pods.len() - 1;
         if !is_crowd {
             self.set(api, index, phase);
@@ -165,7 +167,8 @@ impl Source {
 
     /// A pod that no question is about, for a question. Nothing else changes it from now on.
     pub(super) fn take(&mut self, api: &ApiServer, choice: usize, services: &[usize]) -> usize {
-        let is_free = |pod: &Pod| !pod.is_taken && pod.phase == Phase::Ready && pod.services == services;
+        let is_free =
+            |pod: &Pod| pod.is_known && !pod.is_taken && pod.phase == Phase::Ready && pod.services == services;
         let free: Vec<usize> = (0..self.pods.len()).filter(|index| is_free(&self.pods[*index])).collect();
         let taken = match free.len() {
             0 => self.add(api, choice % NODES.len(), services, Phase::Ready),
@@ -177,8 +180,7 @@ impl Source {
 
     /// A stopping pod of the crowd, for a question.
     pub(super) fn take_crowd(&mut self, choice: usize) -> Option<usize> {
-        let is_free =
-            |pod: &Pod| pod.services == [SERVICES + choice] && pod.phase == Phase::Stopping && !pod.is_taken;
+        let is_free = |pod: &Pod| pod.services == [SERVICES + choice] && pod.phase == Phase::Stopping && !pod.is_taken;
         let taken = self.pods.iter().position(is_free)?;
         self.pods[taken].is_taken = true;
         Some(taken)
@@ -241,9 +243,21 @@ impl Source {
         self.pods.retain(|pod| pod.services[0] < SERVICES);
     }
 
-    /// Forgets the pods that are gone. No question may be open.
-    pub(super) fn forget(&mut self) {
+    /// Forgets the pods that are gone, and adds pods for the questions of a round. No question may
+    /// be open.
+    pub(super) fn stock(&mut self, api: &ApiServer) {
         self.pods.retain(|pod| pod.phase != Phase::Gone);
+        for service in 0..CLUSTER {
+            for services in [&[service][..], &[service, LOCAL]] {
+                let count = self.free().into_iter().filter(|pod| self.pods[*pod].services == services).count();
+                (count..3).for_each(|number| drop(self.add(api, number % NODES.len(), services, Phase::Ready)));
+            }
+        }
+    }
+
+    /// All replicas know all pods now.
+    pub(super) fn settled(&mut self) {
+        self.pods.iter_mut().for_each(|pod| pod.is_known = true);
     }
 
     /// Whether the node must forward to the pod. `None` if it depends on other pods.

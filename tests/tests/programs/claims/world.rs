@@ -39,7 +39,7 @@ use tokio::{io::AsyncWriteExt as _, net::TcpListener, runtime::Handle, sync::one
 
 use super::{
     kernel::{Backend, Forwarding},
-    source::{CROWD_PORT, NODES, Source},
+    source::{BAIT, CROWD_PORT, NODES, Source, cluster_ip, service_name},
 };
 
 /// The number of places for replicas.
@@ -52,6 +52,10 @@ pub(super) struct Shared {
     pub(super) control: Arc<Namespace>,
     nodes: Vec<Namespace>,
     pub(super) backend: Backend,
+    /// For each node: true while its agent knows that it cannot repair the bait.
+    pub(super) is_broken: [AtomicBool; NODES.len()],
+    /// When each node lost the bait last.
+    lost_bait: Mutex<[Option<Instant>; NODES.len()]>,
     /// The places whose replica runs.
     running: Mutex<Vec<usize>>,
     pub(super) story: Mutex<Vec<String>>,
@@ -74,6 +78,18 @@ impl Shared {
 
     pub(super) fn node(&self, node: usize) -> &Namespace {
         &self.nodes[node]
+    }
+
+    /// Makes a node drop what its agent programmed for the bait, as another program might.
+    pub(super) fn forget_bait(&self, node: usize) {
+        lock(&self.lost_bait)[node] = Some(Instant::now());
+        let forgotten = self.backend.forget(&self.nodes[node], cluster_ip(BAIT));
+        self.tell(format!("{} forgets {}: {forgotten:?}", NODES[node], service_name(BAIT)));
+    }
+
+    /// Whether the node has lost the bait since then.
+    pub(super) fn has_lost_bait(&self, node: usize, since: Instant) -> bool {
+        lock(&self.lost_bait)[node].is_some_and(|lost| lost >= since)
     }
 
     pub(super) fn running(&self) -> Vec<usize> {
@@ -233,7 +249,7 @@ impl Member {
         Ok(Self { name, log, faults, faults_path, process: None, is_frozen: false })
     }
 
-    fn start(&mut self, namespace: &Namespace, shim: &Path, mut wrapper: Command, program: Command) -> Result<()> {
+    fn start(&mut self, namespace: &Namespace, shim: &Path, mut wrapper: Command, program: &Command) -> Result<()> {
         wrapper.args(["env", &format!("LD_PRELOAD={}", shim.display())]);
         wrapper.arg(format!("HEADGATE_CLAIMS_FAULTS={}", self.faults_path.display())).arg(program.get_program());
         wrapper.args(program.get_args()).env("NO_COLOR", "1");
@@ -330,7 +346,19 @@ impl World {
         let replicas = (0..PLACES).map(|place| member(format!("replica-{place}"))).collect::<Result<_>>()?;
         let agents = NODES.iter().map(|node| member(format!("agent-{node}"))).collect::<Result<_>>()?;
         let (running, story) = (Mutex::default(), Mutex::default());
-        let shared = Shared { api, source, control, nodes, backend, running, story, started: Instant::now() };
+        let (is_broken, lost_bait) = (Default::default(), Mutex::default());
+        let shared = Shared {
+            api,
+            source,
+            control,
+            nodes,
+            backend,
+            is_broken,
+            lost_bait,
+            running,
+            story,
+            started: Instant::now(),
+        };
         let shared = Arc::new(shared);
         let (named, generations) = (vec![0, 1], [0; PLACES]);
         let mut world =
@@ -373,7 +401,7 @@ impl World {
         command.arg(format!("--metrics-listen={}", replica_address(place, 7480)));
         command.arg(format!("--replica-name=replica-{place}-{}", self.generations[place]));
         let shim = self.folder.path().join("faults.so");
-        self.replicas[place].start(&self.shared.control, &shim, wrapper, command)?;
+        self.replicas[place].start(&self.shared.control, &shim, wrapper, &command)?;
         lock(&self.shared.running).push(place);
         Ok(())
     }
@@ -393,7 +421,7 @@ impl World {
         command.arg("--own-nftables-tables=false");
         let wrapper = Command::new("env");
         let shim = self.folder.path().join("faults.so");
-        self.agents[node].start(&self.shared.nodes[node], &shim, wrapper, command)
+        self.agents[node].start(&self.shared.nodes[node], &shim, wrapper, &command)
     }
 
     pub(super) fn stop_replica(&mut self, place: usize, signal: Signal) -> Result<()> {
