@@ -169,7 +169,10 @@ impl Asker<'_> {
 
     fn is_false(&self, claim: &str) {
         self.shared.tell(format!("FALSE: {claim}"));
-        lock(self.tally).false_claims.push(format!("{}: {claim}", self.round));
+        let (claim, claims) = (format!("{}: {claim}", self.round), &mut lock(self.tally).false_claims);
+        if !claims.contains(&claim) {
+            claims.push(claim);
+        }
     }
 
     /// Starts `headgatectl`. Old programs must ask all replicas (except for `drain` and `status`).
@@ -204,7 +207,7 @@ impl Asker<'_> {
     fn all_nodes(&mut self, question: Question) -> Result<(String, bool)> {
         // `agents` is asked several times in a row, because a state may be wrong only for a moment.
         let (command, field, wanted, times) = match question {
-            Question::Agents => ("agents", "state", "up_to_date", 6),
+            Question::Agents => ("agents", "state", "up_to_date", 12),
             _ => ("verify", "result", "verified", 1),
         };
         // An agent that is up to date may not know yet what another program did.

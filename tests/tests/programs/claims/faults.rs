@@ -44,7 +44,7 @@ pub(super) enum Fault {
     Reject,
     /// The kernel of a node fails to execute what the agent writes.
     FailSyncs,
-    /// The clock of a replica or an agent goes back or forth by an hour.
+    /// The clock of an agent, of a replica or of all replicas goes back or forth by an hour.
     StepClock,
 }
 
@@ -139,8 +139,11 @@ impl World {
             }
             Fault::StepClock => {
                 let step = if rng.u8(0..3) == 0 { 3_600_000 } else { -3_600_000 };
-                let member = if rng.u8(0..3) == 0 { &self.agents[node] } else { &self.replicas[place] };
-                member.step_clock(step)?;
+                match rng.u8(0..4) {
+                    0 => self.agents[node].step_clock(step)?,
+                    1 => self.replicas[place].step_clock(step)?,
+                    _ => self.replicas.iter().try_for_each(|replica| replica.step_clock(step))?,
+                }
             }
         }
         Ok(())
