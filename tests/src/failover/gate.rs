@@ -1,12 +1,12 @@
-//! A TCP relay between a replica and its API server. The relay can refuse connections, or keep
-//! connections open without forwarding bytes.
+//! A TCP relay, for example between a replica and its API server. The relay can refuse connections,
+//! keep connections open without forwarding bytes, or change bytes of the server.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use anyhow::{Context as _, Result};
 use socket2::SockRef;
 use tokio::{
-    io::copy_bidirectional,
+    io::{AsyncReadExt as _, AsyncWriteExt as _, copy, copy_bidirectional},
     net::{TcpListener, TcpStream},
     sync::watch,
     task::JoinHandle,
@@ -23,6 +23,9 @@ pub enum Mode {
     /// The relay accepts connections and forwards nothing, like a network that drops all packets.
     Silent,
 }
+
+/// Changes bytes that the server sends, before the relay forwards them.
+pub type Edit = Arc<dyn Fn(&mut [u8]) + Send + Sync>;
 
 /// The relay. Dropping it closes all connections.
 #[derive(Debug)]
@@ -47,17 +50,25 @@ impl Gate {
     /// # Errors
     /// The relay cannot listen.
     pub async fn start(server: SocketAddr, mode: Mode) -> Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0").await.context("listening for a relay")?;
+        Self::start_at(SocketAddr::from(([127, 0, 0, 1], 0)), server, mode, None).await
+    }
+
+    /// Starts a relay to `server` that listens on `listen`.
+    ///
+    /// # Errors
+    /// The relay cannot listen.
+    pub async fn start_at(listen: SocketAddr, server: SocketAddr, mode: Mode, edit: Option<Edit>) -> Result<Self> {
+        let listener = TcpListener::bind(listen).await.context("listening for a relay")?;
         let address = listener.local_addr()?;
         let (mode, carrying) = (watch::Sender::new(mode), watch::Sender::new(0));
-        let accepting = tokio::spawn(accept(listener, server, mode.clone(), carrying.clone()));
+        let accepting = tokio::spawn(accept(listener, server, edit, mode.clone(), carrying.clone()));
         Ok(Self { address, mode, carrying, accepting })
     }
 
     /// Changes the mode. When this function returns and the mode is not [`Mode::Open`], the relay
-    /// forwards no more bytes.
+    /// forwards no more bytes. If the relay has this mode already, its connections stay.
     pub async fn set(&self, mode: Mode) {
-        self.mode.send_replace(mode);
+        self.mode.send_if_modified(|old| std::mem::replace(old, mode) != mode);
         if mode != Mode::Open {
             // `wait_for` cannot fail, because `self` holds the sender.
             let _ = self.carrying.subscribe().wait_for(|carrying| *carrying == 0).await;
@@ -65,19 +76,26 @@ impl Gate {
     }
 }
 
-async fn accept(listener: TcpListener, server: SocketAddr, mode: watch::Sender<Mode>, carrying: watch::Sender<usize>) {
+async fn accept(
+    listener: TcpListener,
+    server: SocketAddr,
+    edit: Option<Edit>,
+    mode: watch::Sender<Mode>,
+    carrying: watch::Sender<usize>,
+) {
     loop {
         let Ok((client, _)) = listener.accept().await else {
             sleep(Duration::from_millis(10)).await;
             continue;
         };
-        tokio::spawn(carry(client, server, mode.subscribe(), carrying.clone()));
+        tokio::spawn(carry(client, server, edit.clone(), mode.subscribe(), carrying.clone()));
     }
 }
 
 async fn carry(
     mut client: TcpStream,
     server: SocketAddr,
+    edit: Option<Edit>,
     mut mode: watch::Receiver<Mode>,
     carrying: watch::Sender<usize>,
 ) {
@@ -91,7 +109,7 @@ async fn carry(
         tokio::select! {
             biased;
             _ = mode.changed() => {}
-            _ = copy_bidirectional(&mut client, &mut server) => has_ended = true,
+            () = forward(&mut client, &mut server, edit) => has_ended = true,
         }
     }
     carrying.send_modify(|count| *count -= 1);
@@ -107,4 +125,24 @@ async fn carry(
     }
     // If `set_linger` fails, the connection ends without a reset.
     let _ = SockRef::from(&client).set_linger(Some(Duration::ZERO));
+}
+
+/// Forwards bytes until a side closes the connection.
+async fn forward(client: &mut TcpStream, server: &mut TcpStream, edit: Option<Edit>) {
+    // An error means that a side has closed the connection.
+    let Some(edit) = edit else { return drop(copy_bidirectional(client, server).await) };
+    let ((mut from_client, mut to_client), (mut from_server, mut to_server)) = (client.split(), server.split());
+    let edited = async {
+        let mut bytes = vec![0; 64 * 1024];
+        while let Ok(length @ 1..) = from_server.read(&mut bytes).await {
+            edit(&mut bytes[..length]);
+            if to_client.write_all(&bytes[..length]).await.is_err() {
+                return;
+            }
+        }
+    };
+    tokio::select! {
+        () = edited => {}
+        _ = copy(&mut from_client, &mut to_server) => {}
+    }
 }

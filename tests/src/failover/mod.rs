@@ -26,7 +26,7 @@ use tokio::time::sleep;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 pub use self::{
-    gate::{Gate, Mode},
+    gate::{Edit, Gate, Mode},
     replica::Replica,
 };
 use crate::agent::Agent;

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod chaos;
+mod claims;
 mod deploy;
 mod failover;
 mod grpcurl;

@@ -1,0 +1,305 @@
+//! The objects at the API server, and what each node must forward because of them.
+
+use std::{
+    collections::BTreeSet,
+    net::Ipv4Addr,
+    time::{Duration, Instant},
+};
+
+use headgate_tests::apiserver::{
+    ApiServer, Kind,
+    objects::{endpoint_slice, node, pod, service, service_cidr},
+};
+use serde_json::{Value, json};
+
+use super::kernel::Forwarding;
+
+pub(super) const NAMESPACE: &str = "shop";
+pub(super) const NODES: [&str; 3] = ["node-a", "node-b", "node-c"];
+pub(super) const GATE: &str = "headgate.io/programmed";
+/// The number of Services that always exist. The first ones have the policy Cluster.
+pub(super) const SERVICES: usize = CLUSTER + 2;
+pub(super) const CLUSTER: usize = 3;
+/// The Service with `internalTrafficPolicy: Local`.
+pub(super) const LOCAL: usize = CLUSTER;
+/// A Service that never changes, and that [`super::asking`] breaks in kernels.
+pub(super) const BAIT: usize = CLUSTER + 1;
+/// The number of Services of the crowd, whose endpoints an agent may reject.
+pub(super) const CROWD: usize = 30;
+/// The name and the number of the port of these endpoints. [`super::world`] makes them unusable on
+/// their way to an agent.
+pub(super) const CROWD_PORT: (&str, u16) = ("refuse", 9000);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// The EndpointSlices have the endpoint, and say that it is ready.
+    Ready,
+    /// The endpoint is neither ready nor terminating.
+    Unready,
+    /// The endpoint is not ready, and its pod waits for the readiness gate.
+    Gated,
+    /// The endpoint is terminating and serving.
+    Stopping,
+    /// The EndpointSlices do not have the endpoint any more.
+    Gone,
+}
+
+/// A pod. Its address is never used again.
+#[derive(Debug, Clone)]
+pub(super) struct Pod {
+    pub(super) name: String,
+    pub(super) address: Ipv4Addr,
+    pub(super) node: usize,
+    /// Indices of Services.
+    pub(super) services: Vec<usize>,
+    pub(super) phase: Phase,
+    /// The resourceVersion of the last change.
+    pub(super) version: u64,
+    /// True if a question is about this pod. Nothing else changes the pod then.
+    is_taken: bool,
+    /// True if all replicas knew the pod at the start of the round.
+    pub(super) is_known: bool,
+}
+
+/// The objects. Pods are never removed from the list before [`Self::forget`].
+pub(super) struct Source {
+    pub(super) pods: Vec<Pod>,
+    /// Since when each Node exists.
+    nodes: [Option<Instant>; NODES.len()],
+    created: u32,
+    has_crowd: bool,
+}
+
+pub(super) fn service_name(service: usize) -> String {
+    if service < SERVICES { format!("web-{service}") } else { format!("crowd-{:02}", service - SERVICES) }
+}
+
+pub(super) fn cluster_ip(service: usize) -> Ipv4Addr {
+    Ipv4Addr::new(10, 96, 1, u8::try_from(service + 1).unwrap())
+}
+
+/// Whether a ready endpoint that no question is about keeps the node from using terminating ones.
+fn has_anchor(service: usize, node: usize) -> bool {
+    service != LOCAL || node + 1 != NODES.len()
+}
+
+impl Source {
+    pub(super) fn new(api: &ApiServer) -> Self {
+        let mut source = Self { pods: Vec::new(), nodes: [None; NODES.len()], created: 0, has_crowd: false };
+        api.apply(service_cidr("kubernetes", &["10.96.0.0/16"]).build()).unwrap();
+        for index in 0..NODES.len() {
+            source.put_node(api, index);
+        }
+        for index in 0..SERVICES {
+            let built = service(NAMESPACE, &service_name(index)).cluster_ip(&cluster_ip(index).to_string());
+            let built = built.port("", "TCP", 80, 8080);
+            let policy = if index == LOCAL { "Local" } else { "Cluster" };
+            api.apply(built.field("spec.internalTrafficPolicy", policy).build()).unwrap();
+            for node in (0..NODES.len()).filter(|node| *node == 0 || index == LOCAL && has_anchor(index, *node)) {
+                let anchor = source.add(api, node, &[index], Phase::Ready);
+                source.pods[anchor].is_taken = true;
+            }
+        }
+        source
+    }
+
+    pub(super) fn put_node(&mut self, api: &ApiServer, index: usize) {
+        let address = format!("192.0.2.{}", 11 + index);
+        api.apply(node(NODES[index]).address("InternalIP", &address).build()).unwrap();
+        self.nodes[index].get_or_insert(Instant::now());
+    }
+
+    pub(super) fn delete_node(&mut self, api: &ApiServer, index: usize) {
+        if self.nodes[index].take().is_some() {
+            api.delete(Kind::Node, "", NODES[index]).unwrap();
+        }
+    }
+
+    /// Whether the Node has existed since two seconds before `asked`. Each replica knows it then,
+    /// so that it counts.
+    pub(super) fn counts(&self, node: usize, asked: Instant) -> bool {
+        self.nodes[node].is_some_and(|since| since + Duration::from_secs(2) <= asked)
+    }
+
+    /// Adds a pod with an endpoint of each Service, and returns its index.
+    pub(super) fn add(&mut self, api: &ApiServer, node: usize, services: &[usize], phase: Phase) -> usize {
+        self.created += 1;
+        let [_, high, middle, low] = self.created.to_be_bytes();
+        let (name, address) = (format!("pod-{}", self.created), Ipv4Addr::new(10, 128 + high, middle, low));
+        let is_crowd = services[0] >= SERVICES;
+        if phase == Phase::Gated {
+            let gated = pod(NAMESPACE, &name, &format!("uid-{name}")).gate(GATE);
+            let gated = gated.condition("ContainersReady", "True", "");
+            api.apply(gated.condition("Ready", "False", "ReadinessGatesNotReady").build()).unwrap();
+        }
+        let services = services.to_vec();
+        self.pods.push(Pod { name, address, node, services, phase, version: 0, is_taken: false, is_known: false });
+        let index = self.pods.len() - 1;
+        if !is_crowd {
+            self.set(api, index, phase);
+        }
+        index
+    }
+
+    /// Changes the phase of a pod, and writes the EndpointSlices.
+    pub(super) fn set(&mut self, api: &ApiServer, pod: usize, phase: Phase) {
+        if self.pods[pod].phase == Phase::Gone {
+            return;
+        }
+        self.pods[pod].phase = phase;
+        for service in self.pods[pod].services.clone() {
+            let version = self.write(api, service);
+            self.pods[pod].version = version;
+        }
+    }
+
+    /// Writes the EndpointSlice of a Service, and returns its resourceVersion.
+    fn write(&self, api: &ApiServer, service: usize) -> u64 {
+        let (name, (crowd_port, crowd_number)) = (service_name(service), CROWD_PORT);
+        let slice = endpoint_slice(NAMESPACE, &format!("{name}-1"), &name);
+        let is_crowd = service >= SERVICES;
+        let slice = if is_crowd { slice.port(crowd_port, "TCP", crowd_number) } else { slice.port("", "TCP", 8080) };
+        let here = self.pods.iter().filter(|pod| pod.phase != Phase::Gone && pod.services.contains(&service));
+        let slice = here.fold(slice, |slice, pod| slice.endpoint_json(endpoint(pod)));
+        let written = api.apply(slice.build()).unwrap();
+        written["metadata"]["resourceVersion"].as_str().and_then(|version| version.parse().ok()).unwrap()
+    }
+
+    /// A pod that no question is about, for a question. Nothing else changes it from now on.
+    pub(super) fn take(&mut self, api: &ApiServer, choice: usize, services: &[usize]) -> usize {
+        let is_free =
+            |pod: &Pod| pod.is_known && !pod.is_taken && pod.phase == Phase::Ready && pod.services == services;
+        let free: Vec<usize> = (0..self.pods.len()).filter(|index| is_free(&self.pods[*index])).collect();
+        let taken = match free.len() {
+            0 => self.add(api, choice % NODES.len(), services, Phase::Ready),
+            count => free[choice % count],
+        };
+        self.pods[taken].is_taken = true;
+        taken
+    }
+
+    /// A stopping pod of the crowd, for a question.
+    pub(super) fn take_crowd(&mut self, choice: usize) -> Option<usize> {
+        let is_free = |pod: &Pod| pod.services == [SERVICES + choice] && pod.phase == Phase::Stopping && !pod.is_taken;
+        let taken = self.pods.iter().position(is_free)?;
+        self.pods[taken].is_taken = true;
+        Some(taken)
+    }
+
+    /// Lets nothing else change a pod until [`Self::release`].
+    pub(super) fn hold(&mut self, pod: usize) {
+        self.pods[pod].is_taken = true;
+    }
+
+    pub(super) fn release(&mut self, pod: usize) {
+        self.pods[pod].is_taken = false;
+    }
+
+    /// The pods that no question is about, without the crowd.
+    pub(super) fn free(&self) -> Vec<usize> {
+        let is_free = |pod: &Pod| !pod.is_taken && pod.phase == Phase::Ready && pod.services[0] < SERVICES;
+        (0..self.pods.len()).filter(|index| is_free(&self.pods[*index])).collect()
+    }
+
+    /// Adds the Services of the crowd, each with this number of pods.
+    pub(super) fn add_crowd(&mut self, api: &ApiServer, pods: usize) {
+        self.has_crowd = true;
+        for index in SERVICES..SERVICES + CROWD {
+            let (name, port) = (service_name(index), CROWD_PORT.0);
+            let built = service(NAMESPACE, &name).cluster_ip(&cluster_ip(index).to_string());
+            api.apply(built.port(port, "TCP", 80, 8080).build()).unwrap();
+            let anchor = endpoint_slice(NAMESPACE, &format!("{name}-anchor"), &name).port(port, "TCP", 8080);
+            api.apply(anchor.endpoint("10.127.0.1", NODES[0]).build()).unwrap();
+            for number in 0..pods {
+                self.add(api, number % NODES.len(), &[index], Phase::Ready);
+            }
+        }
+        self.set_crowd(api, SERVICES..SERVICES + CROWD, Phase::Ready);
+    }
+
+    /// Changes the phase of all pods of these Services of the crowd that no question is about.
+    pub(super) fn set_crowd(&mut self, api: &ApiServer, services: std::ops::Range<usize>, phase: Phase) {
+        for service in services {
+            let of = |pod: &Pod| pod.services == [service] && !pod.is_taken && pod.phase != Phase::Gone;
+            let of: Vec<usize> = (0..self.pods.len()).filter(|index| of(&self.pods[*index])).collect();
+            of.iter().for_each(|index| self.pods[*index].phase = phase);
+            let version = self.write(api, service);
+            of.iter().for_each(|index| self.pods[*index].version = version);
+        }
+    }
+
+    /// Removes the crowd.
+    pub(super) fn remove_crowd(&mut self, api: &ApiServer) {
+        if !std::mem::take(&mut self.has_crowd) {
+            return;
+        }
+        for index in SERVICES..SERVICES + CROWD {
+            let name = service_name(index);
+            for slice in ["1", "anchor"] {
+                api.delete(Kind::EndpointSlice, NAMESPACE, &format!("{name}-{slice}")).unwrap();
+            }
+            api.delete(Kind::Service, NAMESPACE, &name).unwrap();
+        }
+        self.pods.retain(|pod| pod.services[0] < SERVICES);
+    }
+
+    /// Forgets the pods that are gone, and adds pods for the questions of a round. No question may
+    /// be open.
+    pub(super) fn stock(&mut self, api: &ApiServer) {
+        self.pods.retain(|pod| pod.phase != Phase::Gone);
+        for service in 0..CLUSTER {
+            for services in [&[service][..], &[service, LOCAL]] {
+                let count = self.free().into_iter().filter(|pod| self.pods[*pod].services == services).count();
+                (count..3).for_each(|number| drop(self.add(api, number % NODES.len(), services, Phase::Ready)));
+            }
+        }
+    }
+
+    /// All replicas know all pods now.
+    pub(super) fn settled(&mut self) {
+        self.pods.iter_mut().for_each(|pod| pod.is_known = true);
+    }
+
+    /// Whether the node must forward to the pod. `None` if it depends on other pods.
+    pub(super) fn wants(&self, pod: &Pod, service: usize, node: usize) -> Option<bool> {
+        let is_near = service != LOCAL || pod.node == node;
+        match pod.phase {
+            Phase::Ready => Some(is_near),
+            Phase::Unready | Phase::Gone => Some(false),
+            Phase::Stopping if !is_near || has_anchor(service, node) => Some(false),
+            Phase::Stopping | Phase::Gated => None,
+        }
+    }
+
+    /// What is wrong with the endpoints to which a node forwards. Only changes up to `version`
+    /// count, and only these Services.
+    pub(super) fn compare(
+        &self,
+        node: usize,
+        kernel: &Forwarding,
+        version: u64,
+        services: impl Fn(usize) -> bool,
+    ) -> Option<String> {
+        let nothing = BTreeSet::new();
+        for pod in self.pods.iter().filter(|pod| pod.version <= version) {
+            for service in pod.services.iter().filter(|service| services(**service)) {
+                let found = kernel.get(&cluster_ip(*service)).unwrap_or(&nothing).contains(&pod.address);
+                if self.wants(pod, *service, node).is_some_and(|wanted| wanted != found) {
+                    let (does, name) = (if found { "forwards" } else { "does not forward" }, service_name(*service));
+                    let (node, phase, at) = (NODES[node], pod.phase, pod.version);
+                    return Some(format!("{node} {does} {name} to {} ({phase:?} since {at})", pod.address));
+                }
+            }
+        }
+        None
+    }
+}
+
+fn endpoint(pod: &Pod) -> Value {
+    let (is_ready, is_serving) = (pod.phase == Phase::Ready, matches!(pod.phase, Phase::Ready | Phase::Stopping));
+    json!({
+        "addresses": [pod.address.to_string()], "nodeName": NODES[pod.node],
+        "conditions": {"ready": is_ready, "serving": is_serving, "terminating": pod.phase == Phase::Stopping},
+        "targetRef": {"kind": "Pod", "namespace": NAMESPACE, "name": pod.name, "uid": format!("uid-{}", pod.name)},
+    })
+}
