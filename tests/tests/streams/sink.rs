@@ -129,7 +129,7 @@ impl Sink for CollectingSink {
         for change in transaction.nodes {
             match change {
                 NodeChange::Apply(node) | NodeChange::ApplyExcluded(node) => {
-                    drop(collected.nodes.insert(node.name.clone(), node))
+                    drop(collected.nodes.insert(node.name.clone(), node));
                 }
                 NodeChange::Remove(name) => {
                     collected.removed.push(format!("Node {name}"));

@@ -175,7 +175,7 @@ impl History {
             match event {
                 Event::Change(change) => drop(state.apply(change, &mut Dirty::default())),
                 Event::Node(NodeChange::Apply(node) | NodeChange::ApplyExcluded(node)) => {
-                    drop(nodes.insert(Arc::clone(&node.name), node))
+                    drop(nodes.insert(Arc::clone(&node.name), node));
                 }
                 Event::Node(NodeChange::Remove(name)) => drop(nodes.remove(&name)),
             }
