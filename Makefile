@@ -44,7 +44,7 @@ dist: ## Build static programs, a list of dependencies (SBOM) and checksums. COM
 	@.ci/setup dist
 	@.ci/dist $(if $(filter-out 0,$(COMPARE)),--compare)
 
-skew: setup ## Test agents of the last release with this control plane, and the other way round. TAG=name takes another release
+skew: setup ## Test agents of the last release, or of the last base of the protocol, with this control plane, and the other way round. TAG=name takes another commit
 	cargo build --workspace --locked
 	@TAG=$(TAG) .ci/skew $(ONLY)
 

@@ -139,8 +139,7 @@ pub fn is_behind(agent: &AgentInfo) -> bool {
     match agent.state.as_str() {
         "up_to_date" => false,
         "behind" => true,
-        // Older replicas send no state. In all other states, only the lag shows whether the agent
-        // is behind.
+        // In all other states, only the lag shows whether the agent is behind.
         _ => agent.lag_ms >= SETTLED_MS,
     }
 }

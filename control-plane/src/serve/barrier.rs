@@ -102,31 +102,36 @@ impl Barrier {
         };
         self.everywhere.hurry();
         loop {
-            let endpoints = match self.until_unused(pod, deadline).await {
-                Ok(endpoints) => endpoints.endpoints,
-                Err(reason) => return Ok(self.incomplete(reason)),
-            };
-            // No node stops to use an endpoint that is the last one everywhere.
-            let is_last = |(key, address): &(Arc<ServiceKey>, IpAddr)| {
-                matches!(self.fleet.context.store.usage(key, *address), Usage::UnusedSince(_, Last::Everywhere))
-            };
-            let stopping = endpoints.iter().filter(|endpoint| !is_last(endpoint));
-            let stopping: Vec<_> = stopping.map(|(key, address)| ((**key).clone(), Some(*address))).collect();
+            if let Err(reason) = self.until_unused(pod, deadline).await {
+                return Ok(self.incomplete(reason));
+            }
+            let stopping = self.stopping(pod);
             let limit = (Instant::now() + silent).min(deadline);
             let mut verdict = match stopping.is_empty() {
                 true => Verdict::default(),
-                false => self.everywhere.until(Wanted::Unusable, stopping, limit, |_| false).await,
+                false => self.everywhere.until(Wanted::Unusable, stopping.clone(), limit, |_| false).await,
             };
-            // The pod may be in use again meanwhile.
+            // The pod may be in use again meanwhile, or it may not be the last endpoint any more.
             match self.question(pod).seen(&self.fleet) {
-                Seen::NotYet(_) if verdict.holds() => {}
-                Seen::Since(_, lasts) if !lasts.is_empty() => {
+                Seen::Since(_, lasts) if !verdict.holds() || self.stopping(pod) == stopping => {
                     verdict.last = lasts.join("; ");
                     return Ok(answer(&verdict));
                 }
-                _ => return Ok(answer(&verdict)),
+                _ if !verdict.holds() => return Ok(answer(&verdict)),
+                Seen::NotYet(_) | Seen::Since(..) => {}
             }
         }
+    }
+
+    /// The endpoints of a pod that nodes stop to use. No node stops to use an endpoint that is the
+    /// last one everywhere.
+    fn stopping(&self, pod: PodId) -> Vec<(ServiceKey, Option<IpAddr>)> {
+        let store = &self.fleet.context.store;
+        let endpoints = store.endpoints_of(pod).endpoints.into_iter();
+        let is_last =
+            |key: &ServiceKey, address| matches!(store.usage(key, address), Usage::UnusedSince(_, Last::Everywhere));
+        let stopping = endpoints.filter(|(key, address)| !is_last(key, *address));
+        stopping.map(|(key, address)| ((*key).clone(), Some(address))).collect()
     }
 
     /// Finds the pod of a request. The error is an answer, or the reason why the request is
@@ -191,7 +196,7 @@ impl Barrier {
 
     /// Waits until the store shows that no endpoint of the pod is in use. The error is the reason
     /// why this does not happen in time.
-    async fn until_unused(&self, pod: PodId, deadline: Instant) -> Result<PodEndpoints, String> {
+    async fn until_unused(&self, pod: PodId, deadline: Instant) -> Result<(), String> {
         let store = &self.fleet.context.store;
         loop {
             let found = store.endpoints_of(pod);
@@ -200,7 +205,7 @@ impl Barrier {
             let interest = store.interest(topics.chain([Topic::Pod(pod)]));
             let now = Instant::now();
             match self.question(pod).seen(&self.fleet) {
-                Seen::Since(..) => return Ok(store.endpoints_of(pod)),
+                Seen::Since(..) => return Ok(()),
                 Seen::NotYet(reason) if now >= deadline => {
                     return Err(format!("the source does not show that the pod stops: {reason}"));
                 }

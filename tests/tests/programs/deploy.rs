@@ -127,12 +127,17 @@ fn optional_parts_of_the_chart_can_be_left_out() {
     command.args(["--set", "nodeAgent.extraArgs={--v=4}", "--set", "image.tag=1.2.3"]);
     command.args(["--set", "nodeAgent.drainAddress=[::]:10261", "--set", "controlPlane.replicas=3"]);
     command.args(["--set", "controlPlane.extraArgs={--peers=control-plane.example:7443}"]);
+    command.args(["--set", r"controlPlane.agentNodes=kubernetes.io/os=linux\,!example.com/virtual"]);
     command.args(["--set", "controlPlane.addresses={fd00::10,node.example}", "--set", "apiServer.host=fd00::1"]);
     let objects = by_name(&run(&mut command));
     let settings = &objects[&("ConfigMap".to_owned(), "headgate-settings".to_owned())]["data"];
     assert_eq!(settings["drainAddress"], "[::]:10261");
     assert_eq!(settings["controlPlane"], "https://[fd00::10]:7443,https://node.example:7443");
     assert_eq!(settings["enrolment"], "[fd00::10]:7444,node.example:7444");
+    let replicas =
+        &objects[&("Deployment".to_owned(), "headgate-control-plane".to_owned())]["spec"]["template"]["spec"];
+    let args = strings(&replicas["containers"][0]["args"]);
+    assert!(args.contains("--agent-nodes=kubernetes.io/os=linux,!example.com/virtual"), "{args:?}");
     let pod = &objects[&("DaemonSet".to_owned(), "headgate-node-agent".to_owned())]["spec"]["template"]["spec"];
     assert_eq!(pod["initContainers"], Value::Null);
     assert_eq!(pod["containers"][0]["image"], "registry.example/team/node-agent:1.2.3");

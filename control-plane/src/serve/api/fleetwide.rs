@@ -1,6 +1,9 @@
 //! The parts of `Inspect` that ask all replicas (discovery.proto, sections 16 and 18).
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use futures::{
     StreamExt as _,
@@ -153,10 +156,13 @@ impl Inspector {
 
     /// Verifies all nodes of all replicas.
     pub(super) async fn verify_all(&self) -> BoxStream<'static, v1::VerifyNodesResponse> {
-        let absent: Vec<v1::Laggard> = {
-            let verdict = self.everywhere.look();
-            verdict.absent.iter().map(|(node, absence)| self.everywhere.absent_agent(node, *absence)).collect()
-        };
+        let verdict = self.everywhere.look();
+        let absent = verdict.absent.iter().map(|(node, absence)| self.everywhere.absent_agent(node, *absence));
+        let absent: Vec<v1::Laggard> = absent.collect();
+        // The agents that no answer has named yet, with their replicas.
+        let missing: BTreeMap<String, String> =
+            verdict.unconfirmed.into_iter().map(|(node, laggard)| (node, laggard.replica)).collect();
+        let missing = Arc::new(Mutex::new(missing));
         let ask = |link: Arc<Link>| async move {
             let request = v1::VerifyNodesRequest { node: String::new(), only_this_replica: true };
             let items = link.inspect()?.verify_nodes(request).await.ok()?.into_inner();
@@ -167,7 +173,21 @@ impl Inspector {
         let absent_count = absent.len() as u64;
         let absent = absent.into_iter().take(MAX_NAMED).collect();
         let last = v1::VerifyNodesResponse { verification: None, absent, absent_count };
-        let all = stream::select_all(others.chain([here]));
-        all.chain(stream::once(std::future::ready(last))).boxed()
+        let named = Arc::clone(&missing);
+        let all = stream::select_all(others.chain([here])).inspect(move |item| {
+            let node = item.verification.as_ref().map(|verification| &verification.node);
+            node.and_then(|node| named.lock().unwrap_or_else(PoisonError::into_inner).remove(node));
+        });
+        // A replica may not answer, or its answer may break off.
+        let silent = stream::once(async move {
+            let missing = std::mem::take(&mut *missing.lock().unwrap_or_else(PoisonError::into_inner));
+            stream::iter(missing.into_iter().map(|(node, replica)| {
+                let unverified = vec![format!("replica {replica} has not verified the node: ask again")];
+                let (result, others) = ("unverified".to_owned(), v1::NodeVerification::default());
+                let verification = Some(v1::NodeVerification { node, replica, result, unverified, ..others });
+                v1::VerifyNodesResponse { verification, ..v1::VerifyNodesResponse::default() }
+            }))
+        });
+        all.chain(silent.flatten()).chain(stream::once(std::future::ready(last))).boxed()
     }
 }

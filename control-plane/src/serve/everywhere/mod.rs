@@ -176,7 +176,11 @@ impl Everywhere {
         }
         let nodes = self.fleet.context.store.node_names();
         let is_blind = nodes.is_empty() && self.replicas.as_ref().is_some_and(|replicas| replicas.is_any_missing());
-        Verdict { is_blind, ..round.verdict(&nodes, self.problems()) }
+        let mut verdict = Verdict { is_blind, ..round.verdict(&nodes, self.problems()) };
+        if is_blind {
+            verdict.problems.extend(self.problems());
+        }
+        verdict
     }
 
     /// Why replicas may be missing that know more about a Node; empty if none is.

@@ -93,6 +93,11 @@ impl Verdict {
             Self::NoEndpoints => {
                 format!("no EndpointSlice had an endpoint of this pod for a Service with an address within {seconds} s")
             }
+            Self::Incomplete(verdict) if verdict.is_final() => {
+                let named: Vec<&str> = verdict.missing().take(MAX_NAMED).collect();
+                let named = named.join(", ");
+                format!("these nodes acknowledge nothing, so the pod does not wait for them: {named}; `headgatectl agents` shows why")
+            }
             Self::Incomplete(verdict) => {
                 let named: Vec<&str> = verdict.missing().take(MAX_NAMED).collect();
                 let more = verdict.missing().count() - named.len();

@@ -5,6 +5,9 @@ use std::ffi::OsStr;
 /// The maximum number of lines of a source file.
 const MAX_LINES: usize = 700;
 
+/// The maximum number of lines of ARCHITECTURE.md.
+const MAX_LINES_OF_THE_MAP: usize = 200;
+
 #[test]
 fn source_files_are_short() {
     for path in super::files() {
@@ -13,6 +16,12 @@ fn source_files_are_short() {
             assert!(lines <= MAX_LINES, "{} has {lines} lines, more than {MAX_LINES}: split it", path.display());
         }
     }
+}
+
+#[test]
+fn the_map_of_the_code_is_short() {
+    let lines = super::text(std::path::Path::new("ARCHITECTURE.md")).unwrap().lines().count();
+    assert!(lines <= MAX_LINES_OF_THE_MAP, "ARCHITECTURE.md has {lines} lines, more than {MAX_LINES_OF_THE_MAP}");
 }
 
 #[test]
