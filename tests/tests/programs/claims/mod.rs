@@ -34,7 +34,7 @@ use fastrand::Rng;
 use faults::Fault;
 use headgate_tests::testbed::process::{output, program};
 use kernel::Backend;
-use source::{CLUSTER, CROWD, LOCAL, NODES, Phase, cluster_ip};
+use source::{CLUSTER, CROWD, LOCAL, NODES, Phase, SERVICES, cluster_ip};
 use world::{PLACES, World, lock};
 
 /// A guard against hanging. No test asserts on time.
@@ -179,6 +179,10 @@ fn round(
         let calm = if rng.bool() { 6000 } else { 2000 };
         sleep(Duration::from_millis(rng.u64(0..calm)));
         result = std::mem::replace(&mut result, Ok(())).and(world.heal());
+        if has_crowd {
+            // The agent withdraws its rejections.
+            shared.change(|source, api| source.set_crowd(api, SERVICES..SERVICES + CROWD, Phase::Gone));
+        }
     });
     result?;
     if has_crowd {

@@ -250,7 +250,9 @@ impl Source {
         for service in 0..CLUSTER {
             for services in [&[service][..], &[service, LOCAL]] {
                 let count = self.free().into_iter().filter(|pod| self.pods[*pod].services == services).count();
-                (count..3).for_each(|number| drop(self.add(api, number % NODES.len(), services, Phase::Ready)));
+                for number in count..3 {
+                    self.add(api, number % NODES.len(), services, Phase::Ready);
+                }
             }
         }
     }
