@@ -1,7 +1,7 @@
 //! A random test of what the programs claim. Replicas and agents are real processes that die,
-//! freeze, lose connections, join, leave and vanish, while Services change. Meanwhile `headgatectl`,
-//! pods that stop, and pods that start ask what all nodes have programmed. Each answer is compared
-//! with what the kernels forward (discovery.proto, sections 16 and 18).
+//! freeze, lose connections, join, leave and vanish, while Services change. Meanwhile
+//! `headgatectl`, pods that stop, and pods that start ask what all nodes have programmed. Each
+//! answer is compared with what the kernels forward (discovery.proto, sections 16 and 18).
 //!
 //! The seed determines the faults, changes and questions of each round, but not their exact timing.
 //! To run more rounds, one round, or only some faults:
