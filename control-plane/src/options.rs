@@ -105,11 +105,13 @@ pub struct Options {
     #[arg(long, value_name = "NAMESPACE/NAME", value_parser = service_key)]
     pub balance_service: Option<ServiceKey>,
 
-    /// The control plane's replicas, which together say what all nodes have programmed: HOST:PORT of a headless Service with publishNotReadyAddresses, or of each replica. Repeat
-    /// the option, or separate values by commas. The list may include this replica. Write "none" if
-    /// there is only one replica. Without this option, pods that stop get no answer
-    /// (docs/drain.md), and nobody knows which Nodes never had an agent. Over TLS, replicas use --tls-cert and --tls-key as clients, and --tls-client-ca checks their
-    /// certificates, which need the URI headgate://replica/NAME and the names in this option
+    /// The control plane's replicas, which together say what all nodes have programmed: HOST:PORT
+    /// of a headless Service with publishNotReadyAddresses, or of each replica. Repeat the option,
+    /// or separate values by commas. The list may include this replica. Write "none" if there is
+    /// only one replica. Without this option, pods that stop get no answer (docs/drain.md), and
+    /// nobody knows which Nodes never had an agent. Over TLS, replicas use --tls-cert and --tls-key
+    /// as clients, and --tls-client-ca checks their certificates, which need the URI
+    /// headgate://replica/NAME and the names in this option
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', value_parser = peer)]
     pub peers: Vec<Peer>,
 
@@ -119,9 +121,9 @@ pub struct Options {
     #[arg(long, value_name = "SELECTOR", default_value_t)]
     pub agent_nodes: NodeSelector,
 
-    /// A Node counts as one that never had an agent if no replica remembers its stream, all replicas
-    /// have run for this time in seconds, and none has vanished for this time. Replicas remember the
-    /// stream of a deleted Node for this time
+    /// A Node counts as one that never had an agent if no replica remembers its stream, all
+    /// replicas have run for this time in seconds, and none has vanished for this time. Replicas
+    /// remember the stream of a deleted Node for this time
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(0..=86_400))]
     pub uncovered_after_seconds: u32,
 

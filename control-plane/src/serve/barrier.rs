@@ -5,10 +5,10 @@ use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use headgate_core::{ServiceKey, dns_name::check_subdomain};
 use headgate_proto::v1::{self, barrier_answer::Result as Outcome, question::Wanted};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::{
-    everywhere::{Everywhere, Question, Seen, Verdict},
+    everywhere::{Everywhere, Question, Seen, Verdict, last_of},
     fleet::{Agent, Fleet},
 };
 use crate::{
@@ -24,6 +24,8 @@ const PACE: Duration = Duration::from_millis(50);
 
 /// The maximum number of names in each list of an answer.
 const MAX_NAMED: usize = 1_000;
+
+const CHANGES: &str = "the endpoints of the pod have changed again and again";
 
 /// Answers the requests of agents.
 pub(crate) struct Barrier {
@@ -105,33 +107,40 @@ impl Barrier {
             if let Err(reason) = self.until_unused(pod, deadline).await {
                 return Ok(self.incomplete(reason));
             }
-            let stopping = self.stopping(pod);
+            let asked = self.endpoints(pod);
+            // No node stops to use an endpoint that is the last one everywhere.
+            let stopping = asked.iter().filter(|(.., last)| *last != Some(Last::Everywhere));
+            let stopping: Vec<_> = stopping.map(|(key, address, ..)| ((**key).clone(), Some(*address))).collect();
             let limit = (Instant::now() + silent).min(deadline);
             let mut verdict = match stopping.is_empty() {
                 true => Verdict::default(),
-                false => self.everywhere.until(Wanted::Unusable, stopping.clone(), limit, |_| false).await,
+                false => self.everywhere.until(Wanted::Unusable, stopping, limit, |_| false).await,
             };
-            // The pod may be in use again meanwhile, or it may not be the last endpoint any more.
-            match self.question(pod).seen(&self.fleet) {
-                Seen::Since(_, lasts) if !verdict.holds() || self.stopping(pod) == stopping => {
-                    verdict.last = lasts.join("; ");
-                    return Ok(answer(&verdict));
-                }
-                _ if !verdict.holds() => return Ok(answer(&verdict)),
-                Seen::NotYet(_) | Seen::Since(..) => {}
+            // The answer holds for the endpoints as they were. Meanwhile the pod may be in use
+            // again, or may not be the last endpoint any more.
+            let is_same = self.endpoints(pod) == asked;
+            if is_same || !verdict.holds() || Instant::now() >= deadline {
+                let lasts = asked.iter().filter_map(|(key, address, _, last)| last_of(key, *address, (*last)?));
+                verdict.last = lasts.collect::<Vec<_>>().join("; ");
+                return Ok(if is_same { answer(&verdict) } else { incomplete(&verdict, CHANGES) });
             }
+            sleep(PACE).await;
         }
     }
 
-    /// The endpoints of a pod that nodes stop to use. No node stops to use an endpoint that is the
-    /// last one everywhere.
-    fn stopping(&self, pod: PodId) -> Vec<(ServiceKey, Option<IpAddr>)> {
+    /// The endpoints of a pod as this replica sees them: the version of each, and where it stays in
+    /// use; `None` if it is in use everywhere.
+    fn endpoints(&self, pod: PodId) -> Vec<(Arc<ServiceKey>, IpAddr, u64, Option<Last>)> {
         let store = &self.fleet.context.store;
-        let endpoints = store.endpoints_of(pod).endpoints.into_iter();
-        let is_last =
-            |key: &ServiceKey, address| matches!(store.usage(key, address), Usage::UnusedSince(_, Last::Everywhere));
-        let stopping = endpoints.filter(|(key, address)| !is_last(key, *address));
-        stopping.map(|(key, address)| ((*key).clone(), Some(address))).collect()
+        let state = |(key, address): (Arc<ServiceKey>, IpAddr)| {
+            let last = match store.usage(&key, address) {
+                Usage::UnusedSince(_, last) => Some(last),
+                Usage::Ready | Usage::MayReturn => None,
+            };
+            let changed = store.changed_at(&key, address);
+            (key, address, changed, last)
+        };
+        store.endpoints_of(pod).endpoints.into_iter().map(state).collect()
     }
 
     /// Finds the pod of a request. The error is an answer, or the reason why the request is
@@ -199,10 +208,15 @@ impl Barrier {
     async fn until_unused(&self, pod: PodId, deadline: Instant) -> Result<(), String> {
         let store = &self.fleet.context.store;
         loop {
-            let found = store.endpoints_of(pod);
-            let topics =
-                found.endpoints.iter().flat_map(|(key, address)| [Topic::Service(key), Topic::Endpoint(key, *address)]);
+            let before = store.endpoints_of(pod);
+            let topics = before
+                .endpoints
+                .iter()
+                .flat_map(|(key, address)| [Topic::Service(key), Topic::Endpoint(key, *address)]);
             let interest = store.interest(topics.chain([Topic::Pod(pod)]));
+            if store.endpoints_of(pod) != before {
+                continue;
+            }
             let now = Instant::now();
             match self.question(pod).seen(&self.fleet) {
                 Seen::Since(..) => return Ok(()),

@@ -145,7 +145,7 @@ pub async fn start(
     let everywhere = Arc::clone(&streams.everywhere);
     let serve = transport::serve(listener, security, routes, streams, shutdown.clone(), stopped.clone());
     let task = tokio::spawn(serve);
-    everywhere.start(local_addr, stopped).await;
+    everywhere.start(stopped).await;
     Ok(Running { local_addr, metrics_addr, shutdown, task })
 }
 

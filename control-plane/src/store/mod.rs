@@ -76,6 +76,9 @@ const EAGER_CHANGES: usize = 1024;
 /// batches at once.
 const GATE_HURRY: Duration = Duration::from_secs(5);
 
+/// The source is asked again for the same position after this time.
+const WANT_INTERVAL: Duration = Duration::from_secs(5);
+
 /// Number of commits whose arrival time is stored, to measure lag.
 pub(crate) const TIMED_COMMITS: usize = 4096;
 
@@ -130,6 +133,8 @@ pub struct Store {
     moves: watch::Sender<u64>,
     gates_changed: watch::Sender<()>,
     wanted_positions: watch::Sender<BTreeMap<SourceKind, u64>>,
+    /// When the source was asked last for a position of each kind.
+    position_asked: Mutex<BTreeMap<SourceKind, (Instant, u64)>>,
     /// While this time lies ahead, new batches ask for ACKs at once (discovery.proto, section 18).
     hurry_until: Mutex<Option<Instant>>,
     // The value of `head`. Thousands of streams read this value at each change, so reading it takes
@@ -207,6 +212,7 @@ impl Store {
             moves: watch::Sender::new(0),
             gates_changed: watch::Sender::default(),
             wanted_positions: watch::Sender::default(),
+            position_asked: Mutex::default(),
             hurry_until: Mutex::default(),
             head_version: AtomicU64::new(0),
             listed_version: AtomicU64::new(0),
@@ -273,9 +279,14 @@ impl Store {
     /// Asks the source to check at once whether it has reached `position`, which an agent has seen
     /// at another replica.
     pub(crate) fn want_position(&self, kind: SourceKind, position: u64) {
-        self.wanted_positions.send_modify(|wanted| {
-            wanted.insert(kind, position);
-        });
+        let mut asked = self.position_asked.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_asked = asked.get(&kind).is_some_and(|(at, of)| at.elapsed() < WANT_INTERVAL && *of >= position);
+        if !is_asked {
+            asked.insert(kind, (Instant::now(), position));
+            self.wanted_positions.send_modify(|wanted| {
+                wanted.insert(kind, position);
+            });
+        }
     }
 
     /// The Node of this name in the source.

@@ -56,6 +56,12 @@ impl Store {
         self.read().usage(key, address)
     }
 
+    /// Returns the version of the last change of an endpoint or of its Service.
+    pub(crate) fn changed_at(&self, key: &ServiceKey, address: IpAddr) -> u64 {
+        let inner = self.read();
+        inner.log.endpoint_version(key, address).max(inner.log.service_version(key))
+    }
+
     /// Returns the version since which an endpoint is ready for all its ports: every node that has
     /// programmed this version or a later one uses the endpoint. `None` if it is not ready, or if
     /// the store lacks the endpoint or its Service.

@@ -319,3 +319,66 @@ async fn a_request_about_an_unknown_pod_does_not_hurry_the_fleet() {
     program(&pair.replicas[0], &mut a).await;
     assert!(a.urgent.is_empty(), "{:?}", a.urgent);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_endpoint_that_ceases_to_be_the_last_one_during_the_round_is_asked_about() {
+    let mut pair = Pair::start(NEVER).await;
+    let of = |number: u16, address: Ipv4Addr, node: &str, conditions: Conditions| {
+        let Change::Endpoint(_, endpoint) = endpoint(address, node, conditions) else { panic!("not an endpoint") };
+        Change::Endpoint(key(number), endpoint)
+    };
+    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    // The pod is the last endpoint of Service 2, and not of Service 1.
+    for change in [service(2, 81), of(2, POD, "a", TERMINATING), of(1, POD, "a", TERMINATING)] {
+        pair.change(0, change.clone());
+        pair.follow(1, change);
+    }
+    for replica in &pair.replicas {
+        let pod = Some((PodId::new("pod", "pod"), Some("a".into())));
+        let pods = vec![PodChange { service: key(2), address: POD.into(), pod }];
+        replica.store.commit(Transaction { pods, ..Transaction::default() });
+    }
+    program(&pair.replicas[0], &mut a).await;
+    program(&pair.replicas[1], &mut c).await;
+    let version = pair.replicas[1].store.version();
+    b.until(|client| client.held.version >= version).await;
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    assert_waits(&mut a).await;
+    // Another endpoint of Service 2 becomes ready. No node has programmed this.
+    let witness = of(2, OTHER, "b", Conditions::READY);
+    pair.change(0, witness.clone());
+    pair.follow(1, witness);
+    b.ack().await;
+    assert_waits(&mut a).await;
+    for (client, replica) in [(&mut a, 0), (&mut b, 1), (&mut c, 1)] {
+        program(&pair.replicas[replica], client).await;
+    }
+    assert_ne!(answer(&mut a).await.result(), Outcome::Incomplete);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_first_ack_of_an_agent_wakes_a_question_about_what_its_replica_never_had() {
+    let mut pair = Pair::start(NEVER).await;
+    let late = Ipv4Addr::new(10, 0, 0, 9);
+    let Change::Endpoint(_, shape) = endpoint(late, "a", Conditions::READY) else { panic!("not an endpoint") };
+    for change in [service(3, 83), Change::Endpoint(key(3), shape)] {
+        pair.change(0, change);
+    }
+    let pod = Some((PodId::new("late", "late"), Some("a".into())));
+    let pods = vec![PodChange { service: key(3), address: late.into(), pod }];
+    pair.replicas[0].store.commit(Transaction { pods, ..Transaction::default() });
+    for change in [Change::RemoveEndpoint(key(3), late.into()), Change::RemoveService(key(3))] {
+        pair.change(0, change);
+    }
+    // The second replica has listed its source later, and has never had the endpoint.
+    pair.commit(1, Vec::new(), Vec::new());
+    let (mut a, _b) = (pair.agent(0, "a").await, pair.agent(1, "b").await);
+    let mut c = Client::open(channel(pair.replicas[1].running.local_addr).await, "c", None).await.unwrap();
+    c.reach(pair.replicas[1].store.version()).await;
+    until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "up_to_date"), ("c", "waiting")]).await;
+    // Without the wake-up, the answer would come only with the next round.
+    a.send(Body::Barrier(request(late, 3_000_000, 3_000_000))).await;
+    assert_waits(&mut a).await;
+    c.ack().await;
+    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+}

@@ -59,7 +59,10 @@ impl Inspector {
         let verdict = self.everywhere.look();
         let rest = self.without_agent(&verdict).filter(|agent| node.is_empty() || agent.node == node);
         for agent in rest {
-            found.entry(agent.node.clone()).or_insert(agent);
+            // The stream of a node may have ended since its replica listed it.
+            if agent.state == NO_AGENT || !found.contains_key(&agent.node) {
+                found.insert(agent.node.clone(), agent);
+            }
         }
         found.into_values().collect()
     }

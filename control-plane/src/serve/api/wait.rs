@@ -69,8 +69,9 @@ impl Wait {
             };
         }
         let Question { wanted, endpoints, .. } = &self.question;
-        let is_enough =
-            |verdict: &crate::serve::everywhere::Verdict| self.allow_absent && !verdict.is_blind && verdict.unconfirmed.is_empty();
+        let is_enough = |verdict: &crate::serve::everywhere::Verdict| {
+            self.allow_absent && !verdict.is_blind && verdict.unconfirmed.is_empty()
+        };
         let verdict = everywhere.until(*wanted, endpoints.clone(), self.deadline, is_enough).await;
         let named = |absence: (&String, &Absence)| everywhere.absent_agent(absence.0, *absence.1);
         let (laggards, absent) = (verdict.unconfirmed.len(), verdict.absent.len());
@@ -78,7 +79,10 @@ impl Wait {
         unconfirmed.sort_by_key(|laggard| laggard.programmed_version);
         unconfirmed.truncate(MAX_NAMED);
         v1::WaitAnswer {
-            done: !verdict.is_blind && laggards == 0 && (absent == 0 || self.allow_absent) && (verdict.nodes > 0 || self.allow_absent),
+            done: !verdict.is_blind
+                && laggards == 0
+                && (absent == 0 || self.allow_absent)
+                && (verdict.nodes > 0 || self.allow_absent),
             waiting_for: if verdict.is_blind || laggards + absent > 0 { "nodes".into() } else { String::new() },
             version: verdict.version,
             nodes: verdict.nodes as u64,

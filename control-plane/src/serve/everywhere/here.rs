@@ -85,13 +85,7 @@ impl Question {
                     Usage::Ready => Err("is ready"),
                     Usage::MayReturn => Err("is not ready and not terminating, so it may become ready again"),
                     Usage::UnusedSince(version, last) => {
-                        lasts.extend(match last {
-                            Last::No => None,
-                            Last::Everywhere => Some(format!("{address} is the last endpoint of Service {key}")),
-                            Last::OnItsNode => {
-                                Some(format!("{address} is the last endpoint of Service {key} on its node"))
-                            }
-                        });
+                        lasts.extend(last_of(key, *address, last));
                         Ok(version)
                     }
                 },
@@ -102,7 +96,17 @@ impl Question {
                 Err(problem) => return Seen::NotYet(format!("{} {problem}", what())),
             }
         }
-        Seen::Since(since, lasts)
+        // What was never there is programmed with the first state.
+        Seen::Since(since.max(1).min(store.version()), lasts)
+    }
+}
+
+/// Says where an endpoint stays in use; `None` if nowhere.
+pub(crate) fn last_of(key: &ServiceKey, address: IpAddr, last: Last) -> Option<String> {
+    match last {
+        Last::No => None,
+        Last::Everywhere => Some(format!("{address} is the last endpoint of Service {key}")),
+        Last::OnItsNode => Some(format!("{address} is the last endpoint of Service {key} on its node")),
     }
 }
 
@@ -130,11 +134,12 @@ pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -
         moves.borrow_and_update();
         source.borrow_and_update();
         let now = Instant::now();
-        let roster = *fleet.rosters().borrow();
-        if fleet.len() == 0 {
+        let (roster, agents) = fleet.census();
+        if agents.is_empty() {
             // Nobody has to be waited for, and no agent of another replica is confirmed here.
             return v1::QuestionAnswer { roster, ..v1::QuestionAnswer::default() };
         }
+        drop(agents);
         let behind = store.behind(&question.positions);
         let seen = match (&behind, target) {
             (Some((kind, here, there)), _) => {
@@ -156,7 +161,7 @@ pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -
         let is_programmed = version.is_some_and(|version| fleet.progress().floor() >= version);
         let is_complete = is_programmed && !fleet.progress().is_rejected(&services);
         if is_complete || now >= until {
-            return final_answer(fleet, seen, &services, roster, begun);
+            return final_answer(fleet, seen, &services, begun);
         }
         let programmed = async {
             match version.filter(|_| !is_programmed) {
@@ -176,18 +181,15 @@ pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -
     }
 }
 
-fn final_answer(
-    fleet: &Fleet,
-    seen: Seen,
-    services: &BTreeSet<ServiceKey>,
-    roster: u64,
-    begun: Instant,
-) -> v1::QuestionAnswer {
+fn final_answer(fleet: &Fleet, seen: Seen, services: &BTreeSet<ServiceKey>, begun: Instant) -> v1::QuestionAnswer {
     let (version, problem, lasts) = match seen {
         Seen::NotYet(problem) => (None, problem, Vec::new()),
         Seen::Since(version, lasts) => (Some(version), String::new(), lasts),
     };
-    let unconfirmed = fleet.unconfirmed(version, services);
+    // The number and the agents belong together: another agent is not confirmed by this answer.
+    let (roster, agents) = fleet.census();
+    let is_missing = |agent: &&Arc<Agent>| version.is_none_or(|version| !agent.record().confirms(version, services));
+    let unconfirmed = agents.iter().filter(is_missing);
     let describe = |agent: &Arc<Agent>| {
         note_silence(agent, version, begun);
         agent.laggard(&fleet.context, version.unwrap_or_default(), services)
@@ -197,7 +199,7 @@ fn final_answer(
         version: version.unwrap_or_default(),
         problem,
         last: lasts.join("; "),
-        unconfirmed: unconfirmed.iter().map(describe).collect(),
+        unconfirmed: unconfirmed.map(describe).collect(),
     }
 }
 

@@ -10,7 +10,6 @@ mod replicas;
 
 use std::{
     collections::BTreeMap,
-    net::SocketAddr,
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -28,13 +27,16 @@ use tokio_util::sync::CancellationToken;
 
 pub use self::judge::{Absence, Round, Verdict};
 pub(crate) use self::{
-    here::{Question, Seen, answer},
+    here::{Question, Seen, answer, last_of},
     replicas::{Caller, Link, Replicas},
 };
 use super::{context::milliseconds, fleet::Fleet};
 
 /// The shortest time between two rounds of answers.
 const PACE: Duration = Duration::from_millis(50);
+
+/// The longest time between two rounds of answers.
+const ASK_AGAIN: Duration = Duration::from_secs(10);
 
 /// The other replicas are told of questions at most once in this time.
 const HURRY_INTERVAL: Duration = Duration::from_secs(30);
@@ -63,10 +65,10 @@ impl Everywhere {
     }
 
     /// Joins the other replicas, and follows them until `stopped`. Returns once they know this
-    /// replica, or cannot be reached. `listen` is the address of this replica.
-    pub(crate) async fn start(&self, listen: SocketAddr, stopped: CancellationToken) {
+    /// replica, or cannot be reached.
+    pub(crate) async fn start(&self, stopped: CancellationToken) {
         if let Some(replicas) = &self.replicas {
-            let run = Arc::clone(replicas).run(listen);
+            let run = Arc::clone(replicas).run();
             tokio::spawn(stopped.run_until_cancelled_owned(run));
             // A replica that cannot be reached in this time may learn of this one later.
             let _ = timeout(ANNOUNCE_TIMEOUT, replicas.announced()).await;
@@ -133,7 +135,8 @@ impl Everywhere {
                 // A Node was added or deleted.
                 Ok(()) = members.changed() => {}
                 Ok(()) = replicas.changed() => {}
-                () = sleep_until(limit) => {}
+                // A replica grows old enough, or an agent begins to acknowledge.
+                () = sleep_until((asked_at + ASK_AGAIN).min(limit)) => {}
             }
             sleep_until((asked_at + PACE).min(limit)).await;
         }
@@ -160,7 +163,7 @@ impl Everywhere {
         &self,
         here: Option<v1::QuestionAnswer>,
         links: &[Arc<Link>],
-        others: Vec<Option<v1::QuestionAnswer>>,
+        others: Vec<Option<(u64, v1::QuestionAnswer)>>,
     ) -> Verdict {
         let mut round = Round::default();
         let name = &self.fleet.context.settings.replica_name;
@@ -170,7 +173,9 @@ impl Everywhere {
             link.look(|replica| {
                 if let Ok(replica) = replica {
                     let nodes = replica.nodes.iter().map(|(node, (number, departed))| (node, *number, *departed));
-                    round.add(&replica.identity.replica, nodes, answer);
+                    // The address may have another replica by now.
+                    let answer = answer.filter(|(epoch, _)| *epoch == replica.identity.epoch);
+                    round.add(&replica.identity.replica, nodes, answer.map(|(_, answer)| answer));
                 }
             });
         }

@@ -4,7 +4,7 @@
 use std::{
     collections::{BTreeMap, HashMap},
     fs,
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
@@ -184,9 +184,9 @@ impl Replicas {
     }
 
     /// Joins the replicas, once for a start, and then keeps looking for them. Never returns.
-    pub(super) async fn run(self: Arc<Self>, listen: SocketAddr) {
+    pub(super) async fn run(self: Arc<Self>) {
         loop {
-            self.resolve(listen).await;
+            self.resolve().await;
             self.fleet.forget_departed();
             sleep(LOOK_INTERVAL).await;
         }
@@ -210,15 +210,12 @@ impl Replicas {
         }
     }
 
-    async fn resolve(self: &Arc<Self>, listen: SocketAddr) {
+    async fn resolve(self: &Arc<Self>) {
         let mut found = HashMap::new();
         let mut problem = None;
         for (host, port) in &self.settings.names {
             match timeout(CONNECT_TIMEOUT, tokio::net::lookup_host((host.as_str(), *port))).await {
-                Ok(Ok(addresses)) => {
-                    let others = addresses.filter(|address| !is_own(*address, listen));
-                    found.extend(others.map(|address| (address, host.clone())));
-                }
+                Ok(Ok(addresses)) => found.extend(addresses.map(|address| (address, host.clone()))),
                 Ok(Err(error)) => problem = Some(format!("{host} does not resolve: {error}")),
                 Err(_) => problem = Some(format!("{host} does not resolve in time")),
             }
@@ -364,24 +361,26 @@ impl Replicas {
     }
 }
 
-/// True if this replica listens at the address. A replica that it does not recognise by its address
-/// is recognised by its epoch.
-fn is_own(address: SocketAddr, listen: SocketAddr) -> bool {
-    let is_local = |ip: IpAddr| std::net::UdpSocket::bind((ip, 0)).is_ok();
-    let has_ip = listen.ip() == address.ip() || (listen.ip().is_unspecified() && is_local(address.ip()));
-    address.port() == listen.port() && has_ip
-}
-
 /// Another replica that has joined this one.
 pub(crate) struct Caller(Arc<Replicas>, u64);
 
 impl Drop for Caller {
     fn drop(&mut self) {
+        let is_joined =
+            |link: &Arc<Link>| link.look(|replica| replica.is_ok_and(|replica| replica.identity.epoch == self.1));
+        let is_joined = self.0.links().iter().any(is_joined);
         let mut known = self.0.known();
         if let Some(count) = known.callers.get_mut(&self.1) {
             *count -= 1;
             if *count == 0 {
                 known.callers.remove(&self.1);
+                if !is_joined {
+                    // Nobody knows which agents it had, unless its goodbye or its end was seen.
+                    known
+                        .vanished
+                        .entry(self.1)
+                        .or_insert_with(|| ("that was never joined".to_owned(), Instant::now()));
+                }
             }
         }
         drop(known);
@@ -406,10 +405,15 @@ impl Link {
         Some(InspectClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES))
     }
 
-    /// Asks the replica. Returns `None` if it is not joined, or does not answer. When this function
-    /// returns an answer, the roster has at least its number.
-    pub(super) async fn ask(&self, question: &Question, until: tokio::time::Instant) -> Option<v1::QuestionAnswer> {
-        let channel = self.look(|joined| joined.ok().map(|joined| joined.channel.clone()))?;
+    /// Asks the replica. Returns its epoch and its answer, or `None` if it is not joined or does
+    /// not answer. When this function returns an answer, the roster has at least its number.
+    pub(super) async fn ask(
+        &self,
+        question: &Question,
+        until: tokio::time::Instant,
+    ) -> Option<(u64, v1::QuestionAnswer)> {
+        let joined = |joined: &Joined| (joined.identity.epoch, joined.channel.clone());
+        let (epoch, channel) = self.look(|replica| replica.ok().map(joined))?;
         let endpoints = question.endpoints.iter().map(|(key, address)| v1::QuestionEndpoint {
             service: Some(v1::ServiceKey { namespace: key.namespace.to_string(), name: key.name.to_string() }),
             address: address.map(address_to_wire).unwrap_or_default(),
@@ -424,7 +428,7 @@ impl Link {
         let asked = async {
             let answer = client.ask(question).await.ok()?.into_inner();
             numbers.wait_for(|number| *number >= answer.roster).await.ok()?;
-            Some(answer)
+            Some((epoch, answer))
         };
         timeout_at(until + ANSWER_GRACE, asked).await.ok()?
     }

@@ -18,7 +18,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::ServiceKey;
 use headgate_proto::v1;
 use tokio::sync::{Semaphore, watch};
 use tonic::Status;
@@ -145,7 +144,7 @@ impl Fleet {
     pub(crate) fn adopt(&self, nodes: impl IntoIterator<Item = (Arc<str>, Departed)>) {
         let mut registry = self.registry();
         for (node, departed) in nodes {
-            if !registry.present.contains_key(&node) {
+            if !registry.present.contains_key(&node) && registry.roster.is_news(&node, departed) {
                 self.roster.send_replace(registry.roster.depart(node, departed));
             }
         }
@@ -154,6 +153,9 @@ impl Fleet {
     /// Forgets the departed nodes that are no Nodes of the source and have had no stream for
     /// `Settings::uncovered_after`.
     pub(crate) fn forget_departed(&self) {
+        if !self.context.store.is_synced() {
+            return;
+        }
         let nodes: BTreeSet<Arc<str>> = self.context.store.node_names().into_iter().map(|(node, _)| node).collect();
         let mut registry = self.registry();
         let is_kept = |node: &Arc<str>| nodes.contains(node);
@@ -177,11 +179,10 @@ impl Fleet {
         look(&self.registry().roster)
     }
 
-    /// Returns the agents that do not confirm that their kernels have `version` and that they
-    /// reject none of the services. Without a version, returns all agents.
-    pub(crate) fn unconfirmed(&self, version: Option<u64>, services: &BTreeSet<ServiceKey>) -> Vec<Arc<Agent>> {
-        let is_missing = |agent: &Arc<Agent>| version.is_none_or(|version| !agent.record().confirms(version, services));
-        self.all().into_iter().filter(is_missing).collect()
+    /// Returns all streams, with the number of the roster that has exactly these.
+    pub(crate) fn census(&self) -> (u64, Vec<Arc<Agent>>) {
+        let registry = self.registry();
+        (registry.roster.number(), registry.present.values().cloned().collect())
     }
 
     /// Returns true if a node has a stream.

@@ -77,15 +77,17 @@ impl Record {
     /// for example, after another program has changed rules in the kernel. After the failure, it is
     /// unknown which rules the kernel holds.
     pub(crate) fn kernel_version(&self) -> u64 {
-        let is_lost = !self.last_error.is_empty() && self.failed_version <= self.programmed_version;
-        if is_lost { 0 } else { self.programmed_version }
+        if self.is_lost() { 0 } else { self.programmed_version }
     }
 
     /// Returns true if the agent has acknowledged a state on this stream and its kernel has not
     /// lost that state.
     pub(crate) fn has_state(&self) -> bool {
-        let is_lost = self.programmed_version > 0 && self.kernel_version() == 0;
-        self.has_acknowledged && !is_lost
+        self.has_acknowledged && !self.is_lost()
+    }
+
+    fn is_lost(&self) -> bool {
+        !self.last_error.is_empty() && self.failed_version <= self.programmed_version
     }
 
     /// Returns the reports that decide the node's state. The replica has known the versions up to

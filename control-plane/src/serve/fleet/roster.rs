@@ -31,8 +31,9 @@ pub struct Departed {
 pub(crate) struct Roster {
     number: u64,
     nodes: HashMap<Arc<str>, (u64, Option<Departed>)>,
-    /// The departed nodes, in the order in which they departed.
+    /// The departed nodes, with the time from which on they are forgotten if there is no such Node.
     departed: BTreeSet<(Instant, Arc<str>)>,
+    kept: HashMap<Arc<str>, Instant>,
     /// The nodes by the number of their last change, with forgotten nodes.
     changes: BTreeMap<u64, Arc<str>>,
     /// Forgotten nodes are listed from this number on.
@@ -42,6 +43,11 @@ pub(crate) struct Roster {
 }
 
 impl Roster {
+    /// The number of the last change.
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
     /// All nodes: the number of the last change, and `None` for a node with a stream.
     pub(crate) fn nodes(&self) -> impl Iterator<Item = (&Arc<str>, u64, Option<Departed>)> {
         self.nodes.iter().map(|(node, (number, departed))| (node, *number, *departed))
@@ -67,13 +73,38 @@ impl Roster {
         self.number
     }
 
-    /// Forgets departed nodes that are older than `age` and are not kept. Returns the number if
-    /// something has changed.
-    pub(super) fn forget(&mut self, age: Duration, is_kept: impl Fn(&Arc<str>) -> bool) -> Option<u64> {
-        let is_old = |at: &Instant| at.elapsed() >= age;
-        let old = self.departed.iter().take_while(|(at, _)| is_old(at)).filter(|(_, node)| !is_kept(node));
-        let old: Vec<_> = old.map(|(_, node)| Arc::clone(node)).collect();
-        old.into_iter().map(|node| self.set(node, None)).last()
+    /// True if a departure is later than what is known about the node.
+    pub(super) fn is_news(&self, node: &Arc<str>, departed: Departed) -> bool {
+        let known = self.nodes.get(node).and_then(|(_, known)| *known);
+        known.is_none_or(|known| known.at < departed.at)
+    }
+
+    /// Forgets nodes whose stream and Node have been gone for `age`. `has_node` says whether there
+    /// is such a Node. Returns the number if something has changed.
+    pub(super) fn forget(&mut self, age: Duration, has_node: impl Fn(&Arc<str>) -> bool) -> Option<u64> {
+        let old = self.departed.iter().take_while(|(at, _)| at.elapsed() >= age / 2);
+        let old: Vec<_> = old.cloned().collect();
+        let mut last = None;
+        for (at, node) in old {
+            if has_node(&node) {
+                self.keep(node, Some(Instant::now()));
+            } else if at.elapsed() >= age {
+                last = Some(self.set(node, None));
+            }
+        }
+        last
+    }
+
+    /// Remembers from when on a node is departed and has no Node; `None` if it is not departed.
+    fn keep(&mut self, node: Arc<str>, since: Option<Instant>) {
+        let old = match since {
+            Some(since) => self.kept.insert(Arc::clone(&node), since),
+            None => self.kept.remove(&node),
+        };
+        if let Some(old) = old {
+            self.departed.remove(&(old, Arc::clone(&node)));
+        }
+        self.departed.extend(since.map(|since| (since, node)));
     }
 
     /// Lists a change of a node; `None` forgets the node.
@@ -83,15 +114,10 @@ impl Roster {
             Some(state) => self.nodes.insert(Arc::clone(&node), (self.number, state)),
             None => self.nodes.remove(&node),
         };
-        if let Some((number, departed)) = old {
+        if let Some((number, _)) = old {
             self.changes.remove(&number);
-            if let Some(departed) = departed {
-                self.departed.remove(&(departed.at, Arc::clone(&node)));
-            }
         }
-        if let Some(Some(departed)) = state {
-            self.departed.insert((departed.at, Arc::clone(&node)));
-        }
+        self.keep(Arc::clone(&node), state.flatten().map(|departed| departed.at));
         self.changes.insert(self.number, node);
         while self.changes.len() - self.nodes.len() > MAX_REMEMBERED
             && let Some((number, node)) = self.changes.pop_first()

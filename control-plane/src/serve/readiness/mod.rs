@@ -96,7 +96,9 @@ impl Verdict {
             Self::Incomplete(verdict) if verdict.is_final() => {
                 let named: Vec<&str> = verdict.missing().take(MAX_NAMED).collect();
                 let named = named.join(", ");
-                format!("these nodes acknowledge nothing, so the pod does not wait for them: {named}; `headgatectl agents` shows why")
+                format!(
+                    "these nodes acknowledge nothing, so the pod does not wait for them: {named}; `headgatectl agents` shows why"
+                )
             }
             Self::Incomplete(verdict) => {
                 let named: Vec<&str> = verdict.missing().take(MAX_NAMED).collect();

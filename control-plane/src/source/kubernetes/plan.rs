@@ -309,8 +309,9 @@ impl Plan {
             Event::Wanted(version) => {
                 self.wanted = version;
                 let is_ahead = self.number().is_some_and(|ours| ours < version);
-                // The list that is under way reaches the version, too.
-                if is_ahead && !self.is_checking { self.ask(now) } else { Step::Stay }
+                // What is under way reaches the version, too.
+                let is_under_way = self.is_checking || self.is_short || self.proof == Proof::Asked;
+                if is_ahead && !is_under_way { self.ask(now) } else { Step::Stay }
             }
             Event::Time if now >= self.over_at => self.watch_is_over(false, now),
             Event::Time if self.ask_at.is_none_or(|ask_at| now < ask_at) => Step::Stay,

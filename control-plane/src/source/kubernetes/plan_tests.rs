@@ -382,3 +382,22 @@ fn a_position_of_another_replica_is_reached_by_a_short_watch() {
     assert!(matches!(world.plan.next(Event::Wanted(u64::MAX), now), Step::Ask));
     assert!(matches!(world.plan.next(Event::Asked(version.to_string()), now), Step::Stay));
 }
+
+#[test]
+fn questions_for_a_position_do_not_interrupt_the_watch_that_will_reach_it() {
+    let start = Instant::now();
+    let mut plan = Plan::new(ObjectKind::Service, SILENCE, fastrand::Rng::with_seed(1), start);
+    let _ = plan.next(Event::Paused, start);
+    let _ = plan.next(Event::Listed("100".into()), start);
+    let (mut now, mut asked) = (start, 0);
+    while now < start + seconds(2) {
+        now += Duration::from_millis(100);
+        if matches!(plan.next(Event::Wanted(200), now), Step::Ask) {
+            asked += 1;
+            if matches!(plan.next(Event::Asked("200".into()), now), Step::Pause { .. }) {
+                let _ = plan.next(Event::Paused, now);
+            }
+        }
+    }
+    assert_eq!(asked, 1);
+}
