@@ -26,18 +26,13 @@ const PACE: Duration = Duration::from_millis(50);
 const MAX_NAMED: usize = 1_000;
 
 const CHANGES: &str = "the endpoints of the pod have changed again and again";
+const AMBIGUOUS: &str = "several pods have this address, as pods in the host network do: ask with ?pod=NAMESPACE/NAME";
+const ONLY_REMOVED: &str = "only removed endpoints have this pod name, and they may belong to an older pod: give the UID of the pod, or its address";
 
 /// Answers the requests of agents.
 pub(crate) struct Barrier {
     fleet: Arc<Fleet>,
     everywhere: Arc<Everywhere>,
-}
-
-/// What a request asks about.
-enum Pod {
-    Known(PodEndpoints),
-    /// Nothing is known about the pod. It may have lost its endpoints before the source was listed.
-    Unknown(String),
 }
 
 impl Barrier {
@@ -89,19 +84,15 @@ impl Barrier {
         if !matches!(tokio::time::timeout_at(deadline, listed).await, Ok(Ok(_))) {
             return Ok(self.incomplete("the replica has not listed its source".into()));
         }
-        let pod = match self.find(&name, &request.pod_uid, deadline).await {
-            Ok(Pod::Known(found)) => {
-                if let Some(node) = node.filter(|node| found.node.as_deref() != Some(*node)) {
-                    let there = found.node.as_deref().unwrap_or("no node");
-                    return Err(format!(
-                        "the pod runs on {there} and not on node {node}: ask the agent of its own node"
-                    ));
-                }
-                found.pod
-            }
-            Ok(Pod::Unknown(problem)) => return self.answer_for_unknown(problem, silent, deadline).await,
+        let found = match self.find(&name, &request.pod_uid, silent, deadline).await {
+            Ok(found) => found,
             Err(answer) => return answer,
         };
+        if let Some(node) = node.filter(|node| found.node.as_deref() != Some(*node)) {
+            let there = found.node.as_deref().unwrap_or("no node");
+            return Err(format!("the pod runs on {there} and not on node {node}: ask the agent of its own node"));
+        }
+        let pod = found.pod;
         self.everywhere.hurry();
         loop {
             if let Err(reason) = self.until_unused(pod, deadline).await {
@@ -149,52 +140,36 @@ impl Barrier {
         &self,
         name: &PodName,
         uid: &str,
-        deadline: Instant,
-    ) -> Result<Pod, Result<v1::BarrierAnswer, String>> {
-        let store = &self.fleet.context.store;
-        match store.pod(name, uid) {
-            Ok(found) => Ok(Pod::Known(found)),
-            Err(NoPod::Unknown) => Ok(Pod::Unknown(unknown(name))),
-            Err(NoPod::Ambiguous) => {
-                Err(Err("several pods have this address, as pods in the host network do: ask with ?pod=NAMESPACE/NAME"
-                    .into()))
-            }
-            Err(NoPod::OnlyRemoved) => {
-                let mut head = store.head();
-                loop {
-                    if let Ok(found) = store.pod(name, uid) {
-                        return Ok(Pod::Known(found));
-                    }
-                    if Instant::now() >= deadline {
-                        return Err(Ok(self.incomplete(
-                            "only removed endpoints have this pod name, and they may belong to an older pod: give the UID of the pod, or its address".into(),
-                        )));
-                    }
-                    tokio::select! {
-                        Ok(()) = head.changed() => {}
-                        () = sleep_until(deadline) => {}
-                    }
-                    sleep_until((Instant::now() + PACE).min(deadline)).await;
-                }
-            }
-        }
-    }
-
-    /// Answers for a pod of which nothing is known: while replicas are young, it may have lost its
-    /// endpoints before they listed their source.
-    async fn answer_for_unknown(
-        &self,
-        problem: String,
         silent: Duration,
         deadline: Instant,
-    ) -> Result<v1::BarrierAnswer, String> {
-        if self.everywhere.problems().is_empty() {
-            return Err(problem);
+    ) -> Result<PodEndpoints, Result<v1::BarrierAnswer, String>> {
+        let store = &self.fleet.context.store;
+        let mut head = store.head();
+        loop {
+            match store.pod(name, uid) {
+                Ok(found) => return Ok(found),
+                Err(NoPod::Ambiguous) => return Err(Err(AMBIGUOUS.into())),
+                Err(NoPod::Unknown) => {
+                    // While replicas are young, the pod may have lost its endpoints before they
+                    // listed their source.
+                    let limit = (Instant::now() + silent).min(deadline);
+                    if self.everywhere.problems().is_empty() {
+                        return Err(Err(unknown(name)));
+                    }
+                    let verdict = self.everywhere.until(Wanted::Unusable, Vec::new(), limit, |_| false).await;
+                    return Err(if verdict.holds() { Err(unknown(name)) } else { Ok(answer(&verdict)) });
+                }
+                Err(NoPod::OnlyRemoved) if Instant::now() >= deadline => {
+                    return Err(Ok(self.incomplete(ONLY_REMOVED.into())));
+                }
+                Err(NoPod::OnlyRemoved) => {}
+            }
+            tokio::select! {
+                Ok(()) = head.changed() => {}
+                () = sleep_until(deadline) => {}
+            }
+            sleep_until((Instant::now() + PACE).min(deadline)).await;
         }
-        let limit = (Instant::now() + silent).min(deadline);
-        let verdict = self.everywhere.until(Wanted::Unusable, Vec::new(), limit, |_| false).await;
-        // Now no node has an endpoint of the pod.
-        if verdict.holds() { Err(problem) } else { Ok(answer(&verdict)) }
     }
 
     fn question(&self, pod: PodId) -> Question {

@@ -12,7 +12,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -20,7 +20,7 @@ use headgate_core::{
     ServiceKey,
     node_state::{NodeState, Reported, SETTLED},
 };
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 
 use super::{Record, Rejections};
 use crate::{
@@ -60,8 +60,6 @@ struct Counts {
     rejecting: HashMap<Arc<str>, Arc<Rejections>>,
     /// The nodes whose last verification found differences.
     drifting: HashSet<Arc<str>>,
-    /// Who waits until the floor has reached a version.
-    waiting: BTreeMap<u64, Weak<Notify>>,
 }
 
 /// The counts of the fleet, and the measurement of commits.
@@ -72,6 +70,8 @@ pub(crate) struct Progress {
     counts: Mutex<Counts>,
     /// Changes when an agent connects, leaves or changes its rejections, and when a Node changes.
     members: watch::Sender<()>,
+    /// The version that the kernels of all agents have, except those that never acknowledge.
+    floor: watch::Sender<u64>,
 }
 
 /// The reports of an agent: whether it never acknowledges, whether it fails, whether it has
@@ -191,7 +191,8 @@ impl Counts {
 
 impl Progress {
     pub(crate) fn new(store: Arc<Store>, metrics: Arc<Metrics>) -> Self {
-        Self { store, metrics, counts: Mutex::default(), members: watch::Sender::new(()) }
+        let (members, floor) = (watch::Sender::new(()), watch::Sender::new(u64::MAX));
+        Self { store, metrics, counts: Mutex::default(), members, floor }
     }
 
     fn counts(&self) -> MutexGuard<'_, Counts> {
@@ -212,42 +213,19 @@ impl Progress {
     /// Returns the version that the kernels of all agents have, except those that never
     /// acknowledge.
     pub(crate) fn floor(&self) -> u64 {
-        self.counts().floor()
+        *self.floor.borrow()
     }
 
     /// Waits until the kernels of all agents have `version`, except those that never acknowledge.
     pub(crate) async fn reached(&self, version: u64) {
-        loop {
-            let woken = {
-                let mut counts = self.counts();
-                if counts.floor() >= version {
-                    return;
-                }
-                let known = counts.waiting.get(&version).and_then(Weak::upgrade);
-                known.unwrap_or_else(|| {
-                    counts.waiting.retain(|_, waiting| waiting.strong_count() > 0);
-                    let new = Arc::new(Notify::new());
-                    counts.waiting.insert(version, Arc::downgrade(&new));
-                    new
-                })
-            };
-            woken.notified().await;
-        }
+        // An error means that the replica is gone.
+        let _ = self.floor.subscribe().wait_for(|floor| *floor >= version).await.map(drop);
     }
 
     /// Wakes those who wait for the floor and for changes of members.
-    fn announce(&self, mut counts: MutexGuard<'_, Counts>, members_changed: bool) {
-        if !counts.waiting.is_empty() {
-            let floor = counts.floor();
-            let later = counts.waiting.split_off(&floor.saturating_add(1));
-            let reached = std::mem::replace(&mut counts.waiting, later);
-            drop(counts);
-            // A waiter that has not begun to listen finds the permit.
-            reached.values().filter_map(Weak::upgrade).for_each(|waiting| {
-                waiting.notify_waiters();
-                waiting.notify_one();
-            });
-        }
+    fn announce(&self, counts: &Counts, members_changed: bool) {
+        let floor = counts.floor();
+        self.floor.send_if_modified(|old| std::mem::replace(old, floor) != floor);
         if members_changed {
             self.members.send_replace(());
         }
@@ -264,7 +242,7 @@ impl Progress {
         counts.count(counted);
         counts.note_rejections(node, record);
         counts.note_drift(node, record);
-        self.announce(counts, true);
+        self.announce(&counts, true);
         counted
     }
 
@@ -293,7 +271,7 @@ impl Progress {
             counts.discount(old);
             self.measure(&mut counts);
         }
-        self.announce(counts, has_rejections || counted.is_stalled != old.is_stalled);
+        self.announce(&counts, has_rejections || counted.is_stalled != old.is_stalled);
     }
 
     /// Discounts an agent that has left.
@@ -305,7 +283,7 @@ impl Progress {
         if let Some(oldest) = counts.oldest_member() {
             counts.measured_to(oldest);
         }
-        self.announce(counts, true);
+        self.announce(&counts, true);
     }
 
     fn measure(&self, counts: &mut Counts) {
