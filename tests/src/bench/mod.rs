@@ -36,6 +36,7 @@ pub mod snapshots;
 pub mod storm;
 pub mod two_level_shape;
 pub mod userspace;
+pub mod waiting;
 pub mod warm_restart;
 pub mod wire;
 pub mod workload;

@@ -8,7 +8,7 @@ use headgate_tests::bench::{
     apiserver_load, barrier, connect, conntrack, control_plane_memory, delta, failover, fleet, growth, iptables, ipvs,
     lagging, memory, nft_counters, nft_latency, nft_memory, nft_replace, nftables,
     report::{Figure, publish},
-    rollouts, slow, snapshots, storm, userspace, warm_restart, wire,
+    rollouts, slow, snapshots, storm, userspace, waiting, warm_restart, wire,
 };
 
 /// Measures Headgate, compares it with an anchor in the same run, prints the figures and writes
@@ -65,6 +65,11 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     ("barrier", "pods that stop, with thousands of agents at three replicas; fails if an answer is wrong", |a| {
         barrier::run(&a.load, a.services)
     }),
+    (
+        "waiting",
+        "1,250 pods wait on a Service that changes 50 times a second: CPU time, commits; fails if a pod gets a wrong answer",
+        |_| waiting::run(),
+    ),
     ("failover", "100 agents while replicas lose their API servers; fails if agents are late or move too often", |a| {
         failover::run(a.load.agents, a.services)
     }),
