@@ -180,7 +180,8 @@ impl Everywhere {
             });
         }
         let nodes = self.fleet.context.store.node_names();
-        let is_blind = nodes.is_empty() && self.replicas.as_ref().is_some_and(|replicas| replicas.is_any_missing());
+        let is_blind = nodes.is_empty()
+            && self.replicas.as_ref().is_some_and(|replicas| !replicas.problems(Duration::ZERO).is_empty());
         let mut verdict = Verdict { is_blind, ..round.verdict(&nodes, self.problems()) };
         if is_blind {
             verdict.problems.extend(self.problems());

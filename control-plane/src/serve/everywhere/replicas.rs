@@ -128,7 +128,8 @@ impl Replicas {
         recent.map(|(epoch, (name, at))| (*epoch, name.clone(), *at)).collect()
     }
 
-    /// Why replicas may be missing; empty if all of them are joined and have run for `time`.
+    /// Why replicas may be missing; empty if all of them are joined and have run for `time`, and
+    /// none has vanished for `time`.
     pub(super) fn problems(&self, time: Duration) -> BTreeMap<String, String> {
         let mut problems = BTreeMap::new();
         let mut joined = Vec::new();
@@ -161,19 +162,6 @@ impl Replicas {
         }
         problems.extend(known.resolve_problem.clone().map(|problem| ("--peers".to_owned(), problem)));
         problems
-    }
-
-    /// True if some replica is known and not joined, so that its agents are unknown.
-    pub(super) fn is_any_missing(&self) -> bool {
-        let (mut joined, mut is_missing) = (Vec::new(), false);
-        for link in self.links() {
-            link.look(|replica| match replica {
-                Ok(replica) => joined.push(replica.identity.epoch),
-                Err(_) => is_missing = true,
-            });
-        }
-        let known = self.known();
-        is_missing || known.resolve_problem.is_some() || known.callers.keys().any(|epoch| !joined.contains(epoch))
     }
 
     /// Notes that another replica has joined this one, until the result is dropped.
