@@ -3,8 +3,8 @@
 //! A new version concerns every stream. Waking thousands of tasks would cost more than the work of
 //! the tasks. So one task per core visits the streams in turn. A visit to a stream without work
 //! costs some tens of nanoseconds. The visits also serve heartbeats and time limits, so that a
-//! stream needs no timer. A [`super::Signal`] wakes a stream for events that concern only this
-//! stream.
+//! stream needs no timer. Responses have only time limits, so a new version causes no visits to
+//! them. A [`super::Signal`] wakes a stream for events that concern only this stream.
 
 use std::{
     num::NonZeroUsize,
@@ -49,6 +49,8 @@ pub(crate) trait Visit: Send + Sync {
 
 /// The streams, connections and responses that are visited.
 pub(crate) struct Visits {
+    /// One shard for each core, and then the shard of the items that are visited only once in a
+    /// tick.
     shards: Box<[Mutex<Slots>]>,
     next: AtomicUsize,
     tick: Duration,
@@ -86,7 +88,7 @@ impl Visits {
         let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let tick = times.into_iter().min().unwrap_or(TICK.1) / 16;
         Self {
-            shards: (0..cores).map(|_| Mutex::default()).collect(),
+            shards: (0..=cores).map(|_| Mutex::default()).collect(),
             next: AtomicUsize::new(0),
             tick: tick.clamp(TICK.0, TICK.1),
             position_waits: AtomicUsize::new(0),
@@ -106,7 +108,20 @@ impl Visits {
 
     /// Adds a stream, which is visited from now on.
     pub(crate) fn add(self: &Arc<Self>, stream: Arc<dyn Visit>) -> Visited {
-        let shard = self.next.fetch_add(1, Ordering::Relaxed) % self.shards.len();
+        self.add_to(self.next.fetch_add(1, Ordering::Relaxed) % self.timed(), stream)
+    }
+
+    /// Adds an item with time limits only. It is visited once in a tick, and not after events.
+    pub(crate) fn add_timed(self: &Arc<Self>, item: Arc<dyn Visit>) -> Visited {
+        self.add_to(self.timed(), item)
+    }
+
+    /// The shard of the items with time limits only.
+    fn timed(&self) -> usize {
+        self.shards.len() - 1
+    }
+
+    fn add_to(self: &Arc<Self>, shard: usize, stream: Arc<dyn Visit>) -> Visited {
         let mut slots = self.slots(shard);
         let slot = slots.free.pop().unwrap_or(slots.entries.len());
         if slot == slots.entries.len() {
@@ -171,11 +186,21 @@ impl Drop for Visited {
 
 /// Starts the tasks that visit the streams. The tasks run until `stopped` is cancelled.
 pub(crate) fn start(context: &Arc<Context>, stopped: &CancellationToken) {
-    for shard in 0..context.visits.shards.len() {
+    for shard in 0..context.visits.timed() {
         let context = Arc::clone(context);
         let visits = async move { visit_all(&context, shard).await };
         tokio::spawn(stopped.clone().run_until_cancelled_owned(visits));
     }
+    let visits = Arc::clone(&context.visits);
+    let timed = async move {
+        let mut tick = interval(visits.tick);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tick.tick().await;
+            visits.sweep(visits.timed()).await;
+        }
+    };
+    tokio::spawn(stopped.clone().run_until_cancelled_owned(timed));
 }
 
 async fn visit_all(context: &Context, shard: usize) {
@@ -236,7 +261,7 @@ mod tests {
 
     #[tokio::test]
     async fn each_stream_is_visited_once_and_late_streams_are_visited_last() {
-        let all = Arc::new(Visits { shards: Box::new([Mutex::default()]), ..Visits::new([]) });
+        let all = Arc::new(Visits { shards: Box::new([Mutex::default(), Mutex::default()]), ..Visits::new([]) });
         let visits = Arc::new(Mutex::default());
         let stream = |name| Recorder { name, is_late: name % 3 == 0, visits: Arc::clone(&visits) };
         let visited: Vec<Visited> = (0..10 * VISITS_PER_TURN).map(|name| all.add(Arc::new(stream(name)))).collect();

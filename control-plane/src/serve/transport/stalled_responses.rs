@@ -92,7 +92,7 @@ impl Watched {
         let pending_since = Mutex::new(Some(Instant::now()));
         let response =
             Arc::new(Response { context: Arc::clone(context), caller, server: AtomicWaker::new(), pending_since });
-        let visited = context.visits.add(Arc::<Response>::clone(&response));
+        let visited = context.visits.add_timed(Arc::<Response>::clone(&response));
         Self { body, response, _visited: visited }
     }
 }
