@@ -92,8 +92,8 @@ async fn changes_are_sent_before_a_query() {
     let services = || (1..400).flat_map(|number| [service(number, 80), endpoint(number, 1, 8080)]);
     replica.put(services());
     // The stream begins with a snapshot, which this client has not read when the query is asked.
-    // Its window is as large as that of agents: with a small one, the HTTP/2 library takes hundreds of
-    // small unread messages for an attack.
+    // Its window is as large as that of agents: with a small one, the HTTP/2 library takes hundreds
+    // of small unread messages for an attack.
     let wide = endpoint_of(replica.running.local_addr).initial_connection_window_size(1 << 20);
     let mut client = Client::open(wide.connect().await.unwrap(), "a", None).await.unwrap();
     let asked = ask(&replica, "a", status_query());
