@@ -152,10 +152,10 @@ impl Barrier {
                 Err(NoPod::Unknown) => {
                     // While replicas are young, the pod may have lost its endpoints before they
                     // listed their source.
-                    let limit = (Instant::now() + silent).min(deadline);
                     if self.everywhere.problems().is_empty() {
                         return Err(Err(unknown(name)));
                     }
+                    let limit = (Instant::now() + silent).min(deadline);
                     let verdict = self.everywhere.until(Wanted::Unusable, Vec::new(), limit, |_| false).await;
                     return Err(if verdict.holds() { Err(unknown(name)) } else { Ok(answer(&verdict)) });
                 }

@@ -134,12 +134,14 @@ pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -
         moves.borrow_and_update();
         source.borrow_and_update();
         let now = Instant::now();
-        let (roster, agents) = fleet.census();
-        if agents.is_empty() {
+        // The length comes first, because the census copies the list of all agents.
+        if fleet.len() == 0
+            && let (roster, agents) = fleet.census()
+            && agents.is_empty()
+        {
             // Nobody has to be waited for, and no agent of another replica is confirmed here.
             return v1::QuestionAnswer { roster, ..v1::QuestionAnswer::default() };
         }
-        drop(agents);
         let behind = store.behind(&question.positions);
         let seen = match (&behind, target) {
             (Some((kind, here, there)), _) => {
