@@ -103,7 +103,7 @@ impl Barrier {
             let stopping = asked.iter().filter(|(.., last)| *last != Some(Last::Everywhere));
             let stopping: Vec<_> = stopping.map(|(key, address, ..)| ((**key).clone(), Some(*address))).collect();
             let limit = (Instant::now() + silent).min(deadline);
-            let mut verdict = match stopping.is_empty() {
+            let verdict = match stopping.is_empty() {
                 true => Verdict::default(),
                 false => self.everywhere.until(Wanted::Unusable, stopping, limit, |_| false).await,
             };
@@ -112,8 +112,8 @@ impl Barrier {
             let is_same = self.endpoints(pod) == asked;
             if is_same || !verdict.holds() || Instant::now() >= deadline {
                 let lasts = asked.iter().filter_map(|(key, address, _, last)| last_of(key, *address, (*last)?));
-                verdict.last = lasts.collect::<Vec<_>>().join("; ");
-                return Ok(if is_same { answer(&verdict) } else { incomplete(&verdict, CHANGES) });
+                let lasts = lasts.collect::<Vec<_>>().join("; ");
+                return Ok(if is_same { answer(&verdict, &lasts) } else { incomplete(&verdict, CHANGES) });
             }
             sleep(PACE).await;
         }
@@ -157,7 +157,7 @@ impl Barrier {
                     }
                     let limit = (Instant::now() + silent).min(deadline);
                     let verdict = self.everywhere.until(Wanted::Unusable, Vec::new(), limit, |_| false).await;
-                    return Err(if verdict.holds() { Err(unknown(name)) } else { Ok(answer(&verdict)) });
+                    return Err(if verdict.holds() { Err(unknown(name)) } else { Ok(answer(&verdict, "")) });
                 }
                 Err(NoPod::OnlyRemoved) if Instant::now() >= deadline => {
                     return Err(Ok(self.incomplete(ONLY_REMOVED.into())));
@@ -214,14 +214,15 @@ impl Barrier {
     }
 }
 
-fn answer(verdict: &Verdict) -> v1::BarrierAnswer {
+/// The answer of a verdict. `lasts` says where endpoints stay in use; empty if nowhere.
+fn answer(verdict: &Verdict, lasts: &str) -> v1::BarrierAnswer {
     if !verdict.holds() {
         let reason = "these nodes have not confirmed that they stopped to use the pod; `headgatectl agents` shows why";
         return incomplete(verdict, reason);
     }
-    let (result, reason) = match verdict.last.as_str() {
+    let (result, reason) = match lasts {
         "" => (Outcome::Drained, String::new()),
-        last => (Outcome::Last, format!("{last}, so it keeps receiving connections")),
+        lasts => (Outcome::Last, format!("{lasts}, so it keeps receiving connections")),
     };
     let uncovered = verdict.uncovered();
     v1::BarrierAnswer {

@@ -42,9 +42,8 @@ pub(crate) struct Question {
 pub(crate) enum Seen {
     /// The wanted state has not come yet.
     NotYet(String),
-    /// The endpoints have the wanted state since this version. The sentences name the endpoints
-    /// that stay in use where they are the last ones.
-    Since(u64, Vec<String>),
+    /// The endpoints have the wanted state since this version, except where they are the last ones.
+    Since(u64),
 }
 
 impl Question {
@@ -64,7 +63,7 @@ impl Question {
         if !store.is_synced() {
             return Seen::NotYet("the replica has not listed its source".into());
         }
-        let (mut since, mut lasts) = (0, Vec::new());
+        let mut since = 0;
         if self.endpoints.is_empty() {
             since = store.listed_version();
         }
@@ -84,10 +83,7 @@ impl Question {
                 (Wanted::Unusable, Some(address)) => match store.usage(key, *address) {
                     Usage::Ready => Err("is ready"),
                     Usage::MayReturn => Err("is not ready and not terminating, so it may become ready again"),
-                    Usage::UnusedSince(version, last) => {
-                        lasts.extend(last_of(key, *address, last));
-                        Ok(version)
-                    }
+                    Usage::UnusedSince(version, _) => Ok(version),
                 },
                 (Wanted::Usable | Wanted::Unusable, None) => Err("needs an address in this question"),
             };
@@ -97,7 +93,7 @@ impl Question {
             }
         }
         // What was never there is programmed with the first state.
-        Seen::Since(since.max(1).min(store.version()), lasts)
+        Seen::Since(since.max(1).min(store.version()))
     }
 }
 
@@ -150,12 +146,12 @@ pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -
                     "the replica is at position {here} of {kind:?}, and another replica is at {there}"
                 ))
             }
-            (None, Some(version)) => Seen::Since(version, Vec::new()),
+            (None, Some(version)) => Seen::Since(version),
             (None, None) => question.seen(fleet),
         };
         let version = match &seen {
             Seen::NotYet(_) => None,
-            Seen::Since(version, _) => Some(*version),
+            Seen::Since(version) => Some(*version),
         };
         if matches!(question.wanted, Wanted::Present | Wanted::Gone) {
             target = version;
@@ -184,9 +180,9 @@ pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -
 }
 
 fn final_answer(fleet: &Fleet, seen: Seen, services: &BTreeSet<ServiceKey>, begun: Instant) -> v1::QuestionAnswer {
-    let (version, problem, lasts) = match seen {
-        Seen::NotYet(problem) => (None, problem, Vec::new()),
-        Seen::Since(version, lasts) => (Some(version), String::new(), lasts),
+    let (version, problem) = match seen {
+        Seen::NotYet(problem) => (None, problem),
+        Seen::Since(version) => (Some(version), String::new()),
     };
     // The number and the agents belong together: another agent is not confirmed by this answer.
     let (roster, agents) = fleet.census();
@@ -200,7 +196,6 @@ fn final_answer(fleet: &Fleet, seen: Seen, services: &BTreeSet<ServiceKey>, begu
         roster,
         version: version.unwrap_or_default(),
         problem,
-        last: lasts.join("; "),
         unconfirmed: unconfirmed.map(describe).collect(),
     }
 }

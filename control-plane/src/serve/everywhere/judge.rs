@@ -50,8 +50,6 @@ pub struct Verdict {
     pub unconfirmed: BTreeMap<String, v1::Laggard>,
     /// The Nodes without an agent.
     pub absent: BTreeMap<String, Absence>,
-    /// Why endpoints stay in use where they are the last ones; empty if they do not.
-    pub last: String,
     /// The problems of replicas, by name.
     pub problems: BTreeMap<String, String>,
     /// The version at the asking replica.
@@ -119,9 +117,6 @@ impl Round {
         };
         let mut named: HashMap<String, v1::Laggard> = HashMap::new();
         if let Some(answer) = answer {
-            if verdict.last.is_empty() {
-                verdict.last = answer.last;
-            }
             named.extend(answer.unconfirmed.into_iter().map(|laggard| (laggard.node.clone(), laggard)));
         }
         let mut has_agents = false;
