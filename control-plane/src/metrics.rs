@@ -116,9 +116,8 @@ pub struct Metrics {
     enrolment_keys: Family<Outcome, Total>,
     barriers_waiting: Level,
     gates_waiting: Level,
-    gate_leader: Level,
     gates_set: Family<Reason, Total>,
-    gate_failures: Family<Kind, Total>,
+    gate_failures: Total,
     gate_seconds: Histogram,
     balance_replicas: Level,
     balance_limit: Level,
@@ -207,9 +206,8 @@ impl Default for Metrics {
             enrolment_keys: add.add("enrolment_keys", "Readings of the API server's keys for tokens (--enrolment-listen), by result"),
             barriers_waiting: add.add("barrier_waiting", "Pods that wait for the drain barrier at this replica"),
             gates_waiting: add.add("readiness_gates_waiting", "Pods that lack only the readiness gate headgate.io/programmed (--ready-everywhere)"),
-            gate_leader: add.add("readiness_gate_leader", "1 if this replica holds the Lease and sets the conditions of readiness gates, otherwise 0"),
             gates_set: add.add("readiness_gates_set", "Conditions of readiness gates that this replica set, by reason: programmed (all nodes use the pod), timed_out (some nodes have not confirmed this within the bound), or no_endpoints (no Service had an endpoint of the pod within the bound)"),
-            gate_failures: add.add("readiness_gate_request_failures", "Failed requests to the API server of --ready-everywhere, by kind: lease or condition"),
+            gate_failures: add.add("readiness_gate_request_failures", "Failed patches of the conditions of readiness gates"),
             gate_seconds,
             balance_replicas: add.add("balance_replicas", "Ready endpoints of --balance-service, which are the replicas"),
             balance_limit: add.add(
@@ -406,17 +404,13 @@ impl Metrics {
         self.gates_waiting.set(level(pods));
     }
 
-    pub(crate) fn set_gate_leader(&self, is_leader: bool) {
-        self.gate_leader.set(is_leader.into());
-    }
-
     pub(crate) fn count_gate_set(&self, reason: &'static str, after: Duration) {
         self.gates_set.get_or_create(&Reason { reason }).inc();
         self.gate_seconds.observe(after.as_secs_f64());
     }
 
-    pub(crate) fn count_gate_failure(&self, kind: &'static str) {
-        self.gate_failures.get_or_create(&Kind { kind }).inc();
+    pub(crate) fn count_gate_failure(&self) {
+        self.gate_failures.inc();
     }
 
     /// Counts a pod that waits until the returned value is dropped.

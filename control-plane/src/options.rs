@@ -128,9 +128,8 @@ pub struct Options {
     pub uncovered_after_seconds: u32,
 
     /// Set the condition of the readiness gate headgate.io/programmed of pods once all nodes send
-    /// connections to them (docs/ready-everywhere.md). One replica at a time does so. Needs
-    /// --source kubernetes, and the rights to read pods, to patch pods/status and to hold a Lease.
-    /// Give this option to all replicas
+    /// connections to them (docs/ready-everywhere.md). Needs --source kubernetes, and the
+    /// rights to read pods and to patch pods/status. Give this option to all replicas
     #[arg(long, requires = "peers")]
     pub ready_everywhere: bool,
 
@@ -138,11 +137,6 @@ pub struct Options {
     #[arg(long, value_name = "SECONDS", default_value_t = 30, requires = "ready_everywhere",
         value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub ready_everywhere_timeout_seconds: u32,
-
-    /// Namespace and name of the Lease whose holder sets the conditions
-    #[arg(long, value_name = "NAMESPACE/NAME", value_parser = service_key, requires = "ready_everywhere",
-        default_value = "headgate-system/headgate-ready-everywhere")]
-    pub ready_everywhere_lease: ServiceKey,
 
     /// Where agents exchange service-account tokens for certificates (docs/security.md), over TLS
     /// with --tls-cert and without client certificates. The API server of --kubeconfig, or of the
@@ -330,7 +324,6 @@ impl Options {
     fn readiness(&self) -> Option<ReadinessSettings> {
         self.ready_everywhere.then(|| ReadinessSettings {
             bound: Duration::from_secs(self.ready_everywhere_timeout_seconds.into()),
-            lease: self.ready_everywhere_lease.clone(),
             kubeconfig: self.kubeconfig.clone(),
         })
     }

@@ -5,15 +5,15 @@ use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use headgate_core::{ServiceKey, dns_name::check_subdomain};
 use headgate_proto::v1::{self, barrier_answer::Result as Outcome, question::Wanted};
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep, timeout_at};
 
 use super::{
-    everywhere::{Everywhere, Question, Seen, Verdict, last_of},
+    everywhere::{Everywhere, HURRY, Verdict, last_of},
     fleet::{Agent, Fleet},
 };
 use crate::{
     objects::PodId,
-    store::{Last, NoPod, PodEndpoints, PodName, Topic, Usage},
+    store::{Last, NoPod, PodEndpoints, PodName, Topic},
 };
 
 /// The longest wait for an answer.
@@ -28,6 +28,10 @@ const MAX_NAMED: usize = 1_000;
 const CHANGES: &str = "the endpoints of the pod have changed again and again";
 const AMBIGUOUS: &str = "several pods have this address, as pods in the host network do: ask with ?pod=NAMESPACE/NAME";
 const ONLY_REMOVED: &str = "only removed endpoints have this pod name, and they may belong to an older pod: give the UID of the pod, or its address";
+
+/// An endpoint of a pod: the version of its last change, and where it stays in use. The error says
+/// why it is in use everywhere.
+type State = (Arc<ServiceKey>, IpAddr, u64, Result<Last, &'static str>);
 
 /// Answers the requests of agents.
 pub(crate) struct Barrier {
@@ -93,14 +97,15 @@ impl Barrier {
             return Err(format!("the pod runs on {there} and not on node {node}: ask the agent of its own node"));
         }
         let pod = found.pod;
-        self.everywhere.hurry();
+        // The question follows once the source shows that the pod stops.
+        self.fleet.context.store.hurry(HURRY);
         loop {
-            if let Err(reason) = self.until_unused(pod, deadline).await {
-                return Ok(self.incomplete(reason));
-            }
-            let asked = self.endpoints(pod);
+            let asked = match self.until_unused(pod, deadline).await {
+                Ok(asked) => asked,
+                Err(reason) => return Ok(self.incomplete(reason)),
+            };
             // No node stops to use an endpoint that is the last one everywhere.
-            let stopping = asked.iter().filter(|(.., last)| *last != Some(Last::Everywhere));
+            let stopping = asked.iter().filter(|(.., last)| *last != Ok(Last::Everywhere));
             let stopping: Vec<_> = stopping.map(|(key, address, ..)| ((**key).clone(), Some(*address))).collect();
             let limit = (Instant::now() + silent).min(deadline);
             let verdict = match stopping.is_empty() {
@@ -111,23 +116,22 @@ impl Barrier {
             // again, or may not be the last endpoint any more.
             let is_same = self.endpoints(pod) == asked;
             if is_same || !verdict.holds() || Instant::now() >= deadline {
-                let lasts = asked.iter().filter_map(|(key, address, _, last)| last_of(key, *address, (*last)?));
+                let lasts = asked.iter().filter_map(|(key, address, _, last)| last_of(key, *address, last.ok()?));
                 let lasts = lasts.collect::<Vec<_>>().join("; ");
-                return Ok(if is_same { answer(&verdict, &lasts) } else { incomplete(&verdict, CHANGES) });
+                return Ok(match is_same {
+                    true => outcome(&verdict, &lasts),
+                    false => answer(&verdict, Outcome::Incomplete, CHANGES.into()),
+                });
             }
             sleep(PACE).await;
         }
     }
 
-    /// The endpoints of a pod as this replica sees them: the version of each, and where it stays in
-    /// use; `None` if it is in use everywhere.
-    fn endpoints(&self, pod: PodId) -> Vec<(Arc<ServiceKey>, IpAddr, u64, Option<Last>)> {
+    /// The endpoints of a pod as this replica sees them.
+    fn endpoints(&self, pod: PodId) -> Vec<State> {
         let store = &self.fleet.context.store;
         let state = |(key, address): (Arc<ServiceKey>, IpAddr)| {
-            let last = match store.usage(&key, address) {
-                Usage::UnusedSince(_, last) => Some(last),
-                Usage::Ready | Usage::MayReturn => None,
-            };
+            let last = store.usage(&key, address).unused().map(|(_, last)| last);
             let changed = store.changed_at(&key, address);
             (key, address, changed, last)
         };
@@ -157,97 +161,66 @@ impl Barrier {
                     }
                     let limit = (Instant::now() + silent).min(deadline);
                     let verdict = self.everywhere.until(Wanted::Unusable, Vec::new(), limit, |_| false).await;
-                    return Err(if verdict.holds() { Err(unknown(name)) } else { Ok(answer(&verdict, "")) });
+                    return Err(if verdict.holds() { Err(unknown(name)) } else { Ok(outcome(&verdict, "")) });
                 }
                 Err(NoPod::OnlyRemoved) if Instant::now() >= deadline => {
                     return Err(Ok(self.incomplete(ONLY_REMOVED.into())));
                 }
                 Err(NoPod::OnlyRemoved) => {}
             }
-            tokio::select! {
-                Ok(()) = head.changed() => {}
-                () = sleep_until(deadline) => {}
-            }
-            sleep_until((Instant::now() + PACE).min(deadline)).await;
+            // An error means that the deadline has come.
+            let _ = timeout_at(deadline, head.changed()).await;
+            sleep(PACE).await;
         }
     }
 
-    fn question(&self, pod: PodId) -> Question {
-        let found = self.fleet.context.store.endpoints_of(pod);
-        let endpoints = found.endpoints.iter().map(|(key, address)| ((**key).clone(), Some(*address))).collect();
-        Question { wanted: Wanted::Unusable, endpoints, positions: std::collections::BTreeMap::new() }
-    }
-
-    /// Waits until the store shows that no endpoint of the pod is in use. The error is the reason
-    /// why this does not happen in time.
-    async fn until_unused(&self, pod: PodId, deadline: Instant) -> Result<(), String> {
-        let store = &self.fleet.context.store;
+    /// Waits until the store shows that no endpoint of the pod is in use, and returns the
+    /// endpoints. The error is the reason why this does not happen in time.
+    async fn until_unused(&self, pod: PodId, deadline: Instant) -> Result<Vec<State>, String> {
         loop {
-            let before = store.endpoints_of(pod);
-            let topics = before
-                .endpoints
-                .iter()
-                .flat_map(|(key, address)| [Topic::Service(key), Topic::Endpoint(key, *address)]);
-            let interest = store.interest(topics.chain([Topic::Pod(pod)]));
-            if store.endpoints_of(pod) != before {
-                continue;
+            let mut interest = self.fleet.context.store.interest([Topic::Pod(pod)]);
+            let endpoints = self.fleet.context.store.endpoints_of(pod).endpoints;
+            let topics = |(key, address)| [Topic::Service(key), Topic::Endpoint(key, address)];
+            interest.add(endpoints.iter().flat_map(|(key, address)| topics((&**key, *address))));
+            let states = self.endpoints(pod);
+            if states.is_empty() {
+                return Err("the replica has forgotten the endpoints of the pod".into());
             }
-            let now = Instant::now();
-            match self.question(pod).seen(&self.fleet) {
-                Seen::Since(..) => return Ok(()),
-                Seen::NotYet(reason) if now >= deadline => {
-                    return Err(format!("the source does not show that the pod stops: {reason}"));
-                }
-                Seen::NotYet(_) => {}
+            let in_use = states.iter().find_map(|(key, address, _, last)| Some((key, address, last.err()?)));
+            let Some((key, address, why)) = in_use else { return Ok(states) };
+            if Instant::now() >= deadline {
+                let text = "the source does not show that the pod stops";
+                return Err(format!("{text}: endpoint {address} of Service {key} {why}"));
             }
-            tokio::select! {
-                () = interest.changed() => {}
-                () = sleep_until(deadline) => {}
-            }
-            sleep_until((now + PACE).min(deadline)).await;
+            interest.changed_until(deadline).await;
         }
     }
 
     /// An answer before any replica was asked: no node is confirmed.
     fn incomplete(&self, reason: String) -> v1::BarrierAnswer {
-        v1::BarrierAnswer { reason, ..incomplete(&self.everywhere.look(), "") }
+        answer(&self.everywhere.look(), Outcome::Incomplete, reason)
     }
 }
 
 /// The answer of a verdict. `lasts` says where endpoints stay in use; empty if nowhere.
-fn answer(verdict: &Verdict, lasts: &str) -> v1::BarrierAnswer {
-    if !verdict.holds() {
-        let reason = "these nodes have not confirmed that they stopped to use the pod; `headgatectl agents` shows why";
-        return incomplete(verdict, reason);
-    }
+fn outcome(verdict: &Verdict, lasts: &str) -> v1::BarrierAnswer {
     let (result, reason) = match lasts {
+        _ if !verdict.holds() => (Outcome::Incomplete, verdict.why("that they stopped to use the pod", 0)),
         "" => (Outcome::Drained, String::new()),
         lasts => (Outcome::Last, format!("{lasts}, so it keeps receiving connections")),
     };
-    let uncovered = verdict.uncovered();
-    v1::BarrierAnswer {
-        result: result.into(),
-        reason,
-        not_covered: uncovered.take(MAX_NAMED).map(str::to_owned).collect(),
-        not_covered_count: verdict.uncovered().count() as u64,
-        ..v1::BarrierAnswer::default()
-    }
+    answer(verdict, result, reason)
 }
 
-fn incomplete(verdict: &Verdict, reason: &str) -> v1::BarrierAnswer {
-    let is_stalled = |laggard: &&v1::Laggard| laggard.is_stalled;
-    let stalled = match verdict.unconfirmed.values().filter(is_stalled).count() {
-        0 => String::new(),
-        count => format!("; {count} of them acknowledge nothing, so nobody waits for them"),
-    };
+fn answer(verdict: &Verdict, result: Outcome, reason: String) -> v1::BarrierAnswer {
     v1::BarrierAnswer {
-        result: Outcome::Incomplete.into(),
-        reason: format!("{reason}{stalled}{}", verdict.problems_text()),
+        id: 0,
+        result: result.into(),
+        reason,
         unconfirmed: verdict.missing().take(MAX_NAMED).map(str::to_owned).collect(),
         unconfirmed_count: verdict.missing().count() as u64,
         not_covered: verdict.uncovered().take(MAX_NAMED).map(str::to_owned).collect(),
         not_covered_count: verdict.uncovered().count() as u64,
-        ..v1::BarrierAnswer::default()
     }
 }
 

@@ -9,13 +9,20 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
+    time::Duration,
 };
 
 use headgate_core::{Change, ServiceKey};
-use tokio::sync::Notify;
+use tokio::{
+    sync::Notify,
+    time::{Instant, sleep_until, timeout_at},
+};
 
 use super::Store;
 use crate::objects::PodId;
+
+/// The shortest time between two looks at the store.
+const PACE: Duration = Duration::from_millis(50);
 
 /// What can be waited for.
 #[derive(Debug, Hash)]
@@ -75,6 +82,25 @@ impl Interest {
     pub(crate) async fn changed(&self) {
         self.changed.notified().await;
     }
+
+    /// Waits for a change or until `deadline`, and at least for [`PACE`].
+    pub(crate) async fn changed_until(&self, deadline: Instant) {
+        let next = Instant::now() + PACE;
+        // An error means that the deadline has come.
+        let _ = timeout_at(deadline, self.changed()).await;
+        sleep_until(next.min(deadline)).await;
+    }
+
+    /// Also waits for changes of these topics.
+    pub(crate) fn add<'a>(&mut self, topics: impl IntoIterator<Item = Topic<'a>>) {
+        let topics: Vec<u64> = topics.into_iter().map(|topic| self.interests.hash(&topic)).collect();
+        let mut waiters = self.interests.lock();
+        for topic in &topics {
+            waiters.entry(*topic).or_default().push(Arc::clone(&self.changed));
+        }
+        drop(waiters);
+        self.topics.extend(topics);
+    }
 }
 
 impl Drop for Interest {
@@ -119,14 +145,10 @@ impl Store {
     /// Begins to wait for changes of topics.
     pub(crate) fn interest<'a>(&self, topics: impl IntoIterator<Item = Topic<'a>>) -> Interest {
         let (interests, changed) = (Arc::clone(&self.interests), Arc::new(Notify::new()));
-        let topics: Vec<u64> = topics.into_iter().map(|topic| interests.hash(&topic)).collect();
         // Commits look at the count first, so it grows before the caller looks at the store.
         interests.count.fetch_add(1, Ordering::AcqRel);
-        let mut waiters = interests.lock();
-        for topic in &topics {
-            waiters.entry(*topic).or_default().push(Arc::clone(&changed));
-        }
-        drop(waiters);
-        Interest { interests, topics, changed }
+        let mut interest = Interest { interests, topics: Vec::new(), changed };
+        interest.add(topics);
+        interest
     }
 }

@@ -26,6 +26,18 @@ pub enum Usage {
     UnusedSince(u64, Last),
 }
 
+impl Usage {
+    /// Returns the version since which the endpoint is unused, and where it stays in use. The error
+    /// says why it is in use.
+    pub(crate) fn unused(self) -> Result<(u64, Last), &'static str> {
+        match self {
+            Self::Ready => Err("is ready"),
+            Self::MayReturn => Err("is not ready and not terminating, so it may become ready again"),
+            Self::UnusedSince(version, last) => Ok((version, last)),
+        }
+    }
+}
+
 /// Where a terminating endpoint stays in use, because no other endpoint is ready.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Last {

@@ -19,7 +19,7 @@ use super::{
     params::{ContinueToken, Params},
     status::{self, Failure},
     watch::{Session, is_in_namespace, line},
-    writes::Request as Write,
+    writes::{patch_conditions, patched_pod},
 };
 
 type Body = UnsyncBoxBody<Bytes, io::Error>;
@@ -59,12 +59,12 @@ pub(super) async fn answer(
         }
         _ => None,
     };
-    if let Some(write) = Write::of(&head.method, path).filter(|_| faulty.is_none() && page.is_none()) {
+    if let Some(pod) = patched_pod(&head.method, path).filter(|_| faulty.is_none() && page.is_none()) {
         let bytes = body.collect().await.map_err(io::Error::other)?.to_bytes();
         let content_type = head.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
-        let answer = write.answer(&shared.store, content_type.unwrap_or_default(), &bytes);
+        let answer = patch_conditions(&shared.store, pod, content_type.unwrap_or_default(), &bytes);
         let response = match answer {
-            Ok((code, object)) => respond(StatusCode::from_u16(code).unwrap_or_default(), object.to_string().into()),
+            Ok(object) => respond(StatusCode::OK, object.to_string().into()),
             Err(failure) => refusal(&failure),
         };
         shared.counters.answered(index, response.status().as_u16());

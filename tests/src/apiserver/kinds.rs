@@ -15,8 +15,6 @@ pub enum Kind {
     ServiceCidr,
     /// `v1` Pod, namespaced. Clients may patch the conditions of pods.
     Pod,
-    /// `coordination.k8s.io/v1` Lease, namespaced. Clients may get, create and replace Leases.
-    Lease,
 }
 
 impl Kind {
@@ -24,8 +22,7 @@ impl Kind {
     pub const ALL: [Self; 4] = [Self::Service, Self::Node, Self::EndpointSlice, Self::ServiceCidr];
 
     /// All kinds that the stand-in serves.
-    pub const SERVED: [Self; 6] =
-        [Self::Service, Self::Node, Self::EndpointSlice, Self::ServiceCidr, Self::Pod, Self::Lease];
+    pub const SERVED: [Self; 5] = [Self::Service, Self::Node, Self::EndpointSlice, Self::ServiceCidr, Self::Pod];
 
     /// The `kind` field of an object, such as `ServiceCIDR`.
     pub fn name(self) -> &'static str {
@@ -35,7 +32,6 @@ impl Kind {
             Self::EndpointSlice => "EndpointSlice",
             Self::ServiceCidr => "ServiceCIDR",
             Self::Pod => "Pod",
-            Self::Lease => "Lease",
         }
     }
 
@@ -47,7 +43,6 @@ impl Kind {
             Self::EndpointSlice => "endpointslices",
             Self::ServiceCidr => "servicecidrs",
             Self::Pod => "pods",
-            Self::Lease => "leases",
         }
     }
 
@@ -57,7 +52,6 @@ impl Kind {
             Self::Service | Self::Node | Self::Pod => "",
             Self::EndpointSlice => "discovery.k8s.io",
             Self::ServiceCidr => "networking.k8s.io",
-            Self::Lease => "coordination.k8s.io",
         }
     }
 
@@ -67,7 +61,6 @@ impl Kind {
             Self::Service | Self::Node | Self::Pod => "v1",
             Self::EndpointSlice => "discovery.k8s.io/v1",
             Self::ServiceCidr => "networking.k8s.io/v1",
-            Self::Lease => "coordination.k8s.io/v1",
         }
     }
 
@@ -135,7 +128,6 @@ impl Kind {
             Self::EndpointSlice => json!({"addressType": "", "endpoints": null, "ports": null}),
             Self::ServiceCidr => json!({"spec": {}, "status": {}}),
             Self::Pod => json!({"spec": {"containers": null}, "status": {}}),
-            Self::Lease => json!({"spec": {}}),
         }
     }
 }

@@ -5,7 +5,7 @@
 //! use its handle. Objects are JSON, and every write gets a new version from one global counter.
 //! The server follows <https://kubernetes.io/docs/reference/using-api/api-concepts/> and, for
 //! details, the code of `k8s.io/apiserver`. Over HTTP it accepts only lists and watches with the
-//! options that Headgate's watch loop sends, writes of Leases, and patches of the conditions of
+//! options that Headgate's watch loop sends, and patches of the conditions of
 //! pods. Tests write objects through the handle.
 //!
 //! [`ApiUnderTest`] is a common interface to this server and to a real `kube-apiserver`, so that

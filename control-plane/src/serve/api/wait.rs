@@ -5,15 +5,12 @@ use std::{net::IpAddr, time::Duration};
 
 use headgate_core::{ServiceKey, node_state::SourceState};
 use headgate_proto::v1::{self, question::Wanted};
-use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 
-use crate::{
-    serve::{
-        everywhere::{Absence, Everywhere, Question, Seen},
-        fleet::Fleet,
-    },
-    store::Topic,
+use crate::serve::{
+    everywhere::{Absence, Everywhere, Question, Seen, Verdict},
+    fleet::Fleet,
 };
 
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -69,9 +66,7 @@ impl Wait {
             };
         }
         let Question { wanted, endpoints, .. } = &self.question;
-        let is_enough = |verdict: &crate::serve::everywhere::Verdict| {
-            self.allow_absent && !verdict.is_blind && verdict.unconfirmed.is_empty()
-        };
+        let is_enough = |verdict: &Verdict| self.allow_absent && !verdict.is_blind && verdict.unconfirmed.is_empty();
         let verdict = everywhere.until(*wanted, endpoints.clone(), self.deadline, is_enough).await;
         let named = |absence: (&String, &Absence)| everywhere.absent_agent(absence.0, *absence.1);
         let (laggards, absent) = (verdict.unconfirmed.len(), verdict.absent.len());
@@ -103,17 +98,12 @@ impl Wait {
         if !matches!(following.await, Ok(Ok(_))) {
             return Err("source");
         }
-        let (key, address) = &self.question.endpoints[0];
-        let topics = [Some(Topic::Service(key)), address.map(|address| Topic::Endpoint(key, address))];
-        let interest = store.interest(topics.into_iter().flatten());
+        let interest = store.interest(self.question.topics());
         while !matches!(self.question.seen(fleet), Seen::Since(..)) {
             if Instant::now() >= self.deadline {
-                return Err(if address.is_some() { "endpoint" } else { "service" });
+                return Err(if self.question.endpoints[0].1.is_some() { "endpoint" } else { "service" });
             }
-            tokio::select! {
-                () = interest.changed() => {}
-                () = sleep_until(self.deadline) => {}
-            }
+            interest.changed_until(self.deadline).await;
         }
         Ok(())
     }

@@ -43,8 +43,6 @@ pub struct Settings {
 pub struct ReadinessSettings {
     /// The longest time that a pod waits for nodes.
     pub bound: Duration,
-    /// Namespace and name of the Lease whose holder writes the conditions.
-    pub lease: ServiceKey,
     /// The kubeconfig file; `None` for the in-cluster configuration.
     pub kubeconfig: Option<PathBuf>,
 }

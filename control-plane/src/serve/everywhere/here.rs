@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::{
     serve::fleet::{Agent, Fleet},
-    store::{Last, Topic, Usage},
+    store::{Last, Topic},
     transaction::SourceKind,
 };
 
@@ -23,7 +23,7 @@ use crate::{
 const PACE: Duration = Duration::from_millis(50);
 
 /// For this time after a question, agents acknowledge new batches at once.
-const HURRY: Duration = Duration::from_secs(60);
+pub(crate) const HURRY: Duration = Duration::from_secs(60);
 
 /// A shorter question says nothing about an agent that does not acknowledge.
 const SILENCE: Duration = Duration::from_secs(3);
@@ -51,7 +51,8 @@ impl Question {
         self.endpoints.iter().map(|(key, _)| key.clone()).collect()
     }
 
-    fn topics(&self) -> impl Iterator<Item = Topic<'_>> {
+    /// What changes the answer of the store.
+    pub(crate) fn topics(&self) -> impl Iterator<Item = Topic<'_>> {
         self.endpoints.iter().flat_map(|(key, address)| {
             [Some(Topic::Service(key)), address.map(|address| Topic::Endpoint(key, address))].into_iter().flatten()
         })
@@ -73,19 +74,16 @@ impl Question {
                     .map_or_else(|| format!("Service {key}"), |address| format!("endpoint {address} of Service {key}"))
             };
             let version = match (self.wanted, address) {
-                (Wanted::Hurry, _) => Ok(0),
                 (Wanted::Present | Wanted::Gone, address) => {
                     let is_gone = self.wanted == Wanted::Gone;
                     let found = store.version_of(key, *address, is_gone);
                     found.ok_or(if is_gone { "still exists" } else { "is not known" })
                 }
                 (Wanted::Usable, Some(address)) => store.ready_since(key, *address).ok_or("is not ready"),
-                (Wanted::Unusable, Some(address)) => match store.usage(key, *address) {
-                    Usage::Ready => Err("is ready"),
-                    Usage::MayReturn => Err("is not ready and not terminating, so it may become ready again"),
-                    Usage::UnusedSince(version, _) => Ok(version),
-                },
-                (Wanted::Usable | Wanted::Unusable, None) => Err("needs an address in this question"),
+                (Wanted::Unusable, Some(address)) => store.usage(key, *address).unused().map(|(version, _)| version),
+                (Wanted::Unspecified, _) | (Wanted::Usable | Wanted::Unusable, None) => {
+                    Err("needs an address and a state in this question")
+                }
             };
             match version {
                 Ok(version) => since = since.max(version),
@@ -106,17 +104,12 @@ pub(crate) fn last_of(key: &ServiceKey, address: IpAddr, last: Last) -> Option<S
     }
 }
 
-/// Makes the agents of this replica acknowledge new batches at once for some time.
-pub(super) fn hurry(fleet: &Fleet) {
-    fleet.context.store.hurry(HURRY);
-}
-
 /// Answers a question: as soon as all agents are confirmed that acknowledge, or at `until`.
 pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -> v1::QuestionAnswer {
     let store = &fleet.context.store;
     // Nobody has checked that a pod without endpoints exists.
-    if question.wanted == Wanted::Hurry || !question.endpoints.is_empty() {
-        hurry(fleet);
+    if !question.endpoints.is_empty() {
+        store.hurry(HURRY);
     }
     let (begun, services) = (Instant::now(), question.services());
     let (mut members, mut moves, mut source) = (fleet.progress().members(), store.moves(), store.watch_source());

@@ -86,9 +86,22 @@ impl Verdict {
         never.map(|(node, _)| node.as_str())
     }
 
-    /// The problems, each after a semicolon.
-    pub(crate) fn problems_text(&self) -> String {
-        self.problems.iter().map(|(who, what)| format!("; {who}: {what}")).collect()
+    /// Says why the statement does not hold: which nodes, of which at most `named` are named, have
+    /// not confirmed `what`.
+    pub(crate) fn why(&self, what: &str, named: usize) -> String {
+        let names: Vec<&str> = self.missing().take(named).collect();
+        let more = self.missing().count() - names.len();
+        let names = match (names.is_empty(), more) {
+            (true, _) => String::new(),
+            (false, 0) => format!(": {}", names.join(", ")),
+            (false, more) => format!(": {} and {more} more", names.join(", ")),
+        };
+        let stalled = match self.unconfirmed.values().filter(|laggard| laggard.is_stalled).count() {
+            0 => String::new(),
+            count => format!("; {count} of them acknowledge nothing, so nobody waits for them"),
+        };
+        let problems: String = self.problems.iter().map(|(who, what)| format!("; {who}: {what}")).collect();
+        format!("these nodes have not confirmed {what}{names}; `headgatectl agents` shows why{stalled}{problems}")
     }
 }
 

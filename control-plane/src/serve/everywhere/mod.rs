@@ -11,7 +11,7 @@ mod replicas;
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -27,7 +27,7 @@ use tokio_util::sync::CancellationToken;
 
 pub use self::judge::{Absence, Round, Verdict};
 pub(crate) use self::{
-    here::{Question, Seen, answer, last_of},
+    here::{HURRY, Question, Seen, answer, last_of},
     replicas::{Caller, Link, Replicas},
 };
 use super::{context::milliseconds, fleet::Fleet};
@@ -37,9 +37,6 @@ const PACE: Duration = Duration::from_millis(50);
 
 /// The longest time between two rounds of answers.
 const ASK_AGAIN: Duration = Duration::from_secs(10);
-
-/// The other replicas are told of questions at most once in this time.
-const HURRY_INTERVAL: Duration = Duration::from_secs(30);
 
 /// How long a replica that starts tries to join the others before it accepts agents.
 const ANNOUNCE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -51,7 +48,6 @@ pub(crate) struct Everywhere {
     replicas: Option<Arc<Replicas>>,
     started: Instant,
     is_announced: AtomicBool,
-    hurried: Mutex<Option<Instant>>,
 }
 
 impl Everywhere {
@@ -60,8 +56,7 @@ impl Everywhere {
         let peers = fleet.context.settings.peers.clone();
         let replicas = peers.map(|peers| Replicas::new(Arc::clone(&fleet), peers));
         let is_announced = AtomicBool::new(replicas.is_none());
-        let (started, hurried) = (Instant::now(), Mutex::default());
-        Arc::new(Self { fleet, replicas, started, is_announced, hurried })
+        Arc::new(Self { fleet, replicas, started: Instant::now(), is_announced })
     }
 
     /// Joins the other replicas, and follows them until `stopped`. Returns once they know this
@@ -89,6 +84,13 @@ impl Everywhere {
     /// The streams to the other replicas.
     pub(crate) fn links(&self) -> Vec<Arc<Link>> {
         self.replicas.as_ref().map(|replicas| replicas.links()).unwrap_or_default()
+    }
+
+    /// How many of the joined replicas have a lower epoch than this one.
+    pub(crate) fn rank(&self) -> u32 {
+        let epoch = self.fleet.context.store.epoch();
+        let is_before = |link: &Arc<Link>| link.look(|replica| replica.is_ok_and(|it| it.identity.epoch < epoch));
+        u32::try_from(self.links().iter().filter(|link| is_before(link)).count()).unwrap_or(u32::MAX)
     }
 
     /// Notes that another replica has joined this one, until the result is dropped.
@@ -206,22 +208,6 @@ impl Everywhere {
             problems.insert(format!("replica {}", self.fleet.context.settings.replica_name), text);
         }
         problems
-    }
-
-    /// Makes all agents acknowledge new batches at once, because a question will follow.
-    pub(crate) fn hurry(&self) {
-        here::hurry(&self.fleet);
-        let now = Instant::now();
-        let is_due = {
-            let mut hurried = self.hurried.lock().unwrap_or_else(PoisonError::into_inner);
-            let is_due = hurried.is_none_or(|at| now.duration_since(at) >= HURRY_INTERVAL);
-            *hurried = if is_due { Some(now) } else { *hurried };
-            is_due
-        };
-        for link in self.links().into_iter().filter(|_| is_due) {
-            let question = Question { wanted: Wanted::Hurry, endpoints: Vec::new(), positions: BTreeMap::new() };
-            tokio::spawn(async move { link.ask(&question, tokio::time::Instant::now()).await });
-        }
     }
 
     /// Describes a Node without an agent.

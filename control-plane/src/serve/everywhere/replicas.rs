@@ -72,17 +72,19 @@ struct Known {
 pub(crate) struct Link {
     pub(crate) address: SocketAddr,
     host: String,
-    state: Mutex<State>,
+    state: Mutex<LinkState>,
     /// The number of the roster.
     number: watch::Sender<u64>,
 }
 
-#[derive(Default)]
-struct State {
-    joined: Option<Joined>,
+enum LinkState {
+    /// No attempt to join has ended yet.
+    Untried,
     /// The address is this replica itself.
-    is_self: bool,
-    problem: String,
+    Own,
+    Joined(Joined),
+    /// The reason.
+    Apart(String),
 }
 
 /// A replica that has joined, with a copy of its roster.
@@ -118,7 +120,7 @@ impl Replicas {
     /// The links to all addresses, except the own one.
     pub(crate) fn links(&self) -> Vec<Arc<Link>> {
         let links = self.known().links.values().map(|(link, _)| Arc::clone(link)).collect::<Vec<_>>();
-        links.into_iter().filter(|link| !link.state().is_self).collect()
+        links.into_iter().filter(|link| !matches!(*link.state(), LinkState::Own)).collect()
     }
 
     /// The replicas that vanished within the last `time`, by name, and since when.
@@ -134,9 +136,8 @@ impl Replicas {
         let mut problems = BTreeMap::new();
         let mut joined = Vec::new();
         for link in self.links() {
-            let state = link.state();
-            match &state.joined {
-                Some(replica) => {
+            link.look(|replica| match replica {
+                Ok(replica) => {
                     joined.push(replica.identity.epoch);
                     let name = format!("replica {}", replica.identity.replica);
                     if replica.is_incomplete {
@@ -145,11 +146,8 @@ impl Replicas {
                         problems.insert(name, format!("it has run for less than {} s", time.as_secs()));
                     }
                 }
-                None => {
-                    let problem = if state.problem.is_empty() { "it is not joined yet" } else { &state.problem };
-                    problems.insert(format!("replica at {}", link.address), problem.to_owned());
-                }
-            }
+                Err(problem) => drop(problems.insert(format!("replica at {}", link.address), problem.to_owned())),
+            });
         }
         for (_, name, at) in self.vanished(time) {
             let text = format!("it vanished {} s ago without saying which nodes it had", at.elapsed().as_secs());
@@ -182,20 +180,10 @@ impl Replicas {
 
     /// Waits until each replica has been joined, or cannot be joined at the moment.
     pub(super) async fn announced(&self) {
-        let mut changes = self.changes();
-        let is_tried = |link: Arc<Link>| {
-            let state = link.state();
-            state.joined.is_some() || !state.problem.is_empty()
-        };
-        while !self.settings.names.is_empty() {
-            let is_resolved = self.known().resolve_problem.is_none();
-            if is_resolved && self.links().into_iter().all(is_tried) {
-                return;
-            }
-            if changes.changed().await.is_err() {
-                return;
-            }
-        }
+        let is_tried = |link: Arc<Link>| !matches!(*link.state(), LinkState::Untried);
+        let is_done = |_: &u64| self.known().resolve_problem.is_none() && self.links().into_iter().all(is_tried);
+        // The sender lives as long as `self`.
+        let _ = self.changes().wait_for(is_done).await;
     }
 
     async fn resolve(self: &Arc<Self>) {
@@ -215,7 +203,7 @@ impl Replicas {
         if is_whole {
             // The stream to a replica whose name has gone goes on until it ends.
             known.links.retain(|address, (link, task)| {
-                let is_kept = found.contains_key(address) || link.state().joined.is_some();
+                let is_kept = found.contains_key(address) || link.look(|replica| replica.is_ok());
                 if !is_kept {
                     task.abort();
                 }
@@ -224,7 +212,8 @@ impl Replicas {
         }
         for (address, host) in found {
             known.links.entry(address).or_insert_with(|| {
-                let link = Arc::new(Link { address, host, state: Mutex::default(), number: watch::Sender::new(0) });
+                let (state, number) = (Mutex::new(LinkState::Untried), watch::Sender::new(0));
+                let link = Arc::new(Link { address, host, state, number });
                 (Arc::clone(&link), tokio::spawn(Arc::clone(self).follow(link)).abort_handle())
             });
         }
@@ -238,20 +227,17 @@ impl Replicas {
     async fn follow(self: Arc<Self>, link: Arc<Link>) {
         let mut is_logged = false;
         loop {
-            let problem = match self.join(&link).await {
-                Ok(problem) | Err(problem) => problem,
-            };
-            if link.state().is_self {
+            let (Ok(problem) | Err(problem)) = self.join(&link).await;
+            if matches!(*link.state(), LinkState::Own) {
                 return;
             }
             if !is_logged {
                 tracing::warn!(replica = %link.address, "no stream to another replica: {problem}; check --peers, and the role replica of the certificates");
                 is_logged = true;
             }
-            link.state().problem = problem;
+            *link.state() = LinkState::Apart(problem);
             self.changed();
             sleep(PAUSE).await;
-            is_logged &= link.state().joined.is_none();
         }
     }
 
@@ -270,7 +256,7 @@ impl Replicas {
         let ended = loop {
             let Some(roster) = next else { break Err("the stream ended".to_owned()) };
             if roster.identity.as_ref().is_some_and(|identity| identity.epoch == epoch) {
-                link.state().is_self = true;
+                *link.state() = LinkState::Own;
                 self.changed();
                 return Ok("it is this replica".into());
             }
@@ -294,13 +280,14 @@ impl Replicas {
         let mut state = link.state();
         let identity = roster.identity.unwrap_or_default();
         let epoch = identity.epoch;
-        let is_new = state.joined.as_ref().is_none_or(|joined| joined.identity != identity);
+        let is_new = !matches!(&*state, LinkState::Joined(_));
         if is_new {
             tracing::info!(replica = identity.replica, address = %link.address, "joined another replica");
             let (nodes, channel) = (HashMap::new(), channel.clone());
-            state.joined = Some(Joined { identity, since: now, started: now, is_incomplete: false, nodes, channel });
+            let joined = Joined { identity, since: now, started: now, is_incomplete: false, nodes, channel };
+            *state = LinkState::Joined(joined);
         }
-        let Some(joined) = &mut state.joined else { return };
+        let LinkState::Joined(joined) = &mut *state else { return };
         if roster.is_full {
             joined.nodes.clear();
         }
@@ -316,7 +303,6 @@ impl Replicas {
         for node in roster.forgotten {
             joined.nodes.remove(node.as_str());
         }
-        state.problem.clear();
         drop(state);
         link.number.send_replace(roster.number);
         if is_new {
@@ -328,7 +314,8 @@ impl Replicas {
     /// Takes over the memory of a replica whose stream has ended: its nodes have lost their stream
     /// until they are seen again.
     fn part(&self, link: &Link, says_goodbye: bool) {
-        let Some(joined) = link.state().joined.take() else { return };
+        let old = std::mem::replace(&mut *link.state(), LinkState::Apart("the stream ended".into()));
+        let LinkState::Joined(joined) = old else { return };
         let (now, name) = (Instant::now(), joined.identity.replica);
         let departed = |state: Option<Departed>| state.unwrap_or(Departed { at: now, version: 0 });
         let nodes: Vec<_> = joined.nodes.into_iter().map(|(node, (_, state))| (node, departed(state))).collect();
@@ -377,14 +364,17 @@ impl Drop for Caller {
 }
 
 impl Link {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, LinkState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Calls `look` with the replica, if it is joined, or with the problem.
     pub(crate) fn look<T>(&self, look: impl FnOnce(Result<&Joined, &str>) -> T) -> T {
-        let state = self.state();
-        look(state.joined.as_ref().ok_or(&state.problem))
+        look(match &*self.state() {
+            LinkState::Joined(joined) => Ok(joined),
+            LinkState::Apart(problem) => Err(problem),
+            LinkState::Untried | LinkState::Own => Err("it is not joined yet"),
+        })
     }
 
     /// A client of the replica's `Inspect`; `None` if the replica is not joined.

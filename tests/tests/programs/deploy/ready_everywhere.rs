@@ -40,26 +40,16 @@ fn ready_everywhere_adds_its_own_roles_and_options_only_if_it_is_on() {
     assert_eq!(from_chart, from_overlay);
     let is_new = |key: &&(String, String)| !objects().contains_key(*key);
     let new: Vec<&str> = from_chart.keys().filter(is_new).map(|(kind, _)| kind.as_str()).collect();
-    assert_eq!(new, ["ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"]);
+    assert_eq!(new, ["ClusterRole", "ClusterRoleBinding"]);
     let of = |kind: &str| &from_chart[&(kind.to_owned(), "headgate-ready-everywhere".to_owned())];
-    let rights = Rights::of_objects([of("ClusterRole"), of("Role")]);
-    let expected = [
-        "create leases.coordination.k8s.io in headgate-system",
-        "get leases.coordination.k8s.io in headgate-system",
-        "list pods.",
-        "patch pods/status.",
-        "update leases.coordination.k8s.io in headgate-system",
-        "watch pods.",
-    ];
+    let rights = Rights::of_objects([of("ClusterRole")]);
+    let expected = ["list pods.", "patch pods/status.", "watch pods."];
     assert_eq!(rights.all().iter().map(String::as_str).collect::<Vec<_>>(), expected);
-    for kind in ["ClusterRoleBinding", "RoleBinding"] {
-        assert_eq!(of(kind)["roleRef"]["name"], "headgate-ready-everywhere");
-        assert_eq!(of(kind)["subjects"], object(kind, "headgate-control-plane")["subjects"]);
-    }
-    let lease = of("Role")["rules"][1]["resourceNames"][0].as_str().unwrap();
+    let binding = of("ClusterRoleBinding");
+    assert_eq!(binding["roleRef"]["name"], "headgate-ready-everywhere");
+    assert_eq!(binding["subjects"], object("ClusterRoleBinding", "headgate-control-plane")["subjects"]);
     let deployment = &from_chart[&("Deployment".to_owned(), "headgate-control-plane".to_owned())];
     let args = strings(&deployment["spec"]["template"]["spec"]["containers"][0]["args"]);
-    assert!(args.contains(format!("--ready-everywhere-lease=headgate-system/{lease}").as_str()), "{args:?}");
     let args: Vec<String> = args.iter().map(|arg| arg.replace("$(PEERS)", "none")).collect();
     let options = Options::try_parse_from(std::iter::once("headgate-control-plane".to_owned()).chain(args)).unwrap();
     assert!(options.ready_everywhere);
