@@ -9,7 +9,7 @@ use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 
 use crate::serve::{
-    everywhere::{Absence, Everywhere, Question, Seen, Verdict},
+    everywhere::{Absence, Everywhere, Question, Verdict},
     fleet::Fleet,
 };
 
@@ -99,7 +99,7 @@ impl Wait {
             return Err("source");
         }
         let interest = store.interest(self.question.topics());
-        while !matches!(self.question.seen(fleet), Seen::Since(..)) {
+        while self.question.seen(fleet).is_err() {
             if Instant::now() >= self.deadline {
                 return Err(if self.question.endpoints[0].1.is_some() { "endpoint" } else { "service" });
             }

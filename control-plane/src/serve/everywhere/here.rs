@@ -37,15 +37,6 @@ pub(crate) struct Question {
     pub(crate) positions: BTreeMap<SourceKind, u64>,
 }
 
-/// What the store shows about all endpoints of a question.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Seen {
-    /// The wanted state has not come yet.
-    NotYet(String),
-    /// The endpoints have the wanted state since this version, except where they are the last ones.
-    Since(u64),
-}
-
 impl Question {
     fn services(&self) -> BTreeSet<ServiceKey> {
         self.endpoints.iter().map(|(key, _)| key.clone()).collect()
@@ -58,21 +49,19 @@ impl Question {
         })
     }
 
-    /// Returns what the store of this replica shows. Positions do not count.
-    pub(crate) fn seen(&self, fleet: &Fleet) -> Seen {
+    /// Returns the version since which the store of this replica has the wanted state, except where
+    /// endpoints are the last ones. The error says why it does not have the state. Positions do not
+    /// count.
+    pub(crate) fn seen(&self, fleet: &Fleet) -> Result<u64, String> {
         let store = &fleet.context.store;
         if !store.is_synced() {
-            return Seen::NotYet("the replica has not listed its source".into());
+            return Err("the replica has not listed its source".into());
         }
         let mut since = 0;
         if self.endpoints.is_empty() {
             since = store.listed_version();
         }
         for (key, address) in &self.endpoints {
-            let what = || {
-                address
-                    .map_or_else(|| format!("Service {key}"), |address| format!("endpoint {address} of Service {key}"))
-            };
             let version = match (self.wanted, address) {
                 (Wanted::Present | Wanted::Gone, address) => {
                     let is_gone = self.wanted == Wanted::Gone;
@@ -85,13 +74,14 @@ impl Question {
                     Err("needs an address and a state in this question")
                 }
             };
-            match version {
-                Ok(version) => since = since.max(version),
-                Err(problem) => return Seen::NotYet(format!("{} {problem}", what())),
-            }
+            let version = version.map_err(|problem| match address {
+                None => format!("Service {key} {problem}"),
+                Some(address) => format!("endpoint {address} of Service {key} {problem}"),
+            })?;
+            since = since.max(version);
         }
         // What was never there is programmed with the first state.
-        Seen::Since(since.max(1).min(store.version()))
+        Ok(since.max(1).min(store.version()))
     }
 }
 
@@ -135,17 +125,12 @@ pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -
         let seen = match (&behind, target) {
             (Some((kind, here, there)), _) => {
                 store.want_position(*kind, *there);
-                Seen::NotYet(format!(
-                    "the replica is at position {here} of {kind:?}, and another replica is at {there}"
-                ))
+                Err(format!("the replica is at position {here} of {kind:?}, and another replica is at {there}"))
             }
-            (None, Some(version)) => Seen::Since(version),
+            (None, Some(version)) => Ok(version),
             (None, None) => question.seen(fleet),
         };
-        let version = match &seen {
-            Seen::NotYet(_) => None,
-            Seen::Since(version) => Some(*version),
-        };
+        let version = seen.as_ref().ok().copied();
         if matches!(question.wanted, Wanted::Present | Wanted::Gone) {
             target = version;
         }
@@ -172,11 +157,13 @@ pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -
     }
 }
 
-fn final_answer(fleet: &Fleet, seen: Seen, services: &BTreeSet<ServiceKey>, begun: Instant) -> v1::QuestionAnswer {
-    let (version, problem) = match seen {
-        Seen::NotYet(problem) => (None, problem),
-        Seen::Since(version) => (Some(version), String::new()),
-    };
+fn final_answer(
+    fleet: &Fleet,
+    seen: Result<u64, String>,
+    services: &BTreeSet<ServiceKey>,
+    begun: Instant,
+) -> v1::QuestionAnswer {
+    let version = seen.as_ref().ok().copied();
     // The number and the agents belong together: another agent is not confirmed by this answer.
     let (roster, agents) = fleet.census();
     let is_missing = |agent: &&Arc<Agent>| version.is_none_or(|version| !agent.record().confirms(version, services));
@@ -188,7 +175,7 @@ fn final_answer(fleet: &Fleet, seen: Seen, services: &BTreeSet<ServiceKey>, begu
     v1::QuestionAnswer {
         roster,
         version: version.unwrap_or_default(),
-        problem,
+        problem: seen.err().unwrap_or_default(),
         unconfirmed: unconfirmed.map(describe).collect(),
     }
 }

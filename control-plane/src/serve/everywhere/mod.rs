@@ -27,7 +27,7 @@ use tokio_util::sync::CancellationToken;
 
 pub use self::judge::{Absence, Round, Verdict};
 pub(crate) use self::{
-    here::{HURRY, Question, Seen, answer, last_of},
+    here::{HURRY, Question, answer, last_of},
     replicas::{Caller, Link, Replicas},
 };
 use super::{context::milliseconds, fleet::Fleet};
