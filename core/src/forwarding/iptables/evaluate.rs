@@ -8,7 +8,6 @@ use super::parse::{ChainId, Condition, Content, Rule, Rules, Target, with_record
 use crate::{
     behaviours::masquerade::LocalDetector,
     forwarding::{Fate, Origin},
-    model::Protocol,
     state::frontends::Frontend,
 };
 
@@ -204,12 +203,6 @@ fn when(condition: bool) -> Met {
 }
 
 impl Packet<'_> {
-    fn protocol_and_port(&self) -> (Protocol, u16) {
-        match self.frontend {
-            Frontend::Address(_, protocol, port) | Frontend::NodePort(_, protocol, port) => (protocol, port),
-        }
-    }
-
     fn meets(&self, condition: &Condition, chain: &str) -> Met {
         match condition {
             Condition::Destination(net, negated) => match self.frontend {
@@ -230,9 +223,9 @@ impl Packet<'_> {
                 }
                 _ => Met::Unknown,
             },
-            Condition::Protocol(protocol, negated) => when((*protocol == Some(self.protocol_and_port().0)) != *negated),
+            Condition::Protocol(protocol, negated) => when((*protocol == Some(self.frontend.protocol())) != *negated),
             Condition::Ports(first, last, negated) => {
-                when((*first..=*last).contains(&self.protocol_and_port().1) != *negated)
+                when((*first..=*last).contains(&self.frontend.port()) != *negated)
             }
             Condition::ToNode(negated) => when(matches!(self.frontend, Frontend::NodePort(..)) != *negated),
             Condition::FromNode(negated) => when((self.origin == Origin::Node) != *negated),
@@ -286,7 +279,7 @@ impl Rules {
         let rules = match &chain.content {
             Content::Rules(rules) => rules,
             Content::Choice(choice) => {
-                let is_other = choice.protocol.is_some_and(|protocol| protocol != packet.protocol_and_port().0);
+                let is_other = choice.protocol.is_some_and(|protocol| protocol != packet.frontend.protocol());
                 reached.passes = is_other || choice.is_partial;
                 if !is_other && !choice.endpoints.is_empty() {
                     reached.endpoints = Endpoints::Shared(Arc::clone(&choice.endpoints));

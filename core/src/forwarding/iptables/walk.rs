@@ -83,7 +83,6 @@ impl Reach<'_> {
     }
 
     fn includes(&self, frontend: &Frontend, is_translated: bool) -> bool {
-        let (Frontend::Address(_, protocol, port) | Frontend::NodePort(_, protocol, port)) = frontend;
         let is_here = match frontend {
             Frontend::Address(address, ..) => {
                 self.destination.is_none_or(|net| net.contains(address)) && self.to_node != Some(true)
@@ -92,8 +91,8 @@ impl Reach<'_> {
         };
         is_here
             && self.translated.is_none_or(|wanted| wanted == is_translated)
-            && self.protocol.is_none_or(|wanted| wanted == *protocol)
-            && self.ports.is_none_or(|(first, last)| (first..=last).contains(port))
+            && self.protocol.is_none_or(|wanted| wanted == frontend.protocol())
+            && self.ports.is_none_or(|(first, last)| (first..=last).contains(&frontend.port()))
     }
 }
 
