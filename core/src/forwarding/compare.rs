@@ -2,9 +2,7 @@
 
 use std::{collections::BTreeSet, fmt, sync::Arc};
 
-use super::{
-    Entry, Fate, NodePortsAt, Origin, Problem, Table, expected, expected::node_ports_at, table::owner,
-};
+use super::{Entry, Fate, NodePortsAt, Origin, Problem, Table, expected, expected::node_ports_at, table::owner};
 use crate::{
     explain::NodeSettings,
     model::{Family, Protocol, ServiceKey},

@@ -19,11 +19,11 @@ use std::{
 
 pub use self::parse::Rules;
 use self::{
-    evaluate::{ClosedGates, Ending, Reached, Sets},
+    evaluate::{ClosedGates, Reached, Sets},
     parse::TableName,
     walk::Walk,
 };
-use super::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table};
+use super::{Admitted, Ending, Entry, Fate, NodePortsAt, Origin, Problem, Table};
 use crate::{
     behaviours::masquerade::LocalDetector, dataplane::iptables::names, model::Family, state::frontends::Frontend,
 };
