@@ -28,7 +28,8 @@ pub use conventions::{dns_name, errors, exposition, node_state, plaintext};
 pub use dataplane::{iptables, ipvs, nftables, userspace};
 pub use model::{
     Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, LoadBalancing, Node, Placement,
-    PortState, Protocol, ProxyProtocol, Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight, pool,
+    PortState, Protocol, ProxyProtocol, Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight,
+    address_from_bytes, pool,
 };
 pub use node_facts::NodeFacts;
 pub use state::{Demand, Dirty, Endpoints, FamilyDemand, ServiceEntry, State, digest, frontends, reference};

@@ -6,7 +6,12 @@
 
 use std::net::IpAddr;
 
-use headgate_core::{Demand, Family, Node, explain::Mode, iptables::NodePortAddresses, masquerade::LocalDetector};
+use headgate_core::{
+    Demand, Family, Node,
+    explain::{self, Mode},
+    iptables::NodePortAddresses,
+    masquerade::{LocalDetector, MasqueradeConfig},
+};
 use ipnet::IpNet;
 
 use headgate_settings::{DetectLocal, NodePortSelector, Settings};
@@ -69,13 +74,24 @@ impl NodeInputs {
         all.iter().filter(|address| Family::of(**address) == family && !address.is_loopback()).copied().collect()
     }
 
-    /// The addresses at which NodePorts answer in a mode. Mode IPVS programs no NodePort in a
-    /// family of which the node has no address.
+    /// The settings on which the forwarding table of a mode depends. Mode IPVS programs no NodePort
+    /// in a family of which the node has no address.
     #[must_use]
-    pub fn node_ports_of(&self, mode: Mode, family: Family) -> NodePortAddresses {
-        match mode {
+    pub fn settings(&self, mode: Mode) -> explain::NodeSettings {
+        let node_ports = |family| match mode {
             Mode::Ipvs if self.listed_node_ports(family).is_empty() => NodePortAddresses::Only(Vec::new()),
             _ => self.node_ports(family).clone(),
+        };
+        explain::NodeSettings {
+            mode,
+            masquerade: MasqueradeConfig {
+                detector_v4: self.detector_v4.clone(),
+                detector_v6: self.detector_v6.clone(),
+                ..MasqueradeConfig::default()
+            },
+            node_ports_v4: node_ports(Family::V4),
+            node_ports_v6: node_ports(Family::V6),
+            localhost_node_ports: false,
         }
     }
 }
@@ -316,8 +332,8 @@ mod tests {
     fn mode_ipvs_answers_no_node_port_in_a_family_without_an_address() {
         let inputs = NodeSettings::default().resolve(None, &["10.0.0.1", "127.0.0.1", "::1"].map(ip));
         assert_eq!(inputs.listed_node_ports(Family::V4), [ip("10.0.0.1")]);
-        assert_eq!(inputs.node_ports_of(Mode::Ipvs, Family::V4), NodePortAddresses::All);
-        assert_eq!(inputs.node_ports_of(Mode::Ipvs, Family::V6), NodePortAddresses::Only(vec![]));
-        assert_eq!(inputs.node_ports_of(Mode::Nftables, Family::V6), NodePortAddresses::All);
+        assert_eq!(inputs.settings(Mode::Ipvs).node_ports_v4, NodePortAddresses::All);
+        assert_eq!(inputs.settings(Mode::Ipvs).node_ports_v6, NodePortAddresses::Only(vec![]));
+        assert_eq!(inputs.settings(Mode::Nftables).node_ports_v6, NodePortAddresses::All);
     }
 }

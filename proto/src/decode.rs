@@ -5,7 +5,7 @@ use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use headgate_core::{
     Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Hints, Node, Placement, Protocol, ProxyProtocol,
-    Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight,
+    Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight, address_from_bytes,
     digest::{BUCKETS, BucketDigest, Digests},
     pool::Pool,
     reference::{NumberedPort, Referable, Referrer},
@@ -449,12 +449,8 @@ fn check_name(name: &str, field: &str) -> Checked<()> {
 }
 
 fn address_from_wire(bytes: &[u8], field: &str) -> Checked<IpAddr> {
-    if let Ok(v4) = <[u8; 4]>::try_from(bytes) {
-        return Ok(IpAddr::from(v4));
-    }
-    let v6 = <[u8; 16]>::try_from(bytes);
-    v6.map(IpAddr::from)
-        .map_err(|_| Fault::new(field, format!("an address must have 4 or 16 bytes, not {}", bytes.len())))
+    let fault = || Fault::new(field, format!("an address must have 4 or 16 bytes, not {}", bytes.len()));
+    address_from_bytes(bytes).ok_or_else(fault)
 }
 
 fn show_address(bytes: &[u8]) -> String {

@@ -309,7 +309,7 @@ pub fn digests_to_wire(digests: &Digests) -> v1::BucketDigests {
     }
 }
 
-fn key_to_wire(key: &ServiceKey) -> v1::ServiceKey {
+pub(crate) fn key_to_wire(key: &ServiceKey) -> v1::ServiceKey {
     v1::ServiceKey { namespace: key.namespace.to_string(), name: key.name.to_string() }
 }
 

@@ -16,7 +16,7 @@ use headgate_core::node_state::SourceState;
 /// Rules that all programs share, for programs that do not use the core crate.
 pub use headgate_core::{dns_name::check_subdomain, errors, plaintext};
 pub use known::UnknownReference;
-pub use verification::{MAX_FAILING, NodeView, ServiceDigests};
+pub use verification::{NodeView, ServiceDigests};
 
 /// Generated from `proto/headgate/v1`.
 #[allow(

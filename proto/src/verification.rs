@@ -9,20 +9,19 @@ use std::{
 
 use bytes::Bytes;
 use headgate_core::{
-    Family, NodeFacts, Protocol, ServiceKey, State,
+    Family, NodeFacts, Protocol, ServiceKey, State, address_from_bytes,
     digest::{BucketDigest, Digests},
     endpoint_health::FailingEndpoints,
     explain::{Mode, NodeSettings},
     forwarding::{Table, expected},
-    frontends::Frontend,
     iptables::NodePortAddresses,
     masquerade::{LocalDetector, MasqueradeConfig},
 };
 
-use crate::{address_to_wire, v1};
+use crate::{address_to_wire, encode::key_to_wire, v1};
 
 /// The maximum number of Services whose failing endpoints a message contains.
-pub const MAX_FAILING: usize = 1_000;
+const MAX_FAILING: usize = 1_000;
 
 /// The maximum number of addresses in a list of a message. Larger lists would make the comparison
 /// expensive.
@@ -33,10 +32,11 @@ const MAX_ADDRESSES: usize = 1_024;
 pub struct NodeView {
     /// The facts about the node.
     pub facts: NodeFacts,
-    /// The settings. Of masquerading, the table depends only on whether a family has a detector.
+    /// The settings. For each family, the table depends only on whether there is a detector, and
+    /// whether NodePorts answer at all.
     pub settings: NodeSettings,
     /// The IP families that the node programs.
-    pub families: Vec<Family>,
+    pub families: BTreeSet<Family>,
 }
 
 /// The digests of one Service.
@@ -52,11 +52,12 @@ impl ServiceDigests {
     /// Converts to the wire.
     #[must_use]
     pub fn to_wire(&self, key: &ServiceKey) -> v1::HeldService {
+        let sum = |digest: BucketDigest| digest.sum.to_le_bytes().to_vec().into();
         v1::HeldService {
             service: Some(key_to_wire(key)),
-            sum: sum_to_wire(self.resources),
+            sum: sum(self.resources),
             count: self.resources.count,
-            table_sum: sum_to_wire(self.table),
+            table_sum: sum(self.table),
             table_count: self.table.count,
         }
     }
@@ -73,28 +74,13 @@ impl ServiceDigests {
     }
 }
 
-fn sum_to_wire(digest: BucketDigest) -> Bytes {
-    digest.sum.to_le_bytes().to_vec().into()
-}
-
-fn key_to_wire(key: &ServiceKey) -> v1::ServiceKey {
-    v1::ServiceKey { namespace: key.namespace.to_string(), name: key.name.to_string() }
-}
-
 impl NodeView {
-    /// Adds the digest of a Service's part of the forwarding table, in all families of the node.
-    pub fn add_table(&self, state: &State, key: &Arc<ServiceKey>, digests: &mut Digests) {
-        self.tables(state, key).for_each(|table| table.digest(state.frontends(), digests));
-    }
-
-    /// Like [`Self::add_table`], for a node that leaves out ports of SCTP.
-    pub fn add_table_without_sctp(&self, state: &State, key: &Arc<ServiceKey>, digests: &mut Digests) {
+    /// Adds the digest of a Service's part of the forwarding table, in all families of the node. A
+    /// node without SCTP leaves out its ports.
+    pub fn add_table(&self, state: &State, key: &Arc<ServiceKey>, has_sctp: bool, digests: &mut Digests) {
         for mut table in self.tables(state, key) {
-            table.entries.retain(|frontend, _| {
-                let (Frontend::Address(_, protocol, _) | Frontend::NodePort(_, protocol, _)) = frontend;
-                *protocol != Protocol::Sctp
-            });
-            table.digest(state.frontends(), digests);
+            table.entries.retain(|frontend, _| has_sctp || frontend.protocol() != Protocol::Sctp);
+            table.hashes(state.frontends()).for_each(|(bucket, hash)| digests.add(bucket, hash));
         }
     }
 
@@ -105,10 +91,13 @@ impl NodeView {
     /// Returns the digests of one Service, which is in this bucket.
     #[must_use]
     pub fn digests_of(&self, state: &State, key: &Arc<ServiceKey>, bucket: u16) -> ServiceDigests {
-        let mut table = BucketDigest::default();
-        self.tables(state, key).for_each(|of_family| of_family.digest_of_bucket(state.frontends(), bucket, &mut table));
-        let resources = state.entry(key).map(|entry| entry.digest(key)).unwrap_or_default();
-        ServiceDigests { resources, table }
+        let mut digests = ServiceDigests::default();
+        for table in self.tables(state, key) {
+            let hashes = table.hashes(state.frontends()).filter(|(of, _)| *of == bucket);
+            hashes.for_each(|(_, hash)| digests.table.add(hash));
+        }
+        digests.resources = state.entry(key).map(|entry| entry.digest(key)).unwrap_or_default();
+        digests
     }
 
     /// Converts to the wire, without `own_node`. Leaves out failing endpoints beyond
@@ -120,6 +109,11 @@ impl NodeView {
             service: Some(key_to_wire(key)),
             endpoints: endpoints.iter().map(socket_to_wire).collect(),
         };
+        let family = |family: &Family| v1::FamilyView {
+            is_ipv6: *family == Family::V6,
+            recognises_pods: settings.masquerade.detector(*family).is_some(),
+            has_node_ports: *settings.node_ports(*family) != NodePortAddresses::Only(Vec::new()),
+        };
         v1::NodeView {
             zone: facts.zone.as_deref().unwrap_or_default().to_owned(),
             addresses: facts.addresses.iter().copied().map(address_to_wire).collect(),
@@ -127,8 +121,7 @@ impl NodeView {
             failing: facts.failing.iter().take(MAX_FAILING).map(failing).collect(),
             failing_left_out: facts.failing.iter().nth(MAX_FAILING).is_some(),
             mode: settings.mode.as_str().to_owned(),
-            families: families.iter().map(|family| family_to_wire(*family, settings)).collect(),
-            localhost_node_ports: settings.localhost_node_ports,
+            families: families.iter().map(family).collect(),
             own_node: None,
         }
     }
@@ -139,76 +132,53 @@ impl NodeView {
     /// The field with an unusable value, and the reason.
     pub fn from_wire(node: &str, wire: &v1::NodeView) -> Result<Self, String> {
         let mode = Mode::parse(&wire.mode).ok_or_else(|| format!("mode: unknown mode {:?}", wire.mode))?;
-        let mut facts = NodeFacts {
+        let facts = NodeFacts {
             zone: Some(&*wire.zone).filter(|zone| !zone.is_empty()).map(Into::into),
-            addresses: addresses(&wire.addresses, "addresses")?,
+            addresses: addresses(&wire.addresses)?,
             ignores_external_ips: wire.ignores_external_ips,
+            failing: failing_from_wire(&wire.failing)?,
             ..NodeFacts::named(node)
         };
-        facts.failing = failing_from_wire(&wire.failing)?;
         let mut settings = NodeSettings {
             mode,
             masquerade: MasqueradeConfig::default(),
             node_ports_v4: NodePortAddresses::All,
             node_ports_v6: NodePortAddresses::All,
-            localhost_node_ports: wire.localhost_node_ports,
+            localhost_node_ports: false,
         };
         if wire.families.is_empty() {
             return Err("families: no IP family".to_owned());
         }
         let mut families = BTreeSet::new();
-        for family in &wire.families {
-            // The table depends only on the presence of the detector.
-            let detector = family.recognises_pods.then(|| LocalDetector::InterfaceNamePrefix(String::new()));
-            let listed = addresses(&family.node_port_addresses, "node_port_addresses")?;
-            let node_ports =
-                if family.restricts_node_ports { NodePortAddresses::Only(listed) } else { NodePortAddresses::All };
-            if family.is_ipv6 {
-                (settings.masquerade.detector_v6, settings.node_ports_v6) = (detector, node_ports);
+        for v1::FamilyView { is_ipv6, recognises_pods, has_node_ports } in &wire.families {
+            let (family, detector, node_ports) = if *is_ipv6 {
+                (Family::V6, &mut settings.masquerade.detector_v6, &mut settings.node_ports_v6)
             } else {
-                (settings.masquerade.detector_v4, settings.node_ports_v4) = (detector, node_ports);
+                (Family::V4, &mut settings.masquerade.detector_v4, &mut settings.node_ports_v4)
+            };
+            *detector = recognises_pods.then(|| LocalDetector::InterfaceNamePrefix(String::new()));
+            if !has_node_ports {
+                *node_ports = NodePortAddresses::Only(Vec::new());
             }
-            families.insert(if family.is_ipv6 { Family::V6 } else { Family::V4 });
+            families.insert(family);
         }
-        Ok(Self { facts, settings, families: families.into_iter().collect() })
+        Ok(Self { facts, settings, families })
     }
 }
 
-fn family_to_wire(family: Family, settings: &NodeSettings) -> v1::FamilyView {
-    let node_ports = match family {
-        Family::V4 => &settings.node_ports_v4,
-        Family::V6 => &settings.node_ports_v6,
-    };
-    let listed = match node_ports {
-        NodePortAddresses::All => None,
-        NodePortAddresses::Only(addresses) => Some(addresses),
-    };
-    v1::FamilyView {
-        is_ipv6: family == Family::V6,
-        recognises_pods: settings.masquerade.detector(family).is_some(),
-        restricts_node_ports: listed.is_some(),
-        node_port_addresses: listed.into_iter().flatten().copied().map(address_to_wire).collect(),
-    }
-}
-
-fn addresses(wire: &[Bytes], field: &str) -> Result<Vec<IpAddr>, String> {
+fn addresses(wire: &[Bytes]) -> Result<Vec<IpAddr>, String> {
     if wire.len() > MAX_ADDRESSES {
-        return Err(format!("{field}: {} addresses, and {MAX_ADDRESSES} are allowed", wire.len()));
+        return Err(format!("addresses: {} addresses, and {MAX_ADDRESSES} are allowed", wire.len()));
     }
-    let address = |bytes: &Bytes| address(bytes).ok_or_else(|| format!("{field}: an address needs 4 or 16 bytes"));
-    wire.iter().map(address).collect()
-}
-
-fn address(bytes: &[u8]) -> Option<IpAddr> {
-    let v4 = <[u8; 4]>::try_from(bytes).map(IpAddr::from);
-    v4.or_else(|_| <[u8; 16]>::try_from(bytes).map(IpAddr::from)).ok()
+    let addresses: Option<_> = wire.iter().map(|bytes| address_from_bytes(bytes)).collect();
+    addresses.ok_or_else(|| "addresses: an address needs 4 or 16 bytes".to_owned())
 }
 
 fn failing_from_wire(wire: &[v1::FailingEndpoints]) -> Result<FailingEndpoints, String> {
     let mut failing = FailingEndpoints::default();
     for v1::FailingEndpoints { service, endpoints } in wire.iter().take(MAX_FAILING) {
         let key = service.as_ref().ok_or("failing: a Service has no name")?;
-        let endpoints: Option<BTreeSet<SocketAddr>> = endpoints.iter().map(|bytes| socket_from_wire(bytes)).collect();
+        let endpoints: Option<_> = endpoints.iter().map(|bytes| socket_from_wire(bytes)).collect();
         let endpoints = endpoints.ok_or("failing: an endpoint needs 6 or 18 bytes")?;
         failing.set(&Arc::new(ServiceKey::new(&key.namespace, &key.name)), endpoints);
     }
@@ -216,14 +186,12 @@ fn failing_from_wire(wire: &[v1::FailingEndpoints]) -> Result<FailingEndpoints, 
 }
 
 fn socket_to_wire(endpoint: &SocketAddr) -> Bytes {
-    let mut bytes = address_to_wire(endpoint.ip()).to_vec();
-    bytes.extend(endpoint.port().to_be_bytes());
-    bytes.into()
+    [address_to_wire(endpoint.ip()), endpoint.port().to_be_bytes().to_vec().into()].concat().into()
 }
 
 fn socket_from_wire(bytes: &[u8]) -> Option<SocketAddr> {
-    let (of_address, port) = bytes.split_last_chunk::<2>()?;
-    Some(SocketAddr::new(address(of_address)?, u16::from_be_bytes(*port)))
+    let (address, port) = bytes.split_last_chunk()?;
+    Some(SocketAddr::new(address_from_bytes(address)?, u16::from_be_bytes(*port)))
 }
 
 #[cfg(test)]
@@ -244,11 +212,11 @@ mod tests {
                 detector_v4: Some(LocalDetector::InterfaceNamePrefix(String::new())),
                 ..MasqueradeConfig::default()
             },
-            node_ports_v4: NodePortAddresses::Only(vec!["192.0.2.1".parse().unwrap()]),
+            node_ports_v4: NodePortAddresses::Only(Vec::new()),
             node_ports_v6: NodePortAddresses::All,
-            localhost_node_ports: true,
+            localhost_node_ports: false,
         };
-        let view = NodeView { facts, settings, families: vec![Family::V4, Family::V6] };
+        let view = NodeView { facts, settings, families: Family::BOTH.into() };
         let back = NodeView::from_wire("node-a", &view.to_wire()).unwrap();
         assert_eq!((&back.facts, &back.families), (&view.facts, &view.families));
         assert_eq!(format!("{:?}", back.settings), format!("{:?}", view.settings));

@@ -3,7 +3,7 @@
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
-use headgate_core::{ServiceKey, dns_name::check_subdomain};
+use headgate_core::{ServiceKey, address_from_bytes, dns_name::check_subdomain};
 use headgate_proto::v1::{self, barrier_answer::Result as Outcome, question::Wanted};
 use tokio::time::{Instant, sleep, timeout_at};
 
@@ -233,13 +233,7 @@ fn pod_name(request: &v1::BarrierRequest) -> Result<PodName, String> {
         }
         return Ok(PodName::Named(pod_namespace.clone(), pod_name.clone()));
     }
-    address_from_wire(address).map(PodName::Address).ok_or_else(|| "the request names no pod".to_owned())
-}
-
-/// Reads an address of 4 or 16 bytes.
-pub(crate) fn address_from_wire(bytes: &[u8]) -> Option<IpAddr> {
-    let ipv4 = <[u8; 4]>::try_from(bytes).map(IpAddr::from);
-    ipv4.or_else(|_| <[u8; 16]>::try_from(bytes).map(IpAddr::from)).ok()
+    address_from_bytes(address).map(PodName::Address).ok_or_else(|| "the request names no pod".to_owned())
 }
 
 fn unknown(pod: &PodName) -> String {

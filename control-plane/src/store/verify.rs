@@ -7,7 +7,7 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use headgate_core::{
-    ServiceKey, State,
+    ServiceKey,
     digest::{BucketDigest, Digests},
 };
 use headgate_proto::{NodeView, ServiceDigests};
@@ -26,7 +26,7 @@ impl Store {
     pub(crate) fn digests_since(&self, version: u64, buckets: &BTreeSet<u16>) -> Vec<(u16, BucketDigest)> {
         let inner = self.read();
         let unchanged = buckets.iter().filter(|bucket| !inner.buckets.has_changed_since(**bucket, version));
-        unchanged.map(|bucket| (*bucket, of_bucket(inner.state.digests(), *bucket))).collect()
+        unchanged.map(|bucket| (*bucket, inner.state.digests().bucket(*bucket))).collect()
     }
 
     /// Like [`Self::digests_since`], with the digests of the forwarding table that a node with this
@@ -38,19 +38,16 @@ impl Store {
         view: &NodeView,
         has_sctp: bool,
     ) -> Vec<(u16, BucketDigest)> {
-        let add = |state: &State, key: &Arc<ServiceKey>, digests: &mut Digests| match has_sctp {
-            true => view.add_table(state, key, digests),
-            false => view.add_table_without_sctp(state, key, digests),
-        };
         let (mut digests, mut unchanged) = (Digests::default(), Vec::new());
         for bucket in buckets {
             let inner = self.read();
             if !inner.buckets.has_changed_since(*bucket, version) {
-                inner.buckets.services(*bucket).for_each(|key| add(&inner.state, key, &mut digests));
+                let services = inner.buckets.services(*bucket);
+                services.for_each(|key| view.add_table(&inner.state, key, has_sctp, &mut digests));
                 unchanged.push(*bucket);
             }
         }
-        unchanged.into_iter().map(|bucket| (bucket, of_bucket(&digests, bucket))).collect()
+        unchanged.into_iter().map(|bucket| (bucket, digests.bucket(bucket))).collect()
     }
 
     /// Returns the digests of each Service of a bucket, with the forwarding table that a node with
@@ -78,8 +75,4 @@ impl Store {
         let may_own = |(index, key): (usize, &LogKey)| index == MAX_SCANNED || matches!(key, LogKey::Service(_));
         version < inner.log.floor() || entries.any(|(index, (_, entry))| may_own((index, &entry.key)))
     }
-}
-
-fn of_bucket(digests: &Digests, bucket: u16) -> BucketDigest {
-    digests.buckets().get(usize::from(bucket)).copied().unwrap_or_default()
 }

@@ -79,6 +79,17 @@ pub struct NodeSettings {
     pub localhost_node_ports: bool,
 }
 
+impl NodeSettings {
+    /// The addresses of a family that answer NodePorts.
+    #[must_use]
+    pub fn node_ports(&self, family: Family) -> &NodePortAddresses {
+        match family {
+            Family::V4 => &self.node_ports_v4,
+            Family::V6 => &self.node_ports_v6,
+        }
+    }
+}
+
 /// Where a packet comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
@@ -287,7 +298,7 @@ impl<'a> Explainer<'a> {
         let To { at, protocol } = to;
         let protocol_text = protocol.map_or_else(String::new, |protocol| format!("/{protocol}"));
         let destination = format!("{} port {}{protocol_text}", at.ip(), at.port());
-        let all = [Protocol::Tcp, Protocol::Udp, Protocol::Sctp];
+        let all = Protocol::ALL;
         let protocols = all.into_iter().filter(|one| protocol.is_none_or(|wanted| wanted == *one));
         let family = Family::of(at.ip());
         let owner = protocols.flat_map(|protocol| {

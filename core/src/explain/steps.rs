@@ -149,10 +149,8 @@ impl<'a> Path<'a> {
     /// Explains at which addresses of the node a NodePort answers.
     fn node_port(&mut self) -> Option<Fate> {
         let settings = self.explainer.settings;
-        let (addresses, is_wanted) = match self.view.family {
-            Family::V4 => (&settings.node_ports_v4, settings.localhost_node_ports && settings.mode != Mode::Ipvs),
-            Family::V6 => (&settings.node_ports_v6, false),
-        };
+        let (family, has_localhost) = (self.view.family, settings.localhost_node_ports && settings.mode != Mode::Ipvs);
+        let (addresses, is_wanted) = (settings.node_ports(family), has_localhost && family == Family::V4);
         let Some(address) = self.node_address else {
             let text = match addresses {
                 NodePortAddresses::All => "NodePorts answer on all addresses of the node.".to_owned(),

@@ -2,9 +2,7 @@
 
 use std::{collections::BTreeSet, fmt, sync::Arc};
 
-use super::{
-    Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table, expected, expected::node_ports_at, table::owner,
-};
+use super::{Entry, Fate, NodePortsAt, Origin, Problem, Table, expected, expected::node_ports_at, table::owner};
 use crate::{
     explain::NodeSettings,
     model::{Family, Protocol, ServiceKey},
@@ -28,101 +26,39 @@ pub struct Comparison {
     pub not_understood: Vec<String>,
 }
 
-/// A difference. [`fmt::Display`] writes it as a sentence.
+/// A difference. [`fmt::Display`] writes it as a sentence that names the Service first.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Difference {
-    /// A packet for a frontend has another fate than the state asks for.
-    Fate {
-        /// The Service that owns the frontend. `None` if no Service asks for the frontend.
-        service: Option<Arc<ServiceKey>>,
-        /// The frontend.
-        frontend: Frontend,
-        /// Where the packet comes from. `None` for all origins.
-        origin: Option<Origin>,
-        /// What the state asks for.
-        expected: Fate,
-        /// What the kernel does.
-        found: Fate,
-    },
-    /// Other clients than the state asks for reach a frontend.
-    Clients {
-        /// The Service that owns the frontend.
-        service: Option<Arc<ServiceKey>>,
-        /// The frontend.
-        frontend: Frontend,
-        /// What the state asks for.
-        expected: Admitted,
-        /// What the kernel does.
-        found: Admitted,
-    },
-    /// Connections to a frontend do not reach the proxy of mode userspace, or reach it although the
-    /// state does not ask for it.
-    Proxy {
-        /// The Service that owns the frontend.
-        service: Option<Arc<ServiceKey>>,
-        /// The frontend.
-        frontend: Frontend,
-        /// Where the connections come from. `None` for all origins.
-        origin: Option<Origin>,
-        /// What the kernel does.
-        reaches_proxy: bool,
-    },
-    /// The difference concerns all Services. A sentence.
-    Everything(String),
-}
-
-impl Difference {
-    /// The Service that the difference concerns.
-    #[must_use]
-    pub fn service(&self) -> Option<&Arc<ServiceKey>> {
-        match self {
-            Self::Fate { service, .. } | Self::Clients { service, .. } | Self::Proxy { service, .. } => {
-                service.as_ref()
-            }
-            Self::Everything(_) => None,
-        }
-    }
-
-    fn place(&self) -> (Option<&Arc<ServiceKey>>, Option<Frontend>) {
-        match self {
-            Self::Fate { service, frontend, .. }
-            | Self::Clients { service, frontend, .. }
-            | Self::Proxy { service, frontend, .. } => (service.as_ref(), Some(*frontend)),
-            Self::Everything(_) => (None, None),
-        }
-    }
+pub struct Difference {
+    /// The Service that owns the frontend. `None` if no Service asks for the frontend, and for a
+    /// difference that concerns all Services.
+    pub service: Option<Arc<ServiceKey>>,
+    /// The frontend. `None` for a difference that concerns all Services.
+    frontend: Option<Frontend>,
+    /// What the kernel does, and what the state asks for. Does not name the Service.
+    pub sentence: String,
 }
 
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let owner = |service: &Option<Arc<ServiceKey>>| match service {
-            Some(service) => format!("Service {service}"),
-            None => "no Service".to_owned(),
-        };
-        let from = |origin: &Option<Origin>| origin.map_or_else(String::new, |origin| format!(" {origin}"));
-        match self {
-            Self::Everything(sentence) => f.write_str(sentence),
-            Self::Proxy { service, frontend, origin, reaches_proxy } => {
-                let what = if *reaches_proxy { "reach the proxy, but should not" } else { "do not reach the proxy" };
-                write!(f, "{}: connections{} to {frontend} {what}", owner(service), from(origin))
-            }
-            Self::Fate { service, frontend, origin, expected, found } => {
-                let origin = from(origin);
-                let owner = owner(service);
-                write!(f, "{owner}: connections{origin} to {frontend} are {found}, but should be {expected}")
-            }
-            Self::Clients { service, frontend, expected, found } => {
-                write!(f, "{}: {found} can reach {frontend}, but {expected} should", owner(service))
-            }
+        match (&self.service, self.frontend) {
+            (Some(service), _) => write!(f, "Service {service}: {}", self.sentence),
+            (None, Some(_)) => write!(f, "no Service: {}", self.sentence),
+            (None, None) => f.write_str(&self.sentence),
         }
     }
 }
 
 impl Comparison {
-    fn add(&mut self, difference: Difference) {
+    /// Adds a difference. Without a frontend, it concerns all Services.
+    fn add(
+        &mut self,
+        service: Option<&Arc<ServiceKey>>,
+        frontend: Option<Frontend>,
+        sentence: impl FnOnce() -> String,
+    ) {
         self.total += 1;
         if self.differences.len() < MAX_DIFFERENCES {
-            self.differences.push(difference);
+            self.differences.push(Difference { service: service.cloned(), frontend, sentence: sentence() });
         }
     }
 
@@ -138,7 +74,7 @@ impl Comparison {
     /// The Services with differences.
     #[must_use]
     pub fn services(&self) -> BTreeSet<Arc<ServiceKey>> {
-        self.differences.iter().filter_map(Difference::service).cloned().collect()
+        self.differences.iter().filter_map(|difference| difference.service.clone()).collect()
     }
 }
 
@@ -176,7 +112,7 @@ impl Comparer {
         let is_broken = found.is_broken();
         for problem in std::mem::take(&mut found.problems) {
             match problem {
-                Problem::Broken(sentence) => comparison.add(Difference::Everything(sentence)),
+                Problem::Broken(sentence) => comparison.add(None, None, || sentence),
                 Problem::NotUnderstood(sentence) | Problem::GivenUp(sentence) => {
                     comparison.not_understood.push(sentence);
                 }
@@ -187,7 +123,7 @@ impl Comparer {
         let difference = difference.filter(|_| !is_broken);
         let is_nowhere = found.node_ports_at == NodePortsAt::Listed(BTreeSet::new());
         let has_node_ports = difference.is_none() && !is_nowhere;
-        difference.into_iter().for_each(|difference| comparison.add(difference));
+        difference.into_iter().for_each(|sentence| comparison.add(None, None, || sentence));
         Self { found, comparison, is_broken, has_node_ports }
     }
 
@@ -248,18 +184,17 @@ impl Comparer {
             }
         }
         // The Services of a state have no order, and a list with an order is easier to read.
-        self.comparison.differences.sort_by(|a, b| a.place().cmp(&b.place()));
+        self.comparison.differences.sort_by(|a, b| (&a.service, a.frontend).cmp(&(&b.service, b.frontend)));
         self.comparison
     }
 
     fn is_compared(&self, frontend: &Frontend) -> bool {
-        let (Frontend::Address(_, protocol, _) | Frontend::NodePort(_, protocol, _)) = frontend;
-        let is_left_out = self.found.leaves_out_sctp && *protocol == Protocol::Sctp;
+        let is_left_out = self.found.leaves_out_sctp && frontend.protocol() == Protocol::Sctp;
         !is_left_out && (self.has_node_ports || !matches!(frontend, Frontend::NodePort(..)))
     }
 }
 
-fn node_ports_difference(family: Family, expected: &NodePortsAt, found: &NodePortsAt) -> Option<Difference> {
+fn node_ports_difference(family: Family, expected: &NodePortsAt, found: &NodePortsAt) -> Option<String> {
     use NodePortsAt::{AnyAddress, Listed, Only, Unknown};
     // Whether NodePorts answer on 127.0.0.0/8 is a setting of the dataplane.
     let without_loopback = |at: &NodePortsAt| match at {
@@ -278,8 +213,7 @@ fn node_ports_difference(family: Family, expected: &NodePortsAt, found: &NodePor
         Some(addresses) if addresses.is_empty() => "no address".to_owned(),
         Some(addresses) => addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
     });
-    let sentence = || format!("{family} NodePorts answer on {found}, but should answer on {expected}");
-    (!is_same).then(|| Difference::Everything(sentence()))
+    (!is_same).then(|| format!("{family} NodePorts answer on {found}, but should answer on {expected}"))
 }
 
 impl Comparison {
@@ -287,18 +221,16 @@ impl Comparison {
         if expected == found {
             return;
         }
+        let from = |origin: Option<Origin>| origin.map_or_else(String::new, |origin| format!(" {origin}"));
         let pairs = Origin::ALL.map(|origin| (expected.fate(origin), found.fate(origin)));
         let is_same_everywhere = pairs.iter().all(|pair| *pair == pairs[0]);
         for (origin, (expected, found)) in Origin::ALL.into_iter().zip(pairs) {
             if expected == found || (is_same_everywhere && origin != Origin::ALL[0]) {
                 continue;
             }
-            self.add(Difference::Fate {
-                service: service.cloned(),
-                frontend,
-                origin: (!is_same_everywhere).then_some(origin),
-                expected: expected.clone(),
-                found: found.clone(),
+            let from = from((!is_same_everywhere).then_some(origin));
+            self.add(service, Some(frontend), || {
+                format!("connections{from} to {frontend} are {found}, but should be {expected}")
             });
         }
         // A rule without which the fate differs too is one difference.
@@ -309,21 +241,15 @@ impl Comparison {
         let wrong: Vec<Origin> = Origin::ALL.into_iter().filter(is_wrong).collect();
         let is_wrong_everywhere = wrong == Origin::ALL && [[true; 3], [false; 3]].contains(&found.reaches_proxy);
         for origin in wrong.into_iter().take(if is_wrong_everywhere { 1 } else { Origin::ALL.len() }) {
-            self.add(Difference::Proxy {
-                service: service.cloned(),
-                frontend,
-                origin: (!is_wrong_everywhere).then_some(origin),
-                reaches_proxy: found.reaches_proxy[origin as usize],
-            });
+            let from = from((!is_wrong_everywhere).then_some(origin));
+            let reaches_proxy = found.reaches_proxy[origin as usize];
+            let what = if reaches_proxy { "reach the proxy, but should not" } else { "do not reach the proxy" };
+            self.add(service, Some(frontend), || format!("connections{from} to {frontend} {what}"));
         }
         let is_served = |entry: &Entry| entry.fates.iter().any(|fate| *fate != Fate::NotServed);
         if expected.admitted != found.admitted && is_served(found) && is_served(expected) {
-            self.add(Difference::Clients {
-                service: service.cloned(),
-                frontend,
-                expected: expected.admitted.clone(),
-                found: found.admitted.clone(),
-            });
+            let (expected, found) = (&expected.admitted, &found.admitted);
+            self.add(service, Some(frontend), || format!("{found} can reach {frontend}, but {expected} should"));
         }
     }
 }

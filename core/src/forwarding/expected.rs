@@ -56,18 +56,11 @@ pub fn unverified(state: &State, facts: &NodeFacts, settings: &NodeSettings, fam
 
 /// The addresses at which NodePorts answer, if the settings name them.
 pub(super) fn node_ports_at(family: Family, settings: &NodeSettings) -> NodePortsAt {
-    match addresses(family, settings) {
+    match settings.node_ports(family) {
         NodePortAddresses::All => NodePortsAt::AnyAddress,
         NodePortAddresses::Only(addresses) => {
             NodePortsAt::Only(addresses.iter().filter(|address| Family::of(**address) == family).copied().collect())
         }
-    }
-}
-
-fn addresses(family: Family, settings: &NodeSettings) -> &NodePortAddresses {
-    match family {
-        Family::V4 => &settings.node_ports_v4,
-        Family::V6 => &settings.node_ports_v6,
     }
 }
 
@@ -115,7 +108,7 @@ fn add(table: &mut Table, view: &ServicePortView, settings: &NodeSettings) {
         }
         table.entries.entry(at(*address)).or_insert(entry);
     }
-    if view.node_port != 0 && *addresses(view.family, settings) != NodePortAddresses::Only(Vec::new()) {
+    if view.node_port != 0 && *settings.node_ports(view.family) != NodePortAddresses::Only(Vec::new()) {
         let frontend = Frontend::NodePort(view.family, view.protocol, view.node_port);
         table.entries.entry(frontend).or_insert(entry);
     }

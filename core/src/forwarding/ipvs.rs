@@ -12,10 +12,10 @@ use std::{
 use ipnet::IpNet;
 
 use super::{
-    Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table,
+    Admitted, Ending, Entry, Fate, NodePortsAt, Origin, Problem, Table,
     iptables::{
         FIREWALL, Rules, SERVICES,
-        evaluate::{Ending, Packet, Sets},
+        evaluate::{Packet, Sets, Unknown},
         parse::TableName,
         translations,
     },
@@ -196,7 +196,7 @@ struct Follower<'a> {
     family: Family,
     detector: Option<&'a LocalDetector>,
     frontend: Frontend,
-    unknown: &'a mut BTreeSet<Box<str>>,
+    unknown: &'a mut Unknown,
 }
 
 impl Follower<'_> {
@@ -204,8 +204,9 @@ impl Follower<'_> {
     fn ending(&mut self, table: TableName, chain: &str, origin: Origin, client_in: Option<&str>) -> Option<Ending> {
         let id = self.dump.rules.find(table, chain)?;
         let members = Members { dump: self.dump, client_in };
-        let packet = Packet { origin, frontend: self.frontend, detector: self.detector, sets: Some(&members) };
-        self.dump.rules.evaluate(id, packet, 0, self.unknown).ending
+        let packet =
+            Packet { origin, frontend: self.frontend, detector: self.detector, sets: Some(&members), depth: 0 };
+        self.dump.rules.evaluate(id, packet, self.unknown).ending
     }
 
     fn fate(&mut self, origin: Origin) -> Fate {

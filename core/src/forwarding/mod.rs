@@ -6,7 +6,7 @@
 //! the rules: if both tables are equal, then the kernel does what the state asks for, even if the
 //! ledger of the dataplane is wrong.
 //!
-//! - [`Table`] is the table, and [`Table::digests`] the digest of each bucket of it.
+//! - [`Table`] is the table, and [`Table::hashes`] what the digests of its buckets sum up.
 //! - [`expected()`] is the table that a state asks for.
 //! - [`compare`] finds the differences between a table of a kernel and a state, one Service at a
 //!   time, so that the whole expected table is never in memory.
@@ -20,5 +20,5 @@ mod table;
 pub use self::{
     compare::{Comparer, Comparison, Difference, MAX_DIFFERENCES, compare},
     expected::{expected, of_views, unverified},
-    table::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
+    table::{Admitted, Ending, Entry, Fate, NodePortsAt, Origin, Problem, Table},
 };

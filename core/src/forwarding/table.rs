@@ -16,7 +16,7 @@ use crate::{
     },
     model::{Family, ServiceKey, TrafficPolicy},
     state::{
-        digest::{BucketDigest, Digests, Form, service_bucket},
+        digest::{Form, service_bucket},
         frontends::{Frontend, FrontendOwners},
     },
 };
@@ -101,6 +101,29 @@ impl fmt::Display for Fate {
     }
 }
 
+/// How a packet ends that is not translated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// It is accepted.
+    Accept,
+    /// It is dropped.
+    Drop,
+    /// It is rejected.
+    Reject,
+}
+
+impl Ending {
+    /// The fate of an untranslated packet.
+    #[must_use]
+    pub fn fate(ending: Option<Self>) -> Fate {
+        match ending {
+            None | Some(Self::Accept) => Fate::NotServed,
+            Some(Self::Drop) => Fate::Dropped,
+            Some(Self::Reject) => Fate::Rejected,
+        }
+    }
+}
+
 /// The clients that reach a frontend.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Admitted {
@@ -176,18 +199,12 @@ impl Entry {
     /// The content hash of a frontend with this entry.
     fn hash(&self, frontend: &Frontend) -> u128 {
         let mut form = Form::new(b'F');
-        let (protocol, port) = match frontend {
-            Frontend::Address(address, protocol, port) => {
-                form.address(*address);
-                (protocol, port)
-            }
-            Frontend::NodePort(family, protocol, port) => {
-                form.number(u64::from(family.host_prefix_length()));
-                (protocol, port)
-            }
-        };
-        form.text(protocol.as_lower_str());
-        form.number(u64::from(*port));
+        match frontend {
+            Frontend::Address(address, ..) => form.address(*address),
+            Frontend::NodePort(family, ..) => form.number(u64::from(family.host_prefix_length())),
+        }
+        form.text(frontend.protocol().as_lower_str());
+        form.number(u64::from(frontend.port()));
         for fate in &self.fates {
             match fate {
                 Fate::NotServed => form.text("not served"),
@@ -283,20 +300,11 @@ impl Table {
         }
     }
 
-    /// Adds the digest of this table to `digests`. Each frontend counts in the bucket of the
-    /// Service that owns it, also if the table comes from a kernel. Frontends without an owner
-    /// count in bucket 0. Two tables of the same state are equal exactly if their digests are.
-    pub fn digest(&self, owners: &FrontendOwners, digests: &mut Digests) {
-        self.hashes(owners).for_each(|(bucket, hash)| digests.add(bucket, hash));
-    }
-
-    /// Like [`Self::digest`], for the frontends of one bucket.
-    pub fn digest_of_bucket(&self, owners: &FrontendOwners, bucket: u16, digest: &mut BucketDigest) {
-        self.hashes(owners).filter(|(of, _)| *of == bucket).for_each(|(_, hash)| digest.add(hash));
-    }
-
-    /// The bucket and the hash of each frontend that is verified.
-    fn hashes<'a>(&'a self, owners: &'a FrontendOwners) -> impl Iterator<Item = (u16, u128)> + 'a {
+    /// The bucket and the hash of each frontend that is verified. Each frontend counts in the
+    /// bucket of the Service that owns it, also if the table comes from a kernel. Frontends without
+    /// an owner count in bucket 0. Two tables of the same state are equal exactly if the digests of
+    /// their buckets are.
+    pub fn hashes<'a>(&'a self, owners: &'a FrontendOwners) -> impl Iterator<Item = (u16, u128)> + 'a {
         let verified = self.entries.iter().filter(|(frontend, _)| !self.unverified.contains(frontend));
         verified.map(|(frontend, entry)| (owner(owners, frontend).map_or(0, service_bucket), entry.hash(frontend)))
     }
@@ -306,14 +314,6 @@ impl Table {
     #[must_use]
     pub fn is_broken(&self) -> bool {
         self.problems.iter().any(|problem| matches!(problem, Problem::Broken(_) | Problem::GivenUp(_)))
-    }
-
-    /// The digests of this table alone; see [`Self::digest`].
-    #[must_use]
-    pub fn digests(&self, owners: &FrontendOwners) -> Digests {
-        let mut digests = Digests::default();
-        self.digest(owners, &mut digests);
-        digests
     }
 }
 

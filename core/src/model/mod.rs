@@ -48,6 +48,13 @@ impl Family {
     }
 }
 
+/// Reads an address in network order: 4 bytes of IPv4, or 16 bytes of IPv6.
+#[must_use]
+pub fn address_from_bytes(bytes: &[u8]) -> Option<IpAddr> {
+    let v4 = <[u8; 4]>::try_from(bytes).map(IpAddr::from);
+    v4.or_else(|_| <[u8; 16]>::try_from(bytes).map(IpAddr::from)).ok()
+}
+
 impl fmt::Display for Family {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -69,6 +76,9 @@ pub enum Protocol {
 }
 
 impl Protocol {
+    /// All protocols.
+    pub const ALL: [Self; 3] = [Self::Tcp, Self::Udp, Self::Sctp];
+
     /// The name in lower case, as in iptables rules and in the hashes of kube-proxy.
     #[must_use]
     pub fn as_lower_str(self) -> &'static str {

@@ -58,6 +58,12 @@ impl Digests {
         &self.buckets
     }
 
+    /// Returns the digest of one bucket.
+    #[must_use]
+    pub fn bucket(&self, bucket: u16) -> BucketDigest {
+        self.buckets[usize::from(bucket) % BUCKETS]
+    }
+
     /// Adds a resource.
     pub fn add(&mut self, bucket: u16, hash: u128) {
         self.buckets[usize::from(bucket) % BUCKETS].add(hash);

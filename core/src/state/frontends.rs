@@ -62,6 +62,20 @@ impl Frontend {
             Self::NodePort(family, ..) => family,
         }
     }
+
+    /// The protocol of the frontend.
+    #[must_use]
+    pub fn protocol(self) -> Protocol {
+        let (Self::Address(_, protocol, _) | Self::NodePort(_, protocol, _)) = self;
+        protocol
+    }
+
+    /// The port or NodePort of the frontend.
+    #[must_use]
+    pub fn port(self) -> u16 {
+        let (Self::Address(.., port) | Self::NodePort(.., port)) = self;
+        port
+    }
 }
 
 impl fmt::Display for Frontend {

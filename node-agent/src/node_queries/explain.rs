@@ -1,14 +1,10 @@
 //! Answers what the node does with a packet to a Service.
 
-use std::{
-    net::{IpAddr, SocketAddr},
-    sync::Arc,
-};
+use std::{net::SocketAddr, sync::Arc};
 
 use headgate_core::{
-    Family, Protocol, ServiceKey,
+    Protocol, ServiceKey, address_from_bytes,
     explain::{self, ExplainedEndpoint, Explanation, MAX_DESTINATIONS, NodeSettings, Source, To},
-    masquerade::MasqueradeConfig,
 };
 use headgate_proto::v1::{self, node_answer};
 use tokio::sync::watch;
@@ -58,19 +54,10 @@ impl Explainer {
 
     pub(super) fn settings(&self, backend: &str) -> Result<NodeSettings, String> {
         let mode = mode_of(backend).ok_or_else(|| format!("the agent cannot explain the backend {backend:?}"))?;
-        let inputs = self.inputs.borrow();
-        Ok(NodeSettings {
-            mode,
-            masquerade: MasqueradeConfig {
-                all: self.masquerade_all,
-                detector_v4: inputs.detector_v4.clone(),
-                detector_v6: inputs.detector_v6.clone(),
-                ..MasqueradeConfig::default()
-            },
-            node_ports_v4: inputs.node_ports_of(mode, Family::V4),
-            node_ports_v6: inputs.node_ports_of(mode, Family::V6),
-            localhost_node_ports: self.localhost_node_ports,
-        })
+        let mut settings = self.inputs.borrow().settings(mode);
+        settings.masquerade.all = self.masquerade_all;
+        settings.localhost_node_ports = self.localhost_node_ports;
+        Ok(settings)
     }
 
     /// Returns the reasons why the kernel may hold something else than the agent's state.
@@ -99,10 +86,8 @@ impl Explainer {
 
 /// Reads the packet from a query.
 fn packet(query: &v1::ExplainQuery) -> Result<(Source, Option<To>), String> {
-    let address = |bytes: &[u8], field: &str| match (<[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
-        (Ok(v4), _) => Ok(IpAddr::from(v4)),
-        (_, Ok(v6)) => Ok(IpAddr::from(v6)),
-        _ => Err(format!("ExplainQuery.{field}: must have 4 or 16 bytes")),
+    let address = |bytes: &[u8], field: &str| {
+        address_from_bytes(bytes).ok_or_else(|| format!("ExplainQuery.{field}: must have 4 or 16 bytes"))
     };
     let is_local_pod = query.source_is_local_pod;
     let source = match &query.source[..] {
@@ -113,8 +98,7 @@ fn packet(query: &v1::ExplainQuery) -> Result<(Source, Option<To>), String> {
         return Ok((source, None));
     }
     let port = u16::try_from(query.port).map_err(|_| "ExplainQuery.port: must be at most 65535".to_owned())?;
-    let protocols = [Protocol::Tcp, Protocol::Udp, Protocol::Sctp];
-    let protocol = protocols.into_iter().find(|protocol| protocol.to_string() == query.protocol);
+    let protocol = Protocol::ALL.into_iter().find(|protocol| protocol.to_string() == query.protocol);
     if protocol.is_none() && !query.protocol.is_empty() {
         return Err(format!("ExplainQuery.protocol: {:?} is not TCP, UDP or SCTP", query.protocol));
     }
@@ -171,6 +155,8 @@ fn endpoint(explained: &ExplainedEndpoint) -> v1::ExplainedEndpoint {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use std::net::IpAddr;
+
     use headgate_core::{
         Conditions, Placement,
         explain::{Fate, LeftOut},

@@ -2,15 +2,12 @@
 //! compare it (`discovery.proto`, rule 19). The reconcile loop reads the kernel.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
-use headgate_core::{
-    Family, ServiceKey, State,
-    digest::{Digests, service_bucket},
-};
+use headgate_core::{Family, State, digest::service_bucket};
 use headgate_proto::{NodeView, digests_to_wire, v1, v1::node_answer};
 use prost::Message as _;
 use tokio::{
@@ -22,10 +19,7 @@ use tokio::{
 use super::explain::Explainer;
 use crate::{
     progress::{Progress, Verification},
-    session::{
-        answers::{NodeAnswer, PART_BYTES},
-        verified::drift_to_wire,
-    },
+    session::{answers::NodeAnswer, verified::drift_to_wire},
     state::AgentState,
 };
 
@@ -119,7 +113,7 @@ impl Verifier {
         let view = NodeView { facts: (*verification.facts).clone(), settings, families };
         let state = &self.explainer.state;
         let ((epoch, version), resources) = state.renewed_digests();
-        let held = held(state, &view, buckets);
+        let held = held_parts(held(state, &view, buckets));
         let services = state.with_state(State::service_count);
         if [epoch, state.position().unwrap_or_default().0].iter().any(|epoch| *epoch != verification.target.epoch) {
             return Err("the agent has just moved to another replica; ask again".to_owned());
@@ -140,30 +134,33 @@ impl Verifier {
             ..v1::Verification::default()
         };
         let mut parts = vec![first];
-        parts.extend(verification.found.as_deref().map(table_part));
-        parts.extend(held_parts(held, buckets));
+        parts.extend(
+            verification
+                .found
+                .as_deref()
+                .map(|found| v1::Verification { table: Some(digests_to_wire(found)), ..v1::Verification::default() }),
+        );
+        parts.extend(held);
         Ok(parts.into_iter().map(node_answer::Kind::Verification).collect())
     }
 }
 
-/// The Services of these buckets, each with its bucket. Holds the lock for one Service at a time.
-fn held(state: &AgentState, view: &NodeView, buckets: &BTreeSet<u16>) -> Vec<(u16, v1::HeldService)> {
-    let keys = if buckets.is_empty() { Vec::new() } else { state.keys() };
-    let wanted = keys.iter().map(|key| (service_bucket(key), key)).filter(|(bucket, _)| buckets.contains(bucket));
-    let describe = |(bucket, key): (u16, &Arc<ServiceKey>)| {
-        let digests = state.with_state(|state| state.entry(key).map(|_| view.digests_of(state, key, bucket)));
-        digests.map(|digests| (bucket, digests.to_wire(key)))
-    };
-    wanted.filter_map(describe).collect()
+/// The Services of these buckets. Holds the lock for one Service at a time.
+fn held(state: &AgentState, view: &NodeView, buckets: &BTreeSet<u16>) -> BTreeMap<u16, Vec<v1::HeldService>> {
+    let mut held: BTreeMap<u16, Vec<v1::HeldService>> = buckets.iter().map(|bucket| (*bucket, Vec::new())).collect();
+    for key in if buckets.is_empty() { Vec::new() } else { state.keys() } {
+        let bucket = service_bucket(&key);
+        if let Some(services) = held.get_mut(&bucket) {
+            let digests = state.with_state(|state| state.entry(&key).map(|_| view.digests_of(state, &key, bucket)));
+            services.extend(digests.map(|digests| digests.to_wire(&key)));
+        }
+    }
+    held
 }
 
 fn running(run: u64) -> Vec<node_answer::Kind> {
     let running = v1::Verification { run, is_running: true, ..v1::Verification::default() };
     vec![node_answer::Kind::Verification(running)]
-}
-
-fn table_part(found: &Digests) -> v1::Verification {
-    v1::Verification { table: Some(digests_to_wire(found)), ..v1::Verification::default() }
 }
 
 /// What the agent could not verify, as sentences.
@@ -177,29 +174,18 @@ fn unverified(verification: &Verification, progress: &Progress) -> Vec<String> {
 }
 
 /// The Services in parts, bucket by bucket, until the description is too large.
-fn held_parts(mut held: Vec<(u16, v1::HeldService)>, buckets: &BTreeSet<u16>) -> Vec<v1::Verification> {
-    held.sort_by_key(|(bucket, _)| *bucket);
-    let (mut parts, mut bytes) = (Vec::new(), 0);
-    for bucket in buckets {
-        let services = held.extract_if(.., |(of, _)| of == bucket).map(|(_, service)| service);
-        let part = v1::Verification {
-            buckets: vec![u32::from(*bucket)],
-            held: services.collect(),
-            ..v1::Verification::default()
-        };
+fn held_parts(held: BTreeMap<u16, Vec<v1::HeldService>>) -> Vec<v1::Verification> {
+    let mut bytes = 0;
+    let parts = held.into_iter().map(|(bucket, held)| v1::Verification {
+        buckets: vec![bucket.into()],
+        held,
+        ..v1::Verification::default()
+    });
+    let fits = |part: &v1::Verification| {
         bytes += part.encoded_len();
-        if bytes > MAX_DESCRIPTION_BYTES {
-            break;
-        }
-        match parts.last_mut().filter(|last: &&mut v1::Verification| last.encoded_len() < PART_BYTES) {
-            Some(last) => {
-                last.buckets.extend(part.buckets);
-                last.held.extend(part.held);
-            }
-            None => parts.push(part),
-        }
-    }
-    parts
+        bytes <= MAX_DESCRIPTION_BYTES
+    };
+    parts.take_while(fits).collect()
 }
 
 #[cfg(test)]
@@ -207,13 +193,14 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use std::time::SystemTime;
 
-    use headgate_core::{NodeFacts, explain::NodeSettings, forwarding::Comparison};
+    use headgate_core::{NodeFacts, digest::Digests, forwarding::Comparison};
     use headgate_proto::{ServiceDigests, digests_from_wire};
 
     use super::*;
     use crate::{
         node_inputs::NodeInputs,
         progress::{Failure, Programmed, Target},
+        session::answers::PART_BYTES,
         testing::{endpoint, key, service, snapshot, update},
     };
 
@@ -290,11 +277,10 @@ mod tests {
         assert_eq!(digests_from_wire(answer.resources.as_ref().unwrap()), Some(digests));
         assert_eq!(digests_from_wire(answer.table.as_ref().unwrap()), Some(Digests::default()));
         let view = NodeView::from_wire("node-a", answer.view.as_ref().unwrap()).unwrap();
-        assert_eq!((view.families, view.facts.zone.as_deref()), (vec![Family::V4], Some("at-the-dump")));
+        assert_eq!((view.families, view.facts.zone.as_deref()), ([Family::V4].into(), Some("at-the-dump")));
         let unknown = rig.answer(9, Vec::new()).await.unwrap_err();
         assert!(unknown.contains("does not know verification 9"), "{unknown}");
-        let NodeSettings { mode, localhost_node_ports, .. } = view.settings;
-        assert_eq!((mode.as_str(), localhost_node_ports), ("nftables", true));
+        assert_eq!(view.settings.mode.as_str(), "nftables");
         assert_eq!(answer.buckets, [u32::from(bucket)]);
         let held: Vec<_> = answer.held.iter().filter_map(ServiceDigests::from_wire).collect();
         let (_, digests) = held.iter().find(|(held, _)| *held == key("web")).unwrap();
@@ -329,10 +315,9 @@ mod tests {
             table_sum: vec![1; 16].into(),
             ..v1::HeldService::default()
         };
-        let buckets: BTreeSet<u16> = (0..64).collect();
         let described = |count: usize| {
-            let held = (0..count).map(|number| (u16::try_from(number % 64).unwrap_or_default(), service(number)));
-            let parts = held_parts(held.collect(), &buckets);
+            let of_bucket = |bucket: u16| (usize::from(bucket)..count).step_by(64).map(service).collect();
+            let parts = held_parts((0..64).map(|bucket| (bucket, of_bucket(bucket))).collect());
             let names: BTreeSet<String> = parts
                 .iter()
                 .flat_map(|part| &part.held)

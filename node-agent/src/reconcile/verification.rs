@@ -11,11 +11,10 @@ use std::{
 };
 
 use headgate_core::{
-    Family, ServiceKey,
+    ServiceKey,
     digest::Digests,
     explain::{Mode, NodeSettings},
     forwarding::{self, Comparer, Comparison, Table},
-    masquerade::MasqueradeConfig,
 };
 use tracing::{error, warn};
 
@@ -114,7 +113,7 @@ impl Reconciler {
         for mut table in tables {
             self.shared.with_facts(|state, facts| {
                 table.unverified = forwarding::unverified(state, facts, &settings, table.family);
-                table.digest(state.frontends(), &mut digests);
+                table.hashes(state.frontends()).for_each(|(bucket, hash)| digests.add(bucket, hash));
             });
             let mut comparer = Comparer::new(table, &settings);
             for keys in keys.chunks(SERVICES_AT_ONCE) {
@@ -134,19 +133,7 @@ impl Reconciler {
     }
 
     fn expected_settings(&self) -> NodeSettings {
-        let inputs = self.inputs.borrow();
-        let mode = mode_of(self.dataplane.name()).unwrap_or(Mode::Iptables);
-        NodeSettings {
-            mode,
-            masquerade: MasqueradeConfig {
-                detector_v4: inputs.detector_v4.clone(),
-                detector_v6: inputs.detector_v6.clone(),
-                ..MasqueradeConfig::default()
-            },
-            node_ports_v4: inputs.node_ports_of(mode, Family::V4),
-            node_ports_v6: inputs.node_ports_of(mode, Family::V6),
-            localhost_node_ports: false,
-        }
+        self.inputs.borrow().settings(mode_of(self.dataplane.name()).unwrap_or(Mode::Iptables))
     }
 
     /// Logs and counts differences, and requests a full sync, which repairs the kernel and the

@@ -29,14 +29,12 @@ pub(super) fn to_wire(verification: &Verification) -> Option<v1::Verified> {
     })
 }
 
-/// Converts a difference, whose sentence names the Service first.
+/// Converts a difference. The Service has a field of its own.
 pub(crate) fn drift_to_wire(difference: &Difference) -> v1::Drift {
-    let sentence = difference.to_string();
-    let Some(service) = difference.service().map(ToString::to_string) else {
-        return v1::Drift { service: String::new(), difference: sentence };
-    };
-    let difference = sentence.strip_prefix(&format!("Service {service}: ")).unwrap_or(&sentence).to_owned();
-    v1::Drift { service, difference }
+    match &difference.service {
+        Some(service) => v1::Drift { service: service.to_string(), difference: difference.sentence.clone() },
+        None => v1::Drift { service: String::new(), difference: difference.to_string() },
+    }
 }
 
 /// Decides which verifications are reported. Times are the starts of verifications.

@@ -30,14 +30,14 @@ fn view(node: &str) -> NodeView {
         node_ports_v6: NodePortAddresses::All,
         localhost_node_ports: false,
     };
-    NodeView { facts: NodeFacts::named(node), settings, families: vec![Family::V4] }
+    NodeView { facts: NodeFacts::named(node), settings, families: [Family::V4].into() }
 }
 
 /// What a truthful agent answers, whose kernel forwards as its resources require.
 fn truth(client: &Client, node: &str, query: &v1::VerifyQuery, run: u64) -> v1::Verification {
     let (state, view) = (&client.held.state, view(node));
     let mut table = Digests::default();
-    state.entries().for_each(|(key, _)| view.add_table(state, key, &mut table));
+    state.entries().for_each(|(key, _)| view.add_table(state, key, true, &mut table));
     let is_wanted = |bucket: u16| query.buckets.contains(&u32::from(bucket));
     let held = state.entries().filter(|(key, _)| is_wanted(service_bucket(key)));
     v1::Verification {
@@ -196,7 +196,7 @@ async fn a_kernel_that_differs_is_found_even_if_the_agent_says_that_it_is_equal(
         let Some(answer) = answer else { return };
         assert!(client.held.state.apply(remove_endpoint(7, 1), &mut Dirty::default()));
         let (state, view, mut table) = (&client.held.state, view("a"), Digests::default());
-        state.entries().for_each(|(key, _)| view.add_table(state, key, &mut table));
+        state.entries().for_each(|(key, _)| view.add_table(state, key, true, &mut table));
         answer.table = Some(digests_to_wire(&table));
         client.held.state.apply(endpoint(7, 1, 8080), &mut Dirty::default());
     };

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use headgate_core::ServiceKey;
+use headgate_core::{ServiceKey, address_from_bytes};
 use headgate_proto::v1::{self, peers_server::Peers, question::Wanted};
 use tokio::{
     sync::mpsc,
@@ -15,7 +15,6 @@ use super::inspect::Items;
 use crate::{
     identity::{Expiry, Peer},
     serve::{
-        barrier::address_from_wire,
         context::{Lifecycle, milliseconds},
         everywhere::{Everywhere, Question, answer},
         fleet::Fleet,
@@ -101,7 +100,7 @@ fn from_wire(wire: &v1::Question) -> Result<Question, Status> {
         let key = endpoint.service.as_ref()?;
         let address = match &endpoint.address[..] {
             [] => None,
-            bytes => Some(address_from_wire(bytes)?),
+            bytes => Some(address_from_bytes(bytes)?),
         };
         Some((ServiceKey::new(&key.namespace, &key.name), address))
     };

@@ -42,13 +42,8 @@ pub(super) struct Known {
     pub(super) rejections: Arc<Rejections>,
 }
 
-impl Known {
-    fn is_rejected(&self, key: &ServiceKey) -> bool {
-        self.rejections.concern(key)
-    }
-}
-
 /// The comparison of one node over several answers.
+#[derive(Default)]
 pub(super) struct Comparison {
     node: String,
     /// The buckets whose digests have not been equal yet.
@@ -86,26 +81,7 @@ pub(super) struct Comparison {
 impl Comparison {
     pub(super) fn new(node: &str) -> Self {
         let all = || (0..BUCKETS).filter_map(|bucket| u16::try_from(bucket).ok()).collect();
-        Self {
-            node: node.to_owned(),
-            resources: all(),
-            table: all(),
-            suspects: BTreeSet::new(),
-            doubted: BTreeSet::new(),
-            differing: BTreeSet::new(),
-            drift: BTreeSet::new(),
-            more_drift: 0,
-            has_drift: false,
-            unverified: Vec::new(),
-            left_out: BTreeSet::new(),
-            answers: 0,
-            wrong_nodes: 0,
-            wrong_node: None,
-            failure: None,
-            version: 0,
-            services: 0,
-            frontends: 0,
-        }
+        Self { node: node.to_owned(), resources: all(), table: all(), ..Self::default() }
     }
 
     pub(super) fn node(&self) -> &str {
@@ -167,7 +143,7 @@ impl Comparison {
         match answer.resources.as_ref().and_then(digests_from_wire) {
             Some(digests) => {
                 for (bucket, ours) in store.digests_since(answer.resources_version, &self.resources) {
-                    if digests.buckets().get(usize::from(bucket)) == Some(&ours) {
+                    if digests.bucket(bucket) == ours {
                         self.resources.remove(&bucket);
                     } else {
                         self.suspects.insert(bucket);
@@ -188,24 +164,20 @@ impl Comparison {
             self.unverified.push("too many endpoints fail the health checks of the node, so the control plane cannot compute the forwarding table: look at these endpoints".to_owned());
             return;
         }
-        let is_equal = |bucket: u16, ours: &BucketDigest| table.buckets().get(usize::from(bucket)) == Some(ours);
-        let compared = store.table_digests_since(answer.version, &self.table, &view, true);
-        let (equal, differing): (Vec<_>, Vec<_>) =
-            compared.into_iter().partition(|(bucket, ours)| is_equal(*bucket, ours));
-        for (bucket, _) in equal {
-            self.table.remove(&bucket);
-        }
+        let mut differing = self.table.clone();
         // A node without SCTP has reported this as a problem of its own.
-        let differing: BTreeSet<u16> = differing.into_iter().map(|(bucket, _)| bucket).collect();
-        let compared = store.table_digests_since(answer.version, &differing, &view, false);
-        // While Services change, a frontend may have another owner in the agent's version.
-        let is_certain = !store.owners_changed_since(answer.version);
-        for (bucket, ours) in compared {
-            if is_equal(bucket, &ours) {
+        for has_sctp in [true, false] {
+            let compared = store.table_digests_since(answer.version, &differing, &view, has_sctp);
+            let (equal, others): (Vec<_>, Vec<_>) =
+                compared.into_iter().partition(|(bucket, ours)| table.bucket(*bucket) == *ours);
+            for (bucket, _) in equal {
                 self.table.remove(&bucket);
-            } else if is_certain {
-                self.suspects.insert(bucket);
             }
+            differing = others.into_iter().map(|(bucket, _)| bucket).collect();
+        }
+        // While Services change, a frontend may have another owner in the agent's version.
+        if !store.owners_changed_since(answer.version) {
+            self.suspects.extend(differing);
         }
     }
 
@@ -248,19 +220,20 @@ impl Comparison {
         }
         let Some(view) = self.view(answer) else { return };
         let version = answer.version.min(answer.resources_version);
-        let mut held: BTreeMap<u16, BTreeMap<ServiceKey, ServiceDigests>> = BTreeMap::new();
+        let mut held: BTreeMap<u16, Sides> = BTreeMap::new();
         for (key, digests) in answer.held.iter().filter_map(ServiceDigests::from_wire) {
-            held.entry(service_bucket(&key)).or_default().insert(key, digests);
+            held.entry(service_bucket(&key)).or_default().entry(key).or_default().1 = Some(digests);
         }
         let resources = answer.resources.as_ref().and_then(digests_from_wire);
         let described: BTreeSet<u16> = answer.buckets.iter().filter_map(|bucket| u16::try_from(*bucket).ok()).collect();
         for bucket in described.intersection(&self.suspects.clone()) {
             if let Some(ours) = known.store.services_since(version, *bucket, &view) {
-                let ours = ours.into_iter().map(|(key, digests)| ((*key).clone(), digests)).collect();
-                let theirs = held.remove(bucket).unwrap_or_default();
-                let digest = resources.as_ref().and_then(|digests| digests.buckets().get(usize::from(*bucket)));
-                let sides = Sides { ours: &ours, theirs: &theirs, digest };
-                self.describe_bucket(known, version, *bucket, &sides);
+                let mut sides = held.remove(bucket).unwrap_or_default();
+                for (key, digests) in ours {
+                    sides.entry((*key).clone()).or_default().0 = Some(digests);
+                }
+                let digest = resources.as_ref().map(|digests| digests.bucket(*bucket));
+                self.describe_bucket(known, version, *bucket, &sides, digest);
             }
         }
         // Suspects that were too many to describe stay open.
@@ -272,20 +245,25 @@ impl Comparison {
         }
     }
 
-    fn describe_bucket(&mut self, known: &Known, version: u64, bucket: u16, sides: &Sides<'_>) {
-        let Sides { ours, theirs, digest } = *sides;
+    /// `digest` is the agent's digest of the resources of the bucket.
+    fn describe_bucket(
+        &mut self,
+        known: &Known,
+        version: u64,
+        bucket: u16,
+        sides: &Sides,
+        digest: Option<BucketDigest>,
+    ) {
         let (differs, table_differs) = (self.resources.contains(&bucket), self.table.contains(&bucket));
-        let keys: BTreeSet<&ServiceKey> = ours.keys().chain(theirs.keys()).collect();
         let (mut named, mut has_rejected) = (false, false);
-        for key in &keys {
-            let pair = (ours.get(key), theirs.get(key));
-            if known.is_rejected(key) {
+        for (key, (ours, theirs)) in sides {
+            if known.rejections.concern(key) {
                 has_rejected = true;
-            } else if let Some(difference) = resources_difference(pair).filter(|_| differs) {
+            } else if let Some(difference) = resources_difference(ours.as_ref(), theirs.as_ref()).filter(|_| differs) {
                 self.add(clip(&key.to_string()), difference);
                 self.differing.insert(bucket);
                 named = true;
-            } else if table_differs && pair.0.map(|ours| ours.table) != pair.1.map(|theirs| theirs.table) {
+            } else if table_differs && ours.map(|ours| ours.table) != theirs.map(|theirs| theirs.table) {
                 self.add(clip(&key.to_string()), "the agent holds the resources that the control plane holds, and derives another forwarding table from them: run the same version of both programs");
                 named = true;
             }
@@ -293,19 +271,23 @@ impl Comparison {
         if has_rejected && !named {
             // The rejected resource, or the last good rules of the Service, are the difference. The
             // agent has reported both.
-            self.left_out.insert(rejected(&keys, known));
+            self.left_out.insert(rejected(sides, known));
             self.resources.remove(&bucket);
             self.table.remove(&bucket);
         } else if !named && differs {
             // The agent may have repaired its resources since its first answer, or the store may
             // have changed the bucket. The next attempt decides.
             let present = known.store.digests_since(version, &BTreeSet::from([bucket]));
-            let Some((_, present)) = present.first().filter(|(_, present)| Some(present) != digest) else { return };
-            let is_cidr = present.count > count(ours) || digest.is_some_and(|digest| digest.count > count(theirs));
+            let Some((_, present)) = present.first().filter(|(_, present)| Some(*present) != digest) else { return };
+            // A bucket with more resources than those of its Services holds a ServiceCIDR.
+            let count = |digests: Option<ServiceDigests>| digests.map_or(0, |digests| digests.resources.count);
+            let ours = sides.values().fold(0, |sum, (ours, _)| count(*ours).saturating_add(sum));
+            let theirs = sides.values().fold(0, |sum, (_, theirs)| count(*theirs).saturating_add(sum));
+            let is_cidr = present.count > ours || digest.is_some_and(|digest| digest.count > theirs);
             self.add("", if is_cidr { CIDRS_DIFFER } else { DIGEST_DIFFERS });
             self.differing.insert(bucket);
         } else if !named && table_differs && !self.has_drift && !self.doubted.insert(bucket) {
-            let names: Vec<String> = keys.iter().take(MAX_NAMED).map(ToString::to_string).collect();
+            let names: Vec<String> = sides.keys().take(MAX_NAMED).map(ToString::to_string).collect();
             let text = "the kernel forwards otherwise than the control plane requires, for at least one Service of";
             let names =
                 if names.is_empty() { "none: an address belongs to no Service".to_owned() } else { names.join(", ") };
@@ -313,8 +295,8 @@ impl Comparison {
         }
     }
 
-    /// Returns the result of all attempts, without its name.
-    pub(super) fn finish(mut self, of_node: v1::NodeVerification) -> v1::NodeVerification {
+    /// Returns what all attempts together have found.
+    pub(super) fn finish(mut self) -> v1::NodeVerification {
         let is_settled = self.is_settled();
         match self.wrong_node.take() {
             Some(text) if self.wrong_nodes == self.answers && self.failure.is_none() => self.add("", text),
@@ -339,23 +321,13 @@ impl Comparison {
             drift_count,
             unverified: self.unverified,
             is_repaired,
-            ..of_node
+            ..v1::NodeVerification::default()
         }
     }
 }
 
-/// The Services of a bucket, on both sides.
-struct Sides<'a> {
-    ours: &'a BTreeMap<ServiceKey, ServiceDigests>,
-    theirs: &'a BTreeMap<ServiceKey, ServiceDigests>,
-    /// The agent's digest of the resources of the bucket.
-    digest: Option<&'a BucketDigest>,
-}
-
-/// The number of resources of these Services. A bucket with more resources holds a ServiceCIDR.
-fn count(services: &BTreeMap<ServiceKey, ServiceDigests>) -> u32 {
-    services.values().fold(0, |count, digests| digests.resources.count.saturating_add(count))
-}
+/// The Services of a bucket: what the replica has, and what the agent has.
+type Sides = BTreeMap<ServiceKey, (Option<ServiceDigests>, Option<ServiceDigests>)>;
 
 /// Returns how a Node, as the agent holds and uses it, differs from ours.
 fn node_difference(ours: &Node, theirs: Option<&Node>, view: &NodeView) -> Option<String> {
@@ -381,8 +353,8 @@ fn node_difference(ours: &Node, theirs: Option<&Node>, view: &NodeView) -> Optio
 }
 
 /// Returns how the resources of a Service differ.
-fn resources_difference(pair: (Option<&ServiceDigests>, Option<&ServiceDigests>)) -> Option<String> {
-    match pair {
+fn resources_difference(ours: Option<&ServiceDigests>, theirs: Option<&ServiceDigests>) -> Option<String> {
+    match (ours, theirs) {
         (Some(_), None) => Some("the agent does not hold the Service".to_owned()),
         (None, Some(_)) => Some("the agent holds the Service, which does not exist".to_owned()),
         (Some(ours), Some(theirs)) if ours.resources == theirs.resources => None,
@@ -397,8 +369,8 @@ fn resources_difference(pair: (Option<&ServiceDigests>, Option<&ServiceDigests>)
     }
 }
 
-fn rejected(keys: &BTreeSet<&ServiceKey>, known: &Known) -> String {
-    let rejected = keys.iter().filter(|key| known.is_rejected(key)).map(ToString::to_string);
+fn rejected(sides: &Sides, known: &Known) -> String {
+    let rejected = sides.keys().filter(|key| known.rejections.concern(key)).map(ToString::to_string);
     let names = rejected.collect::<Vec<_>>().join(", ");
     format!(
         "the agent or its kernel rejects {names}, so these Services are not compared: `headgatectl agents` shows the reasons"

@@ -117,20 +117,15 @@ impl Verifier {
         Ok(())
     }
 
-    /// The names in the result for a node.
-    fn of_node(&self, node: &str) -> v1::NodeVerification {
-        let agent = self.fleet.find(node);
-        v1::NodeVerification {
-            node: node.to_owned(),
-            replica: self.fleet.context.settings.replica_name.clone(),
-            backend: agent.map(|agent| agent.record().backend.clone()).unwrap_or_default(),
-            ..v1::NodeVerification::default()
-        }
-    }
-
     /// Returns the result of a comparison, counts it, logs differences, and records what it proves.
     fn finish(&self, node: &str, comparison: Comparison) -> v1::NodeVerification {
-        let mut verification = comparison.finish(self.of_node(node));
+        let agent = self.fleet.find(node);
+        let mut verification = v1::NodeVerification {
+            node: node.to_owned(),
+            replica: self.fleet.context.settings.replica_name.clone(),
+            backend: agent.as_ref().map(|agent| agent.record().backend.clone()).unwrap_or_default(),
+            ..comparison.finish()
+        };
         let has_drift = verification.drift_count > 0 || !verification.drift.is_empty();
         let result = match (has_drift, verification.unverified.is_empty()) {
             (true, _) => "drift",
@@ -145,7 +140,7 @@ impl Verifier {
         }
         // A verification that proves nothing must not hide an earlier difference.
         if result != "unverified"
-            && let Some(agent) = self.fleet.find(node)
+            && let Some(agent) = agent
         {
             agent.update(|record| record.verified_on_request(&verification));
         }

@@ -161,7 +161,7 @@ fn load_balancer(family: Family) -> String {
 
 fn node_port_masquerade(family: Family) -> String {
     let mut rules = String::new();
-    for protocol in [Protocol::Tcp, Protocol::Udp, Protocol::Sctp] {
+    for protocol in Protocol::ALL {
         let name = protocol.to_string();
         let flags = if protocol == Protocol::Sctp { "dst,dst" } else { "dst" };
         Line::append(&mut rules, NODE_PORT)

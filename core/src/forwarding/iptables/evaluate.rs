@@ -7,8 +7,7 @@ use ipnet::IpNet;
 use super::parse::{ChainId, Condition, Content, Rule, Rules, Target, with_recorded};
 use crate::{
     behaviours::masquerade::LocalDetector,
-    forwarding::{Fate, Origin},
-    model::Protocol,
+    forwarding::{Ending, Fate, Origin},
     state::frontends::Frontend,
 };
 
@@ -30,7 +29,12 @@ pub(in crate::forwarding) struct Packet<'a> {
     pub(in crate::forwarding) frontend: Frontend,
     pub(in crate::forwarding) detector: Option<&'a LocalDetector>,
     pub(in crate::forwarding) sets: Option<&'a dyn Sets>,
+    /// The number of jumps and gotos so far. 0 for a caller that asks about a frontend.
+    pub(in crate::forwarding) depth: usize,
 }
+
+/// The chains with a rule that the decoder does not understand, and those in which it gave up.
+pub(in crate::forwarding) type Unknown = BTreeSet<Box<str>>;
 
 /// The sets that rules use.
 pub(in crate::forwarding) trait Sets: std::fmt::Debug {
@@ -49,31 +53,14 @@ impl Sets for ClosedGates {
     }
 }
 
-/// How a packet ends that is not translated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::forwarding) enum Ending {
-    Accept,
-    Drop,
-    Reject,
-}
-
-impl Ending {
-    /// How a target ends a packet.
-    pub(super) fn of(target: &Target) -> Option<Self> {
-        match target {
-            Target::Accept => Some(Self::Accept),
-            Target::Drop => Some(Self::Drop),
-            Target::Reject => Some(Self::Reject),
+impl Target {
+    /// How the target ends a packet.
+    pub(super) fn ending(&self) -> Option<Ending> {
+        match self {
+            Self::Accept => Some(Ending::Accept),
+            Self::Drop => Some(Ending::Drop),
+            Self::Reject => Some(Ending::Reject),
             _ => None,
-        }
-    }
-
-    /// The fate of an untranslated packet.
-    pub(in crate::forwarding) fn fate(ending: Option<Self>) -> Fate {
-        match ending {
-            None | Some(Self::Accept) => Fate::NotServed,
-            Some(Self::Drop) => Fate::Dropped,
-            Some(Self::Reject) => Fate::Rejected,
         }
     }
 }
@@ -204,12 +191,6 @@ fn when(condition: bool) -> Met {
 }
 
 impl Packet<'_> {
-    fn protocol_and_port(&self) -> (Protocol, u16) {
-        match self.frontend {
-            Frontend::Address(_, protocol, port) | Frontend::NodePort(_, protocol, port) => (protocol, port),
-        }
-    }
-
     fn meets(&self, condition: &Condition, chain: &str) -> Met {
         match condition {
             Condition::Destination(net, negated) => match self.frontend {
@@ -230,9 +211,9 @@ impl Packet<'_> {
                 }
                 _ => Met::Unknown,
             },
-            Condition::Protocol(protocol, negated) => when((*protocol == Some(self.protocol_and_port().0)) != *negated),
+            Condition::Protocol(protocol, negated) => when((*protocol == Some(self.frontend.protocol())) != *negated),
             Condition::Ports(first, last, negated) => {
-                when((*first..=*last).contains(&self.protocol_and_port().1) != *negated)
+                when((*first..=*last).contains(&self.frontend.port()) != *negated)
             }
             Condition::ToNode(negated) => when(matches!(self.frontend, Frontend::NodePort(..)) != *negated),
             Condition::FromNode(negated) => when((self.origin == Origin::Node) != *negated),
@@ -257,28 +238,9 @@ impl Packet<'_> {
 }
 
 impl Rules {
-    /// Follows a packet through one rule.
-    pub(in crate::forwarding) fn evaluate_rule(
-        &self,
-        rule: &Rule,
-        chain: &str,
-        packet: Packet<'_>,
-        unknown: &mut BTreeSet<Box<str>>,
-    ) -> Reached {
-        self.evaluate_rules(std::slice::from_ref(rule), chain, packet, 0, unknown)
-    }
-
-    /// Follows a packet through a chain. Appends the chains with a rule that the decoder does not
-    /// understand to `unknown`, and those in which it gave up. `depth` is 0 for a caller that asks
-    /// about a frontend.
-    pub(in crate::forwarding) fn evaluate(
-        &self,
-        id: ChainId,
-        packet: Packet<'_>,
-        depth: usize,
-        unknown: &mut BTreeSet<Box<str>>,
-    ) -> Reached {
-        if depth == 0 {
+    /// Follows a packet through a chain. Appends to `unknown`.
+    pub(in crate::forwarding) fn evaluate(&self, id: ChainId, packet: Packet<'_>, unknown: &mut Unknown) -> Reached {
+        if packet.depth == 0 {
             self.more_steps();
         }
         let mut reached = Reached::default();
@@ -286,7 +248,7 @@ impl Rules {
         let rules = match &chain.content {
             Content::Rules(rules) => rules,
             Content::Choice(choice) => {
-                let is_other = choice.protocol.is_some_and(|protocol| protocol != packet.protocol_and_port().0);
+                let is_other = choice.protocol.is_some_and(|protocol| protocol != packet.frontend.protocol());
                 reached.passes = is_other || choice.is_partial;
                 if !is_other && !choice.endpoints.is_empty() {
                     reached.endpoints = Endpoints::Shared(Arc::clone(&choice.endpoints));
@@ -294,11 +256,11 @@ impl Rules {
                 return reached;
             }
         };
-        if depth > MAX_DEPTH {
+        if packet.depth > MAX_DEPTH {
             unknown.insert(chain.name.clone());
             return reached;
         }
-        self.evaluate_rules(rules, &chain.name, packet, depth, unknown)
+        self.evaluate_rules(rules, &chain.name, packet, unknown)
     }
 
     /// True if the chain that is the target decides nothing about a packet. It may set a mark, with
@@ -311,13 +273,13 @@ impl Rules {
         }
     }
 
-    fn evaluate_rules(
+    /// Follows a packet through some rules of a chain. Appends to `unknown`.
+    pub(super) fn evaluate_rules(
         &self,
         rules: &[Rule],
         chain: &str,
         packet: Packet<'_>,
-        depth: usize,
-        unknown: &mut BTreeSet<Box<str>>,
+        unknown: &mut Unknown,
     ) -> Reached {
         let (mut reached, mut admits) = (Reached::default(), None);
         for rule in rules {
@@ -336,7 +298,7 @@ impl Rules {
                 unknown.insert(chain.into());
                 continue;
             }
-            let (result, goes_on) = self.follow(rule, packet, depth, unknown);
+            let (result, goes_on) = self.follow(rule, packet, unknown);
             match met {
                 Met::IfRecorded => {
                     reached.ending = reached.ending.or(result.ending);
@@ -363,29 +325,23 @@ impl Rules {
 
     /// What the target of a rule does with a packet, and whether the packet may go on with the next
     /// rule.
-    fn follow(
-        &self,
-        rule: &Rule,
-        packet: Packet<'_>,
-        depth: usize,
-        unknown: &mut BTreeSet<Box<str>>,
-    ) -> (Reached, bool) {
-        let ending = |ending| (Reached { ending: Some(ending), ..Reached::default() }, false);
+    fn follow(&self, rule: &Rule, packet: Packet<'_>, unknown: &mut Unknown) -> (Reached, bool) {
+        let deeper = Packet { depth: packet.depth + 1, ..packet };
         match rule.target {
-            Target::Accept => ending(Ending::Accept),
-            Target::Drop => ending(Ending::Drop),
-            Target::Reject => ending(Ending::Reject),
+            Target::Accept | Target::Drop | Target::Reject => {
+                (Reached { ending: rule.target.ending(), ..Reached::default() }, false)
+            }
             Target::Return => (Reached { left: true, ..Reached::default() }, false),
             Target::Translate(endpoint) => {
                 (Reached { endpoints: Endpoints::Many([endpoint].into()), ..Reached::default() }, false)
             }
             Target::Jump(id) => {
-                let mut result = self.evaluate(id, packet, depth + 1, unknown);
+                let mut result = self.evaluate(id, deeper, unknown);
                 let goes_on = std::mem::take(&mut result.passes) | std::mem::take(&mut result.left);
                 (result, goes_on)
             }
             Target::Goto(id) => {
-                let mut result = self.evaluate(id, packet, depth + 1, unknown);
+                let mut result = self.evaluate(id, deeper, unknown);
                 result.left |= std::mem::take(&mut result.passes);
                 (result, false)
             }

@@ -19,11 +19,11 @@ use std::{
 
 pub use self::parse::Rules;
 use self::{
-    evaluate::{ClosedGates, Ending, Reached, Sets},
+    evaluate::{ClosedGates, Reached, Sets},
     parse::TableName,
     walk::Walk,
 };
-use super::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table};
+use super::{Admitted, Ending, Entry, Fate, NodePortsAt, Origin, Problem, Table};
 use crate::{
     behaviours::masquerade::LocalDetector, dataplane::iptables::names, model::Family, state::frontends::Frontend,
 };
@@ -77,7 +77,6 @@ pub fn decode(
     let frontends: BTreeSet<Frontend> = frontends.copied().collect();
     for frontend in frontends {
         let is_node_port = matches!(frontend, Frontend::NodePort(..));
-        let (Frontend::Address(_, protocol, _) | Frontend::NodePort(_, protocol, _)) = frontend;
         let mut entry = Entry::default();
         let (mut admitted, mut is_guarded) = (None, true);
         for (origin, translated) in Origin::ALL.into_iter().zip(&translated) {
@@ -85,7 +84,7 @@ pub fn decode(
             let filter = if is_node_port { &input } else { to_endpoint };
             let refused = filter.reached.get(&frontend).and_then(Reached::ending_of_all);
             if let Some(reached) = translated.get(&frontend) {
-                entry.set(origin, to_endpoint.filtered(reached.fate(), protocol));
+                entry.set(origin, to_endpoint.filtered(reached.fate(), frontend.protocol()));
                 admitted = admitted.or_else(|| reached.admitted.clone());
             }
             if *entry.fate(origin) == Fate::NotServed {

@@ -24,12 +24,7 @@ pub(in crate::forwarding) enum TableName {
 
 impl TableName {
     fn parse(name: &str) -> Option<Self> {
-        match name {
-            "mangle" => Some(Self::Mangle),
-            "nat" => Some(Self::Nat),
-            "filter" => Some(Self::Filter),
-            _ => None,
-        }
+        [Self::Mangle, Self::Nat, Self::Filter].into_iter().find(|table| table.as_str() == name)
     }
 
     pub(in crate::forwarding) fn as_str(self) -> &'static str {
@@ -320,7 +315,7 @@ impl Rules {
     }
 
     fn target<'a>(
-        &mut self,
+        &self,
         table: TableName,
         is_goto: bool,
         name: &str,
@@ -339,14 +334,11 @@ impl Rules {
                 // Options such as --random or --persistent do not change the endpoint.
                 address.map_or(Target::Unknown, Target::Translate)
             }
-            name => {
-                let key = (table, Box::from(name));
-                match self.ids.get(&key) {
-                    Some(id) if is_goto => Target::Goto(*id),
-                    Some(id) => Target::Jump(*id),
-                    None => Target::Unknown,
-                }
-            }
+            name => match self.find(table, name) {
+                Some(id) if is_goto => Target::Goto(id),
+                Some(id) => Target::Jump(id),
+                None => Target::Unknown,
+            },
         }
     }
 }
@@ -387,12 +379,7 @@ fn net(text: &str) -> Option<IpNet> {
 }
 
 fn protocol(name: &str) -> Option<Protocol> {
-    match name {
-        "tcp" => Some(Protocol::Tcp),
-        "udp" => Some(Protocol::Udp),
-        "sctp" => Some(Protocol::Sctp),
-        _ => None,
-    }
+    Protocol::ALL.into_iter().find(|protocol| protocol.as_lower_str() == name)
 }
 
 fn ports(text: &str) -> Option<(u16, u16)> {

@@ -8,12 +8,12 @@ use std::{
 use ipnet::IpNet;
 
 use super::{
-    evaluate::{Ending, Packet, Reached, Sets, is_loopback},
+    evaluate::{Packet, Reached, Sets, is_loopback},
     parse::{ChainId, Condition, Content, Rule, Rules, TableName, Target},
 };
 use crate::{
     behaviours::masquerade::LocalDetector,
-    forwarding::{Fate, Origin, Problem},
+    forwarding::{Ending, Fate, Origin, Problem},
     model::{Family, Protocol},
     state::frontends::Frontend,
 };
@@ -83,7 +83,6 @@ impl Reach<'_> {
     }
 
     fn includes(&self, frontend: &Frontend, is_translated: bool) -> bool {
-        let (Frontend::Address(_, protocol, port) | Frontend::NodePort(_, protocol, port)) = frontend;
         let is_here = match frontend {
             Frontend::Address(address, ..) => {
                 self.destination.is_none_or(|net| net.contains(address)) && self.to_node != Some(true)
@@ -92,8 +91,8 @@ impl Reach<'_> {
         };
         is_here
             && self.translated.is_none_or(|wanted| wanted == is_translated)
-            && self.protocol.is_none_or(|wanted| wanted == *protocol)
-            && self.ports.is_none_or(|(first, last)| (first..=last).contains(port))
+            && self.protocol.is_none_or(|wanted| wanted == frontend.protocol())
+            && self.ports.is_none_or(|(first, last)| (first..=last).contains(&frontend.port()))
     }
 }
 
@@ -175,7 +174,7 @@ impl<'a> Walk<'a> {
         }
         let count = list.iter().rposition(|rule| is_ours(&rule)).map_or(0, |last| last + 1);
         for rule in &list[..count] {
-            let ending = Ending::of(&rule.target).filter(|_| rule.conditions.is_empty());
+            let ending = rule.target.ending().filter(|_| rule.conditions.is_empty());
             if is_ours(&rule) {
                 if let Some(reach) = self.narrowed(rule, Reach::default(), base) {
                     self.many(rule, reach, base, 0);
@@ -211,14 +210,10 @@ impl<'a> Walk<'a> {
     fn chain(&mut self, id: ChainId, reach: Reach<'a>, depth: usize) -> bool {
         let rules: &'a Rules = self.rules;
         let chain = rules.chain(id);
-        let Content::Rules(list) = &chain.content else {
+        let (Content::Rules(list), 0..=MAX_DEPTH) = (&chain.content, depth) else {
             self.not_understood(&chain.name);
             return true;
         };
-        if depth > MAX_DEPTH {
-            self.not_understood(&chain.name);
-            return true;
-        }
         let cuts = self.cuts.len();
         for rule in list {
             if !rules.step() {
@@ -241,11 +236,8 @@ impl<'a> Walk<'a> {
             }
         }
         // A RETURN leads back to the chain above.
-        let mut at = 0;
-        self.cuts.retain(|(_, ending)| {
-            at += 1;
-            at <= cuts || ending.is_some()
-        });
+        let here = self.cuts.split_off(cuts);
+        self.cuts.extend(here.into_iter().filter(|(_, ending)| ending.is_some()));
         true
     }
 
@@ -293,9 +285,9 @@ impl<'a> Walk<'a> {
         if let Some(before) = uncertain.filter(|_| !self.rules.only_marks(&rule.target)) {
             self.not_understood(before);
         }
-        let packet = Packet { origin: self.origin, frontend, detector: self.detector, sets: self.sets };
+        let packet = Packet { origin: self.origin, frontend, detector: self.detector, sets: self.sets, depth: 0 };
         let mut unknown = BTreeSet::new();
-        let reached = self.rules.evaluate_rule(rule, chain, packet, &mut unknown);
+        let reached = self.rules.evaluate_rules(std::slice::from_ref(rule), chain, packet, &mut unknown);
         if !self.rules.is_exhausted() {
             unknown.iter().for_each(|chain| self.not_understood(chain));
         }
@@ -329,7 +321,7 @@ impl<'a> Walk<'a> {
             Target::Accept | Target::Drop | Target::Reject | Target::Return => {
                 let has_sets = self.sets.is_some();
                 let is_set = |condition: &Condition| matches!(condition, Condition::InSet(..));
-                let ending = Ending::of(&rule.target);
+                let ending = rule.target.ending();
                 let is_certain = reach.uncertain.is_none();
                 let is_cut = is_certain && self.cuts.len() < MAX_CUTS;
                 if is_cut {

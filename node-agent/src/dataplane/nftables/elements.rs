@@ -470,8 +470,7 @@ impl Reader<'_> {
     fn frontend(&mut self, has_address: bool) -> Option<Frontend> {
         let address = if has_address { Some(self.address()?) } else { None };
         let [number] = self.take()?;
-        let all = [Protocol::Tcp, Protocol::Udp, Protocol::Sctp];
-        let protocol = all.into_iter().find(|protocol| protocol_number(*protocol) == number)?;
+        let protocol = Protocol::ALL.into_iter().find(|protocol| protocol_number(*protocol) == number)?;
         let port = self.port()?;
         Some(match address {
             Some(address) => Frontend::Address(address, protocol, port),

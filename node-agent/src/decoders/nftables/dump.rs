@@ -1,11 +1,8 @@
 //! A dump of a table, in a compact form.
 
-use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
-};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use headgate_core::{Family, Protocol, frontends::Frontend};
+use headgate_core::{Family, Protocol, address_from_bytes, frontends::Frontend};
 use nftables_netlink::{
     BaseChain, ChainType, DataType, Element, ElementData, Expression, Hook, Kernel, NftablesError, Set, SetData,
     TableName, ValueType, Verdict,
@@ -150,15 +147,10 @@ impl Dump {
     fn frontend(&self, key: &[u8], has_address: bool) -> Option<Frontend> {
         let (address, rest) = if has_address { key.split_at_checked(self.address_bytes())? } else { (&[][..], key) };
         let [protocol, _, _, _, high, low, ..] = *rest else { return None };
-        let protocol = match protocol {
-            6 => Protocol::Tcp,
-            17 => Protocol::Udp,
-            132 => Protocol::Sctp,
-            _ => return None,
-        };
+        let protocol = Protocol::ALL.into_iter().find(|known| protocol_number(*known) == protocol)?;
         let port = u16::from_be_bytes([high, low]);
         Some(if has_address {
-            Frontend::Address(address_of(address)?, protocol, port)
+            Frontend::Address(address_from_bytes(address)?, protocol, port)
         } else {
             Frontend::NodePort(self.family, protocol, port)
         })
@@ -169,6 +161,15 @@ impl Dump {
             Family::V4 => 4,
             Family::V6 => 16,
         }
+    }
+}
+
+/// The number of a protocol in the IP header.
+pub(super) fn protocol_number(protocol: Protocol) -> u8 {
+    match protocol {
+        Protocol::Tcp => 6,
+        Protocol::Udp => 17,
+        Protocol::Sctp => 132,
     }
 }
 
@@ -212,12 +213,4 @@ impl SetDump {
     fn key_of<'a>(&self, element: &'a [u8]) -> &'a [u8] {
         element.get(..self.key_bytes).unwrap_or(element)
     }
-}
-
-/// Reads an address.
-pub(super) fn address_of(bytes: &[u8]) -> Option<IpAddr> {
-    if let Ok(v4) = <[u8; 4]>::try_from(bytes) {
-        return Some(Ipv4Addr::from(v4).into());
-    }
-    <[u8; 16]>::try_from(bytes).ok().map(|v6| Ipv6Addr::from(v6).into())
 }

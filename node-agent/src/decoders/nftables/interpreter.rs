@@ -8,7 +8,8 @@ use std::{
 };
 
 use headgate_core::{
-    forwarding::{Fate, NodePortsAt, Origin},
+    address_from_bytes,
+    forwarding::{Ending, Fate, NodePortsAt, Origin},
     frontends::Frontend,
     masquerade::LocalDetector,
 };
@@ -19,7 +20,7 @@ use nftables_netlink::{
 
 use super::{
     Dump,
-    dump::{SetDump, address_of},
+    dump::SetDump,
     packet::{Key, Packet, Registers, Word},
 };
 
@@ -35,14 +36,6 @@ const NODE_PORT_ADDRESSES: &str = "node-port-addresses";
 /// The set of the addresses of the node, which exists if rules cannot ask the routing table. Rules
 /// then list the addresses that answer NodePorts, also if all do.
 const NODE_ADDRESSES: &str = "node-addresses";
-
-/// How a packet ends that is not translated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Ending {
-    Accept,
-    Drop,
-    Reject,
-}
 
 /// What the rules do with a packet.
 #[derive(Debug, Default)]
@@ -73,6 +66,14 @@ impl Outcome {
         self.returns |= other.returns;
         self.admitted.extend(other.admitted);
     }
+}
+
+/// The rule that a packet has reached.
+#[derive(Clone, Copy)]
+struct At<'c> {
+    packet: Packet,
+    chain: &'c str,
+    depth: usize,
 }
 
 /// The results of a random number or a hash.
@@ -169,12 +170,10 @@ impl<'a> Interpreter<'a> {
                 continue;
             }
             endpoints.extend(outcome.endpoints);
-            let fate = match outcome.ending {
-                None if !outcome.goes_on => break,
-                None | Some(Ending::Accept) => Fate::NotServed,
-                Some(Ending::Drop) => Fate::Dropped,
-                Some(Ending::Reject) => Fate::Rejected,
-            };
+            if outcome.ending.is_none() && !outcome.goes_on {
+                break;
+            }
+            let fate = Ending::fate(outcome.ending);
             if !endpoints.is_empty() {
                 return (Fate::Partly(self.list(endpoints)), admitted);
             }
@@ -184,6 +183,12 @@ impl<'a> Interpreter<'a> {
         }
         let fate = if endpoints.is_empty() { Fate::NotServed } else { Fate::Forwarded(self.list(endpoints)) };
         (fate, admitted)
+    }
+
+    /// Notes that a rule of a chain is not understood. Returns false: no packet meets it.
+    fn not_understood(&mut self, chain: &str) -> bool {
+        self.unknown.insert(chain.to_owned());
+        false
     }
 
     fn list(&mut self, endpoints: BTreeSet<SocketAddr>) -> Arc<[SocketAddr]> {
@@ -200,7 +205,7 @@ impl<'a> Interpreter<'a> {
     fn chain(&mut self, name: &str, packet: Packet, depth: usize) -> Outcome {
         let dump = self.dump;
         let Some(chain) = dump.chains.get(name).filter(|_| depth <= MAX_DEPTH) else {
-            self.unknown.insert(name.to_owned());
+            self.not_understood(name);
             return Outcome::goes_on();
         };
         let mut all = Outcome::default();
@@ -209,7 +214,7 @@ impl<'a> Interpreter<'a> {
             if self.is_exhausted() {
                 break;
             }
-            let outcome = self.rule(rule, Registers::default(), packet, name, depth);
+            let outcome = self.rule(rule, Registers::default(), At { packet, chain: name, depth });
             let goes_on = outcome.goes_on;
             all.add(Outcome { goes_on: false, ..outcome });
             if !goes_on {
@@ -223,14 +228,8 @@ impl<'a> Interpreter<'a> {
     }
 
     /// Executes the rest of a rule.
-    fn rule(
-        &mut self,
-        rule: &[Expression],
-        mut registers: Registers,
-        packet: Packet,
-        chain: &str,
-        depth: usize,
-    ) -> Outcome {
+    fn rule(&mut self, rule: &[Expression], mut registers: Registers, at: At<'_>) -> Outcome {
+        let packet = at.packet;
         for (position, expression) in rule.iter().enumerate() {
             self.count_steps(1);
             let rest = &rule[position + 1..];
@@ -273,45 +272,36 @@ impl<'a> Interpreter<'a> {
                         Found::Yes => true,
                         Found::No => false,
                         Found::Admitted(ranges) => {
-                            let mut outcome = self.rule(rest, registers, packet, chain, depth);
+                            let mut outcome = self.rule(rest, registers, at);
                             outcome.admitted.extend(ranges);
                             outcome.goes_on = true;
                             return outcome;
                         }
-                        Found::Verdict(verdict) => return self.verdict(&verdict, packet, chain, depth),
-                        Found::NotUnderstood => {
-                            self.unknown.insert(chain.to_owned());
-                            false
-                        }
+                        Found::Verdict(verdict) => return self.verdict(&verdict, at),
+                        Found::NotUnderstood => self.not_understood(at.chain),
                     }
                 }
                 Expression::NumberGenerator { modulus, offset, to, .. }
                 | Expression::Hash { modulus, offset, to, .. } => {
                     let numbers = Numbers { count: *modulus, first: *offset, to: *to };
-                    let drawn = self.each_drawn(numbers, rest, registers, packet, chain, depth);
-                    return drawn.unwrap_or_else(|| self.each(numbers, rest, registers, packet, chain, depth));
+                    let drawn = self.each_drawn(numbers, rest, registers, at);
+                    return drawn.unwrap_or_else(|| self.each(numbers, rest, registers, at));
                 }
                 // A set may be full, and a client may exceed a rate.
                 Expression::DynamicSet(_) | Expression::Limit { .. } => {
-                    let mut outcome = self.rule(rest, registers, packet, chain, depth);
+                    let mut outcome = self.rule(rest, registers, at);
                     outcome.goes_on = true;
                     return outcome;
                 }
-                Expression::Verdict(verdict) => return self.verdict(verdict, packet, chain, depth),
+                Expression::Verdict(verdict) => return self.verdict(verdict, at),
                 Expression::Reject(_) => return Outcome::ends(Ending::Reject),
                 Expression::Nat { kind: NatKind::Destination, address: Some(address), port: Some(port), .. } => {
                     match self.endpoint(&registers, *address, *port) {
                         Some(endpoint) => return Outcome { endpoints: [endpoint].into(), ..Outcome::default() },
-                        None => {
-                            self.unknown.insert(chain.to_owned());
-                            false
-                        }
+                        None => self.not_understood(at.chain),
                     }
                 }
-                _ => {
-                    self.unknown.insert(chain.to_owned());
-                    false
-                }
+                _ => self.not_understood(at.chain),
             };
             if !is_met {
                 return Outcome::goes_on();
@@ -321,18 +311,10 @@ impl<'a> Interpreter<'a> {
     }
 
     /// Executes the rest of a rule for each result of a random number or a hash.
-    fn each(
-        &mut self,
-        numbers: Numbers,
-        rest: &[Expression],
-        mut registers: Registers,
-        packet: Packet,
-        chain: &str,
-        depth: usize,
-    ) -> Outcome {
+    fn each(&mut self, numbers: Numbers, rest: &[Expression], mut registers: Registers, at: At<'_>) -> Outcome {
         let mut all = Outcome::default();
         if numbers.count > MAX_RESULTS {
-            self.unknown.insert(chain.to_owned());
+            self.not_understood(at.chain);
         }
         for number in 0..numbers.count.min(MAX_RESULTS) {
             self.count_steps(1);
@@ -340,7 +322,7 @@ impl<'a> Interpreter<'a> {
                 break;
             }
             registers.load_number(numbers.to, numbers.first.wrapping_add(number));
-            all.add(self.rule(rest, registers, packet, chain, depth));
+            all.add(self.rule(rest, registers, at));
         }
         all
     }
@@ -352,9 +334,7 @@ impl<'a> Interpreter<'a> {
         numbers: Numbers,
         rest: &[Expression],
         mut registers: Registers,
-        packet: Packet,
-        chain: &str,
-        depth: usize,
+        at: At<'_>,
     ) -> Option<Outcome> {
         registers.set(numbers.to, 0, Word::Unknown);
         let loads = rest.iter().take_while(|expression| matches!(expression, Expression::Immediate { .. })).count();
@@ -383,7 +363,7 @@ impl<'a> Interpreter<'a> {
             self.count_steps(1);
             let mut registers = registers;
             registers.load(*to, data);
-            all.add(self.rule(rest, registers, packet, chain, depth));
+            all.add(self.rule(rest, registers, at));
         }
         Some(all)
     }
@@ -407,26 +387,26 @@ impl<'a> Interpreter<'a> {
         drawn
     }
 
-    fn verdict(&mut self, verdict: &Verdict, packet: Packet, chain: &str, depth: usize) -> Outcome {
+    fn verdict(&mut self, verdict: &Verdict, at: At<'_>) -> Outcome {
         match verdict {
             Verdict::Accept => Outcome::ends(Ending::Accept),
             Verdict::Drop => Outcome::ends(Ending::Drop),
             Verdict::Continue => Outcome::goes_on(),
             Verdict::Return => Outcome { returns: true, ..Outcome::default() },
-            Verdict::Jump(target) => self.chain(target, packet, depth + 1),
+            Verdict::Jump(target) => self.chain(target, at.packet, at.depth + 1),
             Verdict::Goto(target) => {
-                let outcome = self.chain(target, packet, depth + 1);
+                let outcome = self.chain(target, at.packet, at.depth + 1);
                 Outcome { returns: outcome.goes_on, goes_on: false, ..outcome }
             }
             Verdict::Other(_) => {
-                self.unknown.insert(chain.to_owned());
+                self.not_understood(at.chain);
                 Outcome::goes_on()
             }
         }
     }
 
     fn endpoint(&self, registers: &Registers, address: RegisterRange, port: RegisterRange) -> Option<SocketAddr> {
-        let address = address_of(&registers.bytes(address.first, self.dump.address_bytes())?)?;
+        let address = address_from_bytes(&registers.bytes(address.first, self.dump.address_bytes())?)?;
         let port = registers.bytes(port.first, 2)?;
         Some(SocketAddr::new(address, u16::from_be_bytes([port[0], port[1]])))
     }
@@ -438,7 +418,7 @@ impl<'a> Interpreter<'a> {
         let ordering = match key {
             Key::Known(bytes) => Some(bytes.as_slice().cmp(&value.0)),
             Key::EndsWithSource(start, prefix_length) if start.is_empty() => {
-                let range = address_of(&value.0).and_then(|address| IpNet::new(address, *prefix_length).ok());
+                let range = address_from_bytes(&value.0).and_then(|address| IpNet::new(address, *prefix_length).ok());
                 let is_pods = matches!(self.detector, Some(LocalDetector::Cidr(cidr)) if Some(cidr.trunc()) == range);
                 (is_pods && is_pod).then_some(std::cmp::Ordering::Equal)
             }
@@ -494,7 +474,7 @@ impl<'a> Interpreter<'a> {
                 is_known.then_some(&[][..])
             }
             (Key::EndsWithSource(start, prefix_length), LookupResult::Present) => {
-                let range = |key: &[u8]| IpNet::new(address_of(key.get(start.len()..)?)?, *prefix_length).ok();
+                let range = |key: &[u8]| IpNet::new(address_from_bytes(key.get(start.len()..)?)?, *prefix_length).ok();
                 let ranges: Vec<IpNet> = set.keys(start).filter_map(range).collect();
                 self.count_steps(ranges.len());
                 return if ranges.is_empty() { Found::No } else { Found::Admitted(ranges) };
@@ -515,7 +495,7 @@ impl<'a> Interpreter<'a> {
     /// Whether the set of addresses that answer NodePorts contains the destination: the decoder
     /// assumes one of the addresses in the set.
     fn node_address<'s>(&mut self, set: &'s SetDump) -> Option<&'s [u8]> {
-        let addresses: BTreeSet<_> = set.keys(&[]).filter_map(address_of).collect();
+        let addresses: BTreeSet<_> = set.keys(&[]).filter_map(address_from_bytes).collect();
         let is_known = !addresses.is_empty();
         self.count_steps(addresses.len());
         let lists_all = self.dump.sets.contains_key(NODE_ADDRESSES);

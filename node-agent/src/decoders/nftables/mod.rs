@@ -115,12 +115,11 @@ fn given_up(dump: &Dump) -> Table {
 fn check_redirects(interpreter: &mut Interpreter<'_>, dump: &Dump, table: &mut Table) {
     let mut checked = BTreeSet::new();
     for (frontend, entry) in &table.entries {
-        let (Frontend::Address(_, protocol, _) | Frontend::NodePort(_, protocol, _)) = frontend;
         let is_node_port = matches!(frontend, Frontend::NodePort(..));
         for origin in Origin::ALL {
             let is_forwarded = matches!(entry.fate(origin), Fate::Forwarded(_));
             let is_inside = entry.fate(origin) != entry.fate(Origin::Outside);
-            if *protocol != Protocol::Tcp || !is_forwarded || !checked.insert((is_node_port, is_inside)) {
+            if frontend.protocol() != Protocol::Tcp || !is_forwarded || !checked.insert((is_node_port, is_inside)) {
                 continue;
             }
             let (fate, _) = interpreter.follow(*frontend, origin);

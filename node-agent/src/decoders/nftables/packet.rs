@@ -1,9 +1,9 @@
 //! A packet, and what registers hold while a rule reads it.
 
-use headgate_core::{Protocol, forwarding::Origin, frontends::Frontend};
-use nftables_netlink::{CtKey, FibFlags, FibResult, MetaKey, PayloadBase, Register};
+use headgate_core::{forwarding::Origin, frontends::Frontend};
+use nftables_netlink::{CtKey, FibFlags, FibResult, MetaKey, PayloadBase, Register, Value};
 
-use super::Dump;
+use super::{Dump, dump::protocol_number};
 
 /// `NF_CT_STATE_BIT(IP_CT_NEW)` of `linux/netfilter/nf_conntrack_common.h`.
 const STATE_NEW: u32 = 8;
@@ -120,16 +120,6 @@ pub(super) enum Key {
 }
 
 impl Packet {
-    fn protocol_and_port(&self) -> (u8, u16) {
-        let (Frontend::Address(_, protocol, port) | Frontend::NodePort(_, protocol, port)) = self.frontend;
-        let number = match protocol {
-            Protocol::Tcp => 6,
-            Protocol::Udp => 17,
-            Protocol::Sctp => 132,
-        };
-        (number, port)
-    }
-
     /// Loads bytes of a header.
     pub(super) fn payload(
         &self,
@@ -145,14 +135,11 @@ impl Packet {
                 registers.mask_source(to, length, bits);
             }
             (PayloadBase::Network, at) if at == addresses.1 && length == dump.address_bytes() => match self.frontend {
-                Frontend::Address(address, ..) => match address {
-                    std::net::IpAddr::V4(v4) => registers.load(to, &v4.octets()),
-                    std::net::IpAddr::V6(v6) => registers.load(to, &v6.octets()),
-                },
+                Frontend::Address(address, ..) => registers.load(to, &Value::from(address).0),
                 Frontend::NodePort(..) => registers.fill(to, length, |_| Word::NodeAddress),
             },
             (PayloadBase::Transport, 2) if length == 2 => {
-                registers.load(to, &self.protocol_and_port().1.to_be_bytes());
+                registers.load(to, &self.frontend.port().to_be_bytes());
             }
             _ => registers.fill(to, length, |_| Word::Unknown),
         }
@@ -161,7 +148,7 @@ impl Packet {
     /// Loads a property of the packet.
     pub(super) fn meta(&self, key: MetaKey, to: Register, registers: &mut Registers) {
         match key {
-            MetaKey::L4Protocol => registers.load(to, &[self.protocol_and_port().0]),
+            MetaKey::L4Protocol => registers.load(to, &[protocol_number(self.frontend.protocol())]),
             MetaKey::Mark => registers.load_number(to, 0),
             MetaKey::InputInterfaceName => registers.fill(to, 16, |_| Word::Interface),
             _ => registers.fill(to, 16, |_| Word::Unknown),

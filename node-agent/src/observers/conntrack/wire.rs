@@ -3,7 +3,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use headgate_core::{Family, conntrack::Filter};
+use headgate_core::{Family, address_from_bytes, conntrack::Filter};
 use headgate_netlink::{Request, attributes};
 
 const SUBSYSTEM: u16 = (libc::NFNL_SUBSYS_CTNETLINK as u16) << 8;
@@ -201,8 +201,8 @@ fn udp_tuple(tuple: &[u8]) -> Option<(SocketAddr, SocketAddr)> {
     for (part, nested) in attributes(tuple) {
         for (kind, value) in attributes(nested) {
             match (part, kind) {
-                (TUPLE_IP, 1 | 3) => source = address(value),
-                (TUPLE_IP, 2 | 4) => destination = address(value),
+                (TUPLE_IP, 1 | 3) => source = address_from_bytes(value),
+                (TUPLE_IP, 2 | 4) => destination = address_from_bytes(value),
                 (TUPLE_PROTOCOL, PROTOCOL_NUMBER) => is_udp = value == [PROTOCOL_UDP],
                 (TUPLE_PROTOCOL, SOURCE_PORT) => source_port = port(value),
                 (TUPLE_PROTOCOL, DESTINATION_PORT) => destination_port = port(value),
@@ -212,14 +212,6 @@ fn udp_tuple(tuple: &[u8]) -> Option<(SocketAddr, SocketAddr)> {
     }
     let pair = (SocketAddr::new(source?, source_port?), SocketAddr::new(destination?, destination_port?));
     is_udp.then_some(pair)
-}
-
-fn address(value: &[u8]) -> Option<IpAddr> {
-    match value.len() {
-        4 => <[u8; 4]>::try_from(value).ok().map(IpAddr::from),
-        16 => <[u8; 16]>::try_from(value).ok().map(IpAddr::from),
-        _ => None,
-    }
 }
 
 fn port(value: &[u8]) -> Option<u16> {
