@@ -1,10 +1,4 @@
 //! Writes the state file.
-//!
-//! ```text
-//! MAGIC   { length, varint   Part }*   checksum
-//! ```
-//!
-//! The checksum is SHA-256 over everything before it. A reader uses the whole file or nothing.
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions, TryLockError},
@@ -22,7 +16,7 @@ use tracing::debug;
 
 use super::{
     last_run,
-    load::{self, LoadError},
+    load::{self, LoadError, MAGIC, Part},
 };
 use crate::state::{AgentState, SavePoint, held::Restored};
 
@@ -30,31 +24,8 @@ use crate::state::{AgentState, SavePoint, held::Restored};
 pub(super) const FILE: &str = "state";
 pub(super) const TEMPORARY: &str = "state.new";
 
-/// The first bytes of the file. They change with each incompatible change of the format.
-pub const MAGIC: &[u8; 16] = b"Headgate state 1";
-
-/// The size of the checksum at the end of the file.
-pub(super) const CHECKSUM_BYTES: usize = 32;
-
 /// Resources are split into parts of about this size, but a Service is never split.
 const PART_BYTES: usize = 64 << 10;
-
-/// A part of the file. Each part has resources, or all other fields: the last part.
-#[derive(Clone, PartialEq, prost::Message)]
-pub struct Part {
-    /// Resources.
-    #[prost(message, optional, tag = "1")]
-    pub changes: Option<v1::Changes>,
-    /// The name of the node to which the file belongs.
-    #[prost(string, tag = "2")]
-    pub node_name: String,
-    /// What the agent holds of its own Node.
-    #[prost(message, optional, tag = "3")]
-    pub node: Option<v1::OwnNode>,
-    /// The version and positions of the state, without digests.
-    #[prost(message, optional, tag = "4")]
-    pub point: Option<v1::Resume>,
-}
 
 /// The state file of one node.
 #[derive(Debug)]
@@ -108,7 +79,11 @@ impl StateFile {
     pub(super) fn write(&mut self, shared: &AgentState) -> io::Result<Written> {
         self.take_lock()?;
         let path = self.folder.join(TEMPORARY);
-        self.write_to(&path, shared).map_err(|error| at(&path, &error))
+        self.write_to(&path, shared).map_err(|error| {
+            // A part of a state only takes up space, which a full disk lacks.
+            let _ = fs::remove_file(&path);
+            at(&path, &error)
+        })
     }
 
     fn write_to(&self, path: &Path, shared: &AgentState) -> io::Result<Written> {

@@ -1,14 +1,42 @@
-//! Reads and checks the state file.
+//! The format of the state file, and how the file is read and checked.
+//!
+//! ```text
+//! MAGIC   { length, varint   Part }*   checksum
+//! ```
+//!
+//! The checksum is SHA-256 over everything before it. A reader uses the whole file or nothing.
 
-use std::{fs, io, path::Path};
+use std::{fmt::Display, fs, io, path::Path};
 
 use headgate_core::{Dirty, State};
 use headgate_proto::{Decoder, node_from_wire, v1};
 use prost::Message as _;
 use sha2::{Digest as _, Sha256};
 
-use super::file::{CHECKSUM_BYTES, MAGIC, Part};
 use crate::state::held::{Held, Restored};
+
+/// The first bytes of the file. They change with each incompatible change of the format.
+pub const MAGIC: &[u8; 16] = b"Headgate state 1";
+
+/// The size of the checksum at the end of the file.
+const CHECKSUM_BYTES: usize = 32;
+
+/// A part of the file. Each part has resources, or all other fields: the last part.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct Part {
+    /// Resources.
+    #[prost(message, optional, tag = "1")]
+    pub changes: Option<v1::Changes>,
+    /// The name of the node to which the file belongs.
+    #[prost(string, tag = "2")]
+    pub node_name: String,
+    /// What the agent holds of its own Node.
+    #[prost(message, optional, tag = "3")]
+    pub node: Option<v1::OwnNode>,
+    /// The version and positions of the state, without digests.
+    #[prost(message, optional, tag = "4")]
+    pub point: Option<v1::Resume>,
+}
 
 /// Why a state file is not used. Each text continues a sentence that begins with the name of the
 /// file.
@@ -44,14 +72,15 @@ pub(super) fn read_from(bytes: &[u8], node_name: &str) -> Result<Restored, LoadE
     if !bytes.starts_with(MAGIC) {
         return Err(LoadError::Magic);
     }
-    let (content, checksum) = bytes.split_last_chunk::<CHECKSUM_BYTES>().ok_or(LoadError::Checksum)?;
-    let Some(mut rest) = content.strip_prefix(MAGIC).filter(|_| Sha256::digest(content)[..] == checksum[..]) else {
+    let (body, checksum) = bytes.split_last_chunk::<CHECKSUM_BYTES>().ok_or(LoadError::Checksum)?;
+    let Some(mut rest) = body.strip_prefix(MAGIC).filter(|_| Sha256::digest(body)[..] == checksum[..]) else {
         return Err(LoadError::Checksum);
     };
     let (mut state, mut decoder) = (State::default(), Decoder::default());
     while !rest.is_empty() {
-        let part = Part::decode_length_delimited(&mut rest).map_err(content_error)?;
-        let (changes, rejections) = decoder.changes(part.changes.unwrap_or_default()).map_err(content_error)?;
+        let part = Part::decode_length_delimited(&mut rest).map_err(|error| content(&error))?;
+        let (changes, rejections) =
+            decoder.changes(part.changes.unwrap_or_default()).map_err(|error| content(&error))?;
         // Every resource in the file was usable when it was written. If this version of the program
         // cannot use a resource, the program must not silently leave out the resource.
         rejections.first().map_or(Ok(()), |rejection| Err(unusable(rejection)))?;
@@ -72,7 +101,7 @@ pub(super) fn read_from(bytes: &[u8], node_name: &str) -> Result<Restored, LoadE
     Err(LoadError::Content("it has no end".into()))
 }
 
-fn content_error(error: impl ToString) -> LoadError {
+fn content(error: &dyn Display) -> LoadError {
     LoadError::Content(error.to_string())
 }
 

@@ -24,7 +24,7 @@ use sha2::{Digest as _, Sha256};
 use tracing::{info, warn};
 
 #[doc(hidden)]
-pub use file::{MAGIC, Part};
+pub use load::{MAGIC, Part};
 pub use metrics::SaveMetrics;
 pub(crate) use saver::{Saver, SaverInputs};
 

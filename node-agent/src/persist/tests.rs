@@ -15,8 +15,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     SaveMetrics, Saver, SaverInputs,
-    file::{MAGIC, Part, StateFile},
-    load, open, remove,
+    file::StateFile,
+    load::{self, MAGIC, Part},
+    open, remove,
 };
 use crate::{
     progress::{Failure, Programmed, Progress, Target},
@@ -223,9 +224,9 @@ fn a_resume_by_log_brings_what_changed_during_a_write() {
     let changes = move |version: u64| {
         let name = &services[usize::try_from(version * 7).unwrap() % services.len()];
         let last = u8::try_from(version % 5 + 1).unwrap();
-        let change = if version % 3 == 0 { no_endpoint(name, last) } else { endpoint(name, last, 8080) };
+        let change = if version.is_multiple_of(3) { no_endpoint(name, last) } else { endpoint(name, last, 8080) };
         let other = &services[usize::try_from(version).unwrap() % services.len()];
-        let other = if version % 2 == 0 { service(other, 81) } else { Change::RemoveService(key(other)) };
+        let other = if version.is_multiple_of(2) { service(other, 81) } else { Change::RemoveService(key(other)) };
         vec![change, other]
     };
     let writer = {

@@ -418,10 +418,13 @@ impl AgentState {
         self.lock().held.position()
     }
 
-    /// See [`Held::point`].
+    /// See [`Held::point`]. The epoch is 0 also while the state is unconfirmed, because it may lack
+    /// what its positions include.
     #[must_use]
     pub fn point(&self) -> Option<v1::Resume> {
-        self.lock().held.point()
+        let inner = self.lock();
+        let point = inner.held.point()?;
+        Some(if inner.is_unconfirmed { v1::Resume { epoch: 0, ..point } } else { point })
     }
 
     /// Calls `read` with the state while the lock is held.
