@@ -47,26 +47,16 @@ pub fn server_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize 
     applied
 }
 
-/// Reads a state file. Returns true when the file holds a valid state.
+/// Reads a state file with this content and the right checksum. Another version of the agent, or an
+/// agent with a defect, may write such a file. Returns true when the file holds a valid state.
 ///
 /// # Panics
 /// The digests of the resulting state are wrong.
 #[must_use]
-pub fn state_file(bytes: &[u8]) -> bool {
-    let state = persist::state_in(bytes, "node-a");
+pub fn state_file(content: &[u8]) -> bool {
+    let state = persist::state_of(content, "node-a");
     state.iter().for_each(assert_digests);
     state.is_some()
-}
-
-/// Reads a state file that consists of `records`, each with a kind and a payload. All checksums are
-/// correct. Another version of the agent, or an agent with a defect, may write such a file. Returns
-/// true when the file holds a valid state.
-///
-/// # Panics
-/// The digests of the resulting state are wrong.
-#[must_use]
-pub fn state_records(records: &[(u8, &[u8])]) -> bool {
-    persist::file_of(records).is_ok_and(|file| state_file(&file))
 }
 
 /// Reads a `KubeProxyConfiguration`. Returns true when the agent would start with this

@@ -170,15 +170,12 @@ async fn run_configured(
     info!(node = %node_name, backend = dataplane.name(), version = env!("CARGO_PKG_VERSION"), "starting");
 
     let metrics = Arc::new(Metrics::default());
-    let (state, saver) = match options.state_folder() {
-        Some(folder) => {
-            let (restored, saver) = persist::open(folder, Arc::clone(&node_name), options.state_save_period);
-            metrics.saves.restored.set(restored.is_some().into());
-            (AgentState::persistent(&node_name, restored), Some(saver))
-        }
-        None => (AgentState::new(&node_name), None),
-    };
-    let state = Arc::new(state);
+    let opened =
+        options.state_folder().map(|folder| persist::open(folder, Arc::clone(&node_name), options.state_save_period));
+    let (restored, saver) = opened.unzip();
+    let restored = restored.flatten();
+    metrics.saves.restored.set(restored.is_some().into());
+    let state = Arc::new(AgentState::restored(&node_name, restored.unwrap_or_default()));
     let Settings { bind_address, allow_external_ips, min_sync_period, sync_period, .. } = settings;
     let Settings { masquerade_all, localhost_node_ports, .. } = settings;
     state.set_policy(NodePolicy { bind_address, ignores_external_ips: !allow_external_ips });
@@ -286,7 +283,10 @@ async fn run_configured(
             None => std::future::pending().await,
         }
     };
-    let saving = saver.map(|saver| tokio::spawn(saver.run(saver_inputs.clone(), running.clone())));
+    let saving = saver.map(|saver| {
+        let (inputs, running) = (saver_inputs.clone(), running.clone());
+        task::spawn_blocking(move || saver.run(&inputs, &running))
+    });
     let following = async {
         if running.run_until_cancelled(has_certificate.cancelled()).await.is_some() {
             session.run(running.clone()).await;
@@ -307,7 +307,8 @@ async fn run_configured(
     if let Some(saving) = saving
         && let Ok(saver) = saving.await
     {
-        saver.save_last(&saver_inputs).await;
+        // The task cannot fail: it does not panic, and nobody stops it.
+        let _ = task::spawn_blocking(move || saver.save_last(&saver_inputs)).await;
     }
     info!("stopped; the rules stay in the kernel");
     ended_by.map_or(Ok(()), Err)

@@ -135,8 +135,14 @@ pub struct Resumption(Option<Resume>);
 impl Resumption {
     /// Decides how an agent resumes. `Welcome` announces the mode to the agent. Also returns the
     /// agent's cursor if the agent can continue at once. An agent that resumes from the log never
-    /// waits, because it followed this replica before.
-    pub fn begin(store: &Store, resume: Option<Resume>) -> (ResumeMode, Result<Cursor, Self>) {
+    /// waits, because it is not ahead of this replica.
+    pub fn begin(store: &Store, mut resume: Option<Resume>) -> (ResumeMode, Result<Cursor, Self>) {
+        // An agent that crashed may have followed another replica since it saved its state.
+        if let Some(resume) = &mut resume
+            && NotYet::check(store, &resume.positions, SourceKind::has_shared_resources).is_err()
+        {
+            resume.epoch = 0;
+        }
         let (mode, cursor) = store.cursor(resume.as_ref());
         match mode {
             ResumeMode::Log => (mode, Ok(cursor)),

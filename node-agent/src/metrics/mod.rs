@@ -166,7 +166,7 @@ mod tests {
         let metrics = Metrics::default();
         metrics.session.stream_error("x");
         metrics.session.resumed(ResumeMode::Log);
-        metrics.saves.saved("full", 1);
+        metrics.saves.saved(1);
         metrics.sync.failed(SyncKind::Partial, &[]);
         metrics.kube_proxy.healthz(200);
         metrics.kube_proxy.livez(200);

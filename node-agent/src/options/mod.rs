@@ -209,8 +209,8 @@ pub struct Options {
         value_parser = clap::builder::OsStringValueParser::new().map(PathBuf::from))]
     pub state_dir: PathBuf,
 
-    /// Shortest time between two writes of the state
-    #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = duration)]
+    /// Shortest time between two writes of the state while the agent runs
+    #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = duration)]
     pub state_save_period: Duration,
 
     /// Time between two health checks of an endpoint, from 500ms to 1h. Applies to Services with

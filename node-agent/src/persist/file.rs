@@ -1,95 +1,55 @@
-//! Writes the state file: appends changes, and sometimes replaces the file with the whole state.
+//! Writes the state file.
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions, TryLockError},
-    io::{self, BufWriter, Write},
+    io::{self, BufWriter, Write as _},
     os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use headgate_core::ServiceKey;
+use headgate_core::{ServiceKey, State};
 use headgate_proto::{ChangesBuilder, v1};
 use prost::Message as _;
+use sha2::{Digest as _, Sha256};
 use tracing::debug;
 
 use super::{
-    format::{Chain, Kind, Writer},
     last_run,
-    load::{self, LoadError, Loaded},
+    load::{self, LoadError, MAGIC, Part},
 };
-use crate::state::{
-    AgentState,
-    unsaved::{CHANGES_BYTES, UnsavedChanges},
-};
+use crate::state::{AgentState, SavePoint, held::Restored};
 
-/// The file is replaced when the appended part is at least as large as the whole state at the
-/// beginning of the file, and at least as large as this size.
-const MIN_APPENDED_BYTES: u64 = 256 << 10;
+// The names of the files in the folder.
+pub(super) const FILE: &str = "state";
+pub(super) const TEMPORARY: &str = "state.new";
 
-/// Why the state could not be written. The saver tries again.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum SaveError {
-    #[error("{}: {error}", path.display())]
-    Io { path: PathBuf, error: io::Error },
-    #[error("{} is in use by another agent; stop that agent, or pass another --state-dir", .0.display())]
-    Locked(PathBuf),
-    #[error("too much changed while the state was written")]
-    Overtaken,
-}
+/// Resources are split into parts of about this size, but a Service is never split.
+const PART_BYTES: usize = 64 << 10;
 
 /// The state file of one node.
 #[derive(Debug)]
 pub(super) struct StateFile {
     folder: PathBuf,
     node_name: Arc<str>,
-    /// The lock file, which is open while this agent may write. The lock excludes other agents with
-    /// the same folder.
+    /// The folder, which is open and locked while this agent may write. The lock excludes other
+    /// agents with the same folder.
     lock: Option<File>,
-    /// The file, if changes can be appended to it. `None` means that the next write replaces the
-    /// file.
-    log: Option<Log>,
 }
 
-/// A file that can be appended to.
+/// A state in the temporary file. [`StateFile::commit`] puts it in place, once the kernel has it.
 #[derive(Debug)]
-struct Log {
-    file: File,
-    chain: Chain,
-    base_bytes: u64,
-    bytes: u64,
-}
-
-/// An encoded state. [`StateFile::commit`] makes the state durable, once the kernel has it.
-#[derive(Debug)]
-pub(super) enum Prepared {
-    /// Bytes to append, and the checksum of their last record.
-    Append { generation: u64, bytes: Vec<u8>, chain: Chain },
-    /// A complete file with the temporary name.
-    Full { generation: u64, file: File, chain: Chain, bytes: u64 },
-}
-
-impl Prepared {
-    /// The generation of the prepared state, as [`AgentState`] counts generations.
-    pub(super) fn generation(&self) -> u64 {
-        match self {
-            Self::Append { generation, .. } | Self::Full { generation, .. } => *generation,
-        }
-    }
-
-    /// The value of the metric label `kind`.
-    pub(super) fn kind(&self) -> &'static str {
-        match self {
-            Self::Append { .. } => "append",
-            Self::Full { .. } => "full",
-        }
-    }
+pub(super) struct Written {
+    /// The generation of the state, as [`AgentState`] counts generations.
+    pub(super) generation: u64,
+    /// The size of the file.
+    pub(super) bytes: u64,
 }
 
 impl StateFile {
     /// Names the file in a folder. Does not access the disk.
     pub(super) fn new(folder: &Path, node_name: Arc<str>) -> Self {
-        Self { folder: folder.to_owned(), node_name, lock: None, log: None }
+        Self { folder: folder.to_owned(), node_name, lock: None }
     }
 
     /// Path of the file.
@@ -97,184 +57,121 @@ impl StateFile {
         self.folder.join(FILE)
     }
 
-    /// Reads the file. Returns `None` if the file does not exist. If the file is intact and this
-    /// agent has the lock, later changes are appended to the file.
-    pub(super) fn load(&mut self) -> Result<Option<Loaded>, LoadError> {
-        // Take the lock before reading, because another agent could append to the file. If the lock
-        // cannot be taken, the next write reports the reason.
-        let may_write = self.take_lock().is_ok();
-        let may_be_behind = last_run::may_have_newer_rules(&self.folder);
-        let mut loaded = load::read(&self.path(), &self.node_name)?;
-        loaded.iter_mut().for_each(|loaded| loaded.restored.may_be_behind = may_be_behind);
-        if let Some(Loaded { chain, base_bytes, valid_bytes, left_out: None, .. }) = &loaded
-            && may_write
-            && let Ok(file) = OpenOptions::new().append(true).open(self.path())
-        {
-            self.log = Some(Log { file, chain: chain.clone(), base_bytes: *base_bytes, bytes: *valid_bytes });
+    /// Reads the file. Returns `None` if the file does not exist.
+    pub(super) fn load(&mut self) -> Result<Option<Restored>, LoadError> {
+        // If the lock cannot be taken, the next write reports the reason.
+        let _ = self.take_lock();
+        let newer = last_run::newer_rules(&self.folder);
+        let mut restored = load::read(&self.path(), &self.node_name)?;
+        if let (Some(restored), Some(positions)) = (&mut restored, newer) {
+            restored.may_be_behind = true;
+            restored.held.raise_positions(&positions);
         }
-        Ok(loaded)
+        Ok(restored)
     }
 
-    /// Takes the unsaved changes from the state and encodes them. If the file has to be replaced,
-    /// writes the whole state to a temporary file instead.
-    pub(super) fn prepare(&mut self, shared: &AgentState) -> Result<Prepared, SaveError> {
+    /// Writes the whole state to the temporary file.
+    ///
+    /// The state is locked for one Service at a time, so each Service is as it was at some moment
+    /// of the write. The version in the file is that of the beginning: a resume by log brings all
+    /// that has changed since. The positions are those of the end: no replica that is behind them
+    /// may replace a part of the state by an older one.
+    pub(super) fn write(&mut self, shared: &AgentState) -> io::Result<Written> {
         self.take_lock()?;
-        if let Some(log) = &self.log
-            && log.bytes - log.base_bytes < log.base_bytes.max(MIN_APPENDED_BYTES)
-            && let Some(unsaved) = shared.take_unsaved(false)
-        {
-            return self.encode_append(&log.chain, &unsaved);
-        }
-        self.log = None;
-        self.write_full(shared)
-    }
-
-    fn encode_append(&self, chain: &Chain, unsaved: &UnsavedChanges) -> Result<Prepared, SaveError> {
-        let mut writer = Writer::resume(Vec::new(), chain.clone());
-        write_unsaved(&mut writer, unsaved).map_err(|error| self.io_error(&self.path(), error))?;
-        let (bytes, chain, _) = writer.finish();
-        Ok(Prepared::Append { generation: unsaved.generation, bytes, chain })
-    }
-
-    /// Writes the whole state to a temporary file. Locks the state for one service at a time.
-    /// Changes that arrive during the write are added at the end, so that the file holds one
-    /// consistent state.
-    fn write_full(&self, shared: &AgentState) -> Result<Prepared, SaveError> {
         let path = self.folder.join(TEMPORARY);
-        let fail = |error| self.io_error(&path, error);
-        if let Err(error) = fs::remove_file(&path)
-            && error.kind() != io::ErrorKind::NotFound
-        {
-            return Err(fail(error));
-        }
-        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(fail)?;
-        let mut writer = Writer::begin(BufWriter::with_capacity(CHANGES_BYTES, file)).map_err(fail)?;
-        writer.record(Kind::Owner, self.node_name.as_bytes()).map_err(fail)?;
-        let keys = shared.begin_saving();
-        write_services(&mut writer, shared, &keys).map_err(fail)?;
-        let unsaved = shared.take_unsaved(true).ok_or(SaveError::Overtaken)?;
-        write_unsaved(&mut writer, &unsaved).map_err(fail)?;
-        let (output, chain, bytes) = writer.finish();
-        let file = output.into_inner().map_err(|error| fail(error.into_error()))?;
-        // `commit` renames the file when the kernel has this state.
-        file.sync_all().map_err(fail)?;
-        Ok(Prepared::Full { generation: unsaved.generation, file, chain, bytes })
+        self.write_to(&path, shared).map_err(|error| {
+            // A part of a state only takes up space, which a full disk lacks.
+            let _ = fs::remove_file(&path);
+            at(&path, &error)
+        })
     }
 
-    /// Makes a prepared state durable, and returns the size of the file. After an error, the next
-    /// write replaces the file.
-    pub(super) fn commit(&mut self, prepared: Prepared) -> Result<u64, SaveError> {
-        let log = self.log.take();
-        let (path, temporary) = (self.path(), self.folder.join(TEMPORARY));
-        let log = match (prepared, log) {
-            (Prepared::Append { bytes, chain, .. }, Some(mut log)) => {
-                log.append(&bytes, chain).map_err(|error| self.io_error(&path, error))?;
-                log
-            }
-            // The bytes were prepared for a file to which nothing can be appended any more.
-            (Prepared::Append { .. }, None) => return Err(SaveError::Overtaken),
-            (Prepared::Full { file, chain, bytes, .. }, _) => {
-                fs::rename(&temporary, &path).map_err(|error| self.io_error(&temporary, error))?;
-                let synced = File::open(&self.folder).and_then(|folder| folder.sync_all());
-                synced.map_err(|error| self.io_error(&self.folder, error))?;
-                Log { file, chain, base_bytes: bytes, bytes }
-            }
+    fn write_to(&self, path: &Path, shared: &AgentState) -> io::Result<Written> {
+        remove_file(path)?;
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+        let (mut output, mut hash) = (BufWriter::with_capacity(PART_BYTES, file), Sha256::new());
+        let mut write = |bytes: &[u8]| {
+            hash.update(bytes);
+            output.write_all(bytes)
         };
-        Ok(self.log.insert(log).bytes)
+        write(MAGIC)?;
+        let begin = save_point(shared)?;
+        let mut builder = ChangesBuilder::default();
+        let mut write_changes = |builder: ChangesBuilder| {
+            write(&Part { changes: Some(builder.finish()), ..Part::default() }.encode_length_delimited_to_vec())
+        };
+        for key in shared.keys() {
+            shared.with_state(|state| add_service(&mut builder, state, &key));
+            if builder.estimated_bytes() >= PART_BYTES {
+                write_changes(std::mem::take(&mut builder))?;
+            }
+        }
+        shared.with_state(|state| state.service_cidrs().for_each(|service_cidr| builder.service_cidr(service_cidr)));
+        write_changes(builder)?;
+        let end = save_point(shared)?;
+        // Another stream may have brought the state of another replica.
+        let epoch =
+            if begin.stream == end.stream && begin.point.epoch == end.point.epoch { end.point.epoch } else { 0 };
+        let point = Some(v1::Resume { epoch, version: begin.point.version, ..end.point });
+        let last = Part { changes: None, node_name: self.node_name.to_string(), node: Some(end.node), point };
+        write(&last.encode_length_delimited_to_vec())?;
+        output.write_all(&hash.finalize())?;
+        let file = output.into_inner().map_err(io::IntoInnerError::into_error)?;
+        file.sync_all()?;
+        Ok(Written { generation: end.generation, bytes: file.metadata()?.len() })
+    }
+
+    /// Replaces the file by the temporary file.
+    pub(super) fn commit(&self) -> io::Result<()> {
+        let path = self.path();
+        let moved = fs::rename(self.folder.join(TEMPORARY), &path);
+        let lasts = moved.and_then(|()| self.lock.as_ref().map_or(Ok(()), File::sync_all));
+        lasts.map_err(|error| at(&path, &error))
     }
 
     /// Records that the kernel has rules of this agent; see [`last_run::record`].
-    pub(super) fn record_run(&self, is_saved: bool) {
+    pub(super) fn record_run(&self, is_saved: bool, positions: &[v1::SourcePosition]) {
         if self.lock.is_some()
-            && let Err(error) = last_run::record(&self.folder, is_saved)
+            && let Err(error) = last_run::record(&self.folder, is_saved, positions)
         {
             debug!(folder = %self.folder.display(), %error, "cannot record the run");
         }
     }
 
-    /// Drops the prepared state and removes the temporary file. The next write replaces the file.
-    pub(super) fn give_up(&mut self) {
-        self.log = None;
-        if self.lock.is_some() {
-            // The temporary file may not exist. If its removal fails, the next full write removes
-            // it.
-            let _ = fs::remove_file(self.folder.join(TEMPORARY));
-        }
-    }
-
-    fn take_lock(&mut self) -> Result<(), SaveError> {
+    fn take_lock(&mut self) -> io::Result<()> {
         if self.lock.is_some() {
             return Ok(());
         }
-        let path = self.folder.join(LOCK);
-        let fail = |error| self.io_error(&path, error);
-        DirBuilder::new().recursive(true).mode(0o700).create(&self.folder).map_err(fail)?;
-        // If the path is a named pipe, opening it would block until a reader opens the pipe.
-        if fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
-            return Err(fail(io::Error::other("it is not a regular file")));
-        }
-        let open = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
-        let file = open.map_err(fail)?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(SaveError::Locked(self.folder.clone())),
-            Err(TryLockError::Error(error)) => return Err(fail(error)),
-        }
-        self.lock = Some(file);
-        Ok(())
-    }
-
-    fn io_error(&self, path: &Path, error: io::Error) -> SaveError {
-        SaveError::Io { path: path.to_owned(), error }
-    }
-}
-
-// The names of the files in the folder.
-pub(super) const FILE: &str = "state";
-pub(super) const TEMPORARY: &str = "state.new";
-const LOCK: &str = "lock";
-
-impl Log {
-    fn append(&mut self, bytes: &[u8], chain: Chain) -> io::Result<()> {
-        self.file.write_all(bytes)?;
-        self.file.sync_data()?;
-        self.bytes += bytes.len() as u64;
-        self.chain = chain;
+        let created = DirBuilder::new().recursive(true).mode(0o700).create(&self.folder);
+        let folder = created.and_then(|()| File::open(&self.folder)).map_err(|error| at(&self.folder, &error))?;
+        folder.try_lock().map_err(|error| match error {
+            TryLockError::WouldBlock => io::Error::other(format!(
+                "{} is in use by another agent; stop that agent, or pass another --state-dir",
+                self.folder.display()
+            )),
+            TryLockError::Error(error) => at(&self.folder, &error),
+        })?;
+        self.lock = Some(folder);
         Ok(())
     }
 }
 
-fn write_unsaved(writer: &mut Writer<impl Write>, unsaved: &UnsavedChanges) -> io::Result<()> {
-    for changes in &unsaved.changes {
-        writer.record(Kind::Changes, &changes.encode_to_vec())?;
-    }
-    if let Some(node) = &unsaved.node {
-        writer.record(Kind::Node, &node.encode_to_vec())?;
-    }
-    writer.record(Kind::Point, &unsaved.point.encode_to_vec())
+/// Removes a file, if it exists.
+pub(super) fn remove_file(path: &Path) -> io::Result<()> {
+    fs::remove_file(path).or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })
 }
 
-/// Writes services with their current values. If a service was removed in the meantime, the unsaved
-/// changes contain its removal. The unsaved changes are written afterwards.
-fn write_services(writer: &mut Writer<impl Write>, shared: &AgentState, keys: &[Arc<ServiceKey>]) -> io::Result<()> {
-    let mut builder = ChangesBuilder::default();
-    for key in keys {
-        let mut full: Vec<v1::Changes> = Vec::new();
-        shared.with_state(|state| {
-            let Some(entry) = state.entry(key) else { return };
-            entry.service().into_iter().for_each(|service| builder.service(service));
-            for endpoint in entry.endpoints().values() {
-                builder.endpoint(key, endpoint, 0);
-                if builder.estimated_bytes() >= CHANGES_BYTES {
-                    full.push(std::mem::take(&mut builder).finish());
-                }
-            }
-        });
-        if builder.estimated_bytes() >= CHANGES_BYTES {
-            full.push(std::mem::take(&mut builder).finish());
-        }
-        full.iter().try_for_each(|changes| writer.record(Kind::Changes, &changes.encode_to_vec()))?;
-    }
-    let rest = builder.finish();
-    if rest.encoded_len() > 0 { writer.record(Kind::Changes, &rest.encode_to_vec()) } else { Ok(()) }
+fn at(path: &Path, error: &io::Error) -> io::Error {
+    io::Error::other(format!("{}: {error}", path.display()))
+}
+
+fn save_point(shared: &AgentState) -> io::Result<SavePoint> {
+    shared.save_point().ok_or_else(|| io::Error::other("there is no complete state"))
+}
+
+/// Adds a Service with its present values.
+fn add_service(builder: &mut ChangesBuilder, state: &State, key: &ServiceKey) {
+    let Some(entry) = state.entry(key) else { return };
+    entry.service().into_iter().for_each(|service| builder.service(service));
+    entry.endpoints().values().for_each(|endpoint| builder.endpoint(key, endpoint, 0));
 }

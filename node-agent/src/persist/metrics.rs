@@ -3,11 +3,11 @@
 use std::sync::atomic::AtomicU64;
 
 use prometheus_client::{
-    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    metrics::{counter::Counter, gauge::Gauge},
     registry::Unit,
 };
 
-use crate::metric_registry::{AGENT, Labels, MetricRegistry};
+use crate::metric_registry::{AGENT, MetricRegistry};
 
 /// Metrics of the state on disk.
 #[derive(Debug, Clone, Default)]
@@ -16,7 +16,7 @@ pub struct SaveMetrics {
     pub restored: Gauge,
     /// Number of failed attempts to save the state.
     pub errors: Counter,
-    saves: Family<Labels<1>, Counter>,
+    saves: Counter,
     bytes: Gauge<u64, AtomicU64>,
 }
 
@@ -26,16 +26,15 @@ impl SaveMetrics {
         let mut add = registry.adder(AGENT);
         let help = "1 if this run of the agent began with a state from disk";
         add.gauge("state_restored", "", help, self.restored.clone());
-        let help = "Times that the state was saved to disk, by kind: only the changes (append), or all of it (full)";
-        add.counter("state_saves", "kind (append, full)", help, self.saves.clone());
+        add.counter("state_saves", "", "Times that the state was saved to disk", self.saves.clone());
         let help = "Attempts to save the state to disk that failed";
         add.counter("state_save_errors", "", help, self.errors.clone());
         add.gauge_in(Unit::Bytes, "state", "", "Size of the saved state", self.bytes.clone());
     }
 
-    /// Counts a save of this kind, and records the new size of the file.
-    pub fn saved(&self, kind: &'static str, bytes: u64) {
-        self.saves.get_or_create(&[("kind", kind)]).inc();
+    /// Counts a save, and records the size of the file.
+    pub fn saved(&self, bytes: u64) {
+        self.saves.inc();
         self.bytes.set(bytes);
     }
 }

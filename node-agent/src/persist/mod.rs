@@ -1,27 +1,30 @@
 //! The last good state on disk. A node that starts while no control plane answers forwards with
 //! this state.
 //!
-//! The file is a log. The file begins with the whole state. Changes are appended to the file, at
-//! most once per interval. When the appended part has grown as large as the whole state, a new file
-//! is written. The cost of a change is therefore about twice its size, and does not depend on the
-//! size of the cluster. A state becomes durable only when the kernel has this state: the saver
-//! collects the changes under the state's lock, and writes these changes after the reconcile loop
-//! has programmed them.
+//! The agent writes the whole state to a new file: soon after its first sync, then at most once per
+//! interval if something changed, and when it ends. A new file replaces the old one only when the
+//! kernel has its state.
+//!
+//! After a crash, the rules in the kernel are newer than the file. The agent then resumes with the
+//! version of the file, and with the positions that it recorded last (`last_run.rs`): the replica
+//! sends what has changed since the file, and no replica that is behind the rules may send.
 //!
 //! Problems of the file never affect forwarding. If the file cannot be used, the agent starts
 //! without a state. If the file cannot be written, the agent logs a warning and counts the error.
 
 mod file;
-mod format;
 mod last_run;
 mod load;
 mod metrics;
 mod saver;
 
-use std::{fs, io, path::Path, sync::Arc, time::Duration};
+use std::{io, path::Path, sync::Arc, time::Duration};
 
+use sha2::{Digest as _, Sha256};
 use tracing::{info, warn};
 
+#[doc(hidden)]
+pub use load::{MAGIC, Part};
 pub use metrics::SaveMetrics;
 pub(crate) use saver::{Saver, SaverInputs};
 
@@ -37,17 +40,12 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (O
     let mut file = StateFile::new(folder, node_name);
     let path = file.path();
     let restored = match file.load() {
-        Ok(Some(loaded)) => {
-            if let Some(reason) = &loaded.left_out {
-                let path = path.display();
-                warn!(%path, %reason, "the end of the file with the last good state is unusable; the part before it is used");
-            }
-            let position = loaded.restored.held.position();
-            let state = loaded.restored.held.state();
+        Ok(Some(restored)) => {
+            let (state, position) = (restored.held.state(), restored.held.position());
             let (services, endpoints) = (state.service_count(), state.endpoint_count());
-            let may_be_behind = loaded.restored.may_be_behind;
+            let may_be_behind = restored.may_be_behind;
             info!(path = %path.display(), services, endpoints, ?position, may_be_behind, "read the last good state");
-            Some(loaded.restored)
+            Some(restored)
         }
         Ok(None) => {
             info!(path = %path.display(), "the folder has no state file");
@@ -62,53 +60,20 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (O
     (restored, Saver::new(file, is_restored, interval))
 }
 
-/// Removes the state file of a folder, the temporary file that a killed agent may have left, and
-/// the record of the last run. `--cleanup` calls this function.
+/// Removes the files of a folder, also those that a killed agent may have left. `--cleanup` calls
+/// this function.
 ///
 /// # Errors
 /// One of the files exists and cannot be removed.
 pub fn remove(folder: &Path) -> io::Result<()> {
-    [file::FILE, file::TEMPORARY, last_run::FILE].into_iter().try_for_each(|name| {
-        match fs::remove_file(folder.join(name)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
-    })
+    let names = [file::FILE, file::TEMPORARY, last_run::FILE, last_run::TEMPORARY];
+    names.into_iter().try_for_each(|name| file::remove_file(&folder.join(name)))
 }
 
-/// Returns the state that the bytes of a file encode, or `None` if the bytes are not usable. For
-/// [`crate::fuzz`].
-pub(crate) fn state_in(bytes: &[u8], node_name: &str) -> Option<headgate_core::State> {
-    let loaded = load::read_from(bytes, node_name).ok()?;
-    Some(loaded.restored.held.into_state())
-}
-
-/// Encodes a file that consists of `records`, each with the number of its kind. For [`crate::fuzz`]
-/// and tests.
-///
-/// # Errors
-/// The number of a kind is unknown, or a payload is too long.
-#[doc(hidden)]
-pub fn file_of(records: &[(u8, &[u8])]) -> io::Result<Vec<u8>> {
-    let mut writer = format::Writer::begin(Vec::new())?;
-    for (kind, payload) in records {
-        let kind = format::Kind::from_byte(*kind).ok_or(io::ErrorKind::InvalidInput)?;
-        writer.record(kind, payload)?;
-    }
-    Ok(writer.finish().0)
-}
-
-/// Returns the records of a file, up to the first damaged record.
-#[doc(hidden)]
-#[must_use]
-pub fn records_of(bytes: &[u8]) -> Vec<(u8, Vec<u8>)> {
-    let mut records = Vec::new();
-    if let Ok(mut reader) = format::Reader::begin(bytes) {
-        while let Ok(Some((kind, payload))) = reader.next() {
-            records.push((kind as u8, payload.to_vec()));
-        }
-    }
-    records
+/// Reads a file with this content and the right checksum. For [`crate::fuzz`].
+pub(crate) fn state_of(content: &[u8], node_name: &str) -> Option<headgate_core::State> {
+    let bytes = [content, &Sha256::digest(content)[..]].concat();
+    load::read_from(&bytes, node_name).ok().map(|restored| restored.held.into_state())
 }
 
 #[cfg(test)]

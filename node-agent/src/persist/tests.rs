@@ -1,25 +1,29 @@
-//! Tests that reading a written file gives the same state again. Reading a damaged file must give a
-//! complete earlier state or an error, and must never panic.
+//! Tests that reading a written file gives the same state again. Reading a damaged file must give
+//! an error, and must never panic.
 #![allow(clippy::unwrap_used)]
 
-use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, sync::Arc, time::Duration};
+use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, sync::Arc, thread, time::Duration};
 
-use headgate_core::{Change, Node, digest::Digests};
+use headgate_core::{Change, Dirty, Node, digest::Digests};
 use headgate_proto::v1;
 use proptest::{prelude::*, sample::Index};
 use prost::Message as _;
+use sha2::{Digest as _, Sha256};
 use tempfile::TempDir;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 
 use super::{
-    file::{Prepared, StateFile},
-    file_of,
-    load::{self, Loaded},
-    open, records_of, remove,
+    SaveMetrics, Saver, SaverInputs,
+    file::StateFile,
+    load::{self, MAGIC, Part},
+    open, remove,
 };
 use crate::{
+    progress::{Failure, Programmed, Progress, Target},
     state::{
         AgentState,
-        held::{Buckets, OwnNode, Snapshot, StateUpdate},
+        held::{Buckets, OwnNode, Restored, Snapshot, StateUpdate},
     },
     testing::{endpoint, key, no_endpoint, service, service_cidr},
 };
@@ -28,7 +32,7 @@ use crate::{
 struct Agent {
     folder: TempDir,
     file: StateFile,
-    shared: AgentState,
+    shared: Arc<AgentState>,
     version: u64,
     has_rejections: bool,
 }
@@ -38,7 +42,8 @@ impl Agent {
         let folder = tempfile::tempdir().unwrap();
         let mut file = StateFile::new(folder.path(), "node-1".into());
         assert!(file.load().unwrap().is_none());
-        Self { folder, file, shared: AgentState::persistent("node-1", None), version: 0, has_rejections: false }
+        let shared = Arc::new(AgentState::new("node-1"));
+        Self { folder, file, shared, version: 0, has_rejections: false }
     }
 
     /// An agent that has received and saved a snapshot.
@@ -47,7 +52,7 @@ impl Agent {
         let mut changes = vec![service("web", 80), service("db", 5432), service_cidr("range", 0)];
         changes.extend((1..=200).map(|last| endpoint("web", last, 8080)));
         agent.snapshot(changes);
-        assert_eq!(agent.save(), "full");
+        agent.save();
         agent
     }
 
@@ -62,23 +67,13 @@ impl Agent {
 
     fn step(&mut self, changes: Vec<Change>, snapshot: Option<Snapshot>) {
         self.version += 1;
-        let positions = vec![v1::SourcePosition { kind: 5, position: 1000 + self.version }];
-        self.shared.apply(StateUpdate {
-            epoch: 7,
-            version: self.version,
-            positions,
-            changes,
-            snapshot,
-            has_rejections: self.has_rejections,
-            ..StateUpdate::default()
-        });
+        let step = StateUpdate { snapshot, has_rejections: self.has_rejections, ..update(self.version, changes) };
+        self.shared.apply(step);
     }
 
-    fn save(&mut self) -> &'static str {
-        let prepared = self.file.prepare(&self.shared).unwrap();
-        let kind = prepared.kind();
-        self.file.commit(prepared).unwrap();
-        kind
+    fn save(&mut self) {
+        self.file.write(&self.shared).unwrap();
+        self.file.commit().unwrap();
     }
 
     fn digests(&self) -> Digests {
@@ -89,19 +84,26 @@ impl Agent {
         fs::read(self.file.path()).unwrap()
     }
 
-    fn reload(&self) -> Loaded {
+    fn reload(&self) -> Restored {
         load::read(&self.file.path(), "node-1").unwrap().unwrap()
     }
 
     /// Asserts that the file holds the agent's current state.
     fn assert_saved(&self) {
-        let loaded = self.reload();
-        assert!(loaded.left_out.is_none(), "{:?}", loaded.left_out);
-        let held = loaded.restored.held;
+        let held = self.reload().held;
         assert_eq!(held.state().digests(), &self.digests());
         let (resume, _, _) = self.shared.begin_stream();
         assert_eq!(held.resume(), resume);
     }
+}
+
+fn update(version: u64, changes: Vec<Change>) -> StateUpdate {
+    let positions = vec![v1::SourcePosition { kind: 5, position: 1000 + version }];
+    StateUpdate { epoch: 7, version, positions, changes, ..StateUpdate::default() }
+}
+
+fn with_checksum(content: &[u8]) -> Vec<u8> {
+    [content, &Sha256::digest(content)[..]].concat()
 }
 
 fn own_node(node: Option<Node>, position: u64) -> OwnNode {
@@ -120,34 +122,43 @@ fn node(zone: &str) -> Node {
 }
 
 #[test]
-fn changes_are_appended_and_read_again() {
+fn a_state_is_written_and_read_again() {
     let mut agent = Agent::with_state();
     agent.assert_saved();
-    let whole = agent.bytes().len();
     agent.batch(vec![endpoint("web", 201, 8080), no_endpoint("web", 1), service_cidr("second", 4)]);
     agent.batch(vec![endpoint("db", 7, 5432), Change::RemoveService(key("db"))]);
-    assert_eq!(agent.save(), "append");
+    agent.save();
     agent.assert_saved();
-    assert!(agent.bytes().len() - whole < 500, "a few changes took {} bytes", agent.bytes().len() - whole);
     agent.batch(vec![service("db", 5433), Change::RemoveServiceCidr("range".into())]);
-    assert_eq!(agent.save(), "append");
+    agent.save();
+    agent.assert_saved();
+}
+
+#[test]
+fn a_large_state_is_written_in_several_parts() {
+    let mut agent = Agent::new();
+    let services = (0..300).map(|number| format!("service-{number}"));
+    let of = |name: String| (1..=40).map(move |last| endpoint(&name, last, 8080));
+    agent.snapshot(services.flat_map(|name| [service(&name, 80)].into_iter().chain(of(name))).collect());
+    agent.save();
+    let bytes = agent.bytes();
+    let (content, _) = bytes.split_last_chunk::<32>().unwrap();
+    let (mut rest, mut parts) = (content.strip_prefix(MAGIC).unwrap(), 0);
+    while !rest.is_empty() {
+        Part::decode_length_delimited(&mut rest).unwrap();
+        parts += 1;
+    }
+    assert!(parts > 3, "{parts} parts in {} bytes", bytes.len());
     agent.assert_saved();
 }
 
 #[test]
 fn the_node_is_saved_with_the_state() {
     let mut agent = Agent::with_state();
-    assert_eq!(agent.reload().restored.node, None);
+    assert_eq!(agent.reload().node, None);
     agent.shared.set_node(&own_node(Some(node("a")), 20));
     agent.save();
-    assert_eq!(agent.reload().restored.node, Some(node("a")));
-    agent.assert_saved();
-    agent.batch(vec![endpoint("web", 201, 8080)]);
-    agent.save();
-    assert_eq!(agent.reload().restored.node, Some(node("a")), "an append without a Node keeps the Node");
-    agent.assert_saved();
-    agent.shared.set_node(&own_node(Some(node("a")), 25));
-    agent.save();
+    assert_eq!(agent.reload().node, Some(node("a")));
     agent.assert_saved();
 }
 
@@ -161,9 +172,9 @@ fn row_107_a_deleted_node_is_saved_with_its_last_values_and_stays_ineligible_aft
     agent.save();
     let gone = Node { going_away: true, ..node("a") };
     agent.assert_saved();
-    let restored = agent.reload().restored;
+    let restored = agent.reload();
     assert_eq!(restored.node, Some(gone.clone()));
-    let restarted = AgentState::persistent("node-1", Some(restored));
+    let restarted = AgentState::restored("node-1", restored);
     assert_eq!(restarted.node(), Some(gone));
     let is_eligible = || restarted.backlog().health(Duration::from_secs(3600)).is_node_eligible;
     assert!(!is_eligible());
@@ -179,32 +190,109 @@ fn row_107_a_deleted_node_is_saved_with_its_last_values_and_stays_ineligible_aft
 #[test]
 fn a_state_with_rejections_is_saved_without_its_epoch() {
     let mut agent = Agent::with_state();
-    let epoch = |agent: &Agent| agent.reload().restored.held.position().unwrap().0;
+    let epoch = |agent: &Agent| agent.reload().held.position().unwrap().0;
     assert_eq!(epoch(&agent), 7);
     agent.has_rejections = true;
     agent.batch(vec![endpoint("web", 201, 8080)]);
-    assert_eq!(agent.save(), "append");
+    agent.save();
     assert_eq!(epoch(&agent), 0, "a resume by log would not send the rejected resource again");
     assert_eq!(agent.shared.position(), Some((7, 2)), "the running agent remembers what it rejected");
-    agent.file.give_up();
-    assert_eq!((agent.save(), epoch(&agent)), ("full", 0));
     agent.has_rejections = false;
     agent.batch(vec![endpoint("web", 202, 8080)]);
-    assert_eq!((agent.save(), epoch(&agent)), ("append", 7));
+    agent.save();
+    assert_eq!(epoch(&agent), 7);
 }
 
 #[test]
 fn a_state_of_another_program_version_has_no_epoch() {
-    let agent = Agent::with_state();
     for other in ["0.0.1", ""] {
-        let mut records = records_of(&agent.bytes());
-        let (_, point) = records.last_mut().unwrap();
-        let written = v1::Resume { agent_version: other.into(), ..v1::Resume::decode(point.as_slice()).unwrap() };
-        *point = written.encode_to_vec();
-        let records: Vec<_> = records.iter().map(|(kind, payload)| (*kind, payload.as_slice())).collect();
-        let loaded = load::read_from(file_of(&records).unwrap().as_slice(), "node-1").unwrap();
-        assert_eq!(loaded.restored.held.position(), Some((0, 1)), "the other version may have left out resources");
+        let point = v1::Resume { epoch: 7, version: 1, agent_version: other.into(), ..v1::Resume::default() };
+        let part = Part { node_name: "node-1".into(), point: Some(point), ..Part::default() };
+        let bytes = with_checksum(&[MAGIC.to_vec(), part.encode_length_delimited_to_vec()].concat());
+        let position = load::read_from(&bytes, "node-1").unwrap().held.position();
+        assert_eq!(position, Some((0, 1)), "the other version may have left out resources");
     }
+}
+
+/// Steps that arrive while the file is written. With the steps since the version in the file, which
+/// a resume by log sends, the state in the file becomes the state of the agent.
+#[test]
+fn a_resume_by_log_brings_what_changed_during_a_write() {
+    let mut agent = Agent::new();
+    let services: Vec<String> = (0..300).map(|number| format!("service-{number}")).collect();
+    agent.snapshot(services.iter().flat_map(|name| [service(name, 80), endpoint(name, 1, 8080)]).collect());
+    let changes = move |version: u64| {
+        let name = &services[usize::try_from(version * 7).unwrap() % services.len()];
+        let last = u8::try_from(version % 5 + 1).unwrap();
+        let change = if version.is_multiple_of(3) { no_endpoint(name, last) } else { endpoint(name, last, 8080) };
+        let other = &services[usize::try_from(version).unwrap() % services.len()];
+        let other = if version.is_multiple_of(2) { service(other, 81) } else { Change::RemoveService(key(other)) };
+        vec![change, other]
+    };
+    let writer = {
+        let (shared, changes) = (Arc::clone(&agent.shared), changes.clone());
+        thread::spawn(move || (2..2_000).for_each(|version| shared.apply(update(version, changes(version)))))
+    };
+    let mut files = Vec::new();
+    while !writer.is_finished() || files.is_empty() {
+        agent.save();
+        files.push(agent.reload().held);
+    }
+    writer.join().unwrap();
+    for mut held in files {
+        let (epoch, version) = held.position().unwrap();
+        assert_eq!(epoch, 7);
+        let position = held.positions()[0].position;
+        assert!(position >= 1000 + version, "the positions are those of the end of the write");
+        (version + 1..2_000).for_each(|version| held.apply(update(version, changes(version)), &mut Dirty::default()));
+        assert_eq!(held.state().digests(), &agent.digests(), "from version {version}");
+    }
+}
+
+#[test]
+fn a_state_of_two_streams_is_saved_without_its_epoch() {
+    let agent = Agent::with_state();
+    let (shared, stop) = (Arc::clone(&agent.shared), CancellationToken::new());
+    let stopped = stop.clone();
+    let streams = thread::spawn(move || {
+        while !stopped.is_cancelled() {
+            let _ = shared.begin_stream();
+        }
+    });
+    let Agent { mut file, .. } = agent;
+    let epochs = (0..100).map(|_| {
+        file.write(&agent.shared).unwrap();
+        file.commit().unwrap();
+        load::read(&file.path(), "node-1").unwrap().unwrap().held.position().unwrap().0
+    });
+    assert!(epochs.into_iter().any(|epoch| epoch == 0));
+    stop.cancel();
+    streams.join().unwrap();
+}
+
+#[test]
+fn after_a_crash_the_positions_are_those_that_were_recorded_last() {
+    let mut agent = Agent::with_state();
+    agent.shared.set_node(&own_node(Some(node("a")), 20));
+    agent.save();
+    agent.batch(vec![endpoint("web", 201, 8080)]);
+    agent.shared.set_node(&own_node(Some(node("a")), 30));
+    agent.file.record_run(false, &agent.shared.positions());
+    let before = agent.shared.positions();
+    let Agent { folder, file, .. } = agent;
+    drop(file);
+    let mut file = StateFile::new(folder.path(), "node-1".into());
+    let restored = file.load().unwrap().unwrap();
+    assert!(restored.may_be_behind, "the kernel has newer rules");
+    assert_eq!(restored.held.position(), Some((7, 1)), "the replica sends what has changed since the file");
+    assert_eq!(restored.held.positions(), before, "no replica that is behind the rules may replace them");
+    // A replica that continues with an older source, as after a restore of etcd, sets all of them.
+    let shared = AgentState::restored("node-1", restored);
+    let older = vec![v1::SourcePosition { kind: 5, position: 3 }];
+    shared.apply(StateUpdate { positions: older, ..update(2, Vec::new()) });
+    shared.set_node(&own_node(Some(node("a")), 4));
+    let position = |kind| shared.positions().iter().find(|source| source.kind == kind).map(|source| source.position);
+    assert_eq!((position(5), position(v1::source_position::Kind::Nodes.into())), (Some(3), Some(4)));
 }
 
 #[test]
@@ -219,102 +307,6 @@ fn only_the_owner_may_read_the_file_and_the_folder() {
 }
 
 #[test]
-fn the_file_is_replaced_when_the_appended_part_outgrows_the_state() {
-    let mut agent = Agent::with_state();
-    let mut kinds = Vec::new();
-    let mut largest = 0;
-    for round in 0..80_u16 {
-        let all = ["web", "db", "third", "fourth"].into_iter().flat_map(|name| (1..=200).map(move |last| (name, last)));
-        agent.batch(all.map(|(name, last)| endpoint(name, last, 1000 + round)).collect());
-        kinds.push(agent.save());
-        largest = largest.max(agent.bytes().len());
-    }
-    let full = kinds.iter().filter(|kind| **kind == "full").count();
-    assert!((1..=10).contains(&full), "{full} of {}", kinds.len());
-    assert!(largest < 600 << 10, "{largest} bytes for a state of some 20 KiB");
-    agent.assert_saved();
-    let temporary: Vec<_> =
-        fs::read_dir(agent.folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(temporary.len(), 2, "{temporary:?}");
-}
-
-#[test]
-fn too_many_changes_for_an_append_replace_the_file() {
-    let mut agent = Agent::with_state();
-    for port in 0..100_u8 {
-        agent.batch((1..=200).map(|last| endpoint(&format!("many-{port}"), last, 1)).collect());
-    }
-    assert_eq!(agent.save(), "full");
-    agent.assert_saved();
-}
-
-#[test]
-fn a_restarted_agent_appends_to_the_file() {
-    let mut agent = Agent::with_state();
-    agent.shared.set_node(&own_node(Some(node("a")), 20));
-    agent.save();
-    let Agent { folder, file, shared, .. } = agent;
-    let before = shared.begin_stream().0;
-    file.record_run(false);
-    drop(file);
-    let mut file = StateFile::new(folder.path(), "node-1".into());
-    let restored = file.load().unwrap().unwrap().restored;
-    let shared = AgentState::persistent("node-1", Some(restored));
-    assert!(shared.is_unconfirmed());
-    assert_eq!(shared.begin_stream().0, before);
-    let mut agent = Agent { folder, file, shared, version: 1, has_rejections: false };
-    agent.batch(vec![endpoint("web", 201, 8080)]);
-    assert!(agent.shared.is_unconfirmed(), "the resume is not complete");
-    assert_eq!(agent.save(), "append");
-    agent.assert_saved();
-    assert_eq!(agent.reload().restored.node, Some(node("a")));
-}
-
-#[test]
-fn an_incomplete_append_is_ignored_and_the_file_replaced() {
-    let mut agent = Agent::with_state();
-    let (whole, before) = (agent.bytes().len(), agent.digests());
-    agent.batch(vec![endpoint("web", 201, 8080)]);
-    agent.save();
-    let bytes = agent.bytes();
-    let Agent { folder, file, shared, version, .. } = agent;
-    for cut in whole + 1..bytes.len() {
-        fs::write(file.path(), &bytes[..cut]).unwrap();
-        let loaded = load::read(&file.path(), "node-1").unwrap().unwrap();
-        assert!(loaded.left_out.is_some(), "cut at {cut}");
-        assert_eq!(loaded.restored.held.state().digests(), &before);
-        assert_eq!(loaded.restored.held.position(), Some((7, 1)));
-    }
-    drop(file);
-    let mut file = StateFile::new(folder.path(), "node-1".into());
-    let restored = file.load().unwrap().unwrap().restored;
-    drop(shared);
-    let shared = AgentState::persistent("node-1", Some(restored));
-    let mut agent = Agent { folder, file, shared, version, has_rejections: false };
-    agent.batch(vec![endpoint("web", 202, 8080)]);
-    assert_eq!(agent.save(), "full", "a file with an unusable end is replaced");
-    agent.assert_saved();
-}
-
-#[test]
-fn files_of_other_nodes_and_formats_have_distinct_errors() {
-    let agent = Agent::with_state();
-    let bytes = agent.bytes();
-    let reason = |bytes: &[u8], node: &str| load::read_from(bytes, node).unwrap_err().to_string();
-    assert_eq!(reason(&bytes, "node-2"), "belongs to node node-1");
-    assert_eq!(reason(b"", "node-1"), "is not a state file of Headgate");
-    assert_eq!(reason(b"{\"some\": \"json document\"}", "node-1"), "is not a state file of Headgate");
-    let mut newer = bytes.clone();
-    newer[8] = 99;
-    assert_eq!(reason(&newer, "node-1"), "has format version 99, and this program reads version 2");
-    assert_eq!(reason(&bytes[..12], "node-1"), "ends before the state in it is complete");
-    assert!(reason(&bytes[..bytes.len() - 1], "node-1").starts_with("ends in the middle of the record at byte"));
-    let mut flipped = bytes;
-    flipped[60] ^= 1;
-    assert!(reason(&flipped, "node-1").contains("the checksum does not match"));
-}
-
-#[test]
 fn a_named_pipe_in_place_of_the_file_does_not_block() {
     let folder = tempfile::tempdir().unwrap();
     let mut file = StateFile::new(folder.path(), "node-1".into());
@@ -323,36 +315,38 @@ fn a_named_pipe_in_place_of_the_file_does_not_block() {
 }
 
 #[test]
-fn a_second_agent_with_the_same_folder_does_not_write() {
-    let mut agent = Agent::with_state();
-    let mut second = StateFile::new(agent.folder.path(), "node-1".into());
-    let restored = second.load().unwrap().unwrap().restored;
-    let shared = AgentState::persistent("node-1", Some(restored));
-    let error = second.prepare(&shared).unwrap_err().to_string();
-    assert!(error.contains("is in use by another agent"), "{error}");
-    second.give_up();
-    agent.batch(vec![endpoint("web", 201, 8080)]);
-    assert_eq!(agent.save(), "append");
-    agent.assert_saved();
-    // After the first agent has ended, the second agent replaces the file, because the file has
-    // changed since the second agent read it.
-    let Agent { folder, file, shared: first, .. } = agent;
-    drop((file, first));
-    let mut agent = Agent { folder, file: second, shared, version: 50, has_rejections: false };
-    agent.batch(vec![endpoint("web", 202, 8080)]);
-    assert_eq!(agent.save(), "full");
-    agent.assert_saved();
+fn unusable_files_have_distinct_errors() {
+    let agent = Agent::with_state();
+    let bytes = agent.bytes();
+    let reason = |bytes: &[u8], node: &str| load::read_from(bytes, node).unwrap_err().to_string();
+    assert_eq!(reason(&bytes, "node-2"), "belongs to node node-1");
+    for other in [&b""[..], b"{\"some\": \"json document\"}"] {
+        assert_eq!(reason(other, "node-1"), "is not a state file of this version of Headgate");
+    }
+    for end in [MAGIC.len(), bytes.len() - 1] {
+        assert_eq!(reason(&bytes[..end], "node-1"), "is damaged: the checksum does not match");
+    }
+    assert_eq!(reason(&with_checksum(MAGIC), "node-1"), "is damaged: it has no end");
+    let long = [MAGIC.to_vec(), vec![0xff, 0xff, 0xff, 0xff, 0x0f]].concat();
+    assert!(reason(&with_checksum(&long), "node-1").starts_with("is damaged: "));
 }
 
 #[test]
-fn the_file_is_replaced_after_a_failed_write() {
+fn a_second_agent_with_the_same_folder_does_not_write() {
     let mut agent = Agent::with_state();
+    let mut second = StateFile::new(agent.folder.path(), "node-1".into());
+    let restored = second.load().unwrap().unwrap();
+    let shared = Arc::new(AgentState::restored("node-1", restored));
+    let error = second.write(&shared).unwrap_err().to_string();
+    assert!(error.contains("is in use by another agent"), "{error}");
     agent.batch(vec![endpoint("web", 201, 8080)]);
-    let lost = agent.file.prepare(&agent.shared).unwrap();
-    assert!(matches!(lost, Prepared::Append { .. }));
-    agent.file.give_up();
+    agent.save();
+    agent.assert_saved();
+    let Agent { folder, file, .. } = agent;
+    drop(file);
+    let mut agent = Agent { folder, file: second, shared, version: 50, has_rejections: false };
     agent.batch(vec![endpoint("web", 202, 8080)]);
-    assert_eq!(agent.save(), "full");
+    agent.save();
     agent.assert_saved();
 }
 
@@ -364,93 +358,124 @@ fn a_folder_that_cannot_be_created_is_named_in_the_error() {
     let (restored, _saver) = open(&path.join("state"), "node-1".into(), Duration::from_secs(1));
     assert!(restored.is_none());
     let mut file = StateFile::new(&path.join("state"), "node-1".into());
-    let error = file.prepare(&AgentState::persistent("node-1", None)).unwrap_err().to_string();
+    let error = file.write(&AgentState::new("node-1")).unwrap_err().to_string();
     assert!(error.contains(path.to_str().unwrap()), "{error}");
 }
 
 #[test]
-fn cleanup_removes_the_file_and_the_temporary_file() {
+fn cleanup_removes_the_files_of_the_folder() {
     let agent = Agent::with_state();
-    // An agent that was killed during a write leaves this file behind.
-    let half = agent.folder.path().join("state.new");
-    std::fs::write(&half, "half").unwrap();
-    remove(agent.folder.path()).unwrap();
-    assert!(!agent.file.path().exists() && !half.exists());
-    remove(agent.folder.path()).unwrap();
+    agent.file.record_run(false, &[]);
+    // An agent that was killed during a write leaves such files behind.
+    for half in ["state.new", "run.new"] {
+        fs::write(agent.folder.path().join(half), "half").unwrap();
+    }
+    for _ in 0..2 {
+        remove(agent.folder.path()).unwrap();
+        assert_eq!(fs::read_dir(agent.folder.path()).unwrap().count(), 0);
+    }
+}
+
+/// A saver with a state, whose kernel the test controls.
+struct Saving {
+    agent: Agent,
+    saver: Option<Saver>,
+    inputs: SaverInputs,
+    kernel: watch::Sender<Progress>,
+}
+
+impl Saving {
+    /// Starts with the file in the folder of `agent`.
+    fn start(agent: Agent, interval: Duration) -> Self {
+        let Agent { folder, file, version, has_rejections, .. } = agent;
+        drop(file);
+        let (restored, saver) = open(folder.path(), "node-1".into(), interval);
+        let shared = Arc::new(AgentState::restored("node-1", restored.unwrap_or_default()));
+        let file = StateFile::new(folder.path(), "node-1".into());
+        let (kernel, progress) = watch::channel(Progress::default());
+        let inputs = SaverInputs { state: Arc::clone(&shared), metrics: SaveMetrics::default(), progress };
+        let agent = Agent { folder, file, shared, version, has_rejections };
+        Self { agent, saver: Some(saver), inputs, kernel }
+    }
+
+    /// The kernel has this generation.
+    fn programmed(&self, generation: u64) {
+        let target = Target { epoch: 7, version: 1, stream: 1, node_revision: 0 };
+        let programmed =
+            Programmed { target, generation, took: Duration::ZERO, services_planned: 0, objects_written: 0 };
+        self.kernel.send_modify(|progress| progress.programmed = Some(programmed));
+    }
+
+    fn run_record(&self) -> Option<String> {
+        fs::read_to_string(self.agent.folder.path().join("run")).ok()
+    }
+
+    fn saved_version(&self) -> Option<u64> {
+        let restored = load::read(&self.agent.file.path(), "node-1").unwrap();
+        restored.map(|restored| restored.held.position().unwrap().1)
+    }
+}
+
+async fn eventually(is_so: impl Fn() -> bool) {
+    let waited = tokio::time::timeout(Duration::from_secs(30), async {
+        while !is_so() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    });
+    waited.await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_state_is_saved_only_after_the_kernel_has_it() {
+    let mut saving = Saving::start(Agent::new(), Duration::from_millis(100));
+    saving.agent.snapshot(vec![service("web", 80)]);
+    let stop = CancellationToken::new();
+    let (saver, inputs, stopped) = (saving.saver.take().unwrap(), saving.inputs.clone(), stop.clone());
+    let running = tokio::task::spawn_blocking(move || saver.run(&inputs, &stopped));
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    assert_eq!((saving.saved_version(), saving.run_record()), (None, None));
+    saving.programmed(1);
+    eventually(|| saving.saved_version() == Some(1)).await;
+    assert!(saving.run_record().unwrap().ends_with("running 5:1001\n"));
+    // The file is written when the kernel has version 2, and the agent already has version 3.
+    saving.agent.batch(vec![service("web", 81)]);
+    saving.agent.batch(vec![service("web", 82)]);
+    saving.programmed(2);
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    assert_eq!(saving.saved_version(), Some(1));
+    saving.programmed(3);
+    eventually(|| saving.saved_version() == Some(3)).await;
+    stop.cancel();
+    // At the end, the last state is saved.
+    let saver = running.await.unwrap();
+    saving.agent.batch(vec![service("web", 83)]);
+    let inputs = saving.inputs.clone();
+    tokio::task::spawn_blocking(move || saver.save_last(&inputs)).await.unwrap();
+    assert_eq!(saving.saved_version(), Some(4));
+    assert!(saving.run_record().unwrap().ends_with(" saved\n"));
 }
 
 #[test]
-fn a_full_write_includes_the_changes_that_arrive_meanwhile() {
-    let mut agent = Agent::new();
-    let services: Vec<String> = (0..300).map(|number| format!("service-{number}")).collect();
-    agent.snapshot(services.iter().flat_map(|name| [service(name, 80), endpoint(name, 1, 8080)]).collect());
-    let shared = Arc::new(std::mem::replace(&mut agent.shared, AgentState::new("node-1")));
-    let churn = {
-        let shared = Arc::clone(&shared);
-        std::thread::spawn(move || {
-            for version in 2..2_000_u64 {
-                let name = &services[usize::try_from(version * 7).unwrap() % services.len()];
-                let last = u8::try_from(version % 5 + 1).unwrap();
-                let change = if version % 3 == 0 { no_endpoint(name, last) } else { endpoint(name, last, 8080) };
-                let gone = Change::RemoveService(key(&services[usize::try_from(version).unwrap() % services.len()]));
-                let changes = if version % 11 == 0 { vec![change, gone] } else { vec![change] };
-                shared.apply(StateUpdate { epoch: 7, version, changes, ..StateUpdate::default() });
-            }
-        })
-    };
-    for _ in 0..20 {
-        agent.file.give_up();
-        let prepared = agent.file.prepare(&shared).unwrap();
-        assert!(matches!(prepared, Prepared::Full { .. }));
-        agent.file.commit(prepared).unwrap();
-        // The read verifies that the digests match the services, which were written one by one.
-        assert!(agent.reload().left_out.is_none());
-    }
-    churn.join().unwrap();
-    agent.shared = Arc::try_unwrap(shared).unwrap();
-    assert_eq!(agent.save(), "append");
-    agent.assert_saved();
-}
-
-/// A file with a few appends, and the digests of the state at each of its points.
-fn history() -> (Vec<u8>, Vec<Digests>) {
-    let mut agent = Agent::with_state();
-    let mut points = vec![agent.digests()];
-    for round in 0..5_u8 {
-        agent.batch(vec![endpoint("web", 201 + round, 8080), no_endpoint("web", 1 + round)]);
-        agent.shared.set_node(&own_node(Some(node(&format!("zone-{round}"))), 20));
-        assert_eq!(agent.save(), "append");
-        points.push(agent.digests());
-    }
-    (agent.bytes(), points)
-}
-
-/// Checks that reading a damaged file gives an error, or one of the states that the file held
-/// before the damage.
-fn check_damaged(bytes: &[u8], points: &[Digests]) -> Result<(), TestCaseError> {
-    if let Ok(loaded) = load::read_from(bytes, "node-1") {
-        let digests = loaded.restored.held.state().digests();
-        prop_assert!(points.contains(digests), "read a state that was never saved: {:?}", loaded.left_out);
-    }
-    Ok(())
+fn nothing_is_saved_at_the_end_if_the_last_sync_failed() {
+    let mut saving = Saving::start(Agent::with_state(), Duration::from_secs(300));
+    saving.agent.batch(vec![service("web", 81)]);
+    saving.programmed(1);
+    let target = Target { epoch: 7, version: 2, stream: 1, node_revision: 0 };
+    let failure = Failure { target, is_lost: false, error: "refused".into(), attempts: 1 };
+    saving.kernel.send_modify(|progress| progress.failure = Some(failure));
+    saving.saver.take().unwrap().save_last(&saving.inputs);
+    assert_eq!((saving.saved_version(), saving.run_record()), (Some(1), None));
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
     #[test]
-    fn arbitrary_bytes_are_an_error(bytes in prop::collection::vec(any::<u8>(), 0..4096)) {
-        prop_assert!(load::read_from(bytes.as_slice(), "node-1").is_err());
-        let mut headed = b"HEADGATE\x02\0\0\0".to_vec();
-        headed.extend(&bytes);
-        prop_assert!(load::read_from(headed.as_slice(), "node-1").is_err());
-    }
-
-    #[test]
-    fn changed_or_truncated_bytes_never_give_a_state_that_was_not_saved(
-        flips in prop::collection::vec((any::<Index>(), 0..8_u8), 1..4), cut in any::<Index>(), is_cut in any::<bool>(),
+    fn changed_or_truncated_files_are_an_error(
+        flips in prop::collection::vec((any::<Index>(), 0..8_u8), 0..4), cut in any::<Index>(), is_cut in any::<bool>(),
     ) {
-        let (mut bytes, points) = history();
+        let original = Agent::with_state().bytes();
+        let mut bytes = original.clone();
         for (at, bit) in flips {
             let at = at.index(bytes.len());
             bytes[at] ^= 1 << bit;
@@ -458,46 +483,12 @@ proptest! {
         if is_cut {
             bytes.truncate(cut.index(bytes.len()));
         }
-        check_damaged(&bytes, &points)?;
+        prop_assert_eq!(load::read_from(&bytes, "node-1").is_ok(), bytes == original);
     }
 
+    /// Arbitrary content with the right checksum, as a defective writer could produce it.
     #[test]
-    fn copied_pieces_never_give_a_state_that_was_not_saved(from in any::<Index>(), to in any::<Index>(), at in any::<Index>()) {
-        let (bytes, points) = history();
-        let (from, to) = (from.index(bytes.len()), to.index(bytes.len()));
-        let piece = bytes[from.min(to)..from.max(to)].to_vec();
-        let mut moved = bytes.clone();
-        let at = at.index(bytes.len());
-        moved.splice(at..at, piece);
-        check_damaged(&moved, &points)?;
+    fn arbitrary_content_gives_no_panic(content in prop::collection::vec(any::<u8>(), 0..4096)) {
+        let _ = load::read_from(&with_checksum(&[MAGIC.to_vec(), content].concat()), "node-1");
     }
-
-    /// Arbitrary payloads with correct checksums, as a defective writer could produce them.
-    #[test]
-    fn arbitrary_payloads_are_an_error(
-        records in prop::collection::vec((0..4_usize, prop::collection::vec(any::<u8>(), 0..200)), 0..8),
-    ) {
-        use super::format::{Kind, Writer};
-        let kinds = [Kind::Changes, Kind::Node, Kind::Point, Kind::Owner];
-        let mut writer = Writer::begin(Vec::new()).unwrap();
-        writer.record(Kind::Owner, b"node-1").unwrap();
-        for (kind, payload) in &records {
-            writer.record(kinds[*kind], payload).unwrap();
-        }
-        let (bytes, _, _) = writer.finish();
-        // Arbitrary bytes never form a first point with the right digests.
-        prop_assert!(load::read_from(bytes.as_slice(), "node-1").is_err());
-    }
-}
-
-#[test]
-fn no_memory_is_allocated_for_the_stated_length_of_a_record() {
-    let mut bytes = b"HEADGATE\x02\0\0\0".to_vec();
-    bytes.extend([1, 0, 0, 0x40, 0]);
-    let reason = load::read_from(bytes.as_slice(), "node-1").unwrap_err().to_string();
-    assert!(reason.starts_with("ends in the middle"), "{reason}");
-    bytes.truncate(12);
-    bytes.extend([1, 0xff, 0xff, 0xff, 0xff]);
-    let reason = load::read_from(bytes.as_slice(), "node-1").unwrap_err().to_string();
-    assert!(reason.contains("is not valid"), "{reason}");
 }

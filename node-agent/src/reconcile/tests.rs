@@ -41,7 +41,7 @@ impl Loop {
         let agent_version = env!("CARGO_PKG_VERSION").to_owned();
         let point = v1::Resume { epoch: 1, version: 5, agent_version, ..Default::default() };
         let restored = Restored { held: Held::restored(state, &point), node: None, may_be_behind: true };
-        Self::start_with(AgentState::persistent("node-1", Some(restored)), timing, Some(has_rules))
+        Self::start_with(AgentState::restored("node-1", restored), timing, Some(has_rules))
     }
 
     fn start_with(shared: AgentState, timing: Timing, has_rules: Option<bool>) -> Self {

@@ -110,12 +110,13 @@ pub struct HeldState {
     /// The source positions of the state; see [`comparable`].
     pub positions: Positions,
     /// True if the state may lack resources, although its positions include them: the agent
-    /// rejected the resources, or another version of the program left them out.
+    /// rejected the resources, another version of the program left them out, or an earlier run had
+    /// them and crashed.
     pub may_lack: bool,
 }
 
 impl HeldState {
-    /// Extracts the facts from the result of [`crate::state::held::Held::point`].
+    /// Extracts the facts from the result of [`crate::state::AgentState::point`].
     #[must_use]
     pub fn of(point: &v1::Resume) -> Self {
         Self { positions: comparable(&point.positions), may_lack: point.epoch == 0 }

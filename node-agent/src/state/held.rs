@@ -11,7 +11,7 @@ use headgate_core::{
 };
 use headgate_proto::{digests_to_wire, v1};
 
-use crate::state::{backlog::Trigger, unsaved::Unsaved};
+use crate::state::backlog::Trigger;
 
 /// One step: all changes that bring the held state to another version.
 #[derive(Debug, Default)]
@@ -47,7 +47,7 @@ pub struct OwnNode {
 }
 
 /// A state that was read from disk.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Restored {
     /// The resources, with their version and positions.
     pub held: Held,
@@ -117,7 +117,6 @@ pub struct Held {
     /// The source's position at the last change of the agent's own Node.
     node_position: Option<v1::SourcePosition>,
     has_rejections: bool,
-    unsaved: Unsaved,
 }
 
 /// The version of the program, which is written to disk with the state.
@@ -127,31 +126,25 @@ impl Held {
     /// A state that was read from disk, with the version and positions of `point`.
     #[must_use]
     pub fn restored(state: State, point: &v1::Resume) -> Self {
-        let mut held = Self { state, ..Self::default() };
-        held.move_to(point);
-        held
-    }
-
-    /// Applies changes that the file contains after the restored state.
-    pub(crate) fn replay(&mut self, changes: Vec<Change>, point: &v1::Resume) {
-        for change in changes {
-            self.state.apply(change, &mut Dirty::default());
-        }
-        self.move_to(point);
-    }
-
-    fn move_to(&mut self, point: &v1::Resume) {
         // Another version of the program may have ignored fields that this version uses. A resume
         // from the log would not send these fields again, so epoch 0 makes the replica compare
         // digests.
         let epoch = if point.agent_version == AGENT_VERSION { point.epoch } else { 0 };
-        self.position = Some((epoch, point.version));
-        self.sources = point.positions.iter().map(|source| (source.kind, source.position)).collect();
+        let sources = point.positions.iter().map(|source| (source.kind, source.position)).collect();
+        Self { state, position: Some((epoch, point.version)), sources, ..Self::default() }
     }
 
-    /// The changes since the last write to disk.
-    pub(crate) fn unsaved_mut(&mut self) -> &mut Unsaved {
-        &mut self.unsaved
+    /// Makes sure that the positions are not lower than these positions, which the kernel's rules
+    /// may have reached.
+    pub fn raise_positions(&mut self, positions: &[v1::SourcePosition]) {
+        for source in positions {
+            let known = if source.kind == i32::from(v1::source_position::Kind::Nodes) {
+                &mut self.node_position.get_or_insert(*source).position
+            } else {
+                self.sources.entry(source.kind).or_default()
+            };
+            *known = source.position.max(*known);
+        }
     }
 
     /// The held resources.
@@ -176,16 +169,22 @@ impl Held {
         self.position
     }
 
-    /// Returns the description of the held state for `Hello`. Returns `None` when the agent holds
-    /// neither a state nor the position of its Node.
+    /// The positions of the source, with the position of the agent's own Node.
     #[must_use]
-    pub fn resume(&self) -> Option<v1::Resume> {
+    pub fn positions(&self) -> Vec<v1::SourcePosition> {
         let mut sources = self.sources.clone();
         if let Some(v1::SourcePosition { kind, position }) = self.node_position {
             let known = sources.entry(kind).or_default();
             *known = position.max(*known);
         }
-        let positions = positions_to_wire(&sources);
+        positions_to_wire(&sources)
+    }
+
+    /// Returns the description of the held state for `Hello`. Returns `None` when the agent holds
+    /// neither a state nor the position of its Node.
+    #[must_use]
+    pub fn resume(&self) -> Option<v1::Resume> {
+        let positions = self.positions();
         match self.position {
             Some((epoch, version)) => {
                 let digests = Some(digests_to_wire(self.state.digests()));
@@ -203,13 +202,13 @@ impl Held {
     /// restart. The log would not send the rejected resource again, and the agent would no longer
     /// know that the resource was rejected.
     #[must_use]
-    pub fn point(&self, with_digests: bool) -> Option<v1::Resume> {
+    pub fn point(&self) -> Option<v1::Resume> {
         let (epoch, version) = self.position?;
         Some(v1::Resume {
             epoch: if self.has_rejections { 0 } else { epoch },
             version,
             positions: positions_to_wire(&self.sources),
-            digests: with_digests.then(|| digests_to_wire(self.state.digests())),
+            digests: None,
             agent_version: AGENT_VERSION.to_owned(),
         })
     }
@@ -231,7 +230,6 @@ impl Held {
         // replaces is removed.
         let removals = step.snapshot.as_ref().map(|snapshot| self.removals(snapshot, &step.changes));
         for change in in_parts(step.changes).chain(removals.into_iter().flatten()) {
-            self.unsaved.note(&change);
             self.state.apply(change, dirty);
         }
         if step.snapshot.is_some() {

@@ -8,7 +8,6 @@
 pub mod backlog;
 pub mod held;
 pub mod source;
-pub mod unsaved;
 
 use std::{
     collections::BTreeSet,
@@ -28,7 +27,6 @@ use crate::{
         backlog::Backlog,
         held::{Held, OwnNode, Restored, StateUpdate},
         source::StateSource,
-        unsaved::{Keys, Unsaved, UnsavedChanges},
     },
 };
 
@@ -61,8 +59,6 @@ struct Inner {
     node_name: String,
     /// The agent's own Node.
     node: Option<Node>,
-    /// True when `node` is on disk.
-    is_node_saved: bool,
     /// The facts about this node that rules depend on, computed from `node` and `policy`.
     facts: NodeFacts,
     policy: NodePolicy,
@@ -198,34 +194,38 @@ pub(crate) struct Work<'a> {
     pub(crate) generation: u64,
 }
 
+/// A moment of the state, to write to disk.
+#[derive(Debug)]
+pub(crate) struct SavePoint {
+    /// The number of the stream.
+    pub(crate) stream: u64,
+    /// Counts the updates that a sync must program.
+    pub(crate) generation: u64,
+    /// See [`Held::point`].
+    pub(crate) point: v1::Resume,
+    /// What the agent holds of its own Node.
+    pub(crate) node: v1::OwnNode,
+}
+
 impl AgentState {
-    /// An empty state for the agent of a node. This state is not written to disk.
+    /// An empty state for the agent of a node.
     #[must_use]
     pub fn new(node_name: &str) -> Self {
-        Self::with(node_name, Held::default(), None, false)
+        Self::restored(node_name, Restored::default())
     }
 
-    /// A state that is written to disk. The initial state is `restored`, the state from disk, or an
-    /// empty state.
+    /// A state that begins with a state from disk.
     #[must_use]
-    pub fn persistent(node_name: &str, restored: Option<Restored>) -> Self {
-        let unsaved = if restored.is_some() { Unsaved::Some(Keys::default()) } else { Unsaved::Everything };
-        let is_unconfirmed = restored.as_ref().is_some_and(|restored| restored.may_be_behind);
-        let (mut held, node) = restored.map_or_else(Default::default, |Restored { held, node, .. }| (held, node));
-        *held.unsaved_mut() = unsaved;
-        Self::with(node_name, held, node, is_unconfirmed)
-    }
-
-    fn with(node_name: &str, held: Held, node: Option<Node>, is_unconfirmed: bool) -> Self {
+    pub fn restored(node_name: &str, restored: Restored) -> Self {
+        let Restored { held, node, may_be_behind } = restored;
         let backlog = Arc::<Backlog>::default();
         node.iter().for_each(|node| backlog.set_node(node));
         let inner = Inner {
             held,
-            is_unconfirmed,
+            is_unconfirmed: may_be_behind,
             node_name: node_name.to_owned(),
             facts: NodeFacts::of(node_name, node.as_ref()),
             node,
-            is_node_saved: true,
             policy: NodePolicy::default(),
             node_awaited_until: None,
             stream: 0,
@@ -344,7 +344,6 @@ impl AgentState {
         if inner.node != node || inner.held.node_position() != *position {
             inner.node = node;
             inner.held.set_node_position(*position);
-            inner.is_node_saved = false;
         }
         inner.node_revision = *revision;
         inner.generation += 1;
@@ -419,10 +418,13 @@ impl AgentState {
         self.lock().held.position()
     }
 
-    /// Like [`Held::point`], without digests.
+    /// See [`Held::point`]. The epoch is 0 also while the state is unconfirmed, because it may lack
+    /// what its positions include.
     #[must_use]
     pub fn point(&self) -> Option<v1::Resume> {
-        self.lock().held.point(false)
+        let inner = self.lock();
+        let point = inner.held.point()?;
+        Some(if inner.is_unconfirmed { v1::Resume { epoch: 0, ..point } } else { point })
     }
 
     /// Calls `read` with the state while the lock is held.
@@ -548,26 +550,17 @@ impl AgentState {
         inner.held.position().is_some() && Some(inner.generation) != generation
     }
 
-    /// Returns the changes that are not on disk yet, and forgets them: the caller must write them.
-    /// Includes the digests of the state if `with_digests` is true. Returns `None` when the whole
-    /// state must be written instead.
-    pub(crate) fn take_unsaved(&self, with_digests: bool) -> Option<UnsavedChanges> {
-        let mut inner = self.lock();
-        let point = inner.held.point(with_digests)?;
-        let Unsaved::Some(keys) = inner.held.unsaved_mut() else { return None };
-        let keys = std::mem::take(keys);
-        let changes = unsaved::to_wire(keys.changes(inner.held.state()));
-        let node = (!std::mem::replace(&mut inner.is_node_saved, true)).then(|| inner.own_node());
-        Some(UnsavedChanges { generation: inner.generation, changes, node, point })
+    /// See [`Held::positions`].
+    pub(crate) fn positions(&self) -> Vec<v1::SourcePosition> {
+        self.lock().held.positions()
     }
 
-    /// Begins to write the whole state to disk, service by service. Returns the services to write,
-    /// and records the changes from now on.
-    pub(crate) fn begin_saving(&self) -> Vec<Arc<ServiceKey>> {
-        let mut inner = self.lock();
-        *inner.held.unsaved_mut() = Unsaved::Some(Keys::of_service_cidrs(inner.held.state()));
-        inner.is_node_saved = false;
-        inner.held.state().entries().map(|(key, _)| Arc::clone(key)).collect()
+    /// What a file with the state says besides resources; `None` before the first complete
+    /// snapshot.
+    pub(crate) fn save_point(&self) -> Option<SavePoint> {
+        let inner = self.lock();
+        let point = inner.held.point()?;
+        Some(SavePoint { stream: inner.stream, generation: inner.generation, node: inner.own_node(), point })
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {

@@ -47,6 +47,8 @@ pub(crate) struct Agent {
     /// Whether the state comes from disk and no replica has confirmed the state. In this case the
     /// kernel may have newer rules, which an earlier run of the agent wrote.
     pub(crate) is_unconfirmed: bool,
+    /// The version of each key's value that an earlier run wrote to the kernel.
+    kernel: Places,
     /// The version of each key's value at the replica when the stream began. After a start from
     /// disk, the agent programs no older value.
     at_begin: Places,
@@ -74,6 +76,7 @@ impl Agent {
             node_place: None,
             disk: None,
             is_unconfirmed: false,
+            kernel: Places::new(),
             at_begin: Places::new(),
             distrusts_version: false,
             failover: Failover::new(&moves, now),
@@ -88,7 +91,7 @@ impl Agent {
         if self.is_unconfirmed {
             return;
         }
-        let Some(point) = self.held.point(true) else { return };
+        let Some(point) = self.held.point() else { return };
         self.disk = Some(Disk {
             changes: changes_of(self.held.state()),
             point,
@@ -99,13 +102,18 @@ impl Agent {
         });
     }
 
-    /// Ends the running program, and starts `program` with the state on disk.
+    /// The running program crashes, and `program` starts with the state on disk, and with the
+    /// positions that the crashed one has recorded.
     pub(crate) fn restart(&mut self, program: Program, now: Instant) {
         let disk = self.disk.take();
+        let kernel = std::mem::take(if self.is_unconfirmed { &mut self.kernel } else { &mut self.places });
+        let positions = self.held.positions();
         *self = Self { rejections: self.rejections, may_go_back: self.may_go_back, ..Self::new(program, now) };
         let Some(disk) = disk else { return };
         self.held = Held::restored(state_of(disk.changes.clone()), &disk.point);
         self.held.set_node_position(disk.node_position);
+        self.held.raise_positions(&positions);
+        self.kernel = kernel;
         (self.node, self.node_position) = (disk.node.clone(), disk.node_position);
         (self.places, self.node_place) = (disk.places.clone(), disk.node.is_some().then_some(disk.node_place));
         self.is_unconfirmed = true;
@@ -188,6 +196,11 @@ impl Agent {
             }
             Effect::Resumed => {
                 if std::mem::take(&mut self.is_unconfirmed) {
+                    let may_go_back = self.may_go_back || self.program == Program::Old;
+                    for (key, place) in self.kernel.iter().filter(|_| !may_go_back) {
+                        let here = self.places[key];
+                        assert!(here >= *place, "version {here} of {key} replaces version {place} in the kernel");
+                    }
                     for (key, place) in self.at_begin.iter().filter(|_| self.program == Program::New) {
                         let here = self.places[key];
                         assert!(
@@ -210,9 +223,9 @@ impl Agent {
         self.program == Program::New || !NEED_NEW_PROGRAM.contains(&key)
     }
 
-    /// Whether a rejected resource may be missing.
+    /// Whether the state may lack what its positions include.
     pub(crate) fn may_lack(&self) -> bool {
-        self.held.point(false).is_some_and(|point| point.epoch == 0)
+        self.is_unconfirmed || self.held.point().is_some_and(|point| point.epoch == 0)
     }
 
     /// Returns the replica to which the agent moves now, if it moves. `others` returns the replicas
@@ -220,7 +233,8 @@ impl Agent {
     pub(crate) fn decide(&mut self, others: impl FnOnce() -> Vec<(usize, Standing)>, now: Instant) -> Option<usize> {
         let trouble = self.failover.due(now)?;
         let others = others();
-        let held = self.held.point(false).as_ref().map(HeldState::of);
+        let of = |point| HeldState { may_lack: self.may_lack(), ..HeldState::of(&point) };
+        let held = self.held.point().map(of);
         let standings: Vec<_> = others.iter().map(|(_, standing)| standing.clone()).collect();
         let accepts_older = self.failover.accepts_older();
         let to = choose(trouble, held.as_ref(), &standings, accepts_older).map(|index| others[index].0)?;

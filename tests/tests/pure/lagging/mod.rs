@@ -171,6 +171,20 @@ fn no_key_gets_an_older_value_when_the_agent_starts_from_disk_in_the_middle_of_a
 }
 
 #[test]
+fn a_crashed_agent_gets_no_older_value_from_the_log_of_a_replica_that_it_had_left() {
+    use Move::{Connect, Deliver, ReadAll, RestartAgent};
+    // The agent has saved its first state, of the first replica.
+    let lists = [
+        vec![Deliver(0, SLICE), Deliver(0, SERVICE)],
+        vec![Deliver(1, SLICE), Deliver(1, SERVICE)],
+        vec![Connect(1), ReadAll, RestartAgent(Program::New), Connect(0), ReadAll],
+    ];
+    let counts = explore(Program::New, 2, &lists);
+    assert!(counts["runs"] > 300, "{counts:?}");
+    assert_happened(&counts, &["waits", "log", "digests"]);
+}
+
+#[test]
 fn a_new_program_receives_the_resources_that_the_old_one_rejected() {
     use Move::{Connect, Deliver, ReadAll, RestartAgent, Save};
     // The seventh event is a Service that only the new program can use.

@@ -297,7 +297,7 @@ impl World {
         // replica could serve. Listed replicas that are behind the agent do not count.
         let here = self.stream.as_ref().map(|stream| self.replicas[stream.replica].store.source_state());
         if here == Some(SourceState::Unlisted)
-            && let Some(point) = self.agent.held.point(false)
+            && let Some(point) = self.agent.held.point()
         {
             let seen = Resume::from_wire(&point).unwrap().positions;
             let listed = self.replicas.iter().filter(|replica| replica.is_listed());

@@ -8,11 +8,11 @@ use headgate_control_plane::{
     transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{
-    Change, Conditions, Dirty, Endpoint, EndpointPort, Hints, Placement, Protocol, Service, ServiceCidr, ServiceKey,
-    ServicePort, State,
+    Change, Conditions, Endpoint, EndpointPort, Hints, Placement, Protocol, Service, ServiceCidr, ServiceKey,
+    ServicePort,
 };
 use headgate_node_agent::{fuzz, persist};
-use headgate_proto::{ChangesBuilder, digests_to_wire, frame::frame, v1};
+use headgate_proto::{ChangesBuilder, frame::frame, v1};
 use prost::Message as _;
 use v1::server_message::Body;
 
@@ -107,33 +107,20 @@ fn stream() -> Vec<u8> {
     bytes
 }
 
-fn wire(changes: impl IntoIterator<Item = Change>) -> Vec<u8> {
-    let mut builder = ChangesBuilder::default();
-    changes.into_iter().for_each(|change| builder.push(&change, 0));
-    builder.finish().encode_to_vec()
-}
-
-fn point(state: &State, version: u64) -> Vec<u8> {
-    let positions = vec![v1::SourcePosition { kind: 1, position: 100 }];
-    let digests = Some(digests_to_wire(state.digests()));
-    v1::Resume { epoch: EPOCH, version, positions, digests, ..v1::Resume::default() }.encode_to_vec()
-}
-
-/// A state file with a base, a step, and half a record, as a killed agent leaves it.
+/// A state file in two parts, without its checksum.
 fn state_file() -> Vec<u8> {
-    let mut state = State::default();
-    for change in changes() {
-        state.apply(change, &mut Dirty::default());
-    }
-    let base = point(&state, 1);
-    let step = v1::Resume { version: 2, digests: None, ..v1::Resume::decode(base.as_slice()).unwrap() }.encode_to_vec();
+    let mut builder = ChangesBuilder::default();
+    changes().iter().for_each(|change| builder.push(change, 0));
     let node = Some(v1::Node { name: "node-a".into(), ..v1::Node::default() });
-    let node = v1::OwnNode { revision: 1, node, ..v1::OwnNode::default() };
-    let (changes, more, node) = (wire(changes()), wire([endpoint(1, 9)]), node.encode_to_vec());
-    let records: [(u8, &[u8]); 6] = [(1, b"node-a"), (2, &changes), (3, &node), (4, &base), (2, &more), (4, &step)];
-    let mut file = persist::file_of(&records).unwrap();
-    file.extend_from_slice(&[2, 9, 0, 0, 0, 1]);
-    file
+    let positions = vec![v1::SourcePosition { kind: 1, position: 100 }];
+    let last = persist::Part {
+        changes: None,
+        node_name: "node-a".into(),
+        node: Some(v1::OwnNode { revision: 1, node, ..v1::OwnNode::default() }),
+        point: Some(v1::Resume { epoch: EPOCH, version: 2, positions, ..v1::Resume::default() }),
+    };
+    let first = persist::Part { changes: Some(builder.finish()), ..persist::Part::default() };
+    [persist::MAGIC.to_vec(), first.encode_length_delimited_to_vec(), last.encode_length_delimited_to_vec()].concat()
 }
 
 /// Checks a stream and a state file of the corpus. Writes the files only if
@@ -146,6 +133,6 @@ fn corpus_of_bytes_is_written_when_asked_for() {
     if std::env::var_os("HEADGATE_WRITE_CORPUS").is_some() {
         let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
         fs::write(corpus.join("server_stream/snapshot-and-batches.bin"), stream).unwrap();
-        fs::write(corpus.join("state/base-and-step.bin"), state).unwrap();
+        fs::write(corpus.join("state/two-parts.bin"), state).unwrap();
     }
 }
