@@ -149,6 +149,9 @@ impl Process {
 
     /// Ends the program with SIGKILL.
     pub fn kill(mut self) -> Result<()> {
+        if self.exit()?.is_some() {
+            return Ok(());
+        }
         self.signal(Signal::SIGKILL)?;
         self.wait(TERMINATION_TIMEOUT)?.with_context(|| format!("{} survived SIGKILL", self.name)).map(drop)
     }
@@ -172,7 +175,8 @@ impl Process {
         kill(Pid::from_raw(id), signal).with_context(|| format!("sending {signal} to {}", self.name))
     }
 
-    fn exit(&mut self) -> Result<Option<ExitStatus>> {
+    /// The exit status; `None` while the program runs.
+    pub fn exit(&mut self) -> Result<Option<ExitStatus>> {
         if self.exit.is_none() {
             self.exit = self.child.try_wait().with_context(|| format!("waiting for {}", self.name))?;
         }

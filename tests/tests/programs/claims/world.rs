@@ -266,7 +266,10 @@ impl Member {
         if self.is_frozen == is_frozen {
             return Ok(());
         }
-        let Some(process) = &self.process else { return Ok(()) };
+        let Some(process) = &mut self.process else { return Ok(()) };
+        if process.exit()?.is_some() {
+            return Ok(());
+        }
         self.is_frozen = is_frozen;
         process.signal(if is_frozen { Signal::SIGSTOP } else { Signal::SIGCONT })
     }
@@ -407,7 +410,10 @@ impl World {
     }
 
     pub(super) fn start_agent(&mut self, node: usize) -> Result<()> {
-        if self.agents[node].process.is_some() {
+        // An agent ends if it starts while its kernel refuses everything. A DaemonSet starts it again.
+        if let Some(process) = &mut self.agents[node].process
+            && process.exit()?.is_none()
+        {
             return Ok(());
         }
         self.shared.tell(format!("start the agent of {}", NODES[node]));
