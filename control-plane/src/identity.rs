@@ -201,13 +201,13 @@ impl Peer {
     }
 }
 
-/// Reads the identity in a peer's own certificate (DER), and when the certificate expires.
+/// Reads the identity in a peer's own certificate (DER), and when the certificate is valid.
 ///
 /// # Errors
 ///
 /// A sentence for the peer, if the certificate cannot be parsed. The caller has verified the chain,
 /// so the authority has issued a malformed certificate.
-pub fn from_certificate(der: &[u8]) -> Result<(Identity, SystemTime), String> {
+pub fn from_certificate(der: &[u8]) -> Result<(Identity, Validity), String> {
     let malformed = |error: String| format!("the client certificate is malformed ({error}); issue a new one");
     let (_, certificate) = X509Certificate::from_der(der).map_err(|error| malformed(error.to_string()))?;
     let names = certificate.subject_alternative_name().map_err(|error| malformed(error.to_string()))?;
@@ -221,7 +221,7 @@ pub fn from_certificate(der: &[u8]) -> Result<(Identity, SystemTime), String> {
     let identity = identify(uris, common_names, organizations);
     let identity = identity
         .unwrap_or_else(|problem| Identity::Unusable(format!("the client certificate {problem}; {REMEDY}").into()));
-    Ok((identity, Validity::of(&certificate).not_after))
+    Ok((identity, Validity::of(&certificate)))
 }
 
 /// Returns the identity that the names in a certificate give. The names must identify one holder
@@ -318,8 +318,8 @@ mod tests {
         parameters.subject_alt_names = uris.iter().map(|uri| SanType::URI((*uri).try_into().unwrap())).collect();
         parameters.not_after = rcgen::date_time_ymd(2060, 1, 1);
         let certificate = parameters.self_signed(&KeyPair::generate().unwrap()).unwrap();
-        let (identity, not_after) = from_certificate(certificate.der()).unwrap();
-        assert_eq!(date(not_after), "2060-01-01T00:00:00Z");
+        let (identity, validity) = from_certificate(certificate.der()).unwrap();
+        assert_eq!(date(validity.not_after), "2060-01-01T00:00:00Z");
         identity
     }
 

@@ -113,7 +113,6 @@ pub struct Metrics {
     absent: Family<Reason, Level>,
     peer_questions: Total,
     enrolments: Family<Outcome, Total>,
-    enrolment_keys: Family<Outcome, Total>,
     barriers_waiting: Level,
     gates_waiting: Level,
     gates_set: Family<Reason, Total>,
@@ -203,7 +202,6 @@ impl Default for Metrics {
             peer_questions: add.add("peer_questions", "Questions of other replicas about what all nodes have programmed"),
             absent: add.add("control_plane_nodes_absent", "Nodes that should have an agent and have no stream to any replica, by reason: lost (a replica remembers a stream), unknown (replicas may be missing that know more), or never (no replica has ever had a stream). All replicas report the same Nodes"),
             enrolments: add.add("enrolments", "Attempts of agents to get a certificate (--enrolment-listen), by result"),
-            enrolment_keys: add.add("enrolment_keys", "Readings of the API server's keys for tokens (--enrolment-listen), by result"),
             barriers_waiting: add.add("barrier_waiting", "Pods that wait for the drain barrier at this replica"),
             gates_waiting: add.add("readiness_gates_waiting", "Pods that lack only the readiness gate headgate.io/programmed (--ready-everywhere)"),
             gates_set: add.add("readiness_gates_set", "Conditions of readiness gates that this replica set, by reason: programmed (all nodes use the pod), timed_out (some nodes have not confirmed this within the bound), or no_endpoints (no Service had an endpoint of the pod within the bound)"),
@@ -431,10 +429,6 @@ impl Metrics {
 
     pub(crate) fn count_enrolment(&self, result: &'static str) {
         self.enrolments.get_or_create(&Outcome { result }).inc();
-    }
-
-    pub(crate) fn count_enrolment_keys(&self, result: &'static str) {
-        self.enrolment_keys.get_or_create(&Outcome { result }).inc();
     }
 
     pub(crate) fn count_handshake_failed(&self, reason: &'static str) {

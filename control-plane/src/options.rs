@@ -139,8 +139,9 @@ pub struct Options {
     pub ready_everywhere_timeout_seconds: u32,
 
     /// Where agents exchange service-account tokens for certificates (docs/security.md), over TLS
-    /// with --tls-cert and without client certificates. The API server of --kubeconfig, or of the
-    /// cluster, reviews the tokens. Without this option, agents need certificates from elsewhere
+    /// with --tls-cert. The API server of --kubeconfig, or of the cluster, reviews the tokens.
+    /// While it is unreachable, certificates of nodes renew themselves. Without this option, agents
+    /// need certificates from elsewhere
     #[arg(long, value_name = "ADDR:PORT", value_parser = address, conflicts_with = "insecure_loopback",
         requires_all = ["enrolment_ca_cert", "enrolment_ca_key"])]
     pub enrolment_listen: Option<SocketAddr>,

@@ -7,7 +7,6 @@ pub mod fields;
 pub mod migration;
 pub mod raw;
 pub mod remark;
-mod shell;
 pub mod value;
 mod yaml;
 

@@ -8,7 +8,6 @@ use super::{
     fields::{FIELDS, Field, Meaning},
     raw::{Findings, Origin, Raw},
     remark::Remark,
-    shell,
 };
 
 /// What the agent makes of a setting.
@@ -190,16 +189,36 @@ fn script(words: &[String]) -> Option<&str> {
     rest.get(option + 1).map(String::as_str)
 }
 
-/// The arguments of kube-proxy in a script that starts it once.
+/// The arguments of kube-proxy in a script that starts it once. An operator in quotes is an error
+/// too, because it leaves half a quotation on each side.
 fn arguments_in_script(script: &str) -> Result<Vec<String>, String> {
-    let mut starts = shell::commands(script)?.into_iter().filter_map(|mut words| {
+    if let Some(character) = script.chars().find(|character| "$`{".contains(*character)) {
+        return Err(format!("only a shell can evaluate the character {character}"));
+    }
+    // This `&` separates no commands.
+    let script = script.replace("\\\n", " ").replace(">&", ">").replace("&>", ">");
+    let mut starts = Vec::new();
+    for command in script.split([';', '&', '|', '(', ')', '\n']) {
+        let (command, redirections) = command.split_at(command.find(['<', '>']).unwrap_or(command.len()));
+        let mut words = shlex::split(command).ok_or("a quotation mark has no end, or an operator is in quotes")?;
         let program = usize::from(words.first().is_some_and(|word| word == "exec"));
-        words.get(program).is_some_and(|word| is_kube_proxy(word)).then(|| words.split_off(program + 1))
-    });
-    match (starts.next(), starts.next()) {
-        (Some(arguments), None) => Ok(arguments),
-        (None, _) => Err("no command of the script is kube-proxy".to_owned()),
-        (Some(_), Some(_)) => Err("the script starts it more than once".to_owned()),
+        if !words.get(program).is_some_and(|word| is_kube_proxy(word)) {
+            continue;
+        }
+        if redirections.contains(" -") {
+            return Err("a redirection comes before an argument".to_owned());
+        }
+        let is_number = |word: &String| word.bytes().all(|byte| byte.is_ascii_digit());
+        if !redirections.is_empty() && !command.ends_with(char::is_whitespace) {
+            // This is the number of a descriptor.
+            words.pop_if(|word| is_number(word));
+        }
+        starts.push(words.split_off(program + 1));
+    }
+    match starts.len() {
+        0 => Err("no command of the script is kube-proxy".to_owned()),
+        1 => Ok(starts.swap_remove(0)),
+        _ => Err("the script starts it more than once".to_owned()),
     }
 }
 
@@ -507,6 +526,39 @@ mod tests {
             assert!(error.contains(why) && error.ends_with(ending), "{command:?}: {error}");
         }
         assert_eq!(pod(&[], &["--cluster-cidr=10.0.0.0/8", "--proxy-mode=ipvs"]), expected);
+    }
+
+    #[test]
+    fn scripts_are_split_like_in_a_shell() {
+        for (script, expected) in [
+            ("exec kube-proxy --b=c --d 1>>/var/log/a.log 2>&1", &["--b=c", "--d"][..]),
+            ("kube-proxy --b=1 2>&1 | tee -a /l || c&&d", &["--b=1"]),
+            ("set -e\n kube-proxy \\\n  --b &", &["--b"]),
+            (
+                "kube-proxy --b='x y' --c=\"x\\\"y\\z\" '' d\\ e '[::]:1'",
+                &["--b=x y", "--c=x\"y\\z", "", "d e", "[::]:1"],
+            ),
+            ("kube-proxy --v=2>l", &["--v=2"]),
+            ("kube-proxy --v 2 >l", &["--v", "2"]),
+            ("kube-proxy --b # --c\n", &["--b"]),
+            ("kube-proxy --b &>l", &["--b"]),
+            ("kube-proxy --b >&- ;>l d", &["--b"]),
+        ] {
+            let expected = expected.iter().map(ToString::to_string).collect();
+            assert_eq!(arguments_in_script(script), Ok(expected), "{script}");
+        }
+        for arguments in
+            ["$b", "\"$b\"", "`b`", "{b,c}", "'b", "\"b", "'b;c'", "'b>c'", "b\\;", ">l --b", "&>l --b", "2>&1 --b"]
+        {
+            assert!(arguments_in_script(&format!("kube-proxy {arguments}")).is_err(), "{arguments}");
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_script_makes_the_reader_panic(script in "(kube-proxy )?[a-c0-9$'\"\\\\<>&|;() \n-]{0,60}") {
+            let _ = arguments_in_script(&script);
+        }
     }
 
     #[test]

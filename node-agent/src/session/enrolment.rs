@@ -1,5 +1,6 @@
 //! Gets the agent's certificate from a control plane, in exchange for the service-account token of
-//! the agent's pod, and renews it.
+//! the agent's pod, and renews it. A control plane that cannot have the token reviewed accepts the
+//! present certificate instead.
 //!
 //! The agent creates its key and keeps it in the file of `--tls-key`, which only its owner can
 //! read. The key never leaves the node. The stream uses the files like files from elsewhere.
@@ -19,7 +20,7 @@ use headgate_tls::{FileError, Files, explain};
 use hyper::{Method, Request, StatusCode, client::conn::http1, header};
 use hyper_util::rt::TokioIo;
 use rcgen::{CertificateParams, KeyPair};
-use rustls::{ClientConfig, crypto::ring, pki_types::ServerName};
+use rustls::{ClientConfig, client::Resumption, crypto::ring, pki_types::ServerName};
 use tokio::{net::TcpStream, time::timeout};
 use tokio_rustls::TlsConnector;
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
@@ -103,13 +104,19 @@ impl Enrolment {
         let [first, longest] = AFTER_REJECTION;
         let mut after_rejection = Backoff::new(first, longest, Jitter::Half);
         let mut replica = fastrand::usize(..self.addresses.len().max(1));
+        // A control plane closes the connection of a client whose certificate it does not accept,
+        // so the certificate is shown only if the token alone does not help.
+        let mut shows_certificate = false;
         loop {
             let address = &self.addresses[replica % self.addresses.len()];
-            let result = timeout(ATTEMPT_TIMEOUT, self.enrol(address)).await;
+            let shown = if shows_certificate { tls.load().await.ok() } else { None };
+            let result =
+                timeout(ATTEMPT_TIMEOUT, self.enrol(address, shown.as_ref().map(|loaded| &*loaded.config))).await;
             let result = match result.unwrap_or(Err(EnrolmentError::TimedOut)) {
                 Ok(()) => tls.load().await.map_err(EnrolmentError::from),
                 Err(error) => Err(error),
             };
+            shows_certificate = matches!(result, Err(EnrolmentError::Refused(StatusCode::SERVICE_UNAVAILABLE, _)));
             let problem = result.as_ref().err().map(|error| format!("no new certificate from {address}: {error}"));
             self.metrics.enrolled(problem);
             let has_new = result.is_ok();
@@ -141,10 +148,14 @@ impl Enrolment {
         }
     }
 
-    /// Gets a certificate from one replica and writes it.
-    async fn enrol(&self, address: &str) -> Result<(), EnrolmentError> {
+    /// Gets a certificate from one replica and writes it. `shown` is the configuration of a stream,
+    /// whose certificate the agent shows.
+    async fn enrol(&self, address: &str, shown: Option<&ClientConfig>) -> Result<(), EnrolmentError> {
         let (files, token) = (self.files.clone(), self.token.clone());
         let prepared = blocking(move || prepare(&files, &token)).await?;
+        let mut config = shown.cloned().unwrap_or(prepared.config);
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        config.resumption = Resumption::disabled();
         let invalid = || EnrolmentError::Address(address.to_owned());
         let (host, _) = address.rsplit_once(':').ok_or_else(invalid)?;
         let host = host.trim_start_matches('[').trim_end_matches(']');
@@ -152,7 +163,7 @@ impl Enrolment {
         let stream = TcpStream::connect(address).await?;
         // The handshake fails before the token is sent, unless an authority of --tls-ca has signed
         // the server's certificate.
-        let stream = TlsConnector::from(Arc::new(prepared.config)).connect(name, stream).await.map_err(|error| {
+        let stream = TlsConnector::from(Arc::new(config)).connect(name, stream).await.map_err(|error| {
             explain(&error, &self.files)
                 .map_or(EnrolmentError::Connection(error), |refusal| EnrolmentError::Tls(refusal.sentence))
         })?;
@@ -207,8 +218,7 @@ fn prepare(files: &Files, token: &Path) -> Result<Prepared, EnrolmentError> {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
     let builder = builder.map_err(|error| crypto(&error))?;
-    let mut config = builder.with_root_certificates(roots).with_no_client_auth();
-    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    let config = builder.with_root_certificates(roots).with_no_client_auth();
     Ok(Prepared { token: text.trim().to_owned(), request: request.der().to_vec(), config })
 }
 

@@ -52,7 +52,7 @@ pub(super) async fn answer(
     let faulty = faulty.or_else(|| forbidden.as_ref().map(refusal));
     let page = match head.method {
         _ if faulty.is_some() => None,
-        Method::GET => shared.tokens.page(path).map(|page| (StatusCode::OK, page)),
+        Method::GET => shared.tokens.pod(path).map(|pod| (StatusCode::OK, pod)),
         Method::POST if path == "/apis/authentication.k8s.io/v1/tokenreviews" => {
             let review = (&mut body).collect().await.map_err(io::Error::other)?.to_bytes();
             Some((StatusCode::CREATED, shared.tokens.review(&serde_json::from_slice(&review)?)))

@@ -179,7 +179,7 @@ impl ApiServer {
     pub fn start_with(options: Options) -> Result<Self, StartError> {
         let shared = Arc::new(Shared {
             store: Store::new(),
-            tokens: tokens::Tokens::new(),
+            tokens: tokens::Tokens::default(),
             faults: Arc::new(Faults::default()),
             counters: Arc::new(Counters::default()),
             options: Mutex::new(options),

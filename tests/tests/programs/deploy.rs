@@ -277,13 +277,6 @@ fn the_only_rights_are_list_and_watch_of_four_kinds_and_what_enrolment_needs() {
         }
         for rule in object["rules"].as_array().unwrap() {
             let fields: BTreeSet<&str> = rule.as_object().unwrap().keys().map(String::as_str).collect();
-            if fields == BTreeSet::from(["nonResourceURLs", "verbs"]) {
-                let urls = strings(&rule["nonResourceURLs"]);
-                granted.extend(
-                    strings(&rule["verbs"]).iter().flat_map(|verb| urls.iter().map(move |url| format!("{verb} {url}"))),
-                );
-                continue;
-            }
             assert_eq!(fields, BTreeSet::from(["apiGroups", "resources", "verbs"]), "{kind} {name}");
             for group in strings(&rule["apiGroups"]) {
                 for resource in strings(&rule["resources"]) {
@@ -296,13 +289,7 @@ fn the_only_rights_are_list_and_watch_of_four_kinds_and_what_enrolment_needs() {
     }
     let kinds = ["services.", "nodes.", "endpointslices.discovery.k8s.io", "servicecidrs.networking.k8s.io"];
     let read = kinds.iter().flat_map(|kind| ["list", "watch"].map(|verb| format!("{verb} {kind}")));
-    let enrolment = [
-        "create tokenreviews.authentication.k8s.io",
-        "get pods.",
-        "get /.well-known/openid-configuration",
-        "get /openid/v1/jwks",
-    ];
-    let enrolment = enrolment.map(str::to_owned);
+    let enrolment = ["create tokenreviews.authentication.k8s.io", "get pods."].map(str::to_owned);
     assert_eq!(granted, read.chain(enrolment).collect());
     let pods = json!([{ "apiGroups": [""], "resources": ["pods"], "verbs": ["get"] }]);
     assert_eq!(object("Role", "headgate-control-plane")["rules"], pods, "only pods of the namespace can be read");

@@ -1,19 +1,14 @@
 //! The authority that signs the certificates of enrolled nodes. `headgatectl ca` writes its files:
 //! the first certificate in `ca.crt` belongs to `ca.key`.
 
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
+use headgate_tls::Validity;
 use rcgen::{
     CertificateParams, CertificateSigningRequestParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, PublicKeyData as _, SanType,
 };
-use x509_parser::{
-    pem::{Pem, parse_x509_pem},
-    time::ASN1Time,
-};
-
-/// The tolerated difference between the clocks of two machines.
-const CLOCK_TOLERANCE: Duration = Duration::from_secs(3600);
+use x509_parser::pem::{Pem, parse_x509_pem};
 
 /// An authority that can sign.
 pub(super) struct Authority {
@@ -60,7 +55,7 @@ impl Authority {
         if !own.basic_constraints().ok().flatten().is_some_and(|constraints| constraints.value.ca) {
             return Err(bad("the first certificate of --enrolment-ca-cert does not belong to an authority".to_owned()));
         }
-        let not_after = time(own.validity().not_after);
+        let not_after = Validity::of(&own).not_after;
         if not_after <= now {
             return Err(bad("it has expired: replace it with `headgatectl ca rotate`".to_owned()));
         }
@@ -91,11 +86,10 @@ impl Authority {
         &self,
         node: &str,
         request: &[u8],
-        lifetime: Duration,
-        now: SystemTime,
+        validity: Validity,
     ) -> Result<(String, SystemTime), IssueError> {
         let request = CertificateSigningRequestParams::from_der(&request.into()).map_err(IssueError::Request)?;
-        let not_after = (now + lifetime).min(self.not_after);
+        let not_after = validity.not_after.min(self.not_after);
         let mut params = CertificateParams::default();
         params.distinguished_name = rcgen::DistinguishedName::new();
         // A common name has at most 64 characters (RFC 5280, ub-common-name). The URI is complete.
@@ -106,19 +100,17 @@ impl Authority {
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
         params.use_authority_key_identifier_extension = true;
-        (params.not_before, params.not_after) = ((now - CLOCK_TOLERANCE).into(), not_after.into());
+        (params.not_before, params.not_after) = (validity.not_before.into(), not_after.into());
         let certificate = params.signed_by(&request.public_key, &self.issuer).map_err(IssueError::Crypto)?;
         Ok((certificate.pem(), not_after))
     }
 }
 
-fn time(time: ASN1Time) -> SystemTime {
-    SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(time.timestamp()).unwrap_or_default())
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use std::time::Duration;
+
     use rcgen::BasicConstraints;
 
     use super::*;
@@ -132,6 +124,10 @@ mod tests {
         params.not_after = (SystemTime::now() + DAY * days).into();
         let key = KeyPair::generate().unwrap();
         (params.self_signed(&key).unwrap().pem(), key.serialize_pem())
+    }
+
+    fn week(now: SystemTime) -> Validity {
+        Validity { not_before: now, not_after: now + DAY * 7 }
     }
 
     fn ca(days: u32) -> (String, String) {
@@ -154,7 +150,7 @@ mod tests {
         wished.subject_alt_names.push(SanType::URI("headgate://node/other".try_into().unwrap()));
         wished.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let request = wished.serialize_request(&own).unwrap();
-        let (pem, not_after) = signer.issue("n1", request.der(), DAY * 7, now).unwrap();
+        let (pem, not_after) = signer.issue("n1", request.der(), week(now)).unwrap();
         assert!(not_after < now + DAY * 3, "the certificate outlives its authority");
         let (_, pem) = parse_x509_pem(pem.as_bytes()).unwrap();
         let issued = pem.parse_x509().unwrap();
@@ -174,7 +170,7 @@ mod tests {
         let place = der.windows(own.der_bytes().len()).position(|part| part == own.der_bytes()).unwrap();
         der[place..][..own.der_bytes().len()].copy_from_slice(KeyPair::generate().unwrap().der_bytes());
         for wrong in [&der[..], b"", b"garbage"] {
-            let refused = signer.issue("n1", wrong, DAY, SystemTime::now());
+            let refused = signer.issue("n1", wrong, week(SystemTime::now()));
             assert!(matches!(refused, Err(IssueError::Request(_))), "{refused:?}");
         }
     }

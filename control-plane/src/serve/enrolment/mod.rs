@@ -1,13 +1,12 @@
-//! Gives certificates to the agents of nodes, in exchange for service-account tokens.
+//! Gives certificates to the agents of nodes, in exchange for service-account tokens. While the API
+//! server is unreachable, a valid certificate of the node counts instead of a review of its token.
 //!
-//! The listener has its own port and its own limits, because its clients have no certificate. A
+//! The listener has its own port and its own limits, because its clients need no certificate. A
 //! client sends one request for each connection: `POST /v1/enrol` with a bearer token, and a
 //! certificate signing request (PKCS#10, DER) as the body. The answer is a certificate in PEM, or a
 //! sentence that names the fault and the remedy.
 
 mod authority;
-mod claims;
-mod keys;
 mod limits;
 mod tokens;
 
@@ -20,11 +19,10 @@ use std::{
 };
 
 use axum::body::{Body, to_bytes};
-use headgate_tls::date;
+use headgate_tls::{Validity, date};
 use http::{Method, Request, Response, StatusCode, header};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use rustls::{ServerConfig, crypto::ring, server::NoServerSessionStorage};
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::Semaphore,
@@ -41,7 +39,10 @@ use super::{
     context::{Context, EnrolmentSettings, Network, Warning},
     transport::tls::ServerTls,
 };
-use crate::source::{self, SourceError};
+use crate::{
+    identity::{self, Identity},
+    source::{self, SourceError},
+};
 
 /// The longest time for a connection: handshake, request and answer.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(20);
@@ -54,6 +55,13 @@ const MAX_TOKEN_BYTES: usize = 16 << 10;
 
 /// The maximum size of a certificate signing request. Requests for P-256 keys have about 250 bytes.
 const MAX_REQUEST_BYTES: usize = 8 << 10;
+
+/// The tolerated difference between the clocks of two machines.
+const CLOCK_TOLERANCE: Duration = Duration::from_secs(3600);
+
+/// How much longer a node may have certificates without a review than the certificate of its last
+/// review is valid.
+const MAX_UNREVIEWED: Duration = Duration::from_secs(86_400);
 
 /// How long to wait after a connection could not be accepted.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
@@ -88,6 +96,23 @@ pub(crate) struct Enrolment {
     reviews: Semaphore,
 }
 
+/// Who asks.
+struct Client {
+    address: IpAddr,
+    /// What a verified certificate of the client says.
+    certificate: Option<(Identity, Validity)>,
+}
+
+/// What a certificate will say.
+struct Grant {
+    node: String,
+    /// The pod of the token, for the log.
+    pod: Option<String>,
+    validity: Validity,
+    /// The label `result` of the metric.
+    result: &'static str,
+}
+
 /// Why a client gets no certificate.
 #[derive(Debug, thiserror::Error)]
 enum Refusal {
@@ -99,6 +124,11 @@ enum Refusal {
     Body,
     #[error("{0}")]
     Token(#[from] TokenError),
+    #[error(
+        "the API server is unreachable, and the client certificate cannot be renewed without it, because the last review was before {}; try again later",
+        date(*.0)
+    )]
+    TooOld(SystemTime),
     #[error("the control plane does not know the Node {0}; try again later")]
     UnknownNode(String),
     #[error(
@@ -123,6 +153,7 @@ impl Refusal {
                 (StatusCode::SERVICE_UNAVAILABLE, error.result())
             }
             Self::Token(error) => (StatusCode::FORBIDDEN, error.result()),
+            Self::TooOld(_) => (StatusCode::SERVICE_UNAVAILABLE, "api_server"),
             Self::UnknownNode(_) => (StatusCode::SERVICE_UNAVAILABLE, "unknown_node"),
             Self::Address(..) => (StatusCode::FORBIDDEN, "address"),
             Self::Request(_) | Self::Authority(_) => (StatusCode::INTERNAL_SERVER_ERROR, "authority"),
@@ -162,13 +193,8 @@ impl Enrolment {
         Ok(Authority::parse(&certificates, &key, &trusted, SystemTime::now())?)
     }
 
-    /// Serves connections, and follows the keys of the API server. Never returns.
+    /// Serves connections. Never returns.
     pub(crate) async fn run(self: Arc<Self>, listener: TcpListener) {
-        let keys = self.tokens.keys.follow(&self.tokens.client, &self.context.metrics);
-        tokio::join!(keys, Arc::clone(&self).accept(listener));
-    }
-
-    async fn accept(self: Arc<Self>, listener: TcpListener) {
         let limits = Arc::new(Limits::default());
         loop {
             let (stream, address) = match listener.accept().await {
@@ -193,16 +219,16 @@ impl Enrolment {
     }
 
     async fn serve(&self, stream: TcpStream, address: SocketAddr, _admitted: Admitted) {
-        let config = match config(&self.tls.config()) {
-            Ok(config) => Arc::new(config),
-            Err(error) => return self.warn(Some(address), "tls", &error.to_string()),
-        };
-        let stream = match TlsAcceptor::from(config).accept(stream).await {
+        let stream = match TlsAcceptor::from(self.tls.enrolment_config()).accept(stream).await {
             Ok(stream) => stream,
             Err(error) => return self.warn(Some(address), "tls", &error.to_string()),
         };
-        let client = address.ip().to_canonical();
-        let answer = service_fn(move |request| async move { Ok::<_, Infallible>(self.answer(request, client).await) });
+        let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+        let client = Client {
+            address: address.ip().to_canonical(),
+            certificate: certificate.and_then(|certificate| identity::from_certificate(certificate).ok()),
+        };
+        let answer = service_fn(|request| async { Ok::<_, Infallible>(self.answer(request, &client).await) });
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
             .keep_alive(false)
@@ -213,12 +239,12 @@ impl Enrolment {
         }
     }
 
-    async fn answer(&self, request: Request<Incoming>, address: IpAddr) -> Response<Body> {
-        let (code, text) = match self.enrol(request, address).await {
+    async fn answer(&self, request: Request<Incoming>, client: &Client) -> Response<Body> {
+        let (code, text) = match self.enrol(request, client).await {
             Ok(certificate) => (StatusCode::OK, certificate),
             Err(refusal) => {
                 let (code, result) = refusal.kind();
-                self.warn(Some(SocketAddr::new(address, 0)), result, &refusal.to_string());
+                self.warn(Some(SocketAddr::new(client.address, 0)), result, &refusal.to_string());
                 (code, refusal.to_string())
             }
         };
@@ -227,7 +253,7 @@ impl Enrolment {
         response
     }
 
-    async fn enrol(&self, request: Request<Incoming>, address: IpAddr) -> Result<String, Refusal> {
+    async fn enrol(&self, request: Request<Incoming>, client: &Client) -> Result<String, Refusal> {
         if request.method() != Method::POST || request.uri().path() != "/v1/enrol" {
             return Err(Refusal::NotFound);
         }
@@ -235,25 +261,50 @@ impl Enrolment {
         let token = header.and_then(|value| value.strip_prefix("Bearer "));
         let token = token.filter(|token| token.len() <= MAX_TOKEN_BYTES).ok_or(Refusal::NoToken)?.to_owned();
         let body = to_bytes(Body::new(request.into_body()), MAX_REQUEST_BYTES).await.map_err(|_| Refusal::Body)?;
-        let holder = {
+        let reviewed = {
             // The semaphore is never closed, so the permit is always there.
             let _permit = self.reviews.acquire().await;
-            self.tokens.holder(&token).await?
+            self.tokens.holder(&token).await
         };
+        let Grant { node, pod, validity, result } = match (reviewed, &client.certificate) {
+            (Ok(holder), _) => self.for_token(holder),
+            (Err(TokenError::Unreachable(_)), Some((Identity::Node(node), held))) => {
+                self.for_certificate(node, *held)?
+            }
+            (Err(error), _) => return Err(error.into()),
+        };
+        let address = client.address;
         if !self.settings.any_address {
-            let node = self.context.store.node(&holder.node).node;
-            let node = node.ok_or_else(|| Refusal::UnknownNode(holder.node.clone()))?;
-            if !node.addresses.contains(&address) {
-                return Err(Refusal::Address(holder.node, address));
+            let known = self.context.store.node(&node).node.ok_or_else(|| Refusal::UnknownNode(node.clone()))?;
+            if !known.addresses.contains(&address) {
+                return Err(Refusal::Address(node, address));
             }
         }
         let authority = self.authority().await?;
-        let issued = authority.issue(&holder.node, &body, self.settings.certificate_lifetime, SystemTime::now());
-        let (certificate, not_after) = issued.map_err(Refusal::Request)?;
-        let Holder { node, pod, is_reviewed } = holder;
-        self.context.metrics.count_enrolment(if is_reviewed { "success" } else { "success_by_keys" });
-        tracing::info!(node, pod, %address, not_after = date(not_after), is_reviewed, "a node has enrolled");
+        let (certificate, not_after) = authority.issue(&node, &body, validity).map_err(Refusal::Request)?;
+        self.context.metrics.count_enrolment(result);
+        tracing::info!(node, pod, %address, not_after = date(not_after), result, "a node has enrolled");
         Ok(certificate)
+    }
+
+    fn for_token(&self, Holder { node, pod }: Holder) -> Grant {
+        let now = SystemTime::now();
+        let validity =
+            Validity { not_before: now - CLOCK_TOLERANCE, not_after: now + self.settings.certificate_lifetime };
+        Grant { node, pod: Some(pod), validity, result: "success" }
+    }
+
+    /// Renews the certificate of a node without a review.
+    ///
+    /// # Errors
+    ///
+    /// The Node does not exist, or the last review is too long ago.
+    fn for_certificate(&self, node: &str, held: Validity) -> Result<Grant, Refusal> {
+        if self.context.store.node(node).node.is_none() {
+            return Err(Refusal::UnknownNode(node.to_owned()));
+        }
+        let validity = renewed(held, self.settings.certificate_lifetime, SystemTime::now())?;
+        Ok(Grant { node: node.to_owned(), pod: None, validity, result: "success_by_certificate" })
     }
 
     /// Counts and logs an attempt without a certificate.
@@ -266,14 +317,30 @@ impl Enrolment {
     }
 }
 
-/// Returns the configuration of the listener: the certificate of the streams' listener, without
-/// client certificates and without sessions.
-fn config(streams: &ServerConfig) -> Result<ServerConfig, rustls::Error> {
-    let provider = Arc::new(ring::default_provider());
-    let builder = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions()?;
-    let mut config = builder.with_no_client_auth().with_cert_resolver(Arc::clone(&streams.cert_resolver));
-    config.alpn_protocols = vec![b"http/1.1".to_vec()];
-    config.send_tls13_tickets = 0;
-    config.session_storage = Arc::new(NoServerSessionStorage {});
-    Ok(config)
+/// Returns the validity of a certificate that replaces `held` without a review. `notBefore` stays
+/// the same, so it states the time of the last review however often the certificate was renewed.
+fn renewed(held: Validity, lifetime: Duration, now: SystemTime) -> Result<Validity, Refusal> {
+    let longest = lifetime + MAX_UNREVIEWED;
+    let not_after = (now + lifetime).min(held.not_before + longest);
+    if not_after <= now { Err(Refusal::TooOld(now - longest)) } else { Ok(Validity { not_after, ..held }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_a_review_a_node_has_certificates_for_one_more_day() {
+        const HOUR: Duration = Duration::from_secs(3600);
+        let (begin, lifetime) = (SystemTime::UNIX_EPOCH, HOUR * 24);
+        let mut held = Validity { not_before: begin, not_after: begin + lifetime };
+        for hour in 0..48 {
+            let renewed = renewed(held, lifetime, begin + HOUR * hour);
+            held = renewed.unwrap_or_else(|refusal| panic!("hour {hour}: {refusal}"));
+            assert_eq!(held.not_before, begin);
+            assert_eq!(held.not_after, begin + HOUR * 48.min(hour + 24));
+        }
+        let refusal = renewed(held, lifetime, begin + HOUR * 48).map(drop);
+        assert!(matches!(refusal, Err(Refusal::TooOld(_))), "{refusal:?}");
+    }
 }

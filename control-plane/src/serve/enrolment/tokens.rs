@@ -1,5 +1,4 @@
-//! Asks the API server who holds a service-account token. While the API server is unreachable, the
-//! last keys of the API server decide.
+//! Asks the API server who holds a service-account token.
 //!
 //! The API server checks the signature, the issuer, the time of expiry and the audience of a token.
 //! It also rejects tokens whose pod is gone (KEP-1205, `k8s.io/kubernetes` `pkg/serviceaccount`).
@@ -7,7 +6,7 @@
 use std::{
     collections::BTreeMap,
     sync::{Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
 use headgate_core::{ServiceKey, dns_name::check_subdomain, errors::chain};
@@ -17,11 +16,6 @@ use k8s_openapi::api::{
 };
 use kube::{Api, Client, api::PostParams};
 use tokio::time::timeout;
-
-use super::{
-    claims::{self, Fault, Required},
-    keys::KnownKeys,
-};
 
 /// The longest time for one request to the API server.
 const API_TIMEOUT: Duration = Duration::from_secs(5);
@@ -41,8 +35,6 @@ const NODE_NAME: &str = "authentication.kubernetes.io/node-name";
 pub(super) struct Holder {
     pub(super) node: String,
     pub(super) pod: String,
-    /// False if the last keys of the API server decided.
-    pub(super) is_reviewed: bool,
 }
 
 /// What the API server says about the pod of a token.
@@ -67,8 +59,6 @@ pub(super) enum TokenError {
     NoPod,
     #[error("the pod {0} of the token has no valid node: {1}")]
     NoNode(String, String),
-    #[error("the API server is unreachable, and its last keys do not confirm the token: {0}")]
-    Unconfirmed(#[from] Fault),
     #[error("the API server is unreachable: {0}; try again later")]
     Unreachable(String),
     #[error("the API server does not answer the control plane: {0}; grant `create tokenreviews` and `get pods`")]
@@ -79,9 +69,9 @@ impl TokenError {
     /// The label `result` of the metric.
     pub(super) fn result(&self) -> &'static str {
         match self {
-            Self::ServiceAccount(..) | Self::Unconfirmed(Fault::ServiceAccount(_)) => "service_account",
-            Self::NoPod | Self::Unconfirmed(Fault::NoPod) => "no_pod",
-            Self::Rejected(..) | Self::Unconfirmed(_) => "token_rejected",
+            Self::ServiceAccount(..) => "service_account",
+            Self::NoPod => "no_pod",
+            Self::Rejected(..) => "token_rejected",
             Self::NoNode(..) => "no_node",
             Self::Unreachable(_) | Self::Denied(_) => "api_server",
         }
@@ -90,10 +80,9 @@ impl TokenError {
 
 /// Asks one API server.
 pub(super) struct Tokens {
-    pub(super) client: Client,
+    client: Client,
     audience: String,
     service_account: ServiceKey,
-    pub(super) keys: KnownKeys,
     /// Until when the API server is not asked, and why.
     cut_off: Mutex<Option<(Instant, String)>>,
 }
@@ -101,7 +90,7 @@ pub(super) struct Tokens {
 impl Tokens {
     /// Accepts tokens for `audience` of the agents' ServiceAccount.
     pub(super) fn new(client: Client, audience: String, service_account: ServiceKey) -> Self {
-        Self { client, audience, service_account, keys: KnownKeys::default(), cut_off: Mutex::default() }
+        Self { client, audience, service_account, cut_off: Mutex::default() }
     }
 
     /// Returns the holder of `token`.
@@ -112,30 +101,14 @@ impl Tokens {
     /// [`TokenError::Denied`].
     pub(super) async fn holder(&self, token: &str) -> Result<Holder, TokenError> {
         let cut_off = self.cut_off().clone().filter(|(until, _)| Instant::now() < *until);
-        let why = match cut_off {
-            Some((_, why)) => why,
-            None => match self.review(token).await {
-                Err(TokenError::Unreachable(why)) => why,
-                answered => return answered,
-            },
-        };
-        self.confirmed(token, &why)
+        match cut_off {
+            Some((_, why)) => Err(TokenError::Unreachable(why)),
+            None => self.review(token).await,
+        }
     }
 
     fn cut_off(&self) -> MutexGuard<'_, Option<(Instant, String)>> {
         self.cut_off.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Returns the holder of `token` by the last keys of the API server. `why` is the reason why
-    /// the API server is not asked.
-    fn confirmed(&self, token: &str, why: &str) -> Result<Holder, TokenError> {
-        let unreachable = |and: &str| TokenError::Unreachable(format!("{why}; and {and}"));
-        let known = self.keys.at(Instant::now()).map_err(|problem| unreachable(&problem))?;
-        let required =
-            Required { audience: &self.audience, issuer: &known.issuer, service_account: &self.service_account };
-        let claims = claims::verify(token, &known.keys, required, SystemTime::now())?;
-        let node = claims.node.ok_or_else(|| unreachable("the token does not name the node of its pod"))?;
-        valid(node, claims.pod, false)
     }
 
     async fn review(&self, token: &str) -> Result<Holder, TokenError> {
@@ -148,7 +121,10 @@ impl Tokens {
             Some(node) => node,
             None => self.node_of(&pod, &uid).await?,
         };
-        valid(node, pod, true)
+        match check_subdomain(&node) {
+            Ok(()) => Ok(Holder { node, pod }),
+            Err(problem) => Err(TokenError::NoNode(pod, problem)),
+        }
     }
 
     /// Checks the answer to a review.
@@ -196,13 +172,6 @@ impl Tokens {
         };
         *self.cut_off() = Some((Instant::now() + CUT_OFF, why.clone()));
         Err(TokenError::Unreachable(why))
-    }
-}
-
-fn valid(node: String, pod: String, is_reviewed: bool) -> Result<Holder, TokenError> {
-    match check_subdomain(&node) {
-        Ok(()) => Ok(Holder { node, pod, is_reviewed }),
-        Err(problem) => Err(TokenError::NoNode(pod, problem)),
     }
 }
 

@@ -147,10 +147,10 @@ async fn secure(
     // verified when the ticket was issued.
     let certificate = session.peer_certificates().and_then(<[_]>::first);
     let certificate = certificate.ok_or_else(|| ("no_certificate", "the client sent no certificate".to_owned()))?;
-    let (identity, not_after) =
+    let (identity, validity) =
         identity::from_certificate(certificate).map_err(|error| ("malformed_certificate", error))?;
     metrics.count_handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
-    let peer = Peer { address, identity, not_after: Some(not_after) };
+    let peer = Peer { address, identity, not_after: Some(validity.not_after) };
     Ok(Connection { io: Either::Right(Box::new(stream)), peer })
 }
 

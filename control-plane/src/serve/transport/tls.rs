@@ -20,7 +20,7 @@ use notify::{
 use rustls::{
     ServerConfig,
     crypto::ring,
-    server::{NoServerSessionStorage, WebPkiClientVerifier},
+    server::{ClientCertVerifierBuilder, NoServerSessionStorage, WebPkiClientVerifier},
     sign::SingleCertAndKey,
 };
 use tokio::{
@@ -59,13 +59,21 @@ pub enum Security {
     Tls(Arc<ServerTls>),
 }
 
-/// The server's side of TLS: versions 1.2 and 1.3, HTTP/2 only. Every client must have a
-/// certificate.
+/// The server's side of TLS, versions 1.2 and 1.3.
 #[derive(Debug)]
 pub struct ServerTls {
     files: Files,
-    reloader: Mutex<Reloader<ServerConfig>>,
-    current: ArcSwap<Loaded<ServerConfig>>,
+    reloader: Mutex<Reloader<Configs>>,
+    current: ArcSwap<Loaded<Configs>>,
+}
+
+/// The configurations of the two listeners.
+#[derive(Debug)]
+struct Configs {
+    /// HTTP/2. Every client must have a certificate.
+    streams: Arc<ServerConfig>,
+    /// HTTP/1.1, without sessions. A client may have a certificate.
+    enrolment: Arc<ServerConfig>,
 }
 
 impl ServerTls {
@@ -76,7 +84,7 @@ impl ServerTls {
     /// The first error in the files. A retry helps only after the files have changed.
     pub fn load(cert: PathBuf, key: PathBuf, client_ca: PathBuf) -> Result<Arc<Self>, FileError> {
         let files = Files { side: Side::Server, cert, key, ca: client_ca };
-        let mut reloader = Reloader::new(files.clone(), server_config);
+        let mut reloader = Reloader::new(files.clone(), configs);
         let current = ArcSwap::new(reloader.load(SystemTime::now())?);
         Ok(Arc::new(Self { files, reloader: Mutex::new(reloader), current }))
     }
@@ -90,7 +98,12 @@ impl ServerTls {
     /// Returns the configuration for the next handshake.
     #[must_use]
     pub fn config(&self) -> Arc<ServerConfig> {
-        Arc::clone(&self.current.load().config)
+        Arc::clone(&self.current.load().config.streams)
+    }
+
+    /// Returns the configuration for the next handshake of the enrolment listener.
+    pub(crate) fn enrolment_config(&self) -> Arc<ServerConfig> {
+        Arc::clone(&self.current.load().config.enrolment)
     }
 
     /// Reloads the files whenever they change, until `shutdown` is cancelled.
@@ -173,23 +186,30 @@ impl ServerTls {
     }
 }
 
-/// Returns a configuration with new keys for session tickets. So no session of an earlier
+/// Returns configurations with new keys for session tickets. So no session of an earlier
 /// configuration can be resumed, and each client is verified against the present authorities. A
 /// session, including the client certificate, is stored only in the client's ticket, and needs no
 /// memory of the server.
-fn server_config(material: &Material) -> Result<ServerConfig, rustls::Error> {
+fn configs(material: &Material) -> Result<Configs, rustls::Error> {
     let provider = Arc::new(ring::default_provider());
     let roots = Arc::new(material.authorities.clone());
-    let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider)).build();
-    let verifier = verifier.map_err(|error| rustls::Error::General(error.to_string()))?;
-    let builder = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions()?;
     let own = Arc::new(SingleCertAndKey::from(Arc::clone(&material.own)));
-    let mut config = builder.with_client_cert_verifier(verifier).with_cert_resolver(own);
-    config.alpn_protocols = vec![b"h2".to_vec()];
-    config.ticketer = ring::Ticketer::new()?;
-    config.send_tls13_tickets = TICKETS;
-    config.session_storage = Arc::new(NoServerSessionStorage {});
-    Ok(config)
+    let verifier = || WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider));
+    let config = |verifier: ClientCertVerifierBuilder, protocol: &str| {
+        let verifier = verifier.build().map_err(|error| rustls::Error::General(error.to_string()))?;
+        let builder =
+            ServerConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions()?;
+        let mut config = builder.with_client_cert_verifier(verifier).with_cert_resolver(own.clone());
+        config.alpn_protocols = vec![protocol.into()];
+        config.send_tls13_tickets = 0;
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        Ok::<_, rustls::Error>(config)
+    };
+    let mut streams = config(verifier(), "h2")?;
+    streams.ticketer = ring::Ticketer::new()?;
+    streams.send_tls13_tickets = TICKETS;
+    let enrolment = config(verifier().allow_unauthenticated(), "http/1.1")?;
+    Ok(Configs { streams: Arc::new(streams), enrolment: Arc::new(enrolment) })
 }
 
 /// Waits until there was no notification for [`QUIET`], for at most [`LONGEST_SETTLING`].

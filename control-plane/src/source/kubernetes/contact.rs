@@ -11,13 +11,13 @@ use std::{
     time::Duration,
 };
 
-use futures::future::{BoxFuture, OptionFuture};
 use http_body_util::{BodyExt as _, Limited};
-use kube::Client;
+use kube::{Client, client::Body};
 use tokio::{
     sync::Notify,
     time::{Instant, MissedTickBehavior, interval, sleep, timeout},
 };
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::{objects::ObjectKind, transaction::Sink};
 
@@ -146,20 +146,35 @@ impl Contact {
     pub(super) async fn run(self: Arc<Self>, client: Client) {
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut probing = OptionFuture::<BoxFuture<'static, _>>::from(None);
+        // A probe ends with this task.
+        let mut _probe;
         loop {
-            tokio::select! {
-                Some(outcome) = &mut probing => {
-                    probing = None.into();
-                    match outcome {
-                        Ok(()) => self.touched(),
-                        Err(problem) => self.lock().probe_problem = problem,
-                    }
-                }
-                _ = ticks.tick() => if self.tick() {
-                    probing = Some(Box::pin(probe(client.clone())) as BoxFuture<'static, _>).into();
-                }
+            ticks.tick().await;
+            if self.tick() {
+                // The probe before has ended: PROBE_TIMEOUT is shorter than the time between two.
+                _probe = AbortOnDropHandle::new(tokio::spawn(Arc::clone(&self).probe(client.clone())));
             }
+        }
+    }
+
+    /// Asks for the release of the server. Any answer except a server error shows that the server
+    /// is reachable. A refusal also counts as an answer, because the watches report refusals
+    /// themselves.
+    async fn probe(self: Arc<Self>, client: Client) {
+        let ask = async {
+            let request = http::Request::get("/version").body(Body::empty()).map_err(|error| error.to_string())?;
+            let response = client.send(request).await;
+            let response = response.map_err(|error| format!("a small request to it fails: {error}"))?;
+            let status = response.status();
+            // The answer is read to its end, so that the connection can be used again.
+            let body = Limited::new(response.into_body(), ANSWER_LIMIT_BYTES).collect().await;
+            body.map_err(|error| format!("its answer to a small request breaks off: {error}"))?;
+            if status.is_server_error() { Err(format!("it answers {status} to a small request")) } else { Ok(()) }
+        };
+        let late = || Err(format!("it does not answer a small request in {} seconds", PROBE_TIMEOUT.as_secs()));
+        match timeout(PROBE_TIMEOUT, ask).await.unwrap_or_else(|_| late()) {
+            Ok(()) => self.touched(),
+            Err(problem) => self.lock().probe_problem = problem,
         }
     }
 
@@ -214,23 +229,6 @@ impl Inner {
         let kind = self.stuck.first()?.name();
         Some(format!("a list shows a change of kind {kind} that the watch has not brought"))
     }
-}
-
-/// Asks for the release of the server. Any answer except a server error shows that the server is
-/// reachable. A refusal also counts as an answer, because the watches report refusals themselves.
-async fn probe(client: Client) -> Result<(), String> {
-    let request =
-        http::Request::get("/version").body(kube::client::Body::empty()).map_err(|error| error.to_string())?;
-    let ask = async {
-        let response = client.send(request).await.map_err(|error| format!("a small request to it fails: {error}"))?;
-        let status = response.status();
-        // The answer is read to its end, so that the connection can be used again.
-        let body = Limited::new(response.into_body(), ANSWER_LIMIT_BYTES).collect().await;
-        body.map_err(|error| format!("its answer to a small request breaks off: {error}"))?;
-        if status.is_server_error() { Err(format!("it answers {status} to a small request")) } else { Ok(()) }
-    };
-    let late = || Err(format!("it does not answer a small request in {} seconds", PROBE_TIMEOUT.as_secs()));
-    timeout(PROBE_TIMEOUT, ask).await.unwrap_or_else(|_| late())
 }
 
 #[cfg(test)]

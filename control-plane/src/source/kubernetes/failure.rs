@@ -14,22 +14,6 @@ const FIRST_PAUSE: Duration = Duration::from_millis(200);
 /// Upper bound of the random pause, and of the pause that a server asks for.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
-/// The kind of request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Verb {
-    List,
-    Watch,
-}
-
-impl Verb {
-    fn name(self) -> &'static str {
-        match self {
-            Self::List => "list",
-            Self::Watch => "watch",
-        }
-    }
-}
-
 /// Why a request failed, or a watch ended early. Every failure is retried.
 #[derive(Debug)]
 pub(super) struct Failure {
@@ -97,8 +81,8 @@ impl Failure {
         }
     }
 
-    /// An answer with an error code.
-    pub(super) fn answer(kind: ObjectKind, verb: Verb, code: StatusCode, status: Option<&Status>) -> Self {
+    /// An answer with an error code to a request that needs the right `verb`.
+    pub(super) fn answer(kind: ObjectKind, verb: &str, code: StatusCode, status: Option<&Status>) -> Self {
         let said = status.map_or_else(|| code.to_string(), |status| format!("{} ({})", status.message, code.as_u16()));
         let resource = resource(kind);
         let (reason, message) = match code {
@@ -106,7 +90,6 @@ impl Failure {
                 ("unauthorized", format!("{said}: the credentials are not accepted; check the token or the kubeconfig"))
             }
             StatusCode::FORBIDDEN => {
-                let verb = verb.name();
                 let message =
                     format!("{said}: allow the verb {verb:?} on {resource} in the ClusterRole of this account");
                 ("forbidden", message)
@@ -128,7 +111,7 @@ impl Failure {
         let code = StatusCode::from_u16(status.code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let expired = matches!(status.reason.as_str(), "Expired" | "Gone");
         let code = if expired { StatusCode::GONE } else { code };
-        Self::answer(kind, Verb::Watch, code, Some(status))
+        Self::answer(kind, "watch", code, Some(status))
     }
 
     /// Whether the server sent an error of its own, or a line that cannot be decoded. The same may
@@ -197,9 +180,9 @@ mod tests {
 
     #[test]
     fn a_missing_permission_is_named() {
-        let failure = Failure::answer(ObjectKind::EndpointSlice, Verb::Watch, StatusCode::FORBIDDEN, None);
+        let failure = Failure::answer(ObjectKind::EndpointSlice, "watch", StatusCode::FORBIDDEN, None);
         assert_eq!(failure.reason, "forbidden");
         assert!(failure.message.contains("\"watch\"") && failure.message.contains("endpointslices.discovery.k8s.io"));
-        assert!(Failure::answer(ObjectKind::Node, Verb::Watch, StatusCode::GONE, None).needs_list);
+        assert!(Failure::answer(ObjectKind::Node, "watch", StatusCode::GONE, None).needs_list);
     }
 }

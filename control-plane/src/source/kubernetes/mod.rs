@@ -205,13 +205,13 @@ impl Applier {
 pub(crate) fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
     let lines = bytes.split(|byte| *byte == b'\n').map_while(|text| wire::line(kind, text).ok());
     let event = |line| match line {
-        wire::Line::Event { event, .. } => Some(event),
-        wire::Line::Bookmark { .. } | wire::Line::Ignored { .. } | wire::Line::Error(_) => None,
+        wire::Line::Object { event, .. } => event,
+        wire::Line::Bookmark { .. } | wire::Line::Error(_) => None,
     };
     lines.filter_map(event).collect()
 }
 
 /// The objects on a page of a list; empty if the page cannot be decoded.
 pub(crate) fn list_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
-    wire::page(kind, bytes).map(|page| page.events).unwrap_or_default()
+    wire::page(kind, bytes).map(|(page, _)| page.events).unwrap_or_default()
 }

@@ -34,7 +34,10 @@ use std::time::Duration;
 use http::StatusCode;
 use tokio::time::Instant;
 
-use super::failure::{BackOff, Failure};
+use super::{
+    failure::{BackOff, Failure},
+    wire::Listed,
+};
 use crate::objects::ObjectKind;
 
 /// How long a watch may continue after its time limit. Then it counts as dead.
@@ -70,12 +73,6 @@ fn lead(silence: Duration) -> Duration {
     (silence * 2 / 15).max(LEAST_LEAD).min(silence / 2)
 }
 
-/// The largest addition to the length of a cycle, in whole seconds like the limits of watches.
-/// Replicas that started together do not ask together for long.
-fn jitter_seconds(silence: Duration) -> u64 {
-    silence.as_secs() / 30
-}
-
 /// What has happened.
 #[derive(Debug)]
 pub(super) enum Event {
@@ -83,13 +80,8 @@ pub(super) enum Event {
     Paused,
     /// The list with this version is complete, and its objects are passed on.
     Listed(String),
-    /// The list that [`Step::Check`] asked for is complete, and is kept.
-    Checked {
-        /// The version of the list.
-        version: String,
-        /// The newest version of its objects.
-        newest: Option<u64>,
-    },
+    /// The list that [`Step::Check`] asked for is complete.
+    Checked(Listed),
     /// The watch brought a change or a bookmark with this version.
     Line(String),
     /// The server answered the small request with its version.
@@ -115,8 +107,13 @@ pub(super) enum Step {
     Ask,
     /// The open watch continues, and the kind is listed in pages.
     Check,
-    /// The open watch is dropped, and the objects of the kept list are passed on.
-    TakeList,
+    /// The open watch is dropped, and the objects of this list are passed on.
+    TakeList {
+        /// The list that [`Event::Checked`] brought.
+        list: Listed,
+        /// Whether the list shows a change that the watch has not brought.
+        is_stuck: bool,
+    },
     /// The open watch is dropped. [`Event::Paused`] follows after the pause.
     Pause {
         /// The length of the pause.
@@ -143,32 +140,32 @@ pub(super) enum Cause {
     Absent,
     /// The watch has not reached the version of the server.
     Behind,
-    /// The list shows a change that the watch has not brought.
-    Stuck,
 }
 
 /// A list or a watch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Request {
-    /// A watch that begins with all objects, with this time limit.
-    StreamingList(Duration),
     /// A list in pages.
     List,
-    /// A watch from a version, with a time limit.
-    Watch(String, Duration),
+    /// A watch with a time limit. It begins after this version, or with all objects (a streaming
+    /// list).
+    Watch(Option<String>, Duration),
 }
 
 /// What the server has shown in this cycle, in the order of time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug)]
 enum Proof {
     /// It was not asked.
     Due,
-    /// It was asked, and has not answered.
-    Asked,
+    /// It was asked when the watch was at this version, and has not answered.
+    Asked(Option<u64>),
     /// It has this version, which the watch has not reached.
     Behind(u64),
     /// The watch has reached the version that the server had when it was asked.
     Shown,
+    /// The watch has not reached that version, so the kind is listed. The list is kept with the
+    /// time when it was complete.
+    Checking(Option<(Instant, Listed)>),
 }
 
 /// The state of the watch of one kind.
@@ -189,12 +186,6 @@ pub(super) struct Plan {
     is_selector_refused: bool,
     /// The version of the last list, change or bookmark; `None` before a list.
     version: Option<String>,
-    /// True while the kind is listed because the watch has not reached the version of the server.
-    is_checking: bool,
-    /// The kept list: when it was complete, its version, and the newest version of its objects.
-    checked: Option<(Instant, u64, Option<u64>)>,
-    /// Whether the kept list shows a change that the watch has not brought.
-    is_stuck: bool,
     is_listed: bool,
     /// True until a streaming list is complete.
     is_streaming_list: bool,
@@ -203,8 +194,6 @@ pub(super) struct Plan {
     proof: Proof,
     /// The version that an agent has seen at another replica.
     wanted: u64,
-    /// The version of the watch when the server was asked.
-    asked_at_version: Option<u64>,
     cycle_ends: Instant,
     /// When the next small list, or the list of a check, is sent.
     ask_at: Option<Instant>,
@@ -230,15 +219,11 @@ impl Plan {
             is_paged: false,
             is_selector_refused: false,
             version: None,
-            is_checking: false,
-            checked: None,
-            is_stuck: false,
             is_listed: false,
             is_streaming_list: false,
             breaks: 0,
             proof: Proof::Due,
             wanted: 0,
-            asked_at_version: None,
             cycle_ends: now,
             ask_at: None,
             opened: now,
@@ -274,15 +259,15 @@ impl Plan {
     /// Whether the kind is listed because the watch has not reached the version of the server. Only
     /// the list shows that the kind is current.
     pub(super) fn is_checking(&self) -> bool {
-        self.is_checking
+        matches!(self.proof, Proof::Checking(_))
     }
 
     /// Decides what to do after `event`, which happened at `now`.
     pub(super) fn next(&mut self, event: Event, now: Instant) -> Step {
         match event {
             Event::Paused => self.send(now),
-            Event::Checked { version, newest } => {
-                self.checked = Some((now, version.parse().unwrap_or(u64::MAX), newest));
+            Event::Checked(list) => {
+                self.proof = Proof::Checking(Some((now, list)));
                 Step::Stay
             }
             Event::Listed(version) => {
@@ -293,8 +278,7 @@ impl Plan {
                     self.over_at = self.cycle_ends + GRACE;
                     return Step::Stay;
                 }
-                let cause = if std::mem::take(&mut self.is_stuck) { Cause::Stuck } else { Cause::Done };
-                pause(Duration::ZERO, cause)
+                pause(Duration::ZERO, Cause::Done)
             }
             Event::Line(version) => {
                 self.version = Some(version);
@@ -305,17 +289,19 @@ impl Plan {
                 }
                 Step::Stay
             }
+            // The list of a check shows more than this answer.
+            Event::Asked(_) if self.is_checking() => Step::Stay,
             Event::Asked(theirs) => self.asked(theirs.parse().ok(), now),
             Event::Wanted(version) => {
                 self.wanted = version;
                 let is_ahead = self.number().is_some_and(|ours| ours < version);
                 // What is under way reaches the version, too.
-                let is_under_way = self.is_checking || self.is_short || self.proof == Proof::Asked;
+                let is_under_way = self.is_short || matches!(self.proof, Proof::Asked(_) | Proof::Checking(_));
                 if is_ahead && !is_under_way { self.ask(now) } else { Step::Stay }
             }
             Event::Time if now >= self.over_at => self.watch_is_over(false, now),
             Event::Time if self.ask_at.is_none_or(|ask_at| now < ask_at) => Step::Stay,
-            Event::Time if self.is_checking => {
+            Event::Time if self.is_checking() => {
                 self.ask_at = None;
                 Step::Check
             }
@@ -328,7 +314,7 @@ impl Plan {
     fn send(&mut self, now: Instant) -> Step {
         self.opened = now;
         self.is_streaming_list = false;
-        match &self.version {
+        match self.version.clone() {
             Some(version) => {
                 let (left, short) = (self.cycle_ends.saturating_duration_since(now), SHORT_WATCH.min(self.silence));
                 self.is_short |= left < short;
@@ -336,22 +322,19 @@ impl Plan {
                 // Servers read whole seconds.
                 self.limit = Duration::from_secs(limit.as_secs() + u64::from(limit.subsec_nanos() > 0));
                 self.over_at = now + self.limit + GRACE;
-                Step::Send(Request::Watch(version.clone(), self.limit))
+                Step::Send(Request::Watch(Some(version), self.limit))
             }
-            None if !self.is_streaming_refused && !self.is_paged => {
+            None if self.is_streaming_refused || std::mem::take(&mut self.is_paged) => Step::Send(Request::List),
+            None => {
                 self.is_streaming_list = true;
                 self.limit = STREAMING_LIST;
-                Step::Send(Request::StreamingList(STREAMING_LIST))
-            }
-            None => {
-                self.is_paged = false;
-                Step::Send(Request::List)
+                Step::Send(Request::Watch(None, STREAMING_LIST))
             }
         }
     }
 
     fn ask(&mut self, now: Instant) -> Step {
-        (self.proof, self.asked_at_version) = (Proof::Asked, self.number());
+        self.proof = Proof::Asked(self.number());
         self.ask_at = self.cycle_ends.checked_sub(lead(self.silence)).filter(|ask_at| *ask_at > now);
         Step::Ask
     }
@@ -359,7 +342,7 @@ impl Plan {
     fn asked(&mut self, theirs: Option<u64>, now: Instant) -> Step {
         match (theirs, self.number()) {
             // After a restore of a backup, a watch from a higher version would receive nothing.
-            (Some(theirs), Some(ours)) if Some(theirs) < self.asked_at_version => {
+            (Some(theirs), Some(ours)) if matches!(self.proof, Proof::Asked(before) if Some(theirs) < before) => {
                 self.failed(Failure::went_back(ours, theirs), now)
             }
             (Some(theirs), Some(ours)) if theirs > ours => {
@@ -381,20 +364,19 @@ impl Plan {
     fn watch_is_over(&mut self, is_clean: bool, now: Instant) -> Step {
         let (is_cycle_over, is_dead) = (now >= self.cycle_ends, !is_clean && now >= self.opened + self.limit);
         let was_short = std::mem::take(&mut self.is_short);
-        match self.proof {
-            _ if self.is_checking => match self.checked {
-                Some((complete, version, newest)) if now >= complete + GRACE => {
-                    (self.is_checking, self.checked) = (false, None);
-                    if self.number() < Some(version) {
-                        self.is_stuck = self.number() < newest;
-                        return Step::TakeList;
-                    }
+        match &mut self.proof {
+            Proof::Checking(kept) => match kept.take_if(|(complete, _)| now >= *complete + GRACE) {
+                Some((_, list)) => {
                     self.new_cycle(now);
+                    if self.number() < Some(list.version.parse().unwrap_or(u64::MAX)) {
+                        return Step::TakeList { is_stuck: self.number() < list.newest(), list };
+                    }
                 }
-                _ => self.is_short = true,
+                None => self.is_short = true,
             },
-            Proof::Asked | Proof::Behind(_) if is_cycle_over || was_short => {
-                (self.is_checking, self.is_short, self.ask_at) = (true, true, Some(now));
+            Proof::Asked(_) | Proof::Behind(_) if is_cycle_over || was_short => {
+                self.proof = Proof::Checking(None);
+                (self.is_short, self.ask_at) = (true, Some(now));
                 if !is_dead {
                     return pause(Duration::ZERO, Cause::Behind);
                 }
@@ -435,9 +417,11 @@ impl Plan {
         self.is_paged |= was_streaming_list;
         self.breaks += u32::from(failure.is_fault_of_server() && self.resumes());
         if failure.needs_list || self.breaks >= BREAKS_BEFORE_LIST {
-            (self.version, self.is_checking, self.proof) = (None, false, Proof::Due);
+            (self.version, self.proof) = (None, Proof::Due);
         }
-        self.checked = None;
+        if let Proof::Checking(kept) = &mut self.proof {
+            *kept = None;
+        }
         // After a break, the server may be another one, or may have been restored from a backup.
         self.ask_at = Some(now);
         let is_retried_at_once = was_streaming_list && failure.retry_after.is_none();
@@ -449,7 +433,9 @@ impl Plan {
     }
 
     fn new_cycle(&mut self, now: Instant) {
-        let jitter = Duration::from_secs(self.rng.u64(0..=jitter_seconds(self.silence)));
+        // Replicas that started together do not ask together for long. The limits of watches are
+        // whole seconds.
+        let jitter = Duration::from_secs(self.rng.u64(0..=self.silence.as_secs() / 30));
         self.cycle_ends = now + self.silence + jitter;
         self.ask_at = Some(self.cycle_ends - lead(self.silence));
         (self.proof, self.is_short) = (Proof::Due, false);

@@ -1,7 +1,11 @@
 //! A simulated clock and server drive the plan: hours take milliseconds.
 
 use super::*;
-use crate::source::kubernetes::contact::FAILING_LIMIT;
+use crate::{
+    model,
+    objects::{Metadata, Object, Service},
+    source::kubernetes::contact::FAILING_LIMIT,
+};
 
 const SILENCE: Duration = Duration::from_secs(60);
 const BOUND: Duration = Duration::from_secs(90);
@@ -43,6 +47,14 @@ impl Server {
     }
 }
 
+/// A list at a version. Its newest object has the version `newest`.
+fn list_of(version: u64, newest: Option<u64>) -> Listed {
+    let metadata = |version: u64| Metadata { resource_version: version.to_string(), ..Metadata::default() };
+    let service = |version| Object::Service(Service { metadata: metadata(version), ..Service::default() });
+    let events = newest.map(|version| model::Event::Apply(Box::new(service(version))));
+    Listed { events: events.into_iter().collect(), version: version.to_string() }
+}
+
 struct World {
     start: Instant,
     now: Instant,
@@ -58,8 +70,6 @@ struct World {
     answer: Option<Instant>,
     /// When the list that is compared with the watch is complete.
     checked: Option<Instant>,
-    /// The version of the list that is kept.
-    kept: Option<u64>,
     /// When small lists and watches were sent.
     small: Vec<Instant>,
     lists: u32,
@@ -84,7 +94,6 @@ impl World {
             watch: None,
             answer: None,
             checked: None,
-            kept: None,
             small: Vec::new(),
             lists: 0,
             failures: 0,
@@ -131,14 +140,18 @@ impl World {
                 let is_answered = !matches!(self.server, Server::StuckWithoutLists | Server::DeadWithoutLists);
                 self.checked = is_answered.then(|| self.now + Duration::from_millis(100));
             }
-            Step::TakeList => self.listed(),
+            Step::TakeList { list, is_stuck } => {
+                self.listed(list.version.parse().unwrap());
+                if is_stuck {
+                    self.cut_off.get_or_insert(self.now);
+                }
+            }
             Step::Pause { pause, cause, .. } => {
                 self.watch = None;
                 if !self.plan.is_checking() {
-                    (self.answer, self.checked, self.kept) = (None, None, None);
+                    (self.answer, self.checked) = (None, None);
                 }
                 match cause {
-                    Cause::Stuck => drop(self.cut_off.get_or_insert(self.now)),
                     Cause::Failed(_) | Cause::Behind => {
                         self.failures += u32::from(matches!(cause, Cause::Failed(_)));
                         self.failing_since.get_or_insert(self.now);
@@ -148,7 +161,7 @@ impl World {
                 self.now += pause;
                 self.happen(Event::Paused);
             }
-            Step::Send(Request::Watch(_, limit)) => {
+            Step::Send(Request::Watch(Some(_), limit)) => {
                 self.small.push(self.now);
                 self.watch = Some((self.now, limit, false));
                 if !self.plan.is_checking() {
@@ -165,16 +178,14 @@ impl World {
             Step::Send(request) => {
                 self.lists += 1;
                 self.now += Duration::from_millis(100);
-                self.kept = Some(self.version());
-                self.watch = matches!(request, Request::StreamingList(_)).then_some((self.now, STREAMING_LIST, false));
-                self.listed();
+                self.watch = matches!(request, Request::Watch(..)).then_some((self.now, STREAMING_LIST, false));
+                self.listed(self.version());
             }
         }
     }
 
-    /// The list that is kept replaces what is known.
-    fn listed(&mut self) {
-        let version = self.kept.take().unwrap_or_default();
+    /// A list replaces what is known.
+    fn listed(&mut self, version: u64) {
         if self.waiting.iter().any(|change| *change <= version) {
             self.brought = Some(self.now);
             self.waiting.retain(|change| *change > version);
@@ -201,10 +212,9 @@ impl World {
             let Some(next) = times.into_iter().flatten().min() else { return };
             self.now = self.now.max(next);
             if self.checked == Some(next) {
-                (self.checked, self.kept) = (None, Some(self.version()));
-                let newest = self.waiting.last().copied();
+                self.checked = None;
                 self.failing_since = None;
-                self.happen(Event::Checked { version: self.version().to_string(), newest });
+                self.happen(Event::Checked(list_of(self.version(), self.waiting.last().copied())));
             } else if self.answer == Some(next) {
                 self.answer = None;
                 self.happen(Event::Asked(self.version().to_string()));
@@ -334,30 +344,30 @@ fn fail(world: &mut World, failure: Failure) -> Step {
 
 #[test]
 fn two_breaks_in_a_row_by_the_server_lead_to_a_list() {
-    let error = || {
-        Failure::answer(
-            ObjectKind::Service,
-            super::super::failure::Verb::Watch,
-            StatusCode::INTERNAL_SERVER_ERROR,
-            None,
-        )
-    };
+    let error = || Failure::answer(ObjectKind::Service, "watch", StatusCode::INTERNAL_SERVER_ERROR, None);
     let mut world = watching();
     for _ in 0..10 {
-        assert!(matches!(fail(&mut world, Failure::cut()), Step::Send(Request::Watch(..))), "a connection was cut");
+        assert!(
+            matches!(fail(&mut world, Failure::cut()), Step::Send(Request::Watch(Some(_), _))),
+            "a connection was cut"
+        );
     }
-    assert!(matches!(fail(&mut world, error()), Step::Send(Request::Watch(..))));
+    assert!(matches!(fail(&mut world, error()), Step::Send(Request::Watch(Some(_), _))));
     assert!(matches!(world.plan.next(Event::Line("99999".into()), world.now), Step::Stay));
-    assert!(matches!(fail(&mut world, Failure::malformed("x")), Step::Send(Request::Watch(..))), "the version moved");
-    assert!(matches!(fail(&mut world, error()), Step::Send(Request::StreamingList(_))));
+    assert!(
+        matches!(fail(&mut world, Failure::malformed("x")), Step::Send(Request::Watch(Some(_), _))),
+        "the version moved"
+    );
+    assert!(matches!(fail(&mut world, error()), Step::Send(Request::Watch(None, _))));
 }
 
 #[test]
 fn a_server_that_went_back_is_listed_again() {
     let mut world = watching();
+    assert!(matches!(world.plan.next(Event::Wanted(u64::MAX), world.now), Step::Ask));
     let step = world.plan.next(Event::Asked("5".into()), world.now);
     assert!(matches!(step, Step::Pause { cause: Cause::Failed(failure), .. } if failure.reason == "source_went_back"));
-    assert!(matches!(world.plan.next(Event::Paused, world.now), Step::Send(Request::StreamingList(_))));
+    assert!(matches!(world.plan.next(Event::Paused, world.now), Step::Send(Request::Watch(None, _))));
 }
 
 #[test]

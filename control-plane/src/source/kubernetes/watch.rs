@@ -23,9 +23,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     contact::Contact,
-    failure::{Failure, Verb},
+    failure::Failure,
     plan::{self, Cause, Plan, Request, Step},
-    wire::{self, Line, Lines, Page},
+    wire::{self, Line, Lines, Listed},
 };
 use crate::{
     model::Event,
@@ -73,15 +73,12 @@ pub(super) struct KindUpdate {
 /// The watch of one kind.
 pub(super) struct Watch {
     requests: Requests,
-    sink: Arc<dyn Sink>,
     updates: mpsc::Sender<KindUpdate>,
     plan: Plan,
     /// The open watch.
     lines: Option<Lines>,
     /// The request for the version of the server, or the list that is compared with the watch.
-    answer: OptionFuture<BoxFuture<'static, Result<Answer, Failure>>>,
-    /// The list that is compared with the watch.
-    kept: Option<(Vec<Event>, String)>,
+    answer: OptionFuture<BoxFuture<'static, Result<plan::Event, Failure>>>,
     /// Positions that agents have seen at other replicas.
     wanted: watch::Receiver<BTreeMap<SourceKind, u64>>,
 }
@@ -100,12 +97,10 @@ impl Watch {
         Self {
             plan: Plan::new(kind, silence, fastrand::Rng::new(), Instant::now()),
             wanted: sink.wanted_positions(),
-            requests: Requests { kind, client, contact, sink: Arc::clone(&sink) },
-            sink,
+            requests: Requests { kind, client, contact, sink },
             updates,
             lines: None,
             answer: None.into(),
-            kept: None,
         }
     }
 
@@ -128,16 +123,19 @@ impl Watch {
         match step {
             Step::Stay => {}
             Step::Current => self.heard(),
-            Step::Ask => self.answer = Some(self.requests.clone().version()).into(),
+            Step::Ask => self.answer = Some(self.requests.clone().ask()).into(),
             Step::Check => self.answer = Some(self.requests.clone().check(self.plan.selectors())).into(),
-            Step::TakeList => {
-                let Some((listed, version)) = self.kept.take() else { return Ok(plan::Event::Ended) };
-                return Ok(self.finish_list(listed, version).await);
+            Step::TakeList { list, is_stuck } => {
+                let listed = self.pass_on(list).await;
+                if is_stuck {
+                    self.requests.contact.stuck(self.requests.kind);
+                }
+                return Ok(listed);
             }
             Step::Pause { pause, cause, is_empty } => {
                 self.lines = None;
                 if !self.plan.is_checking() {
-                    (self.answer, self.kept) = (None.into(), None);
+                    self.answer = None.into();
                 }
                 self.report(cause, pause);
                 if is_empty {
@@ -147,12 +145,16 @@ impl Watch {
                 return Ok(plan::Event::Paused);
             }
             Step::Send(Request::List) => {
-                let (listed, version) = self.requests.list(self.plan.selectors()).await?;
-                return Ok(self.finish_list(listed, version).await);
+                let list = self.requests.list(self.plan.selectors()).await?;
+                return Ok(self.pass_on(list).await);
             }
-            Step::Send(Request::StreamingList(limit)) => return self.list_by_watch(limit).await,
             Step::Send(Request::Watch(version, limit)) => {
-                self.lines = Some(self.requests.open_watch(self.plan.selectors(), &version, false, limit).await?);
+                let lines = self.requests.open_watch(self.plan.selectors(), version.as_deref(), limit).await?;
+                let lines = self.lines.insert(lines);
+                if version.is_none() {
+                    let list = self.requests.collect(lines).await?;
+                    return Ok(self.pass_on(list).await);
+                }
                 if !self.plan.is_checking() {
                     self.requests.contact.answered(self.requests.kind);
                 }
@@ -171,16 +173,9 @@ impl Watch {
                 Some(line) => self.take_in(&line).await,
                 None => Ok(plan::Event::Ended),
             },
-            Some(answer) = &mut self.answer => {
+            Some(event) = &mut self.answer => {
                 self.answer = None.into();
-                match answer? {
-                    Answer::Version(version) => Ok(version.map_or(plan::Event::Time, plan::Event::Asked)),
-                    Answer::List(listed, version) => {
-                        let newest = listed.iter().filter_map(version_of).max();
-                        self.kept = Some((listed, version.clone()));
-                        Ok(plan::Event::Checked { version, newest })
-                    }
-                }
+                event
             }
             Ok(()) = self.wanted.changed() => {
                 let wanted = self.wanted.borrow_and_update().get(&source_kind(self.requests.kind)).copied();
@@ -193,10 +188,9 @@ impl Watch {
     /// Passes on one line of the watch.
     async fn take_in(&mut self, line: &[u8]) -> Result<plan::Event, Failure> {
         let (update, version) = match self.requests.decode(line)? {
-            Line::Event { event, version } => (Some(WatchUpdate::Changed(event)), version),
+            // Without an event, the next bookmark reports the position.
+            Line::Object { event, version } => (event.map(WatchUpdate::Changed), version),
             Line::Bookmark { version, .. } => (Some(WatchUpdate::Moved), version),
-            // The next bookmark reports the position.
-            Line::Ignored { version } => (None, version),
             Line::Error(status) => return Err(Failure::event(self.requests.kind, &status)),
         };
         self.heard();
@@ -213,18 +207,17 @@ impl Watch {
         let name = kind.name();
         match cause {
             Cause::Done => {}
-            Cause::Stuck => contact.stuck(kind),
             Cause::Behind => contact.behind(kind),
             Cause::Absent => {
                 self.heard();
                 tracing::debug!(name, "the server does not have this kind (ServiceCIDRs: Kubernetes 1.33)");
             }
             Cause::Lacks(failure, what) => {
-                self.sink.count_error(source_kind(kind), failure.reason);
+                self.requests.sink.count_error(source_kind(kind), failure.reason);
                 tracing::info!(kind = name, "{what}: {}", failure.message);
             }
             Cause::Failed(Failure { reason, message, .. }) => {
-                self.sink.count_error(source_kind(kind), reason);
+                self.requests.sink.count_error(source_kind(kind), reason);
                 contact.failed(kind, &message);
                 let next = if self.plan.resumes() { "the watch resumes" } else { "a list follows" };
                 tracing::warn!(
@@ -236,19 +229,10 @@ impl Watch {
         }
     }
 
-    /// Reads a streaming list: the watch begins with all present objects, and a bookmark marks the
-    /// end of the list.
-    async fn list_by_watch(&mut self, limit: Duration) -> Result<plan::Event, Failure> {
-        let mut lines = self.requests.open_watch(self.plan.selectors(), "", true, limit).await?;
-        let (listed, version) = self.requests.collect(&mut lines).await?;
-        self.lines = Some(lines);
-        Ok(self.finish_list(listed, version).await)
-    }
-
-    async fn finish_list(&mut self, listed: Vec<Event>, version: String) -> plan::Event {
-        tracing::info!(kind = self.requests.kind.name(), objects = listed.len(), version, "listed");
+    async fn pass_on(&mut self, Listed { events, version }: Listed) -> plan::Event {
+        tracing::info!(kind = self.requests.kind.name(), objects = events.len(), version, "listed");
         self.heard();
-        self.send_update(WatchUpdate::Listed(listed), Some(version.clone())).await;
+        self.send_update(WatchUpdate::Listed(events), Some(version.clone())).await;
         plan::Event::Listed(version)
     }
 
@@ -262,25 +246,9 @@ impl Watch {
     /// Notes that the kind is current.
     fn heard(&self) {
         if self.requests.kind.is_essential() {
-            self.sink.heard(source_kind(self.requests.kind));
+            self.requests.sink.heard(source_kind(self.requests.kind));
         }
         self.requests.contact.answered(self.requests.kind);
-    }
-}
-
-/// The answer to a request that is sent while a watch is open.
-enum Answer {
-    /// The version of the server; `None` if it did not answer.
-    Version(Option<String>),
-    /// All objects, and the version of the list.
-    List(Vec<Event>, String),
-}
-
-/// The version of an object that was listed.
-fn version_of(event: &Event) -> Option<u64> {
-    match event {
-        Event::Apply(object) => object.names()[2].parse().ok(),
-        Event::Delete(_) | Event::Undecodable { .. } => None,
     }
 }
 
@@ -298,44 +266,53 @@ struct Requests {
 
 impl Requests {
     /// Asks for the version of the server: a list of one object without a version is a consistent
-    /// read. Selectors would let the server search.
-    fn version(self) -> BoxFuture<'static, Result<Answer, Failure>> {
+    /// read. Selectors would let the server search. Without an answer, the watch goes on.
+    fn ask(self) -> BoxFuture<'static, Result<plan::Event, Failure>> {
         Box::pin(async move {
-            let page = timeout(VERSION_TIMEOUT, self.page((None, None), None, Some(1))).await;
-            Ok(Answer::Version(page.ok().and_then(Result::ok).map(|page| page.version)))
+            let parameters = ListParams { limit: Some(1), ..ListParams::default() };
+            let answer = timeout(VERSION_TIMEOUT, self.page(&parameters)).await;
+            Ok(answer.ok().and_then(Result::ok).map_or(plan::Event::Time, |(page, _)| plan::Event::Asked(page.version)))
         })
     }
 
-    fn check(self, selectors: Selectors) -> BoxFuture<'static, Result<Answer, Failure>> {
-        Box::pin(async move { self.list(selectors).await.map(|(listed, version)| Answer::List(listed, version)) })
+    fn check(self, selectors: Selectors) -> BoxFuture<'static, Result<plan::Event, Failure>> {
+        Box::pin(async move { self.list(selectors).await.map(plan::Event::Checked) })
     }
 
-    /// Lists the kind in pages. Returns the objects and the version of the list.
-    async fn list(&self, selectors: Selectors) -> Result<(Vec<Event>, String), Failure> {
-        let (mut listed, mut continue_token) = (Vec::new(), None);
+    /// Lists the kind in pages.
+    async fn list(&self, (label_selector, field_selector): Selectors) -> Result<Listed, Failure> {
+        let mut parameters = ListParams {
+            label_selector: label_selector.map(str::to_owned),
+            field_selector: field_selector.map(str::to_owned),
+            limit: Some(PAGE_OBJECTS),
+            ..ListParams::default()
+        };
+        let mut events = Vec::new();
         loop {
-            let is_first = continue_token.is_none();
-            let page = match self.page(selectors, continue_token, Some(PAGE_OBJECTS)).await {
+            let (page, continue_token) = match self.page(&parameters).await {
                 // The token has expired, because the server no longer has the version of the first
                 // page. A list without pages needs no token.
-                Err(failure) if failure.needs_list && !is_first => {
+                Err(failure) if failure.needs_list && parameters.continue_token.is_some() => {
                     self.sink.count_error(source_kind(self.kind), failure.reason);
-                    listed.clear();
-                    self.page(selectors, None, None).await?
+                    events.clear();
+                    (parameters.continue_token, parameters.limit) = (None, None);
+                    continue;
                 }
                 other => other?,
             };
             self.contact.answered(self.kind);
-            listed.extend(page.events);
-            continue_token = page.continue_token;
-            if continue_token.is_none() {
-                return Ok((listed, page.version));
+            events.extend(page.events);
+            parameters.continue_token = continue_token;
+            if parameters.continue_token.is_none() {
+                return Ok(Listed { events, version: page.version });
             }
         }
     }
 
-    async fn collect(&self, lines: &mut Lines) -> Result<(Vec<Event>, String), Failure> {
-        let mut listed = Vec::new();
+    /// Reads a streaming list: the watch begins with all present objects, and a bookmark marks the
+    /// end of the list.
+    async fn collect(&self, lines: &mut Lines) -> Result<Listed, Failure> {
+        let mut events = Vec::new();
         loop {
             let line = timeout(LIST_SILENCE_LIMIT, lines.next()).await;
             let line =
@@ -345,31 +322,22 @@ impl Requests {
             match self.decode(&line)? {
                 // The protocol has no deletions in a streaming list. If a deletion arrives anyway,
                 // its object must not be served.
-                Line::Event { event: Event::Delete(key), .. } => listed.retain(|other: &Event| other.key() != key),
-                Line::Event { event, .. } => listed.push(event),
-                Line::Bookmark { version, ends_initial_state: true } => return Ok((listed, version)),
-                Line::Bookmark { .. } | Line::Ignored { .. } => {}
+                Line::Object { event: Some(Event::Delete(key)), .. } => {
+                    events.retain(|other: &Event| other.key() != key);
+                }
+                Line::Object { event, .. } => events.extend(event),
+                Line::Bookmark { version, ends_initial_state: true } => return Ok(Listed { events, version }),
+                Line::Bookmark { .. } => {}
                 Line::Error(status) => return Err(Failure::event(self.kind, &status)),
             }
         }
     }
 
-    async fn page(
-        &self,
-        (label_selector, field_selector): Selectors,
-        continue_token: Option<String>,
-        limit: Option<u32>,
-    ) -> Result<Page, Failure> {
-        let parameters = ListParams {
-            label_selector: label_selector.map(str::to_owned),
-            field_selector: field_selector.map(str::to_owned),
-            continue_token,
-            limit,
-            ..ListParams::default()
-        };
-        let request = kube::core::Request::new(wire::path(self.kind)).list(&parameters).map_err(Failure::malformed)?;
+    /// Reads one page, and the token for the next page.
+    async fn page(&self, parameters: &ListParams) -> Result<(Listed, Option<String>), Failure> {
+        let request = kube::core::Request::new(wire::path(self.kind)).list(parameters).map_err(Failure::malformed)?;
         let read = async {
-            let body = self.send(request, Verb::List).await?;
+            let body = self.send(request, "list").await?;
             body.collect().await.map(http_body_util::Collected::to_bytes).map_err(|error| Failure::dropped(&error))
         };
         let bytes = timeout(ANSWER_TIMEOUT, read).await;
@@ -377,11 +345,11 @@ impl Requests {
         wire::page(self.kind, &bytes).map_err(Failure::malformed)
     }
 
+    /// Opens a watch after `version`, or one that begins with all present objects.
     async fn open_watch(
         &self,
         (label_selector, field_selector): Selectors,
-        version: &str,
-        send_initial_events: bool,
+        version: Option<&str>,
         limit: Duration,
     ) -> Result<Lines, Failure> {
         let parameters = WatchParams {
@@ -389,19 +357,19 @@ impl Requests {
             field_selector: field_selector.map(str::to_owned),
             timeout: u32::try_from(limit.as_secs()).ok(),
             bookmarks: true,
-            send_initial_events,
+            send_initial_events: version.is_none(),
         };
-        let request = kube::core::Request::new(wire::path(self.kind)).watch(&parameters, version);
+        let request = kube::core::Request::new(wire::path(self.kind)).watch(&parameters, version.unwrap_or_default());
         let mut request = request.map_err(Failure::malformed)?;
         // Servers from 1.37 on compress each event separately, which the client cannot decompress.
         request.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
-        let body = timeout(ANSWER_TIMEOUT, self.send(request, Verb::Watch)).await;
+        let body = timeout(ANSWER_TIMEOUT, self.send(request, "watch")).await;
         let body = body.map_err(|_| Failure::silent("a watch request was not answered", ANSWER_TIMEOUT))??;
         self.contact.touched();
         Ok(Lines::new(body))
     }
 
-    async fn send(&self, request: http::Request<Vec<u8>>, verb: Verb) -> Result<Body, Failure> {
+    async fn send(&self, request: http::Request<Vec<u8>>, verb: &str) -> Result<Body, Failure> {
         let response = self.client.send(request.map(Body::from)).await.map_err(|error| Failure::request(&error))?;
         let code = response.status();
         if code.is_success() {

@@ -6,7 +6,7 @@
 //! an invalid object is still an event if the name of the object can be read. So one invalid object
 //! does not stop a list.
 
-use std::borrow::Cow;
+use std::{borrow::Cow, collections::BTreeMap};
 
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt as _;
@@ -38,14 +38,9 @@ pub(super) fn path(kind: ObjectKind) -> &'static str {
 #[derive(Debug)]
 pub(super) enum Line {
     /// An object has changed, or is part of the initial state.
-    Event {
-        /// The change.
-        event: Event,
-        /// The object's resourceVersion.
-        version: String,
-    },
-    /// A pod without the readiness gate of Headgate, which has no effect.
-    Ignored {
+    Object {
+        /// The change; `None` for a pod without the readiness gate of Headgate.
+        event: Option<Event>,
         /// The object's resourceVersion.
         version: String,
     },
@@ -70,15 +65,19 @@ struct RawLine<'a> {
 
 #[derive(Deserialize)]
 struct Bookmark {
-    metadata: BookmarkMetadata,
+    metadata: ListMetadata,
 }
 
+/// The metadata of a bookmark, or of a page of a list.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct BookmarkMetadata {
-    resource_version: String,
+struct ListMetadata {
     #[serde(default)]
-    annotations: Option<std::collections::BTreeMap<String, String>>,
+    resource_version: String,
+    #[serde(default, rename = "continue")]
+    continue_token: Option<String>,
+    #[serde(default)]
+    annotations: Option<BTreeMap<String, String>>,
 }
 
 /// Decodes one line of a watch.
@@ -90,11 +89,11 @@ pub(super) fn line(kind: ObjectKind, text: &[u8]) -> Result<Line, String> {
     match raw.event.as_ref() {
         "ADDED" | "MODIFIED" => {
             let (event, version) = object(kind, raw.object)?;
-            Ok(if has_effect(&event) { Line::Event { event, version } } else { Line::Ignored { version } })
+            Ok(Line::Object { event: Some(event).filter(has_effect), version })
         }
         "DELETED" => {
             let (key, version) = names(kind, raw.object)?;
-            Ok(Line::Event { event: Event::Delete(key), version })
+            Ok(Line::Object { event: Some(Event::Delete(key)), version })
         }
         "BOOKMARK" => {
             let metadata =
@@ -111,28 +110,29 @@ pub(super) fn line(kind: ObjectKind, text: &[u8]) -> Result<Line, String> {
     }
 }
 
-/// One page of a list.
+/// All objects of a kind, or those of one page, and the version of the list.
 #[derive(Debug)]
-pub(super) struct Page {
+pub(super) struct Listed {
     pub(super) events: Vec<Event>,
     pub(super) version: String,
-    pub(super) continue_token: Option<String>,
+}
+
+impl Listed {
+    /// The newest version of an object.
+    pub(super) fn newest(&self) -> Option<u64> {
+        let version = |event: &Event| match event {
+            Event::Apply(object) => object.names()[2].parse().ok(),
+            Event::Delete(_) | Event::Undecodable { .. } => None,
+        };
+        self.events.iter().filter_map(version).max()
+    }
 }
 
 #[derive(Deserialize)]
 struct RawPage<'a> {
-    metadata: PageMetadata,
+    metadata: ListMetadata,
     #[serde(borrow, deserialize_with = "required_items")]
     items: Vec<&'a RawValue>,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct PageMetadata {
-    #[serde(default)]
-    resource_version: String,
-    #[serde(default, rename = "continue")]
-    continue_token: Option<String>,
 }
 
 /// Reads `items`, where `null` means an empty list. The field must be present: an answer without it
@@ -141,11 +141,11 @@ fn required_items<'de: 'a, 'a, D: Deserializer<'de>>(deserializer: D) -> Result<
     Ok(Option::<Vec<&'a RawValue>>::deserialize(deserializer)?.unwrap_or_default())
 }
 
-/// Decodes one page of a list.
+/// Decodes one page of a list. Returns also the token for the next page.
 ///
 /// # Errors
 /// A description, if the text is not a list, or an item has no name, namespace or resourceVersion.
-pub(super) fn page(kind: ObjectKind, text: &[u8]) -> Result<Page, String> {
+pub(super) fn page(kind: ObjectKind, text: &[u8]) -> Result<(Listed, Option<String>), String> {
     let raw: RawPage<'_> = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     if raw.metadata.resource_version.is_empty() {
         return Err("a list without a resourceVersion".to_owned());
@@ -157,7 +157,7 @@ pub(super) fn page(kind: ObjectKind, text: &[u8]) -> Result<Page, String> {
         .filter(|event| event.as_ref().map_or(true, has_effect))
         .collect::<Result<_, _>>()?;
     let continue_token = raw.metadata.continue_token.filter(|token| !token.is_empty());
-    Ok(Page { events, version: raw.metadata.resource_version, continue_token })
+    Ok((Listed { events, version: raw.metadata.resource_version }, continue_token))
 }
 
 /// False for a pod without the readiness gate of Headgate. The gates of a pod never change, so such
@@ -266,7 +266,7 @@ mod tests {
         let text = br#"{"kind":"ServiceList","metadata":{"resourceVersion":"7"},"items":[
             {"metadata":{"name":"a","namespace":"x","resourceVersion":"1"},"spec":{"ports":[{"port":"eighty"}]}},
             {"metadata":{"name":"b","namespace":"x","resourceVersion":"2","labels":null},"spec":{"ports":null}}]}"#;
-        let page = page(ObjectKind::Service, text).unwrap();
+        let (page, _) = page(ObjectKind::Service, text).unwrap();
         assert_eq!(page.version, "7");
         assert!(
             matches!(&page.events[0], Event::Undecodable { key, field, .. }
@@ -283,14 +283,16 @@ mod tests {
             assert!(page(ObjectKind::Node, text.as_bytes()).is_err(), "{text}");
         }
         let empty = r#"{"metadata":{"resourceVersion":"1"},"items":null}"#;
-        assert!(page(ObjectKind::Node, empty.as_bytes()).unwrap().events.is_empty());
+        assert!(page(ObjectKind::Node, empty.as_bytes()).unwrap().0.events.is_empty());
     }
 
     #[test]
     fn each_type_of_line_is_decoded() {
         let read = |text: &str| line(ObjectKind::Node, text.as_bytes());
         let node = r#"{"object":{"metadata":{"name":"n","resourceVersion":"5"}},"type":"ADDED"}"#;
-        assert!(matches!(read(node).unwrap(), Line::Event { event: Event::Apply(_), version } if version == "5"));
+        assert!(
+            matches!(read(node).unwrap(), Line::Object { event: Some(Event::Apply(_)), version } if version == "5")
+        );
         let end = r#"{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"9",
             "annotations":{"k8s.io/initial-events-end":"true"}}}}"#;
         assert!(matches!(read(end).unwrap(), Line::Bookmark { ends_initial_state: true, .. }));

@@ -1,48 +1,72 @@
 //! Enrolment while the API server or the control plane is down.
 
-use std::time::Duration;
+use std::{fs, time::Duration};
 
 use headgate_node_agent::dataplane::in_memory::Call;
 use headgate_tests::apiserver::{ApiServer, Restart, Token};
 
-use super::{Cluster, FAILURE, SHORT, SUCCESS, tokens::wrong_tokens};
+use super::{
+    Cluster, FAILURE, SHORT, SUCCESS,
+    requests::{Client, enrol, signing_request},
+    until_renewed,
+};
 use crate::identity::{certs::made, server::eventually};
 
-pub(super) const KEYS: &str = "headgate_enrolment_keys_total{result=\"success\"}";
-
 #[tokio::test(flavor = "multi_thread")]
-async fn while_the_api_server_is_down_its_last_keys_confirm_tokens() {
-    let cluster = Cluster::start(&[]);
-    let (first, _) = cluster.agent("n1", Token::of_agent("n1")).await;
-    first.until_connected(true).await;
-    eventually("the keys are read", || async { cluster.metric(KEYS) > 0 }).await;
-    cluster.api.stop();
-    for (name, token, result) in wrong_tokens() {
-        cluster.refuses(name, token, result).await;
-    }
-    let other = ApiServer::start().unwrap();
-    cluster.refuses_text("another API server", &other.issue_token(Token::of_agent("n1")), "token_rejected").await;
-    let (agent, _) = cluster.agent("n1", Token::of_agent("n1")).await;
-    cluster.until_enrolments("success_by_keys", 1).await;
+async fn while_the_api_server_is_down_a_certificate_renews_itself() {
+    let cluster = Cluster::start(&[SHORT]);
+    let (agent, folder) = cluster.agent("n1", Token::of_agent("n1")).await;
     agent.until_connected(true).await;
-    cluster.refuses("no node in the token", Token { node: None, ..Token::of_agent("n1") }, "api_server").await;
-    assert_eq!((cluster.enrolments("success"), cluster.enrolments("success_by_keys")), (1, 1));
+    cluster.api.stop();
+    cluster.until_enrolments("success_by_certificate", 1).await;
+    until_renewed(&agent, 2).await;
+    cluster.refuses("no certificate", Token::of_agent("n1"), "api_server").await;
+    let client = Client::of(&cluster).showing(&folder.join("tls"));
+    let answer = client.send(&enrol("garbage", &signing_request())).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
 
     cluster.api.restart(&Restart::KeepHistory).unwrap();
-    let gone = Token { is_pod_gone: true, ..Token::of_agent("n1") };
-    let before = cluster.enrolments("token_rejected");
     // The replica asks the API server again within a few seconds.
     tokio::time::sleep(Duration::from_secs(6)).await;
-    cluster.refuses("pod gone", gone, "token_rejected").await;
-    assert_eq!(cluster.enrolments("token_rejected"), before + 1);
+    let client = Client::of(&cluster).showing(&folder.join("tls"));
+    let answer = client.send(&enrol("garbage", &signing_request())).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 403 "), "the API server decides, whatever the certificate is: {answer}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_keys_of_the_api_server_no_token_is_confirmed() {
+async fn only_a_recent_certificate_of_an_existing_node_at_its_address_renews_itself() {
+    let cluster = Cluster::start(&[]);
+    let certs = cluster.path("certs");
+    made(&certs, &["--node=n1,n2,n3", "--reader=me"]);
+    let (agent, _) = cluster.agent("n1", Token::of_agent("n1")).await;
+    agent.until_connected(true).await;
+    cluster.api.stop();
+    let answer = async |holder: &str| {
+        let client = Client::of(&cluster).showing(&certs.join(holder));
+        client.send(&enrol("garbage", &signing_request())).await.unwrap()
+    };
+    for (holder, answered) in [
+        ("nodes/n1", "HTTP/1.1 200 OK"),
+        ("nodes/n2", "is not an address of this Node"),
+        ("nodes/n3", "does not know the Node n3"),
+        ("readers/me", "the API server is unreachable"),
+    ] {
+        let answer = answer(holder).await;
+        assert!(answer.contains(answered), "{holder}: {answer}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replica_that_starts_while_the_api_server_is_down_knows_no_node() {
     let api = ApiServer::start().unwrap();
     api.stop();
     let cluster = Cluster::with_api(api, &["--enrolment-any-address"]);
-    cluster.refuses("no keys", Token::of_agent("n1"), "api_server").await;
+    cluster.refuses("no certificate", Token::of_agent("n1"), "api_server").await;
+    let certs = cluster.path("certs");
+    made(&certs, &["--node=n1"]);
+    let client = Client::of(&cluster).showing(&certs.join("nodes/n1"));
+    let answer = client.send(&enrol("garbage", &signing_request())).await.unwrap();
+    assert!(answer.contains("does not know the Node n1"), "{answer}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -73,7 +97,7 @@ async fn after_the_authority_was_lost_agents_with_its_certificates_enrol_again()
     agent.until_connected(true).await;
     cluster.control_plane = None;
     let certs = cluster.path("certs");
-    std::fs::remove_dir_all(&certs).unwrap();
+    fs::remove_dir_all(&certs).unwrap();
     made(&certs, &["--server-ip=127.0.0.1"]);
     cluster.start_control_plane();
     let problem = || agent.status()["tlsProblem"].as_str().unwrap_or_default().to_owned();

@@ -102,7 +102,6 @@ async fn a_real_api_server_grants_the_control_plane_nothing_else() {
         (Method::GET, "/api/v1/services", 200),
         (Method::GET, "/apis/discovery.k8s.io/v1/endpointslices", 200),
         (Method::GET, "/api/v1/namespaces/headgate-system/pods/agent-n1", 200),
-        (Method::GET, "/openid/v1/jwks", 200),
         (Method::GET, "/api/v1/secrets", 403),
         (Method::GET, "/api/v1/pods", 403),
         (Method::GET, "/api/v1/namespaces/default/pods/web", 403),

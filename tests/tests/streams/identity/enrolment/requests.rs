@@ -3,6 +3,7 @@
 use std::{
     fs, io,
     net::{Ipv4Addr, SocketAddr},
+    path::Path,
     sync::Arc,
     time::SystemTime,
 };
@@ -10,7 +11,12 @@ use std::{
 use headgate_tests::apiserver::Token;
 use headgate_tls::{Files, Side};
 use rcgen::{CertificateParams, KeyPair};
-use rustls::{ClientConfig, crypto::ring, pki_types::ServerName};
+use rustls::{
+    ClientConfig,
+    crypto::ring,
+    pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject as _},
+    sign::{CertifiedKey, SingleCertAndKey},
+};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpSocket,
@@ -43,6 +49,16 @@ impl Client {
     /// The same client from another address.
     pub(super) fn with_address(&self, address: Ipv4Addr) -> Self {
         Self { address, ..self.clone() }
+    }
+
+    /// The same client with the certificate in the file `name`.crt.
+    pub(super) fn showing(&self, name: &Path) -> Self {
+        let chain = CertificateDer::pem_file_iter(name.with_extension("crt")).unwrap().map(Result::unwrap).collect();
+        let key = PrivateKeyDer::from_pem_file(name.with_extension("key")).unwrap();
+        let mut config = (*self.config).clone();
+        let own = CertifiedKey::from_der(chain, key, config.crypto_provider()).unwrap();
+        config.client_auth_cert_resolver = Arc::new(SingleCertAndKey::from(own));
+        Self { config: Arc::new(config), ..self.clone() }
     }
 
     /// Sends a request and returns the answer with its head.

@@ -5,17 +5,23 @@ use headgate_tests::apiserver::Token;
 use super::Cluster;
 use crate::identity::server::eventually;
 
-/// Tokens that differ from a good one in one point, and the results.
-pub(super) fn wrong_tokens() -> [(&'static str, Token, &'static str); 6] {
+#[tokio::test(flavor = "multi_thread")]
+async fn other_tokens_get_nothing() {
+    let cluster = Cluster::start(&[]);
     let good = || Token::of_agent("n1");
-    [
+    for (name, token, result) in [
         ("other address", Token::of_agent("n2"), "address"),
         ("audience", Token { audience: "https://kubernetes.default.svc".to_owned(), ..good() }, "token_rejected"),
         ("expired", Token { valid_seconds: -1, ..good() }, "token_rejected"),
         ("namespace", Token { namespace: "default".to_owned(), ..good() }, "service_account"),
         ("account", Token { service_account: "default".to_owned(), ..good() }, "service_account"),
         ("no pod", Token { pod: None, node: None, ..good() }, "no_pod"),
-    ]
+        ("pod gone", Token { is_pod_gone: true, ..good() }, "token_rejected"),
+        ("unknown node", Token::of_agent("n3"), "unknown_node"),
+    ] {
+        cluster.refuses(name, token, result).await;
+    }
+    assert_eq!(cluster.enrolments("success"), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -28,18 +34,6 @@ async fn the_name_comes_from_the_token() {
     })
     .await;
     assert_eq!((cluster.enrolments("success"), agent.status()["connected"].as_bool()), (1, Some(false)));
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn other_tokens_get_nothing() {
-    let cluster = Cluster::start(&[]);
-    for (name, token, result) in wrong_tokens() {
-        cluster.refuses(name, token, result).await;
-    }
-    let gone = Token { is_pod_gone: true, ..Token::of_agent("n1") };
-    cluster.refuses("pod gone", gone, "token_rejected").await;
-    cluster.refuses("unknown node", Token::of_agent("n3"), "unknown_node").await;
-    assert_eq!(cluster.enrolments("success"), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
