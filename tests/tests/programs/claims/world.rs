@@ -410,7 +410,8 @@ impl World {
     }
 
     pub(super) fn start_agent(&mut self, node: usize) -> Result<()> {
-        // An agent ends if it starts while its kernel refuses everything. A DaemonSet starts it again.
+        // An agent ends if it starts while its kernel refuses everything. A DaemonSet starts it
+        // again.
         if let Some(process) = &mut self.agents[node].process
             && process.exit()?.is_none()
         {
