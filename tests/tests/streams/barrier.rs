@@ -52,13 +52,19 @@ pub(crate) fn apply(node: &str) -> NodeChange {
 impl Pair {
     /// Starts two replicas whose source has the nodes a, b and c, and both endpoints.
     pub(crate) async fn start(uncovered_after: Duration) -> Self {
+        Self::start_among(2, uncovered_after).await
+    }
+
+    /// As [`Self::start`], with the names of `count` replicas. Further replicas have the addresses
+    /// after those of the first two.
+    pub(crate) async fn start_among(count: u8, uncovered_after: Duration) -> Self {
         static NUMBER: AtomicU8 = AtomicU8::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let [high, low] = u16::try_from(std::process::id() % 65_536).unwrap().to_be_bytes();
-        let address = |host: u8| SocketAddr::from((Ipv4Addr::new(127, high, low, number * 2 + host), 7443));
-        let names = [1, 2].map(|host| (address(host).ip().to_string(), 7443));
+        let address = |host: u8| SocketAddr::from((Ipv4Addr::new(127, high, low, number * 3 + host), 7443));
+        let names: Vec<_> = (1..=count).map(|host| (address(host).ip().to_string(), 7443)).collect();
         let start = async |host: u8| {
-            let peers = Some(PeerSettings { names: names.to_vec(), tls: None });
+            let peers = Some(PeerSettings { names: names.clone(), tls: None });
             let settings = Settings { replica_name: format!("replica-{host}"), peers, uncovered_after, ..settings() };
             let replica = Replica::start_at(address(host), settings, Security::Plaintext, Limits::default()).await;
             replica.store.synced();

@@ -1,11 +1,15 @@
 //! What all nodes have programmed, as two replicas know it together (discovery.proto, sections 16
 //! and 18): cases in which statements were false before replicas knew each other.
 
-use std::{net::Ipv4Addr, time::Duration};
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    time::Duration,
+};
 
 use headgate_control_plane::{
     objects::PodId,
     serve::{PeerSettings, Security, Settings},
+    store::Limits,
     transaction::{NodeChange, PodChange, Sink as _, Transaction},
 };
 use headgate_core::{Change, Conditions, Service, TrafficPolicy};
@@ -144,14 +148,22 @@ async fn a_node_that_is_deleted_and_created_again_is_remembered() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_replica_that_has_not_listed_does_not_answer_for_a_pod_and_delays_nobody() {
-    let mut pair = Pair::start(NEVER).await;
+    let mut pair = Pair::start_among(3, NEVER).await;
     let [mut a, _b, _c] = all_programmed(&mut pair).await;
     // A third replica joins. Its source is never listed, and it has no agent.
-    let addresses = pair.replicas.each_ref().map(|replica| replica.running.local_addr);
-    let names = addresses.iter().map(|address| (address.ip().to_string(), address.port())).collect();
-    let peers = Some(PeerSettings { names, tls: None });
-    let own = Settings { replica_name: "replica-3".into(), peers, ..settings() };
-    let third = Replica::start_with(own, Security::Plaintext).await;
+    let [first, second] = pair.replicas.each_ref().map(|replica| replica.running.local_addr);
+    let SocketAddr::V4(mut at) = second else { panic!("not IPv4") };
+    at.set_ip(Ipv4Addr::from(u32::from(*at.ip()) + 1));
+    let names = [first, second, at.into()].map(|address| (address.ip().to_string(), address.port())).to_vec();
+    let own =
+        Settings { replica_name: "replica-3".into(), peers: Some(PeerSettings { names, tls: None }), ..settings() };
+    let third = Replica::start_at(at.into(), own, Security::Plaintext, Limits::default()).await;
+    let mut client = inspect(&pair.replicas[0]).await;
+    let is_joined = |replica: &v1::ReplicaInfo| replica.replica == "replica-3" && replica.state == "joined";
+    while !client.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner().replicas.iter().any(is_joined)
+    {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
     assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
     // It waits until it knows the pod. Before, it refused the request, so the pod ended at once.
