@@ -164,7 +164,8 @@ async fn a_replica_that_has_not_listed_does_not_answer_for_a_pod_and_delays_nobo
     {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    // The bounds are longer than the guard of `answer`, so the answer does not wait for the replica.
+    a.send(Body::Barrier(request(POD, 3_600_000, 3_600_000))).await;
     assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
     // It waits until it knows the pod. Before, it refused the request, so the pod ended at once.
     let mut d = Client::open(channel(third.running.local_addr).await, "a", None).await.unwrap();
