@@ -131,7 +131,9 @@ impl Readiness {
 
     async fn settle(self: Arc<Self>, pod: PodId, WaitingPod { names, since }: WaitingPod) {
         self.turn().await;
-        let verdict = self.verdict(pod, Instant::from_std(since) + self.bound).await;
+        // A question needs some time, also if the bound has passed during the turn.
+        let limit = (Instant::from_std(since) + self.bound).max(Instant::now() + LOOK_AGAIN);
+        let verdict = self.verdict(pod, limit).await;
         self.turn().await;
         let seconds = self.bound.as_secs_f64();
         let (reason, label, message) = match verdict {

@@ -129,13 +129,14 @@ impl StateFile {
         lasts.map_err(|error| at(&path, &error))
     }
 
-    /// Records that the kernel has rules of this agent; see [`last_run::record`].
-    pub(super) fn record_run(&self, is_saved: bool, positions: &[v1::SourcePosition]) {
-        if self.lock.is_some()
-            && let Err(error) = last_run::record(&self.folder, is_saved, positions)
-        {
+    /// Records that the kernel has rules of this agent; see [`last_run::record`]. Returns false if
+    /// this failed.
+    pub(super) fn record_run(&mut self, is_saved: bool, positions: &[v1::SourcePosition]) -> bool {
+        let recorded = self.take_lock().and_then(|()| last_run::record(&self.folder, is_saved, positions));
+        if let Err(error) = &recorded {
             debug!(folder = %self.folder.display(), %error, "cannot record the run");
         }
+        recorded.is_ok()
     }
 
     fn take_lock(&mut self) -> io::Result<()> {

@@ -63,13 +63,14 @@ impl Saver {
         while is_running {
             let programmed = inputs.progress.borrow().generation();
             if programmed != recorded {
-                self.file.record_run(false, &inputs.state.positions());
-                recorded = programmed;
+                if self.file.record_run(false, &inputs.state.positions()) {
+                    recorded = programmed;
+                }
             }
             if programmed > self.saved && Instant::now() >= save_at {
-                save_at = Instant::now() + self.interval;
                 // The file has the state of the kernel, which may be older than the agent's.
-                self.save(inputs, &mut has_programmed);
+                let is_saved = self.save(inputs, &mut has_programmed);
+                save_at = Instant::now() + if is_saved { self.interval } else { RECORD_PERIOD.min(self.interval) };
             }
             is_running = runtime.block_on(shutdown.run_until_cancelled(sleep(step))).is_some();
         }

@@ -288,6 +288,12 @@ fn after_a_crash_the_positions_are_those_that_were_recorded_last() {
     assert_eq!(restored.held.positions(), before, "no replica that is behind the rules may replace them");
     // A replica that continues with an older source, as after a restore of etcd, sets all of them.
     let shared = AgentState::restored("node-1", restored);
+    let epoch = || shared.point().unwrap().epoch;
+    shared.program_unconfirmed();
+    assert_eq!((shared.is_unconfirmed(), epoch()), (false, 0), "the state lacks changes also while it is programmed");
+    assert_eq!(shared.save_point().unwrap().point.epoch, 0);
+    shared.confirm();
+    assert_eq!(epoch(), 7);
     let older = vec![v1::SourcePosition { kind: 5, position: 3 }];
     shared.apply(StateUpdate { positions: older, ..update(2, Vec::new()) });
     shared.set_node(&own_node(Some(node("a")), 4));
@@ -364,7 +370,7 @@ fn a_folder_that_cannot_be_created_is_named_in_the_error() {
 
 #[test]
 fn cleanup_removes_the_files_of_the_folder() {
-    let agent = Agent::with_state();
+    let mut agent = Agent::with_state();
     agent.file.record_run(false, &[]);
     // An agent that was killed during a write leaves such files behind.
     for half in ["state.new", "run.new"] {

@@ -454,7 +454,7 @@ impl Reconciler {
                 warn!(%error, "could not find out whether the rules of the last run are in place; programming the last good state");
             }
         }
-        self.shared.confirm();
+        self.shared.program_unconfirmed();
     }
 
     /// Publishes the name of the dataplane and the problems that the operator has to fix, if the

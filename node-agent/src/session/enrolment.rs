@@ -116,7 +116,9 @@ impl Enrolment {
                 Ok(()) => tls.load().await.map_err(EnrolmentError::from),
                 Err(error) => Err(error),
             };
-            shows_certificate = matches!(result, Err(EnrolmentError::Refused(StatusCode::SERVICE_UNAVAILABLE, _)));
+            // The same replica is asked again, with the certificate.
+            shows_certificate = !shows_certificate
+                && matches!(result, Err(EnrolmentError::Refused(StatusCode::SERVICE_UNAVAILABLE, _)));
             let problem = result.as_ref().err().map(|error| format!("no new certificate from {address}: {error}"));
             self.metrics.enrolled(problem);
             let has_new = result.is_ok();
@@ -131,7 +133,7 @@ impl Enrolment {
                     pause
                 }
                 Err(error) => {
-                    replica += 1;
+                    replica += usize::from(!shows_certificate);
                     let pause = backoff.next_pause();
                     warn!(address, %error, pause_ms = pause.as_millis(), "the agent got no new certificate; forwarding continues");
                     pause

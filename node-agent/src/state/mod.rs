@@ -56,6 +56,8 @@ struct Inner {
     /// True while the state is from disk, no control plane has updated it, and the rules in the
     /// kernel may be newer than the state.
     is_unconfirmed: bool,
+    /// The state is from disk, and may lack what its positions include.
+    may_lack: bool,
     node_name: String,
     /// The agent's own Node.
     node: Option<Node>,
@@ -92,6 +94,11 @@ struct Inner {
 }
 
 impl Inner {
+    fn point(&self) -> Option<v1::Resume> {
+        let point = self.held.point()?;
+        Some(if self.may_lack { v1::Resume { epoch: 0, ..point } } else { point })
+    }
+
     /// The state that a sync programs now; `None` before the first complete snapshot.
     fn target(&self) -> Option<Target> {
         let (epoch, version) = self.held.position()?;
@@ -223,6 +230,7 @@ impl AgentState {
         let inner = Inner {
             held,
             is_unconfirmed: may_be_behind,
+            may_lack: may_be_behind,
             node_name: node_name.to_owned(),
             facts: NodeFacts::of(node_name, node.as_ref()),
             node,
@@ -396,17 +404,23 @@ impl AgentState {
         self.lock().verifications_requested
     }
 
-    /// Allows syncs to program the state from disk. Call this function when the state is as new as
-    /// the control plane's state was at the start of the stream, or when the kernel cannot have
-    /// newer rules.
+    /// Notes that the state is as new as the control plane's state was at the start of the stream.
+    /// Syncs may program it from now on.
     pub fn confirm(&self) {
+        self.lock().may_lack = false;
+        self.program_unconfirmed();
+    }
+
+    /// Allows syncs to program the state from disk, because the kernel has no rules. The state may
+    /// still lack what its positions include.
+    pub fn program_unconfirmed(&self) {
         let mut inner = self.lock();
         if std::mem::take(&mut inner.is_unconfirmed) {
             self.changed.notify_all();
         }
     }
 
-    /// True while the state is from disk and [`Self::confirm`] has not been called.
+    /// True while the state is from disk and may not be programmed.
     #[must_use]
     pub fn is_unconfirmed(&self) -> bool {
         self.lock().is_unconfirmed
@@ -418,13 +432,11 @@ impl AgentState {
         self.lock().held.position()
     }
 
-    /// See [`Held::point`]. The epoch is 0 also while the state is unconfirmed, because it may lack
-    /// what its positions include.
+    /// See [`Held::point`]. The epoch is 0 also until a state from disk is confirmed, because it
+    /// may lack what its positions include.
     #[must_use]
     pub fn point(&self) -> Option<v1::Resume> {
-        let inner = self.lock();
-        let point = inner.held.point()?;
-        Some(if inner.is_unconfirmed { v1::Resume { epoch: 0, ..point } } else { point })
+        self.lock().point()
     }
 
     /// Calls `read` with the state while the lock is held.
@@ -559,7 +571,7 @@ impl AgentState {
     /// snapshot.
     pub(crate) fn save_point(&self) -> Option<SavePoint> {
         let inner = self.lock();
-        let point = inner.held.point()?;
+        let point = inner.point()?;
         Some(SavePoint { stream: inner.stream, generation: inner.generation, node: inner.own_node(), point })
     }
 

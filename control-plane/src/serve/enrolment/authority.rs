@@ -1,18 +1,28 @@
 //! The authority that signs the certificates of enrolled nodes. `headgatectl ca` writes its files:
 //! the first certificate in `ca.crt` belongs to `ca.key`.
 
-use std::time::SystemTime;
+use std::{
+    sync::Arc,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 use headgate_tls::Validity;
 use rcgen::{
     CertificateParams, CertificateSigningRequestParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, PublicKeyData as _, SanType,
 };
+use tokio_rustls::rustls::{
+    RootCertStore,
+    crypto::ring,
+    pki_types::{CertificateDer, UnixTime},
+    server::WebPkiClientVerifier,
+};
 use x509_parser::pem::{Pem, parse_x509_pem};
 
 /// An authority that can sign.
 pub(super) struct Authority {
     issuer: Issuer<'static, KeyPair>,
+    certificate: CertificateDer<'static>,
     not_after: SystemTime,
 }
 
@@ -71,7 +81,18 @@ impl Authority {
             ));
         }
         let issuer = Issuer::from_ca_cert_pem(certificates, key).map_err(IssueError::Crypto)?;
-        Ok(Self { issuer, not_after })
+        Ok(Self { issuer, certificate: pem.contents.into(), not_after })
+    }
+
+    /// Returns true if this authority has issued a client certificate that is valid at `now`.
+    /// Certificates of other authorities in `--tls-client-ca` do not count.
+    pub(super) fn has_issued(&self, certificate: &CertificateDer<'_>, now: SystemTime) -> bool {
+        let now = UnixTime::since_unix_epoch(now.duration_since(UNIX_EPOCH).unwrap_or_default());
+        let mut roots = RootCertStore::empty();
+        roots.add(self.certificate.clone()).is_ok()
+            && WebPkiClientVerifier::builder_with_provider(roots.into(), Arc::new(ring::default_provider()))
+                .build()
+                .is_ok_and(|verifier| verifier.verify_client_cert(certificate, &[], now).is_ok())
     }
 
     /// Signs a certificate for the agent of `node`. Uses only the public key of `request` (PKCS#10,
@@ -152,6 +173,10 @@ mod tests {
         let request = wished.serialize_request(&own).unwrap();
         let (pem, not_after) = signer.issue("n1", request.der(), week(now)).unwrap();
         assert!(not_after < now + DAY * 3, "the certificate outlives its authority");
+        let der = parse_x509_pem(pem.as_bytes()).unwrap().1.contents.into();
+        assert!(signer.has_issued(&der, now) && !signer.has_issued(&der, now + DAY * 3));
+        let (other, key) = ca(2);
+        assert!(!Authority::parse(&other, &key, &other, now).unwrap().has_issued(&der, now));
         let (_, pem) = parse_x509_pem(pem.as_bytes()).unwrap();
         let issued = pem.parse_x509().unwrap();
         assert_eq!(issued.public_key().subject_public_key.data.as_ref(), own.der_bytes());

@@ -28,7 +28,7 @@ use tokio::{
     sync::Semaphore,
     time::{sleep, timeout},
 };
-use tokio_rustls::TlsAcceptor;
+use tokio_rustls::{TlsAcceptor, rustls::pki_types::CertificateDer};
 
 use self::{
     authority::{Authority, IssueError},
@@ -99,8 +99,8 @@ pub(crate) struct Enrolment {
 /// Who asks.
 struct Client {
     address: IpAddr,
-    /// What a verified certificate of the client says.
-    certificate: Option<(Identity, Validity)>,
+    /// The client's certificate, which some authority of `--tls-client-ca` has issued.
+    certificate: Option<CertificateDer<'static>>,
 }
 
 /// What a certificate will say.
@@ -149,7 +149,7 @@ impl Refusal {
             Self::NoToken => (StatusCode::UNAUTHORIZED, "malformed"),
             Self::Body => (StatusCode::BAD_REQUEST, "malformed"),
             Self::Request(IssueError::Request(_)) => (StatusCode::BAD_REQUEST, "malformed"),
-            Self::Token(error @ (TokenError::Unreachable(_) | TokenError::Denied(_))) => {
+            Self::Token(error @ (TokenError::Unreachable(_) | TokenError::Busy(_) | TokenError::Denied(_))) => {
                 (StatusCode::SERVICE_UNAVAILABLE, error.result())
             }
             Self::Token(error) => (StatusCode::FORBIDDEN, error.result()),
@@ -226,7 +226,7 @@ impl Enrolment {
         let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
         let client = Client {
             address: address.ip().to_canonical(),
-            certificate: certificate.and_then(|certificate| identity::from_certificate(certificate).ok()),
+            certificate: certificate.map(|certificate| certificate.clone().into_owned()),
         };
         let answer = service_fn(|request| async { Ok::<_, Infallible>(self.answer(request, &client).await) });
         let connection = http1::Builder::new()
@@ -266,10 +266,13 @@ impl Enrolment {
             let _permit = self.reviews.acquire().await;
             self.tokens.holder(&token).await
         };
-        let Grant { node, pod, validity, result } = match (reviewed, &client.certificate) {
+        let authority = self.authority().await?;
+        let held = client.certificate.as_ref().filter(|held| authority.has_issued(held, SystemTime::now()));
+        let held = held.and_then(|held| identity::from_certificate(held).ok());
+        let Grant { node, pod, validity, result } = match (reviewed, held) {
             (Ok(holder), _) => self.for_token(holder),
             (Err(TokenError::Unreachable(_)), Some((Identity::Node(node), held))) => {
-                self.for_certificate(node, *held)?
+                self.for_certificate(&node, held)?
             }
             (Err(error), _) => return Err(error.into()),
         };
@@ -280,7 +283,6 @@ impl Enrolment {
                 return Err(Refusal::Address(node, address));
             }
         }
-        let authority = self.authority().await?;
         let (certificate, not_after) = authority.issue(&node, &body, validity).map_err(Refusal::Request)?;
         self.context.metrics.count_enrolment(result);
         tracing::info!(node, pod, %address, not_after = date(not_after), result, "a node has enrolled");

@@ -61,6 +61,8 @@ pub(super) enum TokenError {
     NoNode(String, String),
     #[error("the API server is unreachable: {0}; try again later")]
     Unreachable(String),
+    #[error("the API server is too busy: {0}; try again later")]
+    Busy(String),
     #[error("the API server does not answer the control plane: {0}; grant `create tokenreviews` and `get pods`")]
     Denied(String),
 }
@@ -73,7 +75,7 @@ impl TokenError {
             Self::NoPod => "no_pod",
             Self::Rejected(..) => "token_rejected",
             Self::NoNode(..) => "no_node",
-            Self::Unreachable(_) | Self::Denied(_) => "api_server",
+            Self::Unreachable(_) | Self::Busy(_) | Self::Denied(_) => "api_server",
         }
     }
 }
@@ -97,8 +99,8 @@ impl Tokens {
     ///
     /// # Errors
     ///
-    /// [`TokenError`]. A retry with the same token helps for [`TokenError::Unreachable`] and
-    /// [`TokenError::Denied`].
+    /// [`TokenError`]. A retry with the same token helps for [`TokenError::Unreachable`],
+    /// [`TokenError::Busy`] and [`TokenError::Denied`].
     pub(super) async fn holder(&self, token: &str) -> Result<Holder, TokenError> {
         let cut_off = self.cut_off().clone().filter(|(until, _)| Instant::now() < *until);
         match cut_off {
@@ -163,8 +165,10 @@ impl Tokens {
     async fn answered<T>(&self, request: impl Future<Output = kube::Result<T>>) -> Result<T, TokenError> {
         let why = match timeout(API_TIMEOUT, request).await {
             Ok(Ok(answer)) => return Ok(answer),
-            // 429: the API server is too busy.
-            Ok(Err(kube::Error::Api(status))) if status.code < 500 && status.code != 429 => {
+            Ok(Err(kube::Error::Api(status))) if status.code == 429 => {
+                return Err(TokenError::Busy(status.to_string()));
+            }
+            Ok(Err(kube::Error::Api(status))) if status.code < 500 => {
                 return Err(TokenError::Denied(status.to_string()));
             }
             Ok(Err(error)) => chain(&error),

@@ -9,7 +9,7 @@ mod judge;
 mod replicas;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -88,9 +88,9 @@ impl Everywhere {
 
     /// How many of the joined replicas have a lower epoch than this one.
     pub(crate) fn rank(&self) -> u32 {
-        let epoch = self.fleet.context.store.epoch();
-        let is_before = |link: &Arc<Link>| link.look(|replica| replica.is_ok_and(|it| it.identity.epoch < epoch));
-        u32::try_from(self.links().iter().filter(|link| is_before(link)).count()).unwrap_or(u32::MAX)
+        let epoch_of = |link: Arc<Link>| link.look(|replica| replica.ok().map(|replica| replica.identity.epoch));
+        let epochs: BTreeSet<u64> = self.links().into_iter().filter_map(epoch_of).collect();
+        u32::try_from(epochs.range(..self.fleet.context.store.epoch()).count()).unwrap_or(u32::MAX)
     }
 
     /// Notes that another replica has joined this one, until the result is dropped.
