@@ -62,10 +62,8 @@ impl Saver {
         let mut is_running = has_programmed(0);
         while is_running {
             let programmed = inputs.progress.borrow().generation();
-            if programmed != recorded {
-                if self.file.record_run(false, &inputs.state.positions()) {
-                    recorded = programmed;
-                }
+            if programmed != recorded && self.file.record_run(false, &inputs.state.positions()) {
+                recorded = programmed;
             }
             if programmed > self.saved && Instant::now() >= save_at {
                 // The file has the state of the kernel, which may be older than the agent's.
