@@ -182,6 +182,7 @@ impl Barrier {
             let endpoints = self.fleet.context.store.endpoints_of(pod).endpoints;
             let topics = |(key, address)| [Topic::Service(key), Topic::Endpoint(key, address)];
             interest.add(endpoints.iter().flat_map(|(key, address)| topics((&**key, *address))));
+            // The look follows the interest, so that no change is missed.
             let states = self.endpoints(pod);
             if states.is_empty() {
                 return Err("the replica has forgotten the endpoints of the pod".into());

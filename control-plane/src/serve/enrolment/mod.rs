@@ -266,14 +266,9 @@ impl Enrolment {
             let _permit = self.reviews.acquire().await;
             self.tokens.holder(&token).await
         };
-        let authority = self.authority().await?;
-        let held = client.certificate.as_ref().filter(|held| authority.has_issued(held, SystemTime::now()));
-        let held = held.and_then(|held| identity::from_certificate(held).ok());
-        let Grant { node, pod, validity, result } = match (reviewed, held) {
+        let Grant { node, pod, validity, result } = match (reviewed, &client.certificate) {
             (Ok(holder), _) => self.for_token(holder),
-            (Err(TokenError::Unreachable(_)), Some((Identity::Node(node), held))) => {
-                self.for_certificate(&node, held)?
-            }
+            (Err(error @ TokenError::Unreachable(_)), Some(held)) => self.for_certificate(held, error).await?,
             (Err(error), _) => return Err(error.into()),
         };
         let address = client.address;
@@ -283,6 +278,8 @@ impl Enrolment {
                 return Err(Refusal::Address(node, address));
             }
         }
+        // Only clients that get a certificate cause this work.
+        let authority = self.authority().await?;
         let (certificate, not_after) = authority.issue(&node, &body, validity).map_err(Refusal::Request)?;
         self.context.metrics.count_enrolment(result);
         tracing::info!(node, pod, %address, not_after = date(not_after), result, "a node has enrolled");
@@ -296,17 +293,23 @@ impl Enrolment {
         Grant { node, pod: Some(pod), validity, result: "success" }
     }
 
-    /// Renews the certificate of a node without a review.
+    /// Renews the certificate of a node without a review, which failed with `error`.
     ///
     /// # Errors
     ///
-    /// The Node does not exist, or the last review is too long ago.
-    fn for_certificate(&self, node: &str, held: Validity) -> Result<Grant, Refusal> {
-        if self.context.store.node(node).node.is_none() {
-            return Err(Refusal::UnknownNode(node.to_owned()));
+    /// `error` if the authority has not issued the certificate to a node. Another refusal if the
+    /// Node does not exist, or if the last review is too long ago.
+    async fn for_certificate(&self, held: &CertificateDer<'_>, error: TokenError) -> Result<Grant, Refusal> {
+        let now = SystemTime::now();
+        let is_issued = self.authority().await?.has_issued(held, now);
+        let Some((Identity::Node(node), held)) = identity::from_certificate(held).ok().filter(|_| is_issued) else {
+            return Err(error.into());
+        };
+        if self.context.store.node(&node).node.is_none() {
+            return Err(Refusal::UnknownNode(node.to_string()));
         }
-        let validity = renewed(held, self.settings.certificate_lifetime, SystemTime::now())?;
-        Ok(Grant { node: node.to_owned(), pod: None, validity, result: "success_by_certificate" })
+        let validity = renewed(held, self.settings.certificate_lifetime, now)?;
+        Ok(Grant { node: node.to_string(), pod: None, validity, result: "success_by_certificate" })
     }
 
     /// Counts and logs an attempt without a certificate.
