@@ -5,7 +5,7 @@
 keep := $(filter-out 0,$(KEEP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test demo bench kernels dist skew roots fmt lint deny descriptor docs behaviours clean-namespaces
+.PHONY: help setup build test demo bench kernels dist skew roots cluster fmt lint deny descriptor docs behaviours clean-namespaces
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,12 @@ roots: setup ## Test the agent of `make dist` in file systems of Debian 11 to 13
 	@.ci/setup roots
 	cargo build --workspace --locked
 	@.ci/roots $(ONLY)
+
+cluster: ## Follow the pages in a real Kubernetes cluster of two nodes. BIN=folder has its programs, STEPS="up migrate" runs some steps
+	@BIN=$(BIN) STEPS="$(STEPS)" .ci/cluster check
+	@.ci/setup cluster
+	$(if $(PROGRAMS),,cargo build --workspace --locked)
+	@BIN=$(BIN) STEPS="$(STEPS)" .ci/cluster
 
 fmt: ## Format the code
 	cargo fmt --all

@@ -490,8 +490,8 @@ fn run_without_cluster(commands: &str, folder: &Path) -> usize {
             "headgate" | "headgatectl" | "headgate-control-plane" | "headgate-node-agent" => {
                 format!("{command} --help")
             }
-            "helm" => command.replace("helm install", "helm template"),
-            "docker" | "kubectl" | "mkdir" => continue,
+            "helm" if command.starts_with("helm install") => command.replace("helm install", "helm template"),
+            "docker" | "helm" | "kubectl" | "mkdir" => continue,
             other => panic!("{other} is neither a known program nor a tool of clusters: {command}"),
         };
         run(Command::new("sh").args(["-ec", &checked]).env("PATH", &path).current_dir(folder));
