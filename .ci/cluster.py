@@ -231,7 +231,7 @@ def request(kind, address, limit):
 
 def load(stop, out, *targets):
     """Opens about 25 connections a second to each target, and holds one to those of kind hold."""
-    results = {}
+    results = []
 
     def requests(result, kind, address):
         while not os.path.exists(stop):
@@ -263,9 +263,10 @@ def load(stop, out, *targets):
     threads = []
     for target in targets:
         label, kind, address = split(target)
-        results[label] = {"kind": kind, "succeeded": 0, "slowest": 0.0, "errors": []}
+        result = {"label": label, "kind": kind, "succeeded": 0, "slowest": 0.0, "errors": []}
+        results.append(result)
         threads.append(threading.Thread(target=hold if kind == "hold" else requests,
-                                        args=(results[label], kind, address)))
+                                        args=(result, kind, address)))
         threads[-1].start()
     for thread in threads:
         thread.join()
@@ -282,8 +283,9 @@ def report(*files):
     for file in files:
         with open(file, encoding="utf-8") as content:
             results = json.load(content)
-        for label, result in results.items():
-            errors, slowest = result["errors"], f"slowest {1000 * result['slowest']:.0f} ms"
+        for result in results:
+            label, errors = result["label"], result["errors"]
+            slowest = f"slowest {1000 * result['slowest']:.0f} ms"
             if result["kind"] == "hold":
                 state = "broke" if errors else "stays open"
                 print(f"{label}: the connection {state}, {result['succeeded']} echoes, {slowest}")
