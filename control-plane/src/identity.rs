@@ -95,7 +95,7 @@ impl Expiry {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
     /// The certificate was valid when the peer connected, and has expired since.
-    #[error("the client certificate expired at {}; renew it and connect again", date(*.0))]
+    #[error("the client certificate expired at {}; renew it and connect again, or check this machine's clock", date(*.0))]
     Expired(SystemTime),
     /// The identity of the peer does not allow the request.
     #[error("{0}")]

@@ -30,7 +30,7 @@ fn address(text: &str) -> Result<SocketAddr, &'static str> {
 #[command(name = "headgate-control-plane", version)]
 pub struct Options {
     /// Where Services and endpoints come from: "kubernetes" (the API server), or "files:DIR" (a
-    /// folder of YAML manifests, which may change at any time)
+    /// folder of manifests, or one file, which may change at any time)
     #[arg(long, value_name = "SOURCE")]
     pub source: SourceSpec,
 

@@ -194,7 +194,7 @@ impl Files {
             (None, expired) => {
                 let when = expired.map(date).unwrap_or_default();
                 let problem = format!("every authority in the file has expired, the last at {when}");
-                Err(fault(option, file, problem, "replace them with valid authorities".into()))
+                Err(fault(option, file, problem, "replace them, or check this machine's clock".into()))
             }
         }
     }
@@ -205,7 +205,8 @@ impl Files {
         let fail = |problem: String, remedy: &str| Err(fault(option, file, problem, remedy.to_owned()));
         let validity = Validity::of(&parsed);
         if validity.has_expired(now) {
-            return fail(format!("the certificate expired at {}", date(validity.not_after)), "renew it");
+            let problem = format!("the certificate expired at {}", date(validity.not_after));
+            return fail(problem, "renew it, or check this machine's clock");
         }
         if now < validity.not_before {
             let problem = format!("the certificate is not valid before {}", date(validity.not_before));

@@ -81,6 +81,8 @@ pub struct Model {
     agent_nodes: NodeSelector,
     service_cidrs: ObjectSet<Box<str>, ServiceCidr>,
     problems: Problems,
+    /// The objects that are invalid as a whole.
+    invalid: BTreeSet<ObjectKey>,
     interner: Interner,
 }
 
@@ -137,6 +139,13 @@ impl Model {
     /// The sorted list of all problems, if it has changed since the last call.
     pub fn take_problems(&mut self) -> Option<Vec<Problem>> {
         self.problems.take()
+    }
+
+    /// The first object that is invalid as a whole. For such an object, a model with another
+    /// history may hold another version in use (`object_set.rs`).
+    #[must_use]
+    pub fn invalid(&self) -> Option<&ObjectKey> {
+        self.invalid.first()
     }
 
     /// The changes since the last call, grouped by service. A new endpoint precedes its service.
@@ -299,6 +308,11 @@ impl Model {
     }
 
     fn report(&mut self, key: &ObjectKey, Outcome { findings, consequence }: Outcome, origin: &str) -> usize {
+        if findings.is_fit() {
+            self.invalid.remove(key);
+        } else {
+            self.invalid.insert(key.clone());
+        }
         let problems = findings.into_problems(key, origin, consequence);
         self.problems.set(Subject::Object(key.clone()), problems) + self.report_conflicts()
     }

@@ -123,12 +123,14 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
     Reading { value: Some(slice), findings }
 }
 
-/// The ports with a name (possibly empty) and a number. Ports without a number belong to selectors
-/// that match no pod yet. Ports without a name or a number are ignored, as in kube-proxy.
+/// The ports with a number. Ports without a number belong to selectors that match no pod yet; they
+/// are ignored, as in kube-proxy. A port without a name has the name '', and a port without a
+/// protocol has TCP, as the API server fills in (`pkg/apis/discovery/v1/defaults.go`).
 fn ports(object: &objects::EndpointSlice, findings: &mut Findings) -> Vec<EndpointPort> {
     let mut ports = Vec::with_capacity(object.ports.len());
     for (index, written) in object.ports.iter().enumerate() {
-        let (Some(name), Some(number)) = (&written.name, written.port.filter(|number| *number != 0)) else { continue };
+        let Some(number) = written.port.filter(|number| *number != 0) else { continue };
+        let name = &written.name;
         let port = parse::port(number).map_err(|message| findings.object(format!("ports[{index}].port"), message));
         let protocol = parse::protocol(&written.protocol);
         let protocol = protocol.map_err(|message| findings.object(format!("ports[{index}].protocol"), message));

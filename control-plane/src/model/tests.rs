@@ -162,8 +162,9 @@ fn fqdn_slices_are_ignored_and_wrong_families_are_reported() {
 
 // rows: 7
 #[test]
-fn slice_ports_need_a_name_and_a_number() {
-    let ports = json!([{"port": 1}, {"name": "a"}, {"name": "b", "port": 0}, {"name": "", "port": 5}, {"name": "c", "port": 4, "protocol": "UDP"}]);
+fn slice_ports_need_a_number() {
+    let ports =
+        json!([{"port": 5}, {"name": "a"}, {"name": "b", "port": 0}, {"name": "c", "port": 4, "protocol": "UDP"}]);
     let mut bench = Bench::with(&[slice("a", "s", json!([{"addresses": ["10.1.0.1", "10.1.0.2"]}]), ports)]);
     assert_eq!(bench.endpoints("s"), ["10.1.0.1:5,4"]);
     assert_eq!(bench.problems(), [""; 0]);

@@ -141,8 +141,8 @@ api_types! {
 
     /// One port of an EndpointSlice.
     pub struct SlicePort {
-        /// Name. A port whose name is `None` is ignored.
-        pub name: Option<String>,
+        /// Name; empty for a port without a name.
+        pub name: String,
         /// Protocol; empty means TCP.
         pub protocol: String,
         /// Number. A port whose number is `None` or 0 is ignored.

@@ -100,14 +100,6 @@ pub enum SourceError {
     /// `--kubeconfig` is given, and the source does not use a kubeconfig.
     #[error("--kubeconfig {0} has no effect with --source {1}: remove it, or use --source kubernetes")]
     UselessKubeconfig(PathBuf, SourceSpec),
-    /// The folder cannot be read.
-    #[error("the folder {path} cannot be read: {why}: create it, or name another folder with --source files:DIR")]
-    Folder {
-        /// The folder.
-        path: PathBuf,
-        /// Why the folder cannot be read.
-        why: String,
-    },
     /// A task that follows the source has ended, which is a defect.
     #[error("a task that follows the source has ended: {0}; please report this")]
     WatchEnded(String),

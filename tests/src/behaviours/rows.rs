@@ -187,7 +187,10 @@ pub const SECTIONS: &[Section] = &[
             ),
             row(5, "All addresses of a slice belong to its address family; slices with host names are ignored"),
             row(6, "Ports of Services and slices match by name and protocol, never by number"),
-            row(7, "Slice ports without a name or a number are ignored; only an endpoint's first address is used"),
+            row(
+                7,
+                "Slice ports without a number are ignored, and a port without a name has the name ''; only an endpoint's first address is used",
+            ),
             row(8, "Missing conditions have the defaults ready, serving and not terminating"),
             row(
                 9,

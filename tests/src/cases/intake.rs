@@ -139,7 +139,7 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
     Ok(())
 }
 
-/// A slice whose ports lack a name or a valid number. Headgate uses no endpoint of a slice without
+/// A slice whose ports lack a number. Headgate uses no endpoint of a slice without
 /// usable ports.
 fn nameless(service: &str, family: Family) -> Value {
     let address = if family == Family::V4 { "10.244.1.10" } else { "fd00:10:244:1::a" };
@@ -150,7 +150,7 @@ fn nameless(service: &str, family: Family) -> Value {
             "labels": { "kubernetes.io/service-name": service },
         },
         "addressType": family.to_string(),
-        "ports": [{ "port": LINE_PORT }, { "name": "tcp" }, { "name": "tcp", "port": 0 }, { "name": null, "port": 80 }],
+        "ports": [{ "name": "tcp" }, { "name": "tcp", "port": 0 }, { "name": "tcp", "port": null }],
         "endpoints": [{ "addresses": [address], "nodeName": "node-a" }],
     })
 }

@@ -595,6 +595,7 @@ fn the_control_plane_accepts_only_clients_with_its_certificates() {
     let path = |name: &str| folder.path().join(name).display().to_string();
     run(certs(folder.path()).args(["--server-ip", "127.0.0.1", "--reader", "me"]));
     std::fs::create_dir(folder.path().join("manifests")).unwrap();
+    std::fs::write(path("manifests/none.yaml"), "apiVersion: v1\nkind: List\nitems: []\n").unwrap();
     let port = ReservedPort::reserve().unwrap();
     let control_plane = Command::new(program("headgate-control-plane").unwrap())
         .arg(format!("--source=files:{}", path("manifests")))

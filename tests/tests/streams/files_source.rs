@@ -40,17 +40,23 @@ impl Reading {
     }
 
     async fn of_folder(folder: TempDir) -> Self {
+        let root = folder.path().to_owned();
+        let reading = Self::started(folder, &root);
+        reading.sink.until("the folder is read", |c| c.synced == 1).await;
+        reading
+    }
+
+    /// Starts the source, without waiting until it has been listed.
+    fn started(folder: TempDir, root: &Path) -> Self {
         let (sink, shutdown) = (Arc::new(CollectingSink::default()), CancellationToken::new());
-        let spec: SourceSpec = format!("files:{}", folder.path().display()).parse().unwrap();
+        let spec: SourceSpec = format!("files:{}", root.display()).parse().unwrap();
         let task = tokio::spawn(source::run(
             spec,
             SourceSettings::default(),
             Arc::clone(&sink) as Arc<dyn Sink>,
             shutdown.clone(),
         ));
-        let reading = Self { folder, sink, shutdown, task };
-        reading.sink.until("the folder is read", |c| c.synced == 1).await;
-        reading
+        Self { folder, sink, shutdown, task }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -174,11 +180,11 @@ async fn a_malformed_file_is_reported_and_removes_nothing() {
         assert!(c.errors[&(SourceKind::Files, "malformed_file")] >= 7);
         assert_eq!(c.removed, ["Endpoint default/web 10.1.0.1"]);
     });
-    // The problem names the field of the wrong type, with its line and column.
+    // The problem names the field of the wrong type.
     let typed = "apiVersion: v1\nkind: Service\nmetadata: {name: other}\nspec:\n  ports:\n  - port: many\n";
     reading.put("other.yaml", typed);
     let is_reported = |p: &String| {
-        p.starts_with("other.yaml, document 1 | Service default/other | spec.ports[0].port") && p.contains("line 6")
+        p.starts_with("other.yaml, document 1 | Service default/other | spec.ports[0].port") && p.contains("line 1")
     };
     reading.sink.until("the field is reported", |c| c.problem_texts().iter().any(is_reported)).await;
     reading.sink.look(|c| assert!(c.serves("default", "other")));
@@ -289,7 +295,8 @@ async fn services_of_a_folder_that_disappears_stay() {
     let reading = Reading::of(&[("web.yaml", &service("web"))]).await;
     let aside = reading.folder.path().with_extension("aside");
     fs::rename(reading.folder.path(), &aside).unwrap();
-    let is_reported = |c: &sink::Collected| c.problem_texts().iter().any(|p| p.contains("the folder cannot be read"));
+    let is_reported =
+        |c: &sink::Collected| c.problem_texts().iter().any(|p| p.contains("cannot be read (No such file"));
     reading.sink.until("the missing folder is reported", is_reported).await;
     fs::rename(&aside, reading.folder.path()).unwrap();
     reading.sink.until("the folder is read again", |c| c.problems.is_empty()).await;
@@ -297,16 +304,158 @@ async fn services_of_a_folder_that_disappears_stay() {
 }
 
 #[tokio::test]
-async fn a_folder_that_does_not_exist_is_an_error_at_once() {
+async fn a_replica_that_starts_on_a_missing_or_empty_folder_waits_and_empties_nothing() {
+    let above = tempfile::tempdir().unwrap();
+    let root = above.path().join("clone/current");
+    let reading = Reading::started(above, &root);
+    let waits_for =
+        |text: &'static str| move |c: &sink::Collected| c.cut_off.as_ref().is_some_and(|reason| reason.contains(text));
+    reading.sink.until("the missing folder is reported", waits_for("create it")).await;
+    fs::create_dir_all(&root).unwrap();
+    reading.sink.until("the empty folder is reported", waits_for("contains no manifest")).await;
+    reading.put("clone/1/web.yaml", &service("web"));
+    reading.sink.look(|c| assert_eq!((c.synced, c.commits, c.heard.len(), c.problems.len()), (0, 0, 0, 1)));
+    fs::remove_dir(&root).unwrap();
+    symlink("1", &root).unwrap();
+    reading.sink.until("the folder is read", |c| c.synced == 1 && c.serves("default", "web")).await;
+    reading.sink.look(|c| assert_eq!((c.cut_off.clone(), c.problems.len()), (None, 0)));
+    // git-sync switches the symlink.
+    reading.put("clone/2/web.yaml", &(service("web") + &service_at("api", "10.0.0.2")));
+    symlink("2", reading.path("clone/next")).unwrap();
+    fs::rename(reading.path("clone/next"), &root).unwrap();
+    reading.sink.until("the new clone is read", |c| c.serves("default", "api")).await;
+    reading.put("clone/2/web.yaml", &service_at("more", "10.0.0.3"));
+    reading.sink.until("edits of the new clone are read", |c| c.serves("default", "more")).await;
+    // The last object is removed.
+    fs::write(reading.path("clone/2/web.yaml"), "").unwrap();
+    reading.sink.until("nothing is served", |c| c.state.service_count() == 0).await;
+    reading.sink.look(|c| assert_eq!((c.cut_off.clone(), c.problems.len()), (None, 0)));
+}
+
+#[tokio::test]
+async fn a_replica_that_cannot_know_what_to_serve_waits() {
+    let invalid = service("api").replace("port: 80", "port: 70000");
+    let other = service_at("other", "10.0.0.2");
+    for (bad, expected) in [
+        (service("api").replace("ports:", "ports: ["), "web.yaml, document 2"),
+        (service("api").replace("port: 80", "port: '80'"), "Service default/api is invalid"),
+        (invalid, "Service default/api is invalid"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        put(folder.path(), "web.yaml", &(service("web") + &bad));
+        put(folder.path(), "other.yaml", &other);
+        let root = folder.path().to_owned();
+        let reading = Reading::started(folder, &root);
+        reading
+            .sink
+            .until("the replica says why it waits", |c| c.cut_off.as_ref().is_some_and(|why| why.contains(expected)))
+            .await;
+        reading.sink.look(|c| assert_eq!((c.synced, c.commits, c.heard.len()), (0, 0, 0), "{bad}"));
+        assert!(reading.sink.look(|c| !c.problems.is_empty()));
+        reading.put("web.yaml", &service("web"));
+        reading.sink.until("the folder is read", |c| c.synced == 1).await;
+        reading.sink.look(|c| assert!(c.serves("default", "web") && c.cut_off.is_none() && c.commits == 1));
+    }
+}
+
+#[tokio::test]
+async fn manifests_are_read_as_the_api_server_reads_them() {
+    let json = |name: &str, port: &str| {
+        format!(
+            r#"{{"apiVersion":"v1","kind":"Service","metadata":{{"name":"{name}"}},"spec":{{"clusterIP":"10.97.0.6","ports":[{{"port":{port}}}]}}}}"#
+        )
+    };
+    let nested = json("nested", "80").replace(r#""apiVersion":"v1","kind":"Service","#, "");
+    let nested = format!(r#"{{"kind":"ServiceList","apiVersion":"v1","items":[{nested}]}}"#);
+    let nested = format!(r#"{{"kind":"List","apiVersion":"v1","items":[{nested}]}}"#);
+    let slice = slice("web-1", "web", &["10.1.0.1"]).replace("{name: '', port: 8080}", "{port: 8080}");
+    let reading = Reading::of(&[
+        ("mark.json", &("\u{feff}".to_owned() + &json("mark", "80"))),
+        ("two.json", &(json("first", "80") + "\n" + &json("second", "80.0"))),
+        ("nested.json", &nested),
+        ("web.yaml", &(service("web") + &slice)),
+    ])
+    .await;
+    reading.sink.look(|c| {
+        for name in ["mark", "first", "second", "nested", "web"] {
+            assert!(c.serves("default", name), "{name}: {:?}", c.problem_texts());
+        }
+        assert_eq!(c.endpoints("default", "web"), ["10.1.0.1"], "a port without a name has the name ''");
+        assert_eq!(c.problem_texts(), [""; 0]);
+    });
+    reading.put("wrong.yaml", &json("wrong", "\"80\""));
+    reading
+        .sink
+        .until("a port in quotes is refused", |c| c.problem_texts().iter().any(|p| p.contains("spec.ports[0].port")))
+        .await;
+    reading.sink.look(|c| assert!(!c.serves("default", "wrong")));
+}
+
+#[tokio::test]
+async fn problems_of_files_say_what_is_wrong_with_them() {
+    let reading = Reading::of(&[("web.yaml", &service("web"))]).await;
+    for (text, expected) in [
+        ("apiVersion: v1\nkind: Endpoints\nmetadata: {name: ext, namespace: t}\n", "write EndpointSlices"),
+        ("replicas: 3\n", "this is no manifest"),
+        (
+            "apiVersion: v1\nkind: Service\nmetadata:\n  name: svc\n  annotations:\n    note: \"first\n    second\"\n",
+            "indent each line of the quoted text",
+        ),
+    ] {
+        reading.put("new.yaml", text);
+        let is_reported = |p: &String| p.starts_with("new.yaml, document 1") && p.contains(expected);
+        reading.sink.until("the problem is reported", |c| c.problem_texts().iter().any(is_reported)).await;
+        reading.sink.look(|c| {
+            let texts = c.problem_texts().concat();
+            assert!(!texts.contains("before") && !texts.contains("stay in use"), "the file defined nothing: {texts}");
+        });
+    }
+}
+
+#[tokio::test]
+async fn an_object_that_is_removed_beside_an_unreadable_document_is_not_served_for_ever() {
+    let (web, api) = (service("web"), service_at("api", "10.0.0.2"));
+    let reading = Reading::of(&[("web.yaml", &(web.clone() + &api))]).await;
+    let broken = "name: {{ .Values.name }}\n";
+    reading.put("web.yaml", &(web.clone() + &api + broken));
+    reading.sink.until("the document is reported", |c| !c.problems.is_empty()).await;
+    reading.put("web.yaml", &(web + broken));
+    reading.sink.until("the removed Service is not served", |c| !c.serves("default", "api")).await;
+    reading.sink.look(|c| assert!(c.serves("default", "web")));
+}
+
+#[tokio::test]
+async fn a_removal_does_not_starve_while_the_file_changes() {
+    let text = |port: u32, rest: &str| service("other").replace("port: 80", &format!("port: {port}")) + rest;
+    let reading = Reading::of(&[("web.yaml", &text(80, &service_at("web", "10.0.0.2")))]).await;
+    let is_removed = || reading.sink.look(|c| !c.serves("default", "web"));
+    // The guard: 400 rewrites, 150 ms apart.
+    for round in 0..400 {
+        if is_removed() {
+            break;
+        }
+        reading.put("next", &text(1000 + round, ""));
+        fs::rename(reading.path("next"), reading.path("web.yaml")).unwrap();
+        tokio::time::sleep(std::time::Duration::from_millis(150)).await;
+    }
+    assert!(is_removed(), "the removed Service is served while the file changes");
+}
+
+#[tokio::test]
+async fn the_root_may_be_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    put(folder.path(), "all", &service("web"));
+    let root = folder.path().join("all");
+    let reading = Reading::started(folder, &root);
+    reading.sink.until("the file is read", |c| c.synced == 1 && c.serves("default", "web")).await;
+    reading.put("next", &(service("web") + &service_at("api", "10.0.0.2")));
+    fs::rename(reading.path("next"), &root).unwrap();
+    reading.sink.until("the file is read again", |c| c.serves("default", "api")).await;
+}
+
+#[tokio::test]
+async fn a_folder_needs_no_kubeconfig() {
     let sink = Arc::new(CollectingSink::default());
-    let run = source::run(
-        SourceSpec::Files("/nowhere/at/all".into()),
-        SourceSettings::default(),
-        sink.clone(),
-        CancellationToken::new(),
-    );
-    let error = run.await.unwrap_err();
-    assert!(error.to_string().contains("/nowhere/at/all"), "{error}");
     let spec = SourceSpec::Files("/tmp".into());
     let useless = source::run(
         spec,
@@ -321,7 +470,7 @@ async fn a_folder_that_does_not_exist_is_an_error_at_once() {
 
 #[tokio::test]
 async fn the_source_stops_on_shutdown() {
-    let mut reading = Reading::of(&[]).await;
+    let mut reading = Reading::of(&[("web.yaml", &service("web"))]).await;
     reading.shutdown.cancel();
     (&mut reading.task).await.unwrap().unwrap();
 }

@@ -79,7 +79,11 @@ fn an_expired_certificate_is_refused_even_if_the_files_have_not_changed() {
     assert_eq!(loaded.validity.not_after_unix_seconds(), 2_840_140_800);
     let later = UNIX_EPOCH + Duration::from_secs(2_840_140_801);
     let error = reloader.load(later).map(drop).unwrap_err().to_string();
-    assert!(error.contains("cert: the certificate expired at 2060-01-01T00:00:00Z; renew it"), "{error}");
+    assert!(
+        error
+            .contains("cert: the certificate expired at 2060-01-01T00:00:00Z; renew it, or check this machine's clock"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -99,7 +103,7 @@ fn every_error_names_the_option_the_file_and_the_remedy() {
     folder.own(|params| params.not_before = date_time_ymd(2200, 1, 1));
     holds(Side::Server, &["--tls-cert", "not valid before 2200-01-01T00:00:00Z; check this machine's clock"]);
     folder.own(|params| params.not_after = date_time_ymd(2001, 1, 1));
-    holds(Side::Server, &["--tls-cert", "expired at 2001-01-01T00:00:00Z; renew it"]);
+    holds(Side::Server, &["--tls-cert", "expired at 2001-01-01T00:00:00Z; renew it, or check this machine's clock"]);
     folder.own(|_| {});
     folder.write("key", &KeyPair::generate().unwrap().serialize_pem());
     holds(Side::Server, &["--tls-key", &file("key"), "is not the key of --tls-cert", &file("cert")]);
@@ -136,7 +140,7 @@ fn expired_authorities_are_left_out_and_other_authorities_are_used() {
     folder.write("ca", &expired);
     let error = folder.problem(Side::Server);
     assert!(
-        error.contains("every authority in the file has expired, the last at 2010-01-01T00:00:00Z; replace"),
+        error.contains("every authority in the file has expired, the last at 2010-01-01T00:00:00Z; replace them, or check this machine's clock"),
         "{error}"
     );
 }

@@ -217,7 +217,9 @@ fn of_kube_proxy(slices: &[Value]) -> BTreeMap<PortKey, PortFacts> {
             continue;
         }
         for port in slice["ports"].as_array().unwrap() {
-            let (Some(name), Some(number)) = (port["name"].as_str(), port["port"].as_u64()) else { continue };
+            let (name, Some(number)) = (port["name"].as_str().unwrap_or_default(), port["port"].as_u64()) else {
+                continue;
+            };
             for endpoint in slice["endpoints"].as_array().unwrap() {
                 let key: PortKey = (
                     labels["kubernetes.io/service-name"].as_str().unwrap().to_owned(),

@@ -95,7 +95,8 @@ impl Inspect for Inspector {
         let fleet = &self.fleet;
         let context = &fleet.context;
         let counts = context.store.counts();
-        let problems = context.store.present_problems();
+        let mut problems: Vec<Problem> = fleet.all().iter().filter_map(|agent| agent.rivalry()).collect();
+        problems.extend_from_slice(&context.store.present_problems());
         Ok(Response::new(v1::GetStatusResponse {
             replica: context.settings.replica_name.clone(),
             epoch: format!("{:016x}", context.store.epoch()),
@@ -463,7 +464,7 @@ pub(super) fn agent_info(fleet: &Fleet, agent: &Agent) -> v1::AgentInfo {
         address: agent.address.to_string(),
         agent_version: agent.agent_version.clone(),
         backend: record.backend,
-        degraded: record.degraded,
+        degraded: record.degraded.into_iter().chain(agent.rivalry().map(|problem| problem.message)).collect(),
         head_version: store.version(),
         sent_version: agent.sent_version(),
         programmed_version: record.programmed_version,

@@ -7,7 +7,7 @@ use std::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::{Instant, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
 use headgate_core::{
@@ -25,7 +25,14 @@ use super::{
 use crate::{
     serve::context::{Context, Signal, milliseconds},
     store::{ResumeMode, Store},
+    transaction::Problem,
 };
+
+/// A stream that is replaced within this time was thrown out by a rival, rather than lost.
+const RIVALRY: Duration = Duration::from_secs(60);
+
+/// An agent that connects again replaces a stream now and then, but not so many in a row.
+const RIVAL_STREAMS: u32 = 4;
 
 /// One stream of an agent. The stream's session, `Inspect` and the fleet share this value.
 #[derive(Debug)]
@@ -39,6 +46,9 @@ pub(crate) struct Agent {
     pub(crate) connected: SystemTime,
     /// The same moment by the clock that never steps.
     entered: Instant,
+    /// How many streams of the node in a row were replaced soon after their begin, and the address
+    /// of the last one; empty if this stream replaced none.
+    rivals: OnceLock<(u32, SocketAddr)>,
     pub(crate) resume: ResumeMode,
     pub(crate) resumed_resources: AtomicU64,
     sent_version: AtomicU64,
@@ -71,6 +81,7 @@ impl Agent {
             barriers: Answers::default(),
             connected: SystemTime::now(),
             entered: Instant::now(),
+            rivals: OnceLock::new(),
             resume,
             resumed_resources: AtomicU64::new(0),
             sent_version: AtomicU64::new(0),
@@ -94,6 +105,30 @@ impl Agent {
         if self.end.set(end).is_ok() {
             self.signal.wake();
         }
+    }
+
+    /// Notes that this stream replaces an older one, and logs a rivalry, each time that the number
+    /// of streams has doubled.
+    pub(super) fn replace(&self, old: &Self) {
+        let before = old.rivals.get().map_or(0, |(count, _)| *count);
+        let count = if old.entered.elapsed() < RIVALRY { before.saturating_add(1) } else { 0 };
+        let _ = self.rivals.set((count, old.address));
+        if let Some(Problem { object, message, .. }) = self.rivalry().filter(|_| count.is_power_of_two()) {
+            tracing::warn!(object, "{message}");
+        }
+    }
+
+    /// Returns the problem of agents that throw each other out; `None` if they do not.
+    pub(crate) fn rivalry(&self) -> Option<Problem> {
+        let rivals = self.rivals.get().filter(|_| self.entered.elapsed() < RIVALRY);
+        let (count, other) = rivals.filter(|(count, _)| *count >= RIVAL_STREAMS)?;
+        let (object, field, origin) = (format!("Node {}", self.node), String::new(), String::new());
+        let message = format!(
+            "agents at {} and {other} use this node name and throw each other out ({count} times in a row): stop one of them, or start it with the \
+             --node-name of its own node",
+            self.address
+        );
+        Some(Problem { object, field, message, origin })
     }
 
     /// Returns why the stream has to end, or `None` if the stream continues.

@@ -118,6 +118,7 @@ impl Fleet {
             registry.present.insert(Arc::clone(&agent.node), Arc::clone(agent))
         };
         if let Some(old) = &old {
+            agent.replace(old);
             old.leave();
         }
         agent.enter(&self.progress);

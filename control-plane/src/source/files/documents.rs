@@ -1,11 +1,10 @@
 //! Reads the documents of one file, and the objects in them.
 
-use std::{fmt, marker::PhantomData};
+use std::{collections::HashSet, iter};
 
-use serde::{Deserialize, Deserializer, de::DeserializeSeed};
+use serde::Deserialize as _;
 use serde_json::Value;
 use serde_path_to_error::Track;
-use serde_saphyr::with_deserializer_from_str_with_options;
 
 use crate::{
     model::Event,
@@ -29,292 +28,285 @@ pub(super) fn origin(file: &str, document: usize) -> String {
 
 /// The content of a file.
 #[derive(Debug, Default)]
-pub(super) struct Parsed {
+pub(super) struct Parsed<'a> {
     /// Objects in the order of the file.
     pub(super) definitions: Vec<Definition>,
-    /// The problems of documents in which the name of an object cannot be read. It is unknown which
-    /// objects these documents define.
-    pub(super) faults: Vec<Problem>,
+    /// Whether the file has a manifest, such as an empty List or an object that is not read.
+    pub(super) has_manifest: bool,
+    /// What has no effect. It is known which objects it defines.
+    pub(super) notes: Vec<Problem>,
+    /// What cannot be read, so that it is unknown which objects it defines: the problem, and the
+    /// text; `None` if the text is not known to its end.
+    pub(super) faults: Vec<(Problem, Option<&'a str>)>,
 }
 
-/// A document or item that cannot be used.
-struct Fault {
-    field: String,
-    message: String,
-}
+/// A document, with the place of its first byte in the file. The error says what is wrong, and
+/// whether the text ends in the middle of the document.
+type Piece<'a> = (usize, &'a str, Result<Value, (String, bool)>);
 
 /// Reads a file. An error in one document does not affect other documents.
-pub(super) fn parse(name: &str, bytes: &[u8]) -> Parsed {
-    let mut parsed = Parsed::default();
+pub(super) fn parse<'a>(name: &str, bytes: &'a [u8]) -> Parsed<'a> {
     let Ok(text) = std::str::from_utf8(bytes) else {
-        let message = "the file is not UTF-8 text: save it as UTF-8";
-        parsed.fault(String::new(), name, Fault { field: String::new(), message: message.to_owned() });
-        return parsed;
+        return Parsed::unreadable(name, "the file is not UTF-8 text: save it as UTF-8".to_owned());
     };
-    let is_json = name.ends_with(".json");
-    let documents = if is_json { vec![(0, text)] } else { split(text) };
-    let documents = documents.into_iter().filter(|(_, text)| !is_blank(text));
-    for (index, (line, text)) in documents.enumerate() {
-        let document = Document { text, first_line: line, is_json, number: index + 1, origin: origin(name, index + 1) };
-        document.read(&mut parsed);
+    let mut parsed = Parsed::default();
+    let text = text.trim_start_matches(BYTE_ORDER_MARK);
+    let pieces: Box<dyn Iterator<Item = Piece<'_>>> = if name.ends_with(".json") {
+        Box::new(read_json(text))
+    } else {
+        // A directive belongs to the document after it, which does not need it.
+        let is_empty = |line: &str| line.trim().is_empty() || line.starts_with(['#', '%']);
+        let pieces = split(text).into_iter().filter(move |(_, piece)| !piece.lines().all(is_empty));
+        Box::new(pieces.map(move |(start, piece)| (start, piece, read_yaml(&text[..start], piece))))
+    };
+    // A document without a value has only comments.
+    let pieces = pieces.filter(|(.., value)| !matches!(value, Ok(Value::Null)));
+    for (index, (start, piece, value)) in pieces.enumerate() {
+        let document =
+            Document { before: &text[..start], text: piece, number: index + 1, origin: origin(name, index + 1) };
+        match value {
+            Ok(mut value) => {
+                read_whole_numbers(&mut value);
+                document.read("", value, &mut parsed);
+            }
+            Err((message, is_cut)) => {
+                let problem = document.problem(String::new(), "", message);
+                parsed.faults.push((problem, (!is_cut).then_some(piece)));
+            }
+        }
     }
     parsed
 }
 
-impl Parsed {
-    fn fault(&mut self, object: String, origin: &str, fault: Fault) {
-        let Fault { field, message } = fault;
-        let message = format!("{message}; the objects that the file defined before stay in use");
-        self.faults.push(Problem { object, field, message, origin: origin.to_owned() });
+impl<'a> Parsed<'a> {
+    /// The content of a file that cannot be read.
+    pub(super) fn unreadable(name: &str, message: String) -> Self {
+        let problem = Problem { object: String::new(), field: String::new(), message, origin: name.to_owned() };
+        Self { faults: vec![(problem, None)], ..Self::default() }
     }
 
-    fn define(&mut self, event: Event, document: usize) {
-        self.definitions.push(Definition { event, document });
+    /// The words of what cannot be read, which may define any object whose name is one of these
+    /// words; `None` if it may define any object.
+    pub(super) fn unread_words(&self) -> Option<HashSet<&'a str>> {
+        let is_in_name = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
+        let mut words = HashSet::new();
+        for (_, text) in &self.faults {
+            words.extend((*text)?.split(|c| !is_in_name(c)).map(|word| word.trim_matches(['-', '.'])));
+        }
+        Some(words)
     }
 }
 
-/// Cuts a text into documents, each with the number of its first line, counted from 0. A line that
-/// begins with `---` always starts a document. A line that begins with `...` always ends a
-/// document. Both rules apply even inside a block scalar (YAML 1.2, 9.1.2). So documents can be cut
-/// out without being parsed.
+const BYTE_ORDER_MARK: char = '\u{feff}';
+
+/// Cuts a text into documents, each with the place of its first byte. A line that begins with `---`
+/// always starts a document. A line that begins with `...` always ends a document. Both rules apply
+/// even inside a block scalar (YAML 1.2, 9.1.2). So documents can be cut out without being parsed.
 fn split(text: &str) -> Vec<(usize, &str)> {
-    let mut documents = Vec::new();
-    let (mut start, mut first_line, mut offset) = (0, 0, 0);
-    for (number, line) in text.split_inclusive('\n').enumerate() {
+    let (mut documents, mut start, mut offset) = (Vec::new(), 0, 0);
+    for line in text.split_inclusive('\n') {
         let is_marker = |marker: &str| {
-            let rest = line.strip_prefix(marker);
+            let rest = line.trim_start_matches(BYTE_ORDER_MARK).strip_prefix(marker);
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', '\t', '\r', '\n']))
         };
-        if is_marker("---") && offset > start {
-            documents.push((first_line, &text[start..offset]));
-            (start, first_line) = (offset, number);
+        if is_marker("---") {
+            documents.push((start, &text[start..offset]));
+            start = offset;
         }
         offset += line.len();
         if is_marker("...") {
-            documents.push((first_line, &text[start..offset]));
-            (start, first_line) = (offset, number + 1);
+            documents.push((start, &text[start..offset]));
+            start = offset;
         }
     }
-    documents.push((first_line, &text[start..]));
+    documents.push((start, &text[start..]));
     documents
 }
 
-/// Whether a text contains only comments, directives and document markers.
-fn is_blank(text: &str) -> bool {
-    let is_blank_line =
-        |line: &str| line.is_empty() || line.starts_with(['#', '%']) || line == "..." || line.starts_with("... ");
-    text.trim_start_matches('\u{feff}').lines().all(|line| {
-        let line = line.strip_prefix("---").unwrap_or(line);
-        is_blank_line(line.trim())
+/// Reads a YAML document, as kubectl does: as JSON. So text in quotes is never a number.
+fn read_yaml(before: &str, text: &str) -> Result<Value, (String, bool)> {
+    // The limits are high enough for one list from a large cluster. They exist because aliases can
+    // expand a small document to any size.
+    let options = serde_saphyr::options! {
+        budget: serde_saphyr::budget! { max_events: 50_000_000, max_nodes: 50_000_000 },
+        with_snippet: false,
+    };
+    let read = |text: &str| serde_saphyr::from_str_with_options(text, options.clone());
+    let text = text.trim_start_matches(BYTE_ORDER_MARK);
+    // The empty lines in front make the line numbers of errors count from the start of the file.
+    let read = read(text).or_else(|_| read(&format!("{}{text}", "\n".repeat(lines(before)))));
+    read.map_err(|error| {
+        // The message contains advice for programmers, which does not help the author of the file.
+        let error = error.to_string().replace(", set DuplicateKeyPolicy in Options if acceptable", "");
+        let remedy = if error.contains("invalid indentation in multiline quoted scalar") {
+            "indent each line of the quoted text further than its key, as YAML 1.2 requires"
+        } else {
+            "correct the document"
+        };
+        (format!("{error}: {remedy}"), false)
     })
 }
 
+/// Reads a stream of JSON values. What follows a syntax error belongs to the same document.
+fn read_json(text: &str) -> impl Iterator<Item = Piece<'_>> {
+    let mut values = serde_json::Deserializer::from_str(text).into_iter();
+    iter::from_fn(move || {
+        let start = text.len() - text[values.byte_offset()..].trim_start().len();
+        Some(match values.next()? {
+            Ok(value) => (start, &text[start..values.byte_offset()], Ok(value)),
+            Err(error) => (start, &text[start..], Err((format!("{error}: correct the document"), error.is_eof()))),
+        })
+    })
+}
+
+/// Turns numbers such as 80.0 into integers, as kubectl does.
+fn read_whole_numbers(value: &mut Value) {
+    match value {
+        Value::Array(values) => values.iter_mut().for_each(read_whole_numbers),
+        Value::Object(fields) => fields.values_mut().for_each(read_whole_numbers),
+        Value::Number(number) if number.is_f64() => {
+            // Greater numbers are no whole numbers for the API server either.
+            let whole = number.as_f64().filter(|number| number.fract() == 0.0 && number.abs() < 1e15);
+            #[allow(clippy::cast_possible_truncation)]
+            if let Some(whole) = whole {
+                *value = (whole as i64).into();
+            }
+        }
+        _ => {}
+    }
+}
+
+fn lines(text: &str) -> usize {
+    text.matches('\n').count()
+}
+
 struct Document<'a> {
+    /// The text in front of the document.
+    before: &'a str,
     text: &'a str,
-    first_line: usize,
-    is_json: bool,
     number: usize,
     origin: String,
 }
 
-impl Document<'_> {
-    fn read(&self, parsed: &mut Parsed) {
-        match self.decode(PhantomData::<Header>) {
-            Ok(header) if is_list(&header.kind) => self.read_list(&header.kind, parsed),
-            header => self.read_object(None, header, |kind| self.decode(OfKind(kind)), parsed),
+impl<'a> Document<'a> {
+    fn problem(&self, object: String, field: &str, message: String) -> Problem {
+        Problem { object, field: field.trim_end_matches('.').to_owned(), message, origin: self.origin.clone() }
+    }
+
+    /// Reads a list or an object. `at` is its place in the document, such as `items[2].`.
+    fn read(&self, at: &str, mut value: Value, parsed: &mut Parsed<'a>) {
+        if ["apiVersion", "kind", "metadata"].iter().all(|field| value.get(field).is_none()) {
+            let message = "this is no manifest, because it has no apiVersion and no kind: correct it, or move it out of the folder";
+            return parsed.notes.push(self.problem(String::new(), at, message.to_owned()));
+        }
+        if let Err((object, field, message)) = self.read_manifest(at, &mut value, parsed) {
+            parsed.faults.push((self.problem(object, &field, message), Some(self.text)));
         }
     }
 
-    fn read_list(&self, kind: &str, parsed: &mut Parsed) {
-        #[derive(Deserialize)]
-        struct List {
-            #[serde(default)]
-            items: Option<Vec<Value>>,
-        }
-        let list: List = match self.decode(PhantomData) {
-            Ok(list) => list,
-            Err(fault) => return parsed.fault(kind.to_owned(), &self.origin, fault),
-        };
-        for (index, mut item) in list.items.unwrap_or_default().into_iter().enumerate() {
-            // Items of a typed list, such as a ServiceList, may omit their apiVersion and kind.
-            if let Some((api_version, kind)) = kind_of_items(kind)
-                && let Some(fields) = item.as_object_mut()
-            {
-                fields.entry("apiVersion").or_insert_with(|| api_version.into());
-                fields.entry("kind").or_insert_with(|| kind.into());
-            }
-            let header = Header::deserialize(&item).map_err(|error| {
-                let message = format!("{error}: write an object with apiVersion, kind and metadata");
-                Fault { field: String::new(), message }
-            });
-            let decode = |kind| {
-                let mut track = Track::new();
-                let object = Object::deserialize(kind, serde_path_to_error::Deserializer::new(&item, &mut track));
-                object.map_err(|error| Fault {
-                    field: track.path().to_string(),
-                    message: format!("{error}: correct the field"),
-                })
-            };
-            self.read_object(Some(index), header, decode, parsed);
-        }
-    }
-
-    /// Reads an object. `index` is the place of the object in a list; `None` if the object is the
-    /// whole document.
-    fn read_object(
+    /// Reads a list or an object with a kind. The error is what cannot be read: the kind if it is
+    /// known, the field, and the message.
+    fn read_manifest(
         &self,
-        index: Option<usize>,
-        header: Result<Header, Fault>,
-        decode: impl FnOnce(ObjectKind) -> Result<Object, Fault>,
-        parsed: &mut Parsed,
-    ) {
-        let at = |Fault { field, message }| match index {
-            None => Fault { field, message },
-            Some(index) => {
-                let dot = if field.is_empty() { "" } else { "." };
-                Fault { field: format!("items[{index}]{dot}{field}"), message }
+        at: &str,
+        value: &mut Value,
+        parsed: &mut Parsed<'a>,
+    ) -> Result<(), (String, String, String)> {
+        let decoded = self.decode(at, |deserializer| Header::deserialize(deserializer), value);
+        let header = decoded.map_err(|(field, message)| (String::new(), field, message))?;
+        let of_items = KINDS.into_iter().find(|(kind, _)| header.kind.strip_suffix("List") == Some(kind.name()));
+        if header.kind == "List" || of_items.is_some() {
+            parsed.has_manifest = true;
+            let items = Option::<Vec<Value>>::deserialize(value["items"].take());
+            let items = items.map_err(|error| (header.kind, format!("{at}items"), format!("{error}: write a list")))?;
+            for (index, mut item) in items.into_iter().flatten().enumerate() {
+                // Items of a typed list, such as a ServiceList, may omit their apiVersion and kind.
+                if let (Some((kind, api_version)), Some(fields)) = (of_items, item.as_object_mut()) {
+                    fields.entry("apiVersion").or_insert_with(|| api_version.into());
+                    fields.entry("kind").or_insert_with(|| kind.name().into());
+                }
+                self.read(&format!("{at}items[{index}]."), item, parsed);
             }
-        };
-        let header = match header {
-            Ok(header) => header,
-            Err(fault) => return parsed.fault(String::new(), &self.origin, at(fault)),
-        };
-        match identify(&header) {
+            return Ok(());
+        }
+        let event = match identify(&header) {
             Ok(None) => {
-                let (api_version, kind, origin) = (header.api_version, header.kind, &self.origin);
-                tracing::debug!(origin, index, api_version, kind, "objects of this kind are not read: ignored");
+                let (origin, kind) = (&self.origin, &header.kind);
+                tracing::debug!(origin, at, kind, "objects of this kind are not read: ignored");
+                // One problem is enough for a file with the Endpoints of a whole cluster.
+                if (header.api_version.as_str(), kind.as_str()) == ("v1", "Endpoints")
+                    && parsed.notes.iter().all(|note| !note.object.starts_with("Endpoints "))
+                {
+                    let message = "Endpoints are not read: write EndpointSlices with the label kubernetes.io/service-name instead";
+                    let object = format!("Endpoints {}/{}", header.metadata.namespace, header.metadata.name);
+                    parsed.notes.push(self.problem(object, at, message.to_owned()));
+                }
+                None
             }
             Ok(Some(key)) => {
-                let decoded = decode(key.kind).map_err(at);
-                parsed.define(decoded.map_or_else(|fault| undecodable(key, fault), apply), self.number);
+                let decoded = self.decode(at, |deserializer| Object::deserialize(key.kind, deserializer), value);
+                Some(decoded.map_or_else(
+                    |(field, message)| Event::Undecodable { key, field, message },
+                    |object| Event::Apply(Box::new(object)),
+                ))
             }
-            Err((Some(key), fault)) => parsed.define(undecodable(key, at(fault)), self.number),
-            Err((None, fault)) => parsed.fault(header.kind, &self.origin, at(fault)),
-        }
+            Err((Some(key), field, message)) => {
+                Some(Event::Undecodable { key, field: format!("{at}{field}"), message })
+            }
+            Err((None, field, message)) => return Err((header.kind, format!("{at}{field}"), message)),
+        };
+        parsed.has_manifest = true;
+        parsed.definitions.extend(event.map(|event| Definition { event, document: self.number }));
+        Ok(())
     }
 
-    /// Decodes the document. YAML that cannot be decoded is read a second time, to find the field
-    /// and the line of the error.
-    fn decode<S, T>(&self, seed: S) -> Result<T, Fault>
-    where
-        S: for<'de> DeserializeSeed<'de, Value = T> + Copy,
-    {
-        if self.is_json {
-            let mut deserializer = serde_json::Deserializer::from_str(self.text);
-            let mut track = Track::new();
-            let tracked = serde_path_to_error::Deserializer::new(&mut deserializer, &mut track);
-            let decoded = seed.deserialize(tracked).and_then(|value| deserializer.end().map(|()| value));
-            return decoded.map_err(|error| Fault::new(track.path().to_string(), &error));
-        }
-        let plain = with_deserializer_from_str_with_options(self.text, options(), |deserializer| {
-            seed.deserialize(deserializer)
-        });
-        plain.or_else(|_| {
-            // The empty lines in front make the line numbers of errors count from the start of the
-            // file.
-            let text = format!("{}{}", "\n".repeat(self.first_line), self.text);
-            let mut track = Track::new();
-            let tracked = with_deserializer_from_str_with_options(&text, options(), |deserializer| {
-                seed.deserialize(serde_path_to_error::Deserializer::new(deserializer, &mut track))
-            });
-            tracked.map_err(|error| Fault::new(track.path().to_string(), error.without_snippet()))
+    /// Decodes a value. The error has the field and the message.
+    fn decode<'v, T>(
+        &self,
+        at: &str,
+        read: impl FnOnce(serde_path_to_error::Deserializer<'_, '_, &'v Value>) -> Result<T, serde_json::Error>,
+        value: &'v Value,
+    ) -> Result<T, (String, String)> {
+        let mut track = Track::new();
+        let decoded = read(serde_path_to_error::Deserializer::new(value, &mut track));
+        decoded.map_err(|error| {
+            let begin = lines(self.before) + 1;
+            let message = format!("{error}: correct the field (the document begins at line {begin})");
+            (format!("{at}{}", track.path()).trim_end_matches('.').to_owned(), message)
         })
     }
 }
 
-/// Decodes an object of this kind.
-#[derive(Clone, Copy)]
-struct OfKind(ObjectKind);
-
-impl<'de> DeserializeSeed<'de> for OfKind {
-    type Value = Object;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Object, D::Error> {
-        Object::deserialize(self.0, deserializer)
-    }
-}
-
-impl Fault {
-    fn new(path: String, error: &impl fmt::Display) -> Self {
-        let field = if path == "." { String::new() } else { path };
-        // The message contains advice for programmers, which does not help the author of the file.
-        let error = error.to_string().replace(", set DuplicateKeyPolicy in Options if acceptable", "");
-        Self { field, message: format!("{error}: correct the document") }
-    }
-}
-
-/// Limits the number of YAML nodes, because aliases can expand a small document to any size. The
-/// limits are high enough for one list from a large cluster.
-fn options() -> serde_saphyr::Options {
-    serde_saphyr::options! {
-        budget: serde_saphyr::budget! { max_events: 50_000_000, max_nodes: 50_000_000 },
-        with_snippet: false,
-    }
-}
-
-fn is_list(kind: &str) -> bool {
-    kind == "List" || kind_of_items(kind).is_some()
-}
-
-/// `apiVersion` and `kind` of the items of a typed list.
-fn kind_of_items(list: &str) -> Option<(&'static str, &'static str)> {
-    match list {
-        "ServiceList" => Some(("v1", "Service")),
-        "NodeList" => Some(("v1", "Node")),
-        "EndpointSliceList" => Some(("discovery.k8s.io/v1", "EndpointSlice")),
-        "ServiceCIDRList" => Some(("networking.k8s.io/v1", "ServiceCIDR")),
-        _ => None,
-    }
-}
-
-fn apply(object: Object) -> Event {
-    Event::Apply(Box::new(object))
-}
-
-fn undecodable(key: ObjectKey, fault: Fault) -> Event {
-    Event::Undecodable { key, field: fault.field, message: fault.message }
-}
+/// The kinds that are read, with the newest `apiVersion` of each.
+const KINDS: [(ObjectKind, &str); 4] = [
+    (ObjectKind::Service, "v1"),
+    (ObjectKind::EndpointSlice, "discovery.k8s.io/v1"),
+    (ObjectKind::Node, "v1"),
+    (ObjectKind::ServiceCidr, "networking.k8s.io/v1"),
+];
 
 /// The object that a header names; `None` for kinds that are not read. The error contains the key
-/// of the object if the key is known.
-fn identify(header: &Header) -> Result<Option<ObjectKey>, (Option<ObjectKey>, Fault)> {
-    let fault = |field: &str, message: String| Fault { field: field.to_owned(), message };
-    for (field, value) in [("apiVersion", &header.api_version), ("kind", &header.kind)] {
+/// of the object if the key is known, the field, and the message.
+fn identify(header: &Header) -> Result<Option<ObjectKey>, (Option<ObjectKey>, &'static str, String)> {
+    let Header { api_version, kind: written, metadata } = header;
+    for (field, value) in [("apiVersion", api_version), ("kind", written)] {
         if value.is_empty() {
-            return Err((None, fault(field, "the field is missing: say what kind of object this is".to_owned())));
+            return Err((None, field, "the field is missing: say what kind of object this is".to_owned()));
         }
     }
-    let kind = ObjectKind::of(&header.api_version, &header.kind);
-    let of_other_version = || {
-        ObjectKind::ALL.into_iter().find(|kind| kind.name() == header.kind && shares_group(*kind, &header.api_version))
-    };
-    let Some(kind) = kind.or_else(of_other_version) else { return Ok(None) };
-    let names = &header.metadata;
-    if names.name.is_empty() {
-        return Err((None, fault("metadata.name", format!("this {} has no name: add metadata.name", kind.name()))));
+    // Another API group may have a kind with the same name, which is not read.
+    let group = |api_version: &str| api_version.rsplit_once('/').map(|(group, _)| group.to_owned());
+    let is_named = |(kind, newest): &(ObjectKind, &str)| kind.name() == written && group(newest) == group(api_version);
+    let Some((kind, newest)) = KINDS.into_iter().find(is_named) else { return Ok(None) };
+    if metadata.name.is_empty() {
+        return Err((None, "metadata.name", format!("this {written} has no name: add metadata.name")));
     }
-    let key = ObjectKey::new(kind, &names.namespace, &names.name);
-    if ObjectKind::of(&header.api_version, &header.kind).is_none() {
-        let message =
-            format!("version {:?} of the API is not supported: write {}", header.api_version, api_version(kind));
-        return Err((Some(key), fault("apiVersion", message)));
+    let key = ObjectKey::new(kind, &metadata.namespace, &metadata.name);
+    if ObjectKind::of(api_version, written).is_none() {
+        let message = format!("version {api_version:?} of the API is not supported: write {newest}");
+        return Err((Some(key), "apiVersion", message));
     }
     Ok(Some(key))
-}
-
-fn api_version(kind: ObjectKind) -> &'static str {
-    match kind {
-        ObjectKind::Service | ObjectKind::Node | ObjectKind::Pod => "v1",
-        ObjectKind::EndpointSlice => "discovery.k8s.io/v1",
-        ObjectKind::ServiceCidr => "networking.k8s.io/v1",
-    }
-}
-
-/// Whether an `apiVersion` belongs to the API group of the kind. Another group may have a kind with
-/// the same name. Objects of the other group are not read.
-fn shares_group(kind: ObjectKind, written: &str) -> bool {
-    let group = |api_version: &str| api_version.rsplit_once('/').map(|(group, _)| group.to_owned());
-    group(api_version(kind)) == group(written)
 }
 
 #[cfg(test)]
@@ -324,7 +316,7 @@ mod tests {
 
     const SERVICE: &str = "apiVersion: v1\nkind: Service\nmetadata: {name: web, namespace: prod}\n";
 
-    fn keys(parsed: &Parsed) -> Vec<String> {
+    fn keys(parsed: &Parsed<'_>) -> Vec<String> {
         parsed.definitions.iter().map(|definition| definition.event.key().to_string()).collect()
     }
 
@@ -338,9 +330,9 @@ mod tests {
         assert_eq!(keys(&parsed), ["Service prod/web", "Node n1"]);
         assert_eq!(parsed.definitions[1].document, 3);
         assert_eq!(parsed.faults.len(), 1);
-        assert_eq!(parsed.faults[0].origin, "a.yaml, document 2");
+        assert_eq!(parsed.faults[0].0.origin, "a.yaml, document 2");
         assert!(
-            parsed.faults[0].message.contains('7') || parsed.faults[0].message.contains('8'),
+            parsed.faults[0].0.message.contains('7') || parsed.faults[0].0.message.contains('8'),
             "{:?}",
             parsed.faults
         );
@@ -359,17 +351,18 @@ mod tests {
     #[test]
     fn the_message_for_a_duplicate_key_omits_advice_for_programmers() {
         let parsed = parse("a.yaml", b"apiVersion: v1\nkind: Service\nkind: Node\nmetadata: {name: a}\n");
-        let message = &parsed.faults[0].message;
+        let message = &parsed.faults[0].0.message;
         assert!(message.contains("duplicate mapping key: kind at line 3"), "{message}");
     }
 
     #[test]
     fn a_wrong_field_is_named_with_its_line() {
         let text = format!("{SERVICE}spec:\n  clusterIP: 10.0.0.1\n  ports:\n  - port: eighty\n");
-        let parsed = parse("a.yaml", format!("{SERVICE}---\n{text}").as_bytes());
+        let text = format!("{SERVICE}---\n{text}");
+        let parsed = parse("a.yaml", text.as_bytes());
         let Event::Undecodable { key, field, message } = &parsed.definitions[1].event else { panic!("{parsed:?}") };
         assert_eq!((key.to_string().as_str(), field.as_str()), ("Service prod/web", "spec.ports[0].port"));
-        assert!(message.contains("line 11"), "{message}");
+        assert!(message.contains("begins at line 4"), "{message}");
     }
 
     #[test]
@@ -383,10 +376,102 @@ mod tests {
             assert_eq!(keys(&parsed), ["Node n1", "Service default/s"]);
             let Event::Undecodable { field, .. } = &parsed.definitions[1].event else { panic!("{parsed:?}") };
             assert_eq!(field, "items[1].spec.ports");
-            assert_eq!(parsed.faults[0].field, "items[2].apiVersion");
+            assert_eq!(parsed.faults[0].0.field, "items[2].apiVersion");
         }
         let typed = "apiVersion: v1\nkind: NodeList\nitems:\n- metadata: {name: n2}\n";
         assert_eq!(keys(&parse("b.yml", typed.as_bytes())), ["Node n2"]);
+    }
+
+    fn undecodable_field<'a>(parsed: &'a Parsed<'_>) -> Option<(&'a str, &'a str)> {
+        match &parsed.definitions.first()?.event {
+            Event::Undecodable { field, message, .. } => Some((field, message)),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn json_may_have_a_byte_order_mark_and_several_values_and_lists_may_be_nested() {
+        let service =
+            |name: &str| format!(r#"{{"apiVersion": "v1", "kind": "Service", "metadata": {{"name": "{name}"}}}}"#);
+        let text = format!("\u{feff}\n{}\n{} {}", service("a"), service("b"), service("c"));
+        let parsed = parse("a.json", text.as_bytes());
+        assert_eq!(keys(&parsed), ["Service default/a", "Service default/b", "Service default/c"]);
+        assert_eq!((parsed.definitions[2].document, parsed.faults.len()), (3, 0));
+        // What follows a syntax error is lost, and the lines of errors count from the start.
+        let text = format!("{}\n{{\"kind\":\n]}}\n{}", service("a"), service("b"));
+        let parsed = parse("a.json", text.as_bytes());
+        assert_eq!(keys(&parsed), ["Service default/a"]);
+        assert!(parsed.faults[0].0.message.contains("line 3 column 1"), "{:?}", parsed.faults);
+        assert!(parsed.unread_words().unwrap().contains("b"));
+        assert!(parse("a.json", &text.as_bytes()[..70]).unread_words().is_none(), "the text is cut off");
+
+        let nested = r#"{"kind": "List", "items": [{"kind": "ServiceList", "items": [{"metadata": {"name": "a"}}]},
+            {"kind": "List", "items": [{"kind": "NodeList", "apiVersion": "v1", "items": [{"metadata": {"name": "n"}}, {}]}]}]}"#;
+        for name in ["a.json", "a.yaml"] {
+            let parsed = parse(name, nested.as_bytes());
+            assert_eq!(keys(&parsed), ["Service default/a", "Node n"]);
+            assert_eq!(parsed.faults[0].0.field, "items[1].items[0].items[1].metadata.name");
+        }
+        let marked = format!("\u{feff}---\n{SERVICE}\u{feff}---\nkind: Node\napiVersion: v1\nmetadata: {{name: n1}}\n");
+        assert_eq!(keys(&parse("a.yaml", marked.as_bytes())), ["Service prod/web", "Node n1"]);
+    }
+
+    #[test]
+    fn numbers_and_texts_are_read_as_by_the_api_server() {
+        for name in ["a.json", "a.yaml"] {
+            let read = |port: &str| {
+                let text = format!(
+                    r#"{{"apiVersion": "v1", "kind": "Service", "metadata": {{"name": "a"}}, "spec": {{"ports": [{{"port": {port}}}]}}}}"#
+                );
+                let list = format!(r#"{{"kind": "List", "items": [{text}]}}"#);
+                let parsed = [text, list].map(|text| {
+                    let parsed = parse(name, text.as_bytes());
+                    assert_eq!(keys(&parsed), ["Service default/a"]);
+                    parsed.definitions[0].event.clone()
+                });
+                let [plain, listed] = parsed.map(|event| match event {
+                    Event::Apply(object) => Ok(format!("{object:?}")),
+                    Event::Undecodable { message, .. } => Err(message),
+                    Event::Delete(_) => unreachable!(),
+                });
+                assert_eq!(plain.is_ok(), listed.is_ok(), "{name}: {port}");
+                plain
+            };
+            assert_eq!(read("80"), read("80.0"));
+            assert_eq!(read("80"), read("8e1"));
+            for wrong in ["\"80\"", "80.5", "1e30", "true", "[]", "99999999999999999999"] {
+                let message = read(wrong).unwrap_err();
+                assert!(
+                    message.contains("invalid type") && message.contains("correct the field"),
+                    "{wrong}: {message}"
+                );
+            }
+        }
+        let text = "apiVersion: v1\nkind: Service\nmetadata: {name: a, namespace: b, uid: 5}\n";
+        let parsed = parse("a.yaml", text.as_bytes());
+        assert_eq!(undecodable_field(&parsed).unwrap().0, "metadata.uid", "{parsed:?}");
+    }
+
+    #[test]
+    fn endpoints_are_a_problem_and_define_nothing() {
+        let one =
+            |name: &str| format!("apiVersion: v1\nkind: Endpoints\nmetadata: {{name: {name}, namespace: t}}\n---\n");
+        let text = one("a") + &one("b") + SERVICE;
+        let parsed = parse("a.yaml", text.as_bytes());
+        assert_eq!((keys(&parsed), parsed.faults.len()), (vec!["Service prod/web".to_owned()], 0));
+        let [Problem { object, message, .. }] = &parsed.notes[..] else { panic!("{parsed:?}") };
+        assert_eq!(object, "Endpoints t/a");
+        assert!(message.contains("write EndpointSlices"), "{message}");
+    }
+
+    #[test]
+    fn a_quoted_text_that_is_not_indented_gets_a_remedy() {
+        let text = format!("{SERVICE}  annotations:\n    note: \"first\n    second\"\n")
+            .replace("metadata: {name: web, namespace: prod}", "metadata:\n  name: web");
+        let parsed = parse("a.yaml", text.as_bytes());
+        let message = &parsed.faults[0].0.message;
+        assert!(message.contains("line 7") && message.contains("indent each line of the quoted text"), "{message}");
+        assert!(keys(&parse("a.yaml", text.replace("    second", "     second").as_bytes())).len() == 1);
     }
 
     #[test]
@@ -394,9 +479,14 @@ mod tests {
         for text in ["", "\n\n", "# only a comment\n---\n...\n", "---", "\u{feff}", "%YAML 1.2\n---\n"] {
             let parsed = parse("a.yaml", text.as_bytes());
             assert!(parsed.definitions.is_empty() && parsed.faults.is_empty(), "{text:?}: {parsed:?}");
+            assert!(parsed.notes.is_empty() && !parsed.has_manifest, "{text:?}: {parsed:?}");
         }
         assert_eq!(parse("a.yaml", b"\xff\xfe").faults.len(), 1);
-        assert_eq!(parse("a.yaml", b"just words").faults.len(), 1);
+        for text in ["just words", "- a\n- b\n", "replicas: 3\n", "5"] {
+            let parsed = parse("a.yaml", text.as_bytes());
+            assert!(parsed.faults.is_empty() && !parsed.has_manifest, "{text:?}: {parsed:?}");
+            assert!(parsed.notes[0].message.contains("this is no manifest"), "{text:?}: {parsed:?}");
+        }
     }
 
     #[test]

@@ -1,9 +1,11 @@
 //! Reads objects from a folder of manifests, and follows the changes of the files.
 //!
-//! inotify reports which files to read. A scan every [`RESCAN`] compares the names and metadata of
-//! all files. The scan finds changes that inotify does not report: behind symlinks that lead out of
-//! the folder, and on network file systems. `folder.rs` describes when an edit removes an object.
+//! A scan compares the names and metadata of all files, and reads the files that have changed.
+//! inotify reports when to scan. A scan every [`RESCAN`] finds changes that inotify does not
+//! report: behind symlinks that lead out of the folder, and on network file systems. `folder.rs`
+//! describes when an edit removes an object.
 
+mod disk;
 mod documents;
 mod folder;
 mod notices;
@@ -14,12 +16,11 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-use notify::{RecursiveMode, Watcher as _};
 use tokio_util::sync::CancellationToken;
 
 use self::{
     folder::{Folder, Update},
-    notices::{Look, Notices},
+    notices::{Notices, Watch},
 };
 use super::SourceError;
 use crate::{
@@ -46,11 +47,9 @@ impl Drop for StopOnDrop {
     }
 }
 
-/// Reads a folder until `shutdown`, and passes its changes to `sink`.
-///
-/// # Errors
-/// The folder cannot be read at the start. If the folder becomes unreadable later, this function
-/// reports to `sink` that the source is cut off. The objects that were read before stay in use.
+/// Reads a folder until `shutdown`, and passes its changes to `sink`. While the folder cannot be
+/// used, `sink` learns that the source is cut off, and the objects that were read before stay in
+/// use.
 pub(super) async fn run(
     folder: PathBuf,
     agent_nodes: NodeSelector,
@@ -60,7 +59,7 @@ pub(super) async fn run(
     let (sender, messages) = mpsc::channel();
     let stop = StopOnDrop(sender.clone());
     let mut reading =
-        tokio::task::spawn_blocking(move || Reader::start(&folder, agent_nodes, sink, sender)?.run(&messages));
+        tokio::task::spawn_blocking(move || Reader::start(&folder, agent_nodes, sink, sender).run(&messages));
     let ended = tokio::select! {
         () = shutdown.cancelled() => {
             drop(stop);
@@ -68,7 +67,7 @@ pub(super) async fn run(
         }
         ended = &mut reading => ended,
     };
-    ended.unwrap_or_else(|error| Err(SourceError::WatchEnded(error.to_string())))
+    ended.map_err(|error| SourceError::WatchEnded(error.to_string()))
 }
 
 /// The reading thread.
@@ -76,9 +75,8 @@ struct Reader {
     folder: Folder,
     intake: Intake,
     notices: Notices,
-    /// The watcher, whose thread runs until the watcher is dropped; `None` if the system sends no
-    /// notifications.
-    _watcher: Option<notify::RecommendedWatcher>,
+    watch: Watch,
+    sender: mpsc::Sender<Message>,
     next_scan: Instant,
 }
 
@@ -88,56 +86,41 @@ struct Intake {
     shown_problems: Vec<Problem>,
     sink: Arc<dyn Sink>,
     position_ms: u64,
-    /// True if the last scan could not read the folder.
-    is_cut_off: bool,
+    is_synced: bool,
+    /// Why the sink counts the source as cut off.
+    cut_off: Option<String>,
 }
 
 impl Reader {
     /// Starts to watch the folder, and reads all its files once.
-    fn start(
-        root: &Path,
-        agent_nodes: NodeSelector,
-        sink: Arc<dyn Sink>,
-        sender: mpsc::Sender<Message>,
-    ) -> Result<Self, SourceError> {
-        let unreadable = |error: std::io::Error| SourceError::Folder { path: root.to_owned(), why: error.to_string() };
-        std::fs::read_dir(root).map_err(unreadable)?;
+    fn start(root: &Path, agent_nodes: NodeSelector, sink: Arc<dyn Sink>, sender: mpsc::Sender<Message>) -> Self {
         // Notifications name files by absolute paths.
-        let root = std::path::absolute(root).map_err(unreadable)?;
-        // The watcher starts before the first scan, so that no change after the scan is missed.
-        let watcher = watch(&root, sender).map_err(|error| {
-            sink.count_error(SourceKind::Files, "no_notifications");
-            let seconds = RESCAN.as_secs();
-            tracing::warn!(
-                "the system gives no notifications of changed files, so the folder is only scanned every {seconds} seconds: {error}"
-            );
-        });
+        let root = std::path::absolute(root).unwrap_or_else(|_| root.to_owned());
         let model = Model::default().with_agent_nodes(agent_nodes);
         let mut reader = Self {
+            watch: Watch::start(&root, sender.clone(), &*sink),
             folder: Folder::new(root),
-            intake: Intake { model, shown_problems: Vec::new(), sink, position_ms: 0, is_cut_off: false },
+            intake: Intake { model, shown_problems: Vec::new(), sink, position_ms: 0, is_synced: false, cut_off: None },
             notices: Notices::default(),
-            _watcher: watcher.ok(),
+            sender,
             next_scan: Instant::now(),
         };
         reader.scan(Instant::now());
-        reader.intake.commit(reader.folder.unreadable(), Instant::now());
-        reader.intake.sink.synced();
-        Ok(reader)
+        reader
     }
 
-    fn run(mut self, messages: &mpsc::Receiver<Message>) -> Result<(), SourceError> {
+    fn run(mut self, messages: &mpsc::Receiver<Message>) {
         loop {
             let now = Instant::now();
             let due =
-                [self.notices.due(), self.folder.next_look()].into_iter().flatten().fold(self.next_scan, Instant::min);
+                [self.notices.due(), self.folder.next_look].into_iter().flatten().fold(self.next_scan, Instant::min);
             if due <= now {
-                self.work(now);
+                self.scan(now);
                 continue;
             }
             match messages.recv_timeout(due - now) {
-                Ok(Message::Stop) | Err(mpsc::RecvTimeoutError::Disconnected) => return Ok(()),
-                Ok(Message::Noticed(Ok(event))) => self.notices.note(&event, &self.folder, Instant::now()),
+                Ok(Message::Stop) | Err(mpsc::RecvTimeoutError::Disconnected) => return,
+                Ok(Message::Noticed(Ok(event))) => self.notices.note(&event, Instant::now()),
                 Ok(Message::Noticed(Err(error))) => {
                     self.intake.sink.count_error(SourceKind::Files, "notification_error");
                     tracing::warn!("a notification of changed files was lost ({error}); the folder is scanned");
@@ -148,23 +131,17 @@ impl Reader {
         }
     }
 
-    /// Reads the files that are due, and commits their changes.
-    fn work(&mut self, now: Instant) {
-        let received = Instant::now();
-        match self.notices.take(now) {
-            Some(Look::Everywhere) => self.scan(now),
-            Some(Look::At(paths)) => self.intake.take_in(self.folder.look_at(paths, now)),
-            None if now >= self.next_scan => self.scan(now),
-            None => self.intake.take_in(self.folder.look_again(now)),
-        }
-        self.intake.commit(self.folder.unreadable(), received);
-    }
-
+    /// Reads the files that have changed, and commits their changes.
     fn scan(&mut self, now: Instant) {
-        // Reads of single files between two scans do not change the time of the next scan.
+        // A new watch starts before the scan, so that no change after the scan is missed.
+        if !self.watch.is_current(&self.folder.root) {
+            self.watch = Watch::start(&self.folder.root, self.sender.clone(), &*self.intake.sink);
+        }
+        self.notices.clear(now);
         self.next_scan = now + RESCAN;
         let Self { folder, intake, notices, .. } = self;
         folder.scan(now, |path| notices.is_being_written(path), |update| intake.take_in(update));
+        intake.commit(folder, now);
     }
 }
 
@@ -180,43 +157,37 @@ impl Intake {
         }
     }
 
-    /// Commits the updates. `problem` says why the folder cannot be read; `None` if the folder can
-    /// be read.
-    fn commit(&mut self, problem: Option<&str>, received: Instant) {
-        if problem.is_none() {
+    /// Commits the updates. A replica begins to serve when it knows all that the folder defines:
+    /// where another replica keeps a last good value, this replica would serve something else.
+    fn commit(&mut self, folder: &Folder, received: Instant) {
+        let invalid = || self.model.invalid().map(|key| format!("{key} is invalid: correct it (see its problem)"));
+        let doubt = if self.is_synced { folder.unreadable() } else { folder.doubt().or_else(invalid) };
+        if doubt.is_none() {
             self.sink.heard(SourceKind::Files);
-        }
-        if problem.is_some() != self.is_cut_off {
-            self.is_cut_off = problem.is_some();
-            self.sink.cut_off(problem.map(str::to_owned));
         }
         if let Some(problems) = self.model.take_problems() {
             super::show_problems(&*self.sink, &mut self.shown_problems, problems);
         }
+        if doubt != self.cut_off {
+            if let (Some(doubt), false) = (&doubt, self.is_synced) {
+                tracing::warn!("this replica is not ready, because it cannot know what to serve: {doubt}");
+            }
+            self.cut_off.clone_from(&doubt);
+            self.sink.cut_off(doubt);
+        }
+        if !self.is_synced && self.cut_off.is_some() {
+            return;
+        }
         let ((changes, nodes), pods) = (self.model.take_changes(), self.model.take_pods());
-        let is_first = self.position_ms == 0;
-        if is_first || !(changes.is_empty() && nodes.is_empty() && pods.is_empty()) {
+        if !(self.is_synced && changes.is_empty() && nodes.is_empty() && pods.is_empty()) {
             self.position_ms = unix_ms().max(self.position_ms + 1);
-            let positions = vec![(SourceKind::Files, self.position_ms)];
-            self.sink.commit(Transaction {
-                changes,
-                nodes,
-                pods,
-                positions,
-                received: Some(received),
-                ..Transaction::default()
-            });
+            let (positions, received) = (vec![(SourceKind::Files, self.position_ms)], Some(received));
+            self.sink.commit(Transaction { changes, nodes, pods, positions, received, ..Transaction::default() });
+        }
+        if !std::mem::replace(&mut self.is_synced, true) {
+            self.sink.synced();
         }
     }
-}
-
-fn watch(root: &Path, sender: mpsc::Sender<Message>) -> notify::Result<notify::RecommendedWatcher> {
-    let mut watcher = notify::recommended_watcher(move |event| {
-        // Sending fails only if the reading thread has ended.
-        let _ = sender.send(Message::Noticed(event));
-    })?;
-    watcher.watch(root, RecursiveMode::Recursive)?;
-    Ok(watcher)
 }
 
 fn unix_ms() -> u64 {

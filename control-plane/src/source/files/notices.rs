@@ -1,190 +1,210 @@
-//! Notifications of changed files: which files to read, and when.
+//! Notifications of changed files: when to scan the folder, and which files not to read yet.
 //!
-//! A file is read [`QUIET`] after the last notification about the file. If a program has the file
-//! open for writing, the read waits until the program closes the file, but at most
-//! [`LONGEST_WRITING`]. The read waits because the first half of a manifest may be a valid
-//! manifest.
+//! The folder is scanned [`QUIET`] after the last notification. A file that a program has open for
+//! writing is left out until the program closes the file, but at most for [`LONGEST_WRITING`],
+//! because the first half of a manifest may be a valid manifest.
 
 use std::{
     collections::BTreeMap,
+    fs,
     path::{Component, Path, PathBuf},
+    sync::mpsc,
     time::{Duration, Instant},
 };
 
 use notify::{
-    Event, EventKind,
-    event::{AccessKind, AccessMode, ModifyKind},
+    Event, EventKind, RecursiveMode, Watcher as _,
+    event::{AccessKind, AccessMode, CreateKind, ModifyKind, RemoveKind},
 };
 
-use super::folder::{Folder, is_hidden, is_manifest};
+use super::{
+    Message, RESCAN,
+    disk::{Identity, identity, is_hidden, is_manifest},
+};
+use crate::transaction::{Sink, SourceKind};
 
-/// A file is read this long after the last notification about the file.
+/// The folder is scanned this long after the last notification.
 const QUIET: Duration = Duration::from_millis(50);
 
-/// A file that changes again and again is read at most this long after the first notification.
+/// A folder that changes again and again is scanned this long after the first notification.
 const LONGEST_UNREST: Duration = Duration::from_millis(500);
 
 /// A file that a program keeps open for writing is read this long after the first notification.
 const LONGEST_WRITING: Duration = Duration::from_secs(5);
 
-/// The number of changed files above which a scan is cheaper than reading each file.
-const FILES_LIMIT: usize = 10_000;
-
-/// What to read.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Look {
-    /// Scan the folder.
-    Everywhere,
-    /// Read these files, by paths inside the folder.
-    At(Vec<PathBuf>),
-}
-
-/// The pending notifications about one file, or about the whole folder.
-#[derive(Debug, Clone, Copy)]
-struct Unrest {
-    first: Instant,
-    last: Instant,
-    is_being_written: bool,
-}
-
-impl Unrest {
-    fn new(now: Instant) -> Self {
-        Self { first: now, last: now, is_being_written: false }
-    }
-
-    /// The time at which the file or the folder is read.
-    fn due(&self) -> Instant {
-        if self.is_being_written {
-            self.first + LONGEST_WRITING
-        } else {
-            (self.last + QUIET).min(self.first + LONGEST_UNREST)
-        }
-    }
-}
+/// The number of files that may be left out.
+const WRITING_LIMIT: usize = 10_000;
 
 /// All pending notifications.
 #[derive(Debug, Default)]
 pub(super) struct Notices {
-    everywhere: Option<Unrest>,
-    files: BTreeMap<PathBuf, Unrest>,
+    /// The first and the last notification.
+    pending: Option<(Instant, Instant)>,
+    /// The files that programs have open for writing, since when.
+    writing: BTreeMap<PathBuf, Instant>,
 }
 
 impl Notices {
     /// Records a notification.
-    pub(super) fn note(&mut self, event: &Event, folder: &Folder, now: Instant) {
-        let writes = match event.kind {
-            EventKind::Access(AccessKind::Close(AccessMode::Write)) => Some(false),
-            EventKind::Access(_) => return,
-            EventKind::Modify(ModifyKind::Data(_)) => Some(true),
-            _ => None,
-        };
-        if event.need_rescan() {
-            self.note_all(now);
-        }
+    pub(super) fn note(&mut self, event: &Event, now: Instant) {
+        self.note_all(now);
         for path in &event.paths {
-            let Ok(inside) = path.strip_prefix(folder.root()) else { continue };
-            let hidden = inside.components().find_map(|component| match component {
-                Component::Normal(name) if is_hidden(name) => Some(name),
-                _ => None,
-            });
-            match hidden {
-                // Kubernetes replaces the symlink `..data` when a mounted ConfigMap changes, so
-                // every file may have changed.
-                Some(name) if name.as_encoded_bytes().starts_with(b"..") => self.note_all(now),
-                Some(_) => {}
-                None if is_manifest(inside) && !path.is_dir() => self.note_file(inside, writes, now),
-                None if path.is_dir() || folder.knows_below(inside) => self.note_all(now),
-                None => {}
+            match event.kind {
+                EventKind::Modify(ModifyKind::Data(_)) if self.writing.len() < WRITING_LIMIT => {
+                    self.writing.entry(path.clone()).or_insert(now);
+                }
+                EventKind::Modify(ModifyKind::Metadata(_) | ModifyKind::Data(_)) => {}
+                // The file was closed, or another file has this name now.
+                _ => drop(self.writing.remove(path)),
             }
         }
     }
 
     /// Records that every file may have changed.
     pub(super) fn note_all(&mut self, now: Instant) {
-        self.everywhere.get_or_insert(Unrest::new(now)).last = now;
+        self.pending = Some((self.pending.map_or(now, |(first, _)| first), now));
     }
 
-    fn note_file(&mut self, inside: &Path, writes: Option<bool>, now: Instant) {
-        if self.files.len() >= FILES_LIMIT && !self.files.contains_key(inside) {
-            return self.note_all(now);
-        }
-        let unrest = self.files.entry(inside.to_owned()).or_insert(Unrest::new(now));
-        unrest.last = now;
-        unrest.is_being_written = writes.unwrap_or(unrest.is_being_written);
+    /// Whether a program has the file open for writing.
+    pub(super) fn is_being_written(&self, path: &Path) -> bool {
+        self.writing.contains_key(path)
     }
 
-    /// Whether a program has the file open for writing. The path is inside the folder.
-    pub(super) fn is_being_written(&self, inside: &Path) -> bool {
-        self.files.get(inside).is_some_and(|unrest| unrest.is_being_written)
-    }
-
-    /// When the next file, or the folder, is due to be read; `None` if no notification is pending.
+    /// When the folder is to be scanned; `None` if no notification is pending.
     pub(super) fn due(&self) -> Option<Instant> {
-        self.files.values().chain(&self.everywhere).map(Unrest::due).min()
+        let pending = self.pending.map(|(first, last)| (last + QUIET).min(first + LONGEST_UNREST));
+        self.writing.values().map(|since| *since + LONGEST_WRITING).chain(pending).min()
     }
 
-    /// Returns what is due to be read now, and removes the notifications about it.
-    pub(super) fn take(&mut self, now: Instant) -> Option<Look> {
-        if self.everywhere.is_some_and(|unrest| unrest.due() <= now) {
-            self.everywhere = None;
-            // Files that are being written are read later, at the latest after [`LONGEST_WRITING`].
-            self.files.retain(|_, unrest| unrest.is_being_written);
-            return Some(Look::Everywhere);
-        }
-        let due: Vec<PathBuf> =
-            self.files.iter().filter(|(_, unrest)| unrest.due() <= now).map(|(path, _)| path.clone()).collect();
-        for path in &due {
-            self.files.remove(path);
-        }
-        (!due.is_empty()).then_some(Look::At(due))
+    /// Forgets the notifications before a scan.
+    pub(super) fn clear(&mut self, now: Instant) {
+        self.pending = None;
+        self.writing.retain(|_, since| now < *since + LONGEST_WRITING);
     }
+}
+
+/// Watches the root, all that is below it, and the folders above it, in which the root may appear,
+/// disappear, or be replaced.
+pub(super) struct Watch {
+    /// `None` if the system gives no notifications. The thread of the watcher runs until the
+    /// watcher is dropped.
+    _watcher: Option<notify::RecommendedWatcher>,
+    /// The root and the folders above it.
+    watched: Vec<Option<Identity>>,
+}
+
+fn identities(root: &Path) -> Vec<Option<Identity>> {
+    root.ancestors().map(|path| fs::metadata(path).ok().as_ref().map(identity)).collect()
+}
+
+impl Watch {
+    pub(super) fn start(root: &Path, sender: mpsc::Sender<Message>, sink: &dyn Sink) -> Self {
+        let watched = identities(root);
+        let watcher = watch(root, sender).map_err(|error| {
+            sink.count_error(SourceKind::Files, "no_notifications");
+            let seconds = RESCAN.as_secs();
+            tracing::warn!(
+                "the system gives no notifications of changed files, so the folder is only scanned every {seconds} seconds: {error}"
+            );
+        });
+        Self { _watcher: watcher.ok(), watched }
+    }
+
+    /// Whether the root and the folders above it are still those that are watched.
+    pub(super) fn is_current(&self, root: &Path) -> bool {
+        self.watched == identities(root)
+    }
+}
+
+fn watch(root: &Path, sender: mpsc::Sender<Message>) -> notify::Result<notify::RecommendedWatcher> {
+    let of_root = root.to_owned();
+    let mut watcher = notify::recommended_watcher(move |noticed: notify::Result<Event>| {
+        if noticed.as_ref().map_or(true, |event| is_relevant(event, &of_root)) {
+            // Sending fails only if the reading thread has ended.
+            let _ = sender.send(Message::Noticed(noticed));
+        }
+    })?;
+    for above in root.ancestors().skip(1) {
+        // Without this watch, the next scan finds a root that has been replaced.
+        let _ = watcher.watch(above, RecursiveMode::NonRecursive);
+    }
+    match watcher.watch(root, RecursiveMode::Recursive) {
+        Err(error) if root.exists() => Err(error),
+        _ => Ok(watcher),
+    }
+}
+
+/// Whether a notification may be about a manifest, a folder, or the root. Kubernetes replaces the
+/// symlink `..data` when a mounted ConfigMap changes, so names that begin with `..` count.
+fn is_relevant(event: &Event, root: &Path) -> bool {
+    let is_of_file = matches!(
+        event.kind,
+        EventKind::Access(_)
+            | EventKind::Create(CreateKind::File)
+            | EventKind::Modify(ModifyKind::Data(_))
+            | EventKind::Remove(RemoveKind::File)
+    );
+    let is_read = matches!(event.kind, EventKind::Access(access) if access != AccessKind::Close(AccessMode::Write));
+    let is_of_interest = |path: &PathBuf| {
+        let Ok(inside) = path.strip_prefix(root) else { return root.starts_with(path) };
+        let is_ignored = |component| matches!(component, Component::Normal(name) if is_hidden(name) && !name.as_encoded_bytes().starts_with(b".."));
+        !inside.components().any(is_ignored) && (!is_of_file || is_manifest(inside) || inside.as_os_str().is_empty())
+    };
+    event.need_rescan() || (!is_read && event.paths.iter().any(is_of_interest))
 }
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use notify::event::{CreateKind, DataChange};
+    use notify::event::DataChange;
 
     use super::*;
 
     fn event(kind: EventKind, path: &str) -> Event {
-        Event::new(kind).add_path(Path::new("/nowhere").join(path))
+        Event::new(kind).add_path(Path::new("/some/where").join(path))
     }
 
-    fn wrote() -> EventKind {
-        EventKind::Modify(ModifyKind::Data(DataChange::Any))
-    }
+    const WROTE: EventKind = EventKind::Modify(ModifyKind::Data(DataChange::Any));
+    const CLOSED: EventKind = EventKind::Access(AccessKind::Close(AccessMode::Write));
 
     #[test]
     fn a_file_is_read_when_its_writer_has_closed_it() {
-        let (folder, start) = (Folder::new("/nowhere".into()), Instant::now());
+        let (start, file) = (Instant::now(), Path::new("/some/where/a.yaml"));
         let mut notices = Notices::default();
-        notices.note(&event(EventKind::Create(CreateKind::File), "a.yaml"), &folder, start);
-        notices.note(&event(wrote(), "a.yaml"), &folder, start);
-        assert_eq!(notices.take(start + LONGEST_UNREST), None, "the file is still open");
+        notices.note(&event(EventKind::Create(CreateKind::File), "a.yaml"), start);
+        notices.note(&event(WROTE, "a.yaml"), start);
+        assert_eq!(notices.due(), Some(start + QUIET));
+        notices.clear(start + QUIET);
+        assert!(notices.is_being_written(file), "the file is still open");
+        assert_eq!(notices.due(), Some(start + LONGEST_WRITING));
         let closed = start + Duration::from_secs(1);
-        notices.note(&event(EventKind::Access(AccessKind::Close(AccessMode::Write)), "a.yaml"), &folder, closed);
-        assert_eq!(notices.take(closed + QUIET), Some(Look::At(vec!["a.yaml".into()])));
-        assert_eq!(notices.take(closed + LATER), None);
-        notices.note(&event(wrote(), "a.yaml"), &folder, closed);
-        assert_eq!(
-            notices.take(closed + LONGEST_WRITING),
-            Some(Look::At(vec!["a.yaml".into()])),
-            "the file was never closed"
-        );
+        notices.note(&event(CLOSED, "a.yaml"), closed);
+        assert!(!notices.is_being_written(file));
+        assert_eq!(notices.due(), Some(closed + QUIET));
+        notices.note(&event(WROTE, "a.yaml"), closed);
+        notices.clear(closed + LONGEST_WRITING);
+        assert!(!notices.is_being_written(file), "the file was never closed");
+        assert_eq!(notices.due(), None);
     }
 
-    const LATER: Duration = Duration::from_secs(60);
+    #[test]
+    fn a_folder_that_never_rests_is_scanned() {
+        let (start, mut notices) = (Instant::now(), Notices::default());
+        for number in 0..100 {
+            notices.note(&event(CLOSED, "a.yaml"), start + QUIET / 2 * number);
+        }
+        assert_eq!(notices.due(), Some(start + LONGEST_UNREST));
+    }
 
     #[test]
-    fn other_files_are_ignored_and_a_changed_mount_is_scanned() {
-        let (folder, now) = (Folder::new("/nowhere".into()), Instant::now());
-        let mut notices = Notices::default();
-        for path in [".a.yaml.swp", "notes.txt", ".git/x.yaml"] {
-            notices.note(&event(wrote(), path), &folder, now);
+    fn notifications_about_other_files_are_ignored() {
+        let is_relevant = |kind, path: &str| is_relevant(&event(kind, path), Path::new("/some/where"));
+        for path in [".a.yaml.swp", "notes.txt", ".git/x.yaml", "/some/other/x.yaml", "/some/wherever"] {
+            assert!(!is_relevant(WROTE, path), "{path}");
         }
-        assert_eq!(notices.due(), None);
-        notices.note(&event(EventKind::Create(CreateKind::Any), "..data"), &folder, now);
-        assert_eq!(notices.take(now + QUIET), Some(Look::Everywhere));
+        assert!(!is_relevant(EventKind::Access(AccessKind::Open(AccessMode::Read)), "a.yaml"));
+        for path in ["..data", "..2026/a.yaml", "a.yaml", "folder.d", "", "/some"] {
+            assert!(is_relevant(EventKind::Create(CreateKind::Any), path), "{path}");
+        }
     }
 }

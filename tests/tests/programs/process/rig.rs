@@ -115,6 +115,8 @@ impl Rig {
         for name in ["manifests", "tools"] {
             fs::create_dir(folder.path().join(name)).unwrap();
         }
+        // A control plane does not begin to serve an empty folder.
+        fs::write(folder.path().join("manifests/none.yaml"), "apiVersion: v1\nkind: List\nitems: []\n").unwrap();
         Self { control_plane: None, namespace, folder }
     }
 

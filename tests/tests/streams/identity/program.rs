@@ -22,11 +22,12 @@ pub(crate) struct ControlPlane {
 }
 
 impl ControlPlane {
-    /// Starts the program with an empty folder as its source. The folder `tls` holds `tls.crt`,
-    /// `tls.key` and `ca.crt`.
+    /// Starts the program with a folder without objects as its source. The folder `tls` holds
+    /// `tls.crt`, `tls.key` and `ca.crt`.
     pub(crate) fn start(folder: &Path, tls: &Path) -> Self {
         let source = folder.join("manifests");
         fs::create_dir_all(&source).unwrap();
+        fs::write(source.join("none.yaml"), "apiVersion: v1\nkind: List\nitems: []\n").unwrap();
         let source = format!("--source=files:{}", source.display());
         Self::start_with(folder, tls, &["--listen=127.0.0.1:0".to_owned(), source])
     }

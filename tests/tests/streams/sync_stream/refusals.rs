@@ -123,6 +123,28 @@ async fn a_newer_stream_of_a_node_replaces_the_older_one() {
 }
 
 #[tokio::test]
+async fn agents_with_one_node_name_that_throw_each_other_out_are_a_problem() {
+    let replica = Replica::start().await;
+    let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
+    let mut streams = vec![open(&replica, "n1").await, open(&replica, "n2").await];
+    for count in 1..=4 {
+        let status = inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
+        assert_eq!(status.problems, [], "after {count} streams");
+        streams.push(open(&replica, "n1").await);
+    }
+    let status = inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
+    let [problem] = &status.problems[..] else { panic!("{status:?}") };
+    assert_eq!(problem.object, "Node n1");
+    assert!(problem.message.contains("throw each other out (4 times in a row)"), "{problem:?}");
+    assert!(problem.message.contains("--node-name"), "{problem:?}");
+    let mut agents = inspect.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
+    while let Some(agent) = agents.message().await.unwrap() {
+        assert_eq!(agent.degraded.contains(&problem.message), agent.node == "n1", "{agent:?}");
+    }
+    replica.running.stop().await;
+}
+
+#[tokio::test]
 async fn a_node_that_opens_streams_too_often_is_refused() {
     let replica = Replica::start().await;
     let mut good = open(&replica, "good").await;
