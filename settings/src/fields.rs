@@ -270,7 +270,7 @@ pub const FIELDS: &[Field] = &[
         "conntrack-max-per-core",
         NATURAL,
         "32768",
-        "Connections to track per CPU, at most 1,048,576 in total; 0 keeps the present `nf_conntrack_max`",
+        "Connections to track per CPU, at most 1,048,576 in total; 0 keeps the present `nf_conntrack_max`. As in kube-proxy 1.37, a larger `nf_conntrack_max` also stays",
     ),
     used(
         "conntrack.min",
