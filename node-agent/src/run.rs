@@ -179,6 +179,9 @@ async fn run_configured(
     let Settings { bind_address, allow_external_ips, min_sync_period, sync_period, .. } = settings;
     let Settings { masquerade_all, localhost_node_ports, .. } = settings;
     state.set_policy(NodePolicy { bind_address, ignores_external_ips: !allow_external_ips });
+    if settings.node_ports.names_ipv6_loopback() {
+        warn!("NodePorts do not answer on ::1, which nodePortAddresses names: clients on this node can use 127.0.0.1");
+    }
     let node_settings = NodeSettings::of(&settings);
     if node_settings.needs_node() {
         state.await_node(Instant::now() + NODE_TIMEOUT);
