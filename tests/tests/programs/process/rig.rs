@@ -333,13 +333,18 @@ impl Rig {
         self.namespace.output(command).unwrap().lines().map(str::to_owned).collect()
     }
 
+    /// Runs a program on the node.
+    pub(super) fn tool(&self, program: &str, arguments: &[&str]) {
+        let mut command = Command::new(program);
+        command.args(arguments);
+        self.namespace.output(command).unwrap();
+    }
+
     /// Removes every rule, as a restarting firewall does.
     pub(super) fn flush(&self, program: &str) {
         for table in ["mangle", "nat", "filter"] {
             for action in ["-F", "-X"] {
-                let mut command = Command::new(program);
-                command.args(["-t", table, action]);
-                self.namespace.output(command).unwrap();
+                self.tool(program, &["-t", table, action]);
             }
         }
     }
