@@ -9,11 +9,12 @@
 
 pub mod metrics;
 mod quarantine;
+mod summary;
 mod verification;
 
 pub use metrics::{SyncKind, SyncMetrics};
 
-use self::quarantine::Quarantine;
+use self::{quarantine::Quarantine, summary::Summary};
 
 use std::{
     collections::BTreeSet,
@@ -214,7 +215,7 @@ impl Reconciler {
             self.verify_at = Instant::now();
         }
         loop {
-            let due = [self.quarantine.next_due(), self.maintain_at()];
+            let due = [self.quarantine.next_due(), self.maintain_at(), self.summary.due_at()];
             let verify_at = due.into_iter().flatten().fold(self.verify_at, Instant::min);
             match self.shared.wait(self.done, self.pace, verify_at) {
                 Wake::Stop => return,
@@ -230,6 +231,7 @@ impl Reconciler {
                 Wake::Verify => self.verify(),
             }
             self.publish_status();
+            self.summary.log(Instant::now());
         }
     }
 
@@ -378,6 +380,7 @@ impl Reconciler {
         let triggers = self.shared.backlog().succeeded(&families(&statistics));
         self.metrics.succeeded(kind, took, report, &statistics, &triggers);
         self.metrics.version_programmed.set(target.version);
+        self.summary.add(target.version, report, took);
         let Report { services_planned, objects_written, .. } = *report;
         let programmed = Some(Programmed { target, generation, took, services_planned, objects_written });
         let counts_packets = statistics.iter().any(|family| family.statistics.counts_packets);
@@ -494,7 +497,7 @@ impl Reconciler {
         if inputs == *self.inputs.borrow() {
             return;
         }
-        info!(?inputs, "node addresses or pod ranges changed");
+        info!(%inputs, "node addresses or pod ranges changed");
         if self.dataplane.configure(&inputs) {
             self.unfinished.needs_full = true;
             self.done = None;

@@ -1,6 +1,6 @@
 //! Programs whose log nobody reads any more, as after `2>&1 | head -1`.
 
-use super::rig::{Rig, node, service};
+use super::rig::{Rig, eventually, node, service};
 
 fn rig() -> (Rig, String) {
     let rig = Rig::new();
@@ -40,4 +40,26 @@ fn the_status_of_an_error_does_not_depend_on_who_reads_it() {
         let (status, _) = rig.unheard(name, &[argument]).ended();
         assert!(status.code().is_some_and(|code| (1..=4).contains(&code)), "{name}: {status}");
     }
+}
+
+/// A line for each burst says what was programmed.
+#[test]
+fn the_log_says_what_was_programmed() {
+    let rig = Rig::serving(&[("node", node("")), ("web", service("web", 10, ""))]);
+    let agent = rig.agent(&[]);
+    rig.until_programmed();
+    let lines = || {
+        let log = agent.log();
+        log.lines().filter(|line| line.contains(" programmed version=")).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let first = eventually("the line", || lines().first().cloned().ok_or_else(|| agent.log()));
+    assert!(first.contains(" INFO ") && first.contains(" syncs=1 services=1 objects="), "{first}");
+    for name in ["a", "b", "c", "d"] {
+        rig.put(name, &service(name, name.as_bytes()[0], ""));
+        rig.until_rules("the Service is programmed", "filter", |rules| {
+            rules.iter().any(|rule| rule.contains(&format!("ns/{name}:http")))
+        });
+    }
+    assert!(lines().len() <= 2, "{:?}", lines());
+    assert!(!agent.log().contains("NodeInputs {"), "{}", agent.log());
 }
