@@ -175,6 +175,7 @@ async fn run_configured(
     let (restored, saver) = opened.unzip();
     let restored = restored.flatten();
     metrics.saves.restored.set(restored.is_some().into());
+    let knows_rules = restored.as_ref().is_some_and(|restored| !restored.may_be_behind);
     let state = Arc::new(AgentState::restored(&node_name, restored.unwrap_or_default()));
     let Settings { bind_address, allow_external_ips, min_sync_period, sync_period, .. } = settings;
     let Settings { masquerade_all, localhost_node_ports, .. } = settings;
@@ -206,8 +207,11 @@ async fn run_configured(
     if let Some(interfaces) = &interfaces {
         reconciler = reconciler.with_interfaces(interfaces.clone());
         if conntrack == Conntrack::Cleaned {
-            let cleaner = ConntrackCleaner::start(metrics.conntrack.clone(), node_ports, interfaces.clone())?;
-            observers.push(Box::new(cleaner));
+            let cleaner = state.with_state(|earlier| {
+                ConntrackCleaner::start(metrics.conntrack.clone(), node_ports, interfaces.clone(), earlier)
+            });
+            observers.push(Box::new(cleaner?));
+            reconciler = reconciler.with_unknown_rules(!knows_rules);
         }
     }
     let reconciler = reconciler.with_observers(observers);

@@ -18,6 +18,7 @@ use self::{quarantine::Quarantine, summary::Summary};
 
 use std::{
     collections::BTreeSet,
+    mem,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -113,6 +114,9 @@ pub struct Reconciler {
     /// When the next precautionary full sync is due.
     full_sync_at: Instant,
     pauses: verification::Pauses,
+    /// See [`Self::with_unknown_rules`].
+    has_unknown_rules: bool,
+    summary: Summary,
 }
 
 /// A step that has been planned but not applied.
@@ -163,6 +167,8 @@ impl Reconciler {
             failed_verifications: 0,
             full_sync_at,
             pauses: verification::Pauses::default(),
+            has_unknown_rules: false,
+            summary: Summary::default(),
         };
         (reconciler, receiver)
     }
@@ -185,6 +191,14 @@ impl Reconciler {
     #[must_use]
     pub fn with_interfaces(mut self, interfaces: Interfaces) -> Self {
         self.interfaces = interfaces;
+        self
+    }
+
+    /// Makes the first sync tell the observers which rules it found. This takes as long as a
+    /// verification, so it is only for an agent that does not know the state of the last run.
+    #[must_use]
+    pub fn with_unknown_rules(mut self, are_unknown: bool) -> Self {
+        self.has_unknown_rules = are_unknown;
         self
     }
 
@@ -241,6 +255,12 @@ impl Reconciler {
             self.resolve_inputs();
         }
         let Self { dataplane, observers, shared, unfinished, quarantine, .. } = self;
+        if mem::take(&mut self.has_unknown_rules) {
+            match dataplane.decode() {
+                Ok(tables) => observers.iter_mut().for_each(|observer| observer.found(&tables)),
+                Err(error) => info!(%error, "the rules of the last run are unknown"),
+            }
+        }
         let Some(attempt) = shared.take(|work| begin(dataplane.as_mut(), observers, work, unfinished, quarantine))
         else {
             return;
@@ -258,7 +278,7 @@ impl Reconciler {
         match result {
             Ok(report) => {
                 self.succeeded(target, generation, kind, &report, started.elapsed());
-                let to_retry = std::mem::take(&mut self.unfinished.to_retry);
+                let to_retry = mem::take(&mut self.unfinished.to_retry);
                 self.retry(&to_retry);
             }
             Err(error) if error.kind == ErrorKind::Rejected && self.quarantine_rejected(kind, &error) => {
@@ -368,7 +388,7 @@ impl Reconciler {
             info!(version = target.version, attempts = self.failures.attempts(), "programmed after failures");
         }
         self.done = Some(generation);
-        let to_retry = std::mem::take(&mut self.unfinished.to_retry);
+        let to_retry = mem::take(&mut self.unfinished.to_retry);
         self.unfinished = Unfinished { to_retry, ..Unfinished::default() };
         if kind == SyncKind::Full {
             self.full_sync_at = Instant::now() + self.timing.full_sync_period;
