@@ -3,7 +3,11 @@
 
 mod options;
 
-use std::{pin::pin, process::ExitCode};
+use std::{
+    io::{Write as _, stderr},
+    pin::pin,
+    process::ExitCode,
+};
 
 use headgate_control_plane::run::{ControlPlane, RunError};
 use headgate_node_agent::program;
@@ -16,7 +20,7 @@ fn main() -> ExitCode {
     match start(options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("headgate: {error:#}");
+            let _ = writeln!(stderr(), "headgate: {error:#}");
             ExitCode::FAILURE
         }
     }

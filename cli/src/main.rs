@@ -1,6 +1,6 @@
 //! Queries control plane replicas through their `Inspect` service. See `headgatectl --help`.
 
-use std::io::IsTerminal as _;
+use std::io::{IsTerminal as _, Write as _};
 use std::process::ExitCode;
 
 use clap::Parser as _;
@@ -14,14 +14,14 @@ fn main() -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            eprintln!("headgatectl: cannot start the runtime: {error}");
+            let _ = writeln!(std::io::stderr(), "headgatectl: cannot start the runtime: {error}");
             return ExitCode::FAILURE;
         }
     };
     match runtime.block_on(headgatectl::run(&args, style, &mut std::io::stdout().lock())) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("headgatectl: {failure}");
+            let _ = writeln!(std::io::stderr(), "headgatectl: {failure}");
             ExitCode::from(failure.exit_code())
         }
     }

@@ -1,7 +1,7 @@
 //! Parses the command line, and runs the control plane until SIGTERM or SIGINT.
 
 use std::{
-    io::{IsTerminal as _, stderr},
+    io::{IsTerminal as _, Write as _, stderr},
     process::ExitCode,
 };
 
@@ -22,7 +22,7 @@ async fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // The error names its remedy, so a backtrace is not needed.
-            eprintln!("headgate-control-plane: {error}");
+            let _ = writeln!(stderr(), "headgate-control-plane: {error}");
             ExitCode::FAILURE
         }
     }
@@ -34,7 +34,10 @@ async fn run_until_signal(options: &Options) -> anyhow::Result<()> {
     let filter = EnvFilter::try_new(format!("kube_client=off,{}", options.log));
     let filter = filter.map_err(|error| anyhow!("--log {}: {error}; pass a level such as info", options.log))?;
     let ansi = stderr().is_terminal();
+    // The program goes on if nobody reads the log any more. The subscriber would print the error of
+    // a write to standard error, and panic there.
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr).with_ansi(ansi);
+    let log = log.log_internal_errors(false);
     match options.log_format {
         LogFormat::Text => log.init(),
         LogFormat::Json => log.json().init(),

@@ -1,6 +1,9 @@
 //! The program: parses the command line, then runs the agent or the one task that a flag names.
 
-use std::process::ExitCode;
+use std::{
+    io::{Write as _, stderr},
+    process::ExitCode,
+};
 
 use headgate_node_agent::{options::Options, program};
 
@@ -9,7 +12,7 @@ fn main() -> ExitCode {
     match start(options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("headgate-node-agent: {error:#}");
+            let _ = writeln!(stderr(), "headgate-node-agent: {error:#}");
             ExitCode::FAILURE
         }
     }

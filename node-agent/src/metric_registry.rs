@@ -54,7 +54,8 @@ values are 0. A metric with labels appears with its first value.
 the number of results, as in every component of Kubernetes. `DELETE` resets both metrics.
 `kubernetes_build_info` has the labels of the Kubernetes components and describes Headgate's build.
 
-The agent does not serve the metrics that kube-proxy serves only in mode nftables.
+As in kube-proxy, metrics with `iptables` in their name are missing while the agent writes rules of
+nftables, and metrics with `nftables` in their name while it writes rules of iptables.
 ";
 
 /// One metric.
@@ -88,13 +89,16 @@ impl MetricRegistry {
         Adder { prefix, registry, descriptions: &mut self.descriptions }
     }
 
-    /// All metrics as OpenMetrics text.
+    /// All metrics as OpenMetrics text, without those of the other kind of rules. Their prefix ends
+    /// with the kind.
     ///
     /// # Errors
     /// Never in practice: writing to a `String` does not fail.
-    pub(crate) fn encode(&self) -> Result<String, fmt::Error> {
+    pub(crate) fn encode(&self, uses_nftables: bool) -> Result<String, fmt::Error> {
         let mut out = String::new();
-        self.registries.values().try_for_each(|registry| text::encode_registry(&mut out, registry))?;
+        let missing = if uses_nftables { "iptables" } else { "nftables" };
+        let mut served = self.registries.iter().filter(|(prefix, _)| !prefix.ends_with(missing));
+        served.try_for_each(|(_, registry)| text::encode_registry(&mut out, registry))?;
         text::encode_eof(&mut out)?;
         Ok(out)
     }

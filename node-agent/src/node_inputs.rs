@@ -4,7 +4,7 @@
 //! The agent computes these inputs from the settings, its own Node and the addresses of the
 //! machine's interfaces. It computes them again whenever one of these sources may have changed.
 
-use std::net::IpAddr;
+use std::{fmt, net::IpAddr};
 
 use headgate_core::{
     Demand, Family, Node,
@@ -42,6 +42,26 @@ pub struct NodeInputs {
     /// addresses of services in mode ipvs. Empty if neither the settings nor the dataplane need
     /// these addresses.
     pub interfaces: Vec<IpAddr>,
+}
+
+/// For the log.
+impl fmt::Display for NodeInputs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for family in Family::BOTH {
+            let pods = match self.detector(family) {
+                None => "not recognised".to_owned(),
+                Some(LocalDetector::Cidr(cidr)) => format!("in {cidr}"),
+                Some(LocalDetector::BridgeInterface(name)) => format!("behind the bridge {name}"),
+                Some(LocalDetector::InterfaceNamePrefix(prefix)) => format!("behind interfaces {prefix}*"),
+            };
+            let node_ports = match self.node_ports(family) {
+                NodePortAddresses::All => "all addresses".to_owned(),
+                NodePortAddresses::Only(list) => list.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(" "),
+            };
+            write!(f, "{family}: local pods {pods}, NodePorts on [{node_ports}]; ")?;
+        }
+        write!(f, "{} addresses of interfaces", self.interfaces.len())
+    }
 }
 
 impl NodeInputs {
@@ -110,14 +130,14 @@ impl NodeSettings {
     /// True when the result of [`Self::resolve`] depends on the Node.
     #[must_use]
     pub fn needs_node(&self) -> bool {
-        self.detect_local == DetectLocal::NodeCidr || self.node_ports == NodePortSelector::Primary
+        self.detect_local == DetectLocal::NodeCidr || self.node_ports.primary
     }
 
     /// True when the result of [`Self::resolve`] depends on the addresses of the machine's
     /// interfaces.
     #[must_use]
     pub fn needs_interfaces(&self) -> bool {
-        matches!(self.node_ports, NodePortSelector::Cidrs(_))
+        !self.node_ports.cidrs.is_empty()
     }
 
     /// Resolves the settings. `interfaces` are the addresses of the machine's interfaces, sorted
@@ -177,25 +197,22 @@ impl NodeSettings {
     }
 
     fn addresses(&self, family: Family, node: Option<&Node>, interfaces: &[IpAddr]) -> NodePortAddresses {
-        match &self.node_ports {
-            NodePortSelector::All => NodePortAddresses::All,
-            NodePortSelector::Primary => {
-                let own = node.map(|node| node.addresses.as_slice()).unwrap_or_default();
-                let mut own = node_addresses(own, self.bind_address);
-                own.retain(|address| Family::of(*address) == family);
-                NodePortAddresses::Only(own)
-            }
-            NodePortSelector::Cidrs(cidrs) => {
-                let of_family = cidrs.iter().filter(|cidr| Family::of(cidr.addr()) == family);
-                // As in kube-proxy, the ranges of one family do not restrict the other family, and
-                // a range of all addresses restricts no family.
-                if of_family.clone().next().is_none() || of_family.clone().any(|cidr| cidr.prefix_len() == 0) {
-                    return NodePortAddresses::All;
-                }
-                let is_selected = |address: &&IpAddr| of_family.clone().any(|cidr| cidr.contains(*address));
-                NodePortAddresses::Only(interfaces.iter().filter(is_selected).copied().collect())
-            }
+        let NodePortSelector { primary, cidrs } = &self.node_ports;
+        let of_family = || cidrs.iter().filter(|cidr| Family::of(cidr.addr()) == family);
+        // As in kube-proxy, the ranges of one family do not restrict the other family, and a range
+        // of all addresses restricts no family.
+        if (!primary && of_family().next().is_none()) || of_family().any(|cidr| cidr.prefix_len() == 0) {
+            return NodePortAddresses::All;
         }
+        let is_selected = |address: &&IpAddr| of_family().any(|cidr| cidr.contains(*address));
+        let mut selected: Vec<IpAddr> = interfaces.iter().filter(is_selected).copied().collect();
+        if *primary {
+            let own = node.map(|node| node.addresses.as_slice()).unwrap_or_default();
+            let mut own = node_addresses(own, self.bind_address);
+            own.retain(|address| Family::of(*address) == family && !selected.contains(address));
+            selected.append(&mut own);
+        }
+        NodePortAddresses::Only(selected)
     }
 }
 
@@ -221,6 +238,11 @@ mod tests {
 
     fn ip(text: &str) -> IpAddr {
         text.parse().unwrap()
+    }
+
+    /// The node's own addresses and these ranges.
+    fn primary(cidrs: &[&str]) -> NodePortSelector {
+        NodePortSelector { primary: true, cidrs: cidrs.iter().map(|cidr| cidr.parse().unwrap()).collect() }
     }
 
     fn node(pod_cidrs: &[&str], addresses: &[&str]) -> Node {
@@ -295,7 +317,7 @@ mod tests {
         assert!(complaints(&by_node, Some(&v4_node), &both)[0].contains("no IPv6 range among its podCIDRs"));
         assert_eq!(complaints(&by_node, Some(&node(&[], &[])), &both).len(), 2);
         assert_eq!(complaints(&NodeSettings::default(), None, &both), none);
-        let primary = NodeSettings { node_ports: NodePortSelector::Primary, ..NodeSettings::default() };
+        let primary = NodeSettings { node_ports: primary(&[]), ..NodeSettings::default() };
         assert_eq!(complaints(&primary, None, &both), none);
         assert_eq!(complaints(&primary, Some(&v4_node), &demand(&["10.96.0.1"])), none);
         assert!(complaints(&primary, Some(&v4_node), &both)[0].contains("no IPv6 NodePort answers"));
@@ -306,7 +328,7 @@ mod tests {
     fn row_47_ranges_select_interface_addresses_and_do_not_restrict_the_other_family() {
         let interfaces = ["10.0.0.1", "127.0.0.1", "192.0.2.1", "::1", "fd00::1"].map(ip);
         let resolve = |cidrs: &[&str]| {
-            let node_ports = NodePortSelector::Cidrs(cidrs.iter().map(|cidr| cidr.parse().unwrap()).collect());
+            let node_ports = NodePortSelector { primary: false, ..primary(cidrs) };
             let inputs = NodeSettings { node_ports, ..NodeSettings::default() }.resolve(None, &interfaces);
             (inputs.node_ports_v4, inputs.node_ports_v6)
         };
@@ -321,11 +343,39 @@ mod tests {
     // rows: 47
     #[test]
     fn row_47_primary_is_the_nodes_own_address_of_each_family() {
-        let settings = NodeSettings { node_ports: NodePortSelector::Primary, ..NodeSettings::default() };
+        let settings = NodeSettings { node_ports: primary(&[]), ..NodeSettings::default() };
         let inputs = settings.resolve(Some(&node(&[], &["10.0.0.1", "192.0.2.1"])), &[]);
         assert_eq!(inputs.node_ports_v4, NodePortAddresses::Only(vec![ip("10.0.0.1")]));
         assert_eq!(inputs.node_ports_v6, NodePortAddresses::Only(vec![]));
         assert!(settings.needs_node() && !settings.needs_interfaces());
+        // Ranges add addresses, and a range of all addresses makes all addresses answer.
+        let resolve = |cidrs: &[&str]| {
+            let settings = NodeSettings { node_ports: primary(cidrs), ..NodeSettings::default() };
+            assert!(settings.needs_node() && settings.needs_interfaces());
+            let interfaces = ["10.0.0.1", "127.0.0.1", "::1"].map(ip);
+            let inputs = settings.resolve(Some(&node(&[], &["10.0.0.1", "fd00::1"])), &interfaces);
+            (inputs.node_ports_v4, inputs.node_ports_v6)
+        };
+        let only = |addresses: &[&str]| NodePortAddresses::Only(addresses.iter().map(|a| ip(a)).collect());
+        let localhost = resolve(&["127.0.0.0/8", "::1/128"]);
+        assert_eq!(localhost, (only(&["127.0.0.1", "10.0.0.1"]), only(&["::1", "fd00::1"])));
+        assert_eq!(resolve(&["10.0.0.0/8"]), (only(&["10.0.0.1"]), only(&["fd00::1"])));
+        assert_eq!(resolve(&["0.0.0.0/0"]), (NodePortAddresses::All, only(&["fd00::1"])));
+    }
+
+    #[test]
+    fn the_log_shows_inputs_in_words() {
+        let settings = NodeSettings {
+            node_ports: primary(&["127.0.0.0/8"]),
+            detect_local: DetectLocal::NodeCidr,
+            ..NodeSettings::default()
+        };
+        let node = node(&["10.1.0.0/24"], &["10.0.0.1", "fd00::1"]);
+        assert_eq!(
+            settings.resolve(Some(&node), &["127.0.0.1", "::1"].map(ip)).to_string(),
+            "IPv4: local pods in 10.1.0.0/24, NodePorts on [127.0.0.1 10.0.0.1]; \
+             IPv6: local pods not recognised, NodePorts on [fd00::1]; 2 addresses of interfaces"
+        );
     }
 
     #[test]

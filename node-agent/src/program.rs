@@ -27,7 +27,10 @@ use crate::{
 pub fn start_log(filter: &str, format: LogFormat) -> anyhow::Result<()> {
     let filter = EnvFilter::try_new(filter)
         .map_err(|error| anyhow!("--log: {error}; write a filter such as info or headgate_node_agent=debug"))?;
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr).with_ansi(stderr().is_terminal());
+    // The program goes on if nobody reads the log any more. The subscriber would print the error of
+    // a write to standard error, and panic there.
+    let log = tracing_subscriber::fmt().with_env_filter(filter).log_internal_errors(false);
+    let log = log.with_writer(stderr).with_ansi(stderr().is_terminal());
     match format {
         LogFormat::Text => log.init(),
         LogFormat::Json => log.json().init(),

@@ -175,10 +175,14 @@ async fn run_configured(
     let (restored, saver) = opened.unzip();
     let restored = restored.flatten();
     metrics.saves.restored.set(restored.is_some().into());
+    let knows_rules = restored.as_ref().is_some_and(|restored| !restored.may_be_behind);
     let state = Arc::new(AgentState::restored(&node_name, restored.unwrap_or_default()));
     let Settings { bind_address, allow_external_ips, min_sync_period, sync_period, .. } = settings;
     let Settings { masquerade_all, localhost_node_ports, .. } = settings;
     state.set_policy(NodePolicy { bind_address, ignores_external_ips: !allow_external_ips });
+    if settings.node_ports.names_ipv6_loopback() {
+        warn!("NodePorts do not answer on ::1, which nodePortAddresses names: clients on this node can use 127.0.0.1");
+    }
     let node_settings = NodeSettings::of(&settings);
     if node_settings.needs_node() {
         state.await_node(Instant::now() + NODE_TIMEOUT);
@@ -203,8 +207,11 @@ async fn run_configured(
     if let Some(interfaces) = &interfaces {
         reconciler = reconciler.with_interfaces(interfaces.clone());
         if conntrack == Conntrack::Cleaned {
-            let cleaner = ConntrackCleaner::start(metrics.conntrack.clone(), node_ports, interfaces.clone())?;
-            observers.push(Box::new(cleaner));
+            let cleaner = state.with_state(|earlier| {
+                ConntrackCleaner::start(metrics.conntrack.clone(), node_ports, interfaces.clone(), earlier)
+            });
+            observers.push(Box::new(cleaner?));
+            reconciler = reconciler.with_unknown_rules(!knows_rules);
         }
     }
     let reconciler = reconciler.with_observers(observers);

@@ -74,16 +74,24 @@ impl Default for DetectLocal {
     }
 }
 
-/// The addresses of the node on which NodePorts answer.
+/// The addresses of the node on which NodePorts answer. In a family without a selected address, all
+/// addresses answer.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub enum NodePortSelector {
-    /// All addresses.
-    #[default]
-    All,
-    /// The node's own addresses, from `bindAddress` or from the Node.
-    Primary,
-    /// The addresses in these ranges. In a family without a range, all addresses answer.
-    Cidrs(Vec<IpNet>),
+pub struct NodePortSelector {
+    /// Selects the node's own addresses of both families, from `bindAddress` or from the Node.
+    pub primary: bool,
+    /// Selects the addresses in these ranges.
+    pub cidrs: Vec<IpNet>,
+}
+
+impl NodePortSelector {
+    /// True if a range names `::1`. No NodePort answers there, because no kernel parameter lets
+    /// packets from `::1` leave the loopback interface.
+    #[must_use]
+    pub fn names_ipv6_loopback(&self) -> bool {
+        let is_named = |cidr: &IpNet| cidr.prefix_len() > 0 && cidr.contains(&IpAddr::from(Ipv6Addr::LOCALHOST));
+        self.cidrs.iter().any(is_named)
+    }
 }
 
 /// Sizes and timeouts of connection tracking. Zero keeps the kernel's value.
@@ -238,7 +246,7 @@ impl Checker<'_> {
         let shown = |address: Option<SocketAddr>| address.map(|a| a.to_string()).unwrap_or_default();
         settings.document["healthzBindAddress"] = shown(settings.healthz_bind_address).into();
         settings.document["metricsBindAddress"] = shown(settings.metrics_bind_address).into();
-        if settings.node_ports == NodePortSelector::Primary {
+        if settings.node_ports.primary && raw.list("nodePortAddresses").is_empty() {
             settings.document["nodePortAddresses"] = [PRIMARY].into();
         }
         if uses_nftables(mode) && raw.origin == Origin::Flags {
@@ -427,17 +435,26 @@ impl Checker<'_> {
     fn node_ports(&mut self, mode: ProxyMode) -> NodePortSelector {
         const ID: &str = "nodePortAddresses";
         let list = self.raw.list(ID);
-        match list.iter().map(|part| part.trim()).collect::<Vec<_>>().as_slice() {
-            [] if mode == ProxyMode::Nftables => return NodePortSelector::Primary,
-            [] => return NodePortSelector::All,
-            [PRIMARY] => return NodePortSelector::Primary,
-            parts if parts.contains(&PRIMARY) => {
-                self.problem(ID, "primary excludes everything else; write primary alone, or CIDRs alone");
-                return NodePortSelector::All;
+        let mut selected =
+            NodePortSelector { primary: list.is_empty() && mode == ProxyMode::Nftables, cidrs: Vec::new() };
+        for part in list.iter().map(|part| part.trim()) {
+            let ranges = match part {
+                PRIMARY => {
+                    selected.primary = true;
+                    continue;
+                }
+                "all" => &["0.0.0.0/0", "::/0"],
+                "localhost" => &["127.0.0.0/8", "::1/128"],
+                _ => std::slice::from_ref(&part),
+            };
+            for range in ranges {
+                match self.raw.cidr(ID, range) {
+                    Ok(cidr) => selected.cidrs.push(cidr),
+                    Err(problem) => self.problems.push(problem),
+                }
             }
-            _ => {}
         }
-        NodePortSelector::Cidrs(self.cidrs(ID))
+        selected
     }
 
     fn conntrack(&mut self) -> Conntrack {

@@ -157,7 +157,7 @@ pub const FIELDS: &[Field] = &[
         "nodeport-addresses",
         Kind::List,
         "",
-        "Addresses of the node on which NodePorts answer: CIDRs, or `primary` for the node's own addresses. Empty means all addresses; if `mode` is `nftables`, empty means `primary`, as in kube-proxy. CIDRs of one family do not restrict the other family. When addresses of interfaces change, the agent updates the rules at once",
+        "Addresses of the node on which NodePorts answer: CIDRs, `primary` for the node's own addresses, `localhost` for 127.0.0.0/8 and ::1, and `all`, in any mixture. Empty means all addresses; if `mode` is `nftables`, empty means `primary`, as in kube-proxy. CIDRs of one family do not restrict the other family. In mode `ipvs`, NodePorts do not answer on 127.0.0.0/8. In no mode do they answer on ::1, where kube-proxy 1.37 has a proxy for TCP in mode nftables; the log says so if the list names ::1. When addresses of interfaces change, the agent updates the rules at once",
     ),
     used(
         "iptables.masqueradeBit",
@@ -270,7 +270,7 @@ pub const FIELDS: &[Field] = &[
         "conntrack-max-per-core",
         NATURAL,
         "32768",
-        "Connections to track per CPU, at most 1,048,576 in total; 0 keeps the present `nf_conntrack_max`",
+        "Connections to track per CPU, at most 1,048,576 in total; 0 keeps the present `nf_conntrack_max`. As in kube-proxy 1.37, a larger `nf_conntrack_max` also stays",
     ),
     used(
         "conntrack.min",

@@ -316,6 +316,14 @@ mod tests {
     }
 
     #[test]
+    fn every_mixture_of_node_port_addresses_carries_over() {
+        let checked = check_arguments(&words("--nodeport-addresses=primary,localhost,all,10.0.0.0/8"));
+        let line = checked.lines.iter().find(|line| line.setting == "--nodeport-addresses").unwrap();
+        assert_eq!(line.outcome, Outcome::CarriesOver, "{line:?}");
+        assert_eq!(checked.count(Outcome::Invalid), 0);
+    }
+
+    #[test]
     fn a_config_map_of_kubeadm_shows_only_what_is_given_and_other_defaults() {
         let document = format!("apiVersion: {}\nkind: {}\n{KUBEADM}", crate::raw::API_VERSION, crate::raw::KIND);
         let map = serde_json::json!({

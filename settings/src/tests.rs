@@ -60,9 +60,8 @@ fn a_file_of_kubeadm_is_read_without_needless_notes() {
 fn bits_after_the_prefix_of_ranges_are_cleared() {
     let ranges = "clusterCIDR: 10.244.1.5/16,fd00:10:244:1::5/48\nnodePortAddresses: [192.0.2.77/24]\nipvs: {excludeCIDRs: [198.18.7.9/24]}\n";
     let settings = Settings::check(&read(ranges).unwrap().raw).unwrap();
-    let networks = |all: &[&str]| all.iter().map(|one| one.parse().unwrap()).collect::<Vec<_>>();
     assert_eq!(settings.detect_local, DetectLocal::ClusterCidr(networks(&["10.244.0.0/16", "fd00:10:244::/48"])));
-    assert_eq!(settings.node_ports, NodePortSelector::Cidrs(networks(&["192.0.2.0/24"])));
+    assert_eq!(settings.node_ports.cidrs, networks(&["192.0.2.0/24"]));
     assert_eq!(settings.ipvs.exclude_cidrs, networks(&["198.18.7.0/24"]));
 }
 
@@ -170,7 +169,7 @@ fn flags_of_mode_iptables_apply_to_each_mode_except_ipvs() {
 #[test]
 fn every_problem_is_named_with_its_field_and_the_remedy() {
     let body = "iptables: {masqueradeBit: 40, syncPeriod: 30}\nconntrack: {min: -1}\nclusterCIDR: nonsense\noomScoreAdj: 2000\n\
-                nodePortAddresses: [primary, 10.0.0.0/8]\ndetectLocal: 5\nmode: fast\nhealthzBindAddress: here\n";
+                nodePortAddresses: [primary, everything]\ndetectLocal: 5\nmode: fast\nhealthzBindAddress: here\n";
     let error = read(body).unwrap_err().to_string();
     let lines: Vec<&str> = error.lines().collect();
     assert_eq!(
@@ -185,7 +184,7 @@ fn every_problem_is_named_with_its_field_and_the_remedy() {
             "  mode: \"fast\" cannot be used; write one of auto, iptables, ipvs, nftables, userspace",
             "  healthzBindAddress: \"here\" is not an address with a port; write one such as 0.0.0.0:10256",
             "  clusterCIDR: \"nonsense\" is not a CIDR; write one such as 10.0.0.0/8",
-            "  nodePortAddresses: primary excludes everything else; write primary alone, or CIDRs alone",
+            "  nodePortAddresses: \"everything\" is not a CIDR; write one such as 10.0.0.0/8",
         ]
     );
 }
@@ -252,6 +251,10 @@ proptest::proptest! {
     }
 }
 
+fn networks(list: &[&str]) -> Vec<ipnet::IpNet> {
+    list.iter().map(|network| network.parse().unwrap()).collect()
+}
+
 // rows: 47
 #[test]
 fn row_47_without_node_port_addresses_only_mode_nftables_by_name_uses_the_nodes_own_addresses() {
@@ -260,9 +263,29 @@ fn row_47_without_node_port_addresses_only_mode_nftables_by_name_uses_the_nodes_
         (settings.node_ports, settings.document["nodePortAddresses"].clone())
     };
     for body in ["", "mode: auto\n", "mode: iptables\n", "mode: ipvs\n"] {
-        assert_eq!(check(body), (NodePortSelector::All, serde_json::json!([])), "{body}");
+        assert_eq!(check(body), (NodePortSelector::default(), serde_json::json!([])), "{body}");
     }
-    assert_eq!(check("mode: nftables\n"), (NodePortSelector::Primary, serde_json::json!(["primary"])));
-    let all = NodePortSelector::Cidrs(["0.0.0.0/0", "::/0"].map(|cidr| cidr.parse().unwrap()).into());
+    let primary = NodePortSelector { primary: true, cidrs: Vec::new() };
+    assert_eq!(check("mode: nftables\n"), (primary, serde_json::json!(["primary"])));
+    let all = NodePortSelector { primary: false, cidrs: networks(&["0.0.0.0/0", "::/0"]) };
     assert_eq!(check("mode: nftables\nnodePortAddresses: [0.0.0.0/0, \"::/0\"]\n").0, all);
+}
+
+// rows: 47
+#[test]
+fn row_47_node_port_addresses_mix_words_and_ranges_as_in_kube_proxy_1_37() {
+    let check = |list: &str| {
+        let settings = Settings::check(&read(&format!("nodePortAddresses: [{list}]\n")).unwrap().raw).unwrap();
+        let given: Vec<_> = list.split(", ").collect();
+        assert_eq!(settings.document["nodePortAddresses"], serde_json::json!(given), "{list}");
+        (settings.node_ports.primary, settings.node_ports.cidrs)
+    };
+    assert_eq!(check("primary"), (true, vec![]));
+    assert_eq!(check("primary, localhost"), (true, networks(&["127.0.0.0/8", "::1/128"])));
+    assert_eq!(check("10.0.0.0/8, primary"), (true, networks(&["10.0.0.0/8"])));
+    assert_eq!(check("all, localhost, primary, 10.0.0.0/8").1.len(), 5);
+    let names_loopback =
+        |cidrs: &[&str]| NodePortSelector { primary: false, cidrs: networks(cidrs) }.names_ipv6_loopback();
+    assert!(names_loopback(&["127.0.0.0/8", "::1/128"]));
+    assert!(!names_loopback(&["127.0.0.0/8", "::/0", "fd00::/8"]));
 }

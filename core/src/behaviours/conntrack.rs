@@ -9,7 +9,8 @@
 //! This module differs from kube-proxy in four points. The [`Tracker`]
 //!
 //! - also finds stale flows after a service is deleted or scaled to zero, and after a service loses
-//!   an address or a port, because it remembers the endpoints that the service used;
+//!   an address or a port, because it remembers the endpoints that the service used, also those of
+//!   an earlier run ([`Tracker::remember`]);
 //! - forgets these endpoints only when the caller takes over the cleanup ([`Tracker::commit`]), so
 //!   a failed sync loses nothing;
 //! - selects flows to a NodePort only if they were sent to an address of this node;
@@ -283,6 +284,19 @@ impl Tracker {
             self.plan_service(state, key, false, &mut plan);
         }
         plan
+    }
+
+    /// Remembers destinations of an earlier run and their endpoints: those of its state. Call this
+    /// function before the first plan.
+    pub fn remember(&mut self, earlier: &State) {
+        let plan = self.plan_all(earlier);
+        self.commit(plan);
+    }
+
+    /// Like [`Self::remember`], for destinations that rules of an earlier run have.
+    pub fn remember_rules(&mut self, earlier: impl IntoIterator<Item = (Frontend, Sources)>) {
+        // No Service has this name, so the next plan for all services counts it as deleted.
+        self.used.entry(Arc::new(ServiceKey::new("", ""))).or_default().extend(earlier);
     }
 
     /// Records that the rules of a plan are in the kernel. Returns the cleanup of the plan. The

@@ -182,6 +182,16 @@ impl Entry {
         &self.fates[origin as usize]
     }
 
+    /// The endpoints that packets of any origin reach.
+    #[must_use]
+    pub fn endpoints(&self) -> BTreeSet<SocketAddr> {
+        let endpoints = self.fates.iter().filter_map(|fate| match fate {
+            Fate::Forwarded(endpoints) | Fate::Partly(endpoints) => Some(&**endpoints),
+            Fate::NotServed | Fate::Rejected | Fate::Dropped => None,
+        });
+        endpoints.flatten().copied().collect()
+    }
+
     /// Sets the fate of packets from `origin`.
     pub fn set(&mut self, origin: Origin, fate: Fate) {
         self.fates[origin as usize] = fate;

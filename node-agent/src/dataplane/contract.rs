@@ -209,9 +209,6 @@ pub type Wake = Arc<dyn Fn() + Send + Sync>;
 /// call it again soon.
 pub type TryWake = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// The handle of dataplanes that run a program for each call.
-impl KernelHandle for () {}
-
 /// Work that becomes due by time, such as draining, or another attempt to write rejected objects.
 pub trait Maintain<K> {
     /// The time at which to call [`Self::maintain`]. `None` while no work is pending.

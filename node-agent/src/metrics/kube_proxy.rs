@@ -51,10 +51,11 @@ impl KubeProxyMetrics {
         add.counter("sync_proxy_rules_service_changes", "", "Changes of services", self.service_changes_total.clone());
         add.counter("proxy_healthz", "code", "Answers to /healthz", self.healthz.clone());
         add.counter("proxy_livez", "code", "Answers to /livez", self.livez.clone());
+        let mut add = registry.adder("kubeproxy_iptables");
         let help = "Dropped packets whose conntrack state was INVALID. 0 if packets are not counted, see headgate_agent_packet_counters";
-        add.counter("iptables_ct_state_invalid_dropped_packets", "", help, self.invalid_dropped.clone());
+        add.counter("ct_state_invalid_dropped_packets", "", help, self.invalid_dropped.clone());
         let help = "First packets of accepted connections to NodePorts on 127.0.0.0/8. 0 if packets are not counted, see headgate_agent_packet_counters";
-        add.counter("iptables_localhost_nodeports_accepted_packets", "", help, self.localhost_accepted.clone());
+        add.counter("localhost_nodeports_accepted_packets", "", help, self.localhost_accepted.clone());
     }
 
     /// Counts an answer to `/healthz`.

@@ -114,7 +114,7 @@ impl Metrics {
             self.kube_proxy.read_packet_counters();
         }
         self.process.refresh();
-        self.registry.encode()
+        self.registry.encode(self.sync.uses_nftables.get() != 0)
     }
 }
 
@@ -215,6 +215,20 @@ mod tests {
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }
+        let has = |text: &str, rules: &str| {
+            let mut names = text.lines().filter(|line| line.starts_with("kubeproxy_"));
+            names.any(|name| name.contains(&format!("{rules}_")))
+        };
+        assert!(has(&text, "iptables") && !has(&text, "nftables"), "{text}");
+        metrics.sync.set_mode("nftables", None);
+        let text = metrics.encode(&counts).unwrap();
+        for line in [
+            "kubeproxy_sync_proxy_rules_nftables_sync_failures_total{ip_family=\"IPv6\"} 1",
+            "kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total{ip_family=\"IPv4\"} 0",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+        assert!(!has(&text, "iptables"), "{text}");
         assert!(
             !text.contains("network_programming_duration_seconds_count{ip_family=\"IPv6\"}"),
             "a change that was triggered before the start of the process is not counted"

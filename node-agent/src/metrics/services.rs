@@ -83,12 +83,12 @@ mod tests {
         metrics.set(&services);
         let mut registry = MetricRegistry::default();
         metrics.register(&mut registry);
-        let text = registry.encode().unwrap();
+        let text = registry.encode(false).unwrap();
         assert!(text.contains("service_connections_total{namespace=\"ns\",service=\"s00000\"} 11\n"), "{text}");
         assert_eq!(text.matches("service_bytes_total{").count(), MAX_SERVICES);
         assert!(text.contains("headgate_agent_services_without_counters 7\n"));
         services.clear();
         metrics.set(&services);
-        assert!(!registry.encode().unwrap().contains("{namespace="), "metrics of removed Services disappear");
+        assert!(!registry.encode(false).unwrap().contains("{namespace="), "metrics of removed Services disappear");
     }
 }

@@ -222,7 +222,7 @@ mod tests {
         let udp = UdpStats { unknown_destination: 4, ..UdpStats::default() };
         let mut counts = ProxyCounts { services: [("ns/web".into(), stats)].into(), totals: stats, tcp, udp };
         metrics.refresh(&counts, false);
-        let text = registry.encode().unwrap();
+        let text = registry.encode(false).unwrap();
         for line in [
             "headgate_userspace_connections_accepted_total 7",
             "headgate_userspace_connections_open 2",
@@ -235,11 +235,11 @@ mod tests {
         assert!(!text.contains("{namespace="), "{text}");
         metrics.refresh(&counts, true);
         metrics.refresh(&counts, true);
-        let text = registry.encode().unwrap();
+        let text = registry.encode(false).unwrap();
         let line = "headgate_userspace_service_connections_accepted_total{namespace=\"ns\",service=\"web\"} 7\n";
         assert!(text.contains(line), "{text}");
         counts.services.clear();
         metrics.refresh(&counts, true);
-        assert!(!registry.encode().unwrap().contains("{namespace="), "metrics of removed Services disappear");
+        assert!(!registry.encode(false).unwrap().contains("{namespace="), "metrics of removed Services disappear");
     }
 }

@@ -14,7 +14,7 @@ pub use follower::{Changes, Find, Follower, Mailbox};
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use headgate_core::{Family, NodeFacts, ServiceKey, State, iptables::NodePortAddresses};
+use headgate_core::{Family, NodeFacts, ServiceKey, State, forwarding::Table, iptables::NodePortAddresses};
 use tokio::sync::watch;
 
 use crate::node_inputs::NodeInputs;
@@ -38,6 +38,10 @@ pub trait Observer: Send {
     /// Does the work of the step that was planned last. The caller calls this method when the rules
     /// of this step are in the kernel.
     fn applied(&mut self);
+
+    /// Gets what the kernel forwards before the first step, if the state of the last run is unknown
+    /// or may be older than the rules.
+    fn found(&mut self, _tables: &[Table]) {}
 
     /// Does the work for a state from disk. The caller calls this method repeatedly while the
     /// kernel has the rules of an earlier run and no control plane has confirmed the state. `state`

@@ -126,7 +126,7 @@ fn the_last_value_of_a_repeated_flag_is_used_and_lists_are_joined() {
     let configured = configured(&twice);
     let settings = &configured.settings;
     assert_eq!((settings.masquerade_all, settings.masquerade_bit, settings.allow_external_ips), (false, 5, false));
-    assert!(matches!(&settings.node_ports, NodePortSelector::Cidrs(cidrs) if cidrs.len() == 2));
+    assert_eq!(settings.node_ports.cidrs.len(), 2);
     assert!(configured.warning.unwrap().contains("--feature-gates A (Headgate does not use"));
     let options = parse(&["--cleanup", "--node-name=a", "--hostname-override=b"]).unwrap();
     assert_eq!(&*options.node_name(settings).unwrap(), "b");
@@ -211,12 +211,12 @@ fn http_servers_can_be_switched_off_and_bound_to_other_addresses() {
 }
 
 #[test]
-fn node_port_addresses_are_all_or_primary_or_cidrs() {
+fn node_port_addresses_are_words_and_ranges() {
     let selector = |list: &str| settings(&[&format!("--nodeport-addresses={list}")]).node_ports;
-    assert_eq!(selector("primary"), NodePortSelector::Primary);
-    assert_eq!(settings(&[]).node_ports, NodePortSelector::All);
-    assert!(matches!(selector("10.0.0.0/8,127.0.0.0/8"), NodePortSelector::Cidrs(cidrs) if cidrs.len() == 2));
-    assert!(refused(&["--nodeport-addresses=primary,10.0.0.0/8"]).contains("primary excludes everything else"));
+    assert_eq!(settings(&[]).node_ports, NodePortSelector::default());
+    assert_eq!(selector("primary"), NodePortSelector { primary: true, ..NodePortSelector::default() });
+    let mixed = selector("primary,localhost,10.0.0.0/8");
+    assert!(mixed.primary && mixed.cidrs.len() == 3, "{mixed:?}");
     assert!(refused(&["--nodeport-addresses=10.0.0.1"]).contains("is not a CIDR"));
 }
 

@@ -41,10 +41,11 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (O
     let path = file.path();
     let restored = match file.load() {
         Ok(Some(restored)) => {
-            let (state, position) = (restored.held.state(), restored.held.position());
+            let (state, (epoch, version)) = (restored.held.state(), restored.held.position().unwrap_or_default());
             let (services, endpoints) = (state.service_count(), state.endpoint_count());
             let may_be_behind = restored.may_be_behind;
-            info!(path = %path.display(), services, endpoints, ?position, may_be_behind, "read the last good state");
+            let epoch = format!("{epoch:016x}");
+            info!(path = %path.display(), services, endpoints, epoch, version, may_be_behind, "read the last good state");
             Some(restored)
         }
         Ok(None) => {

@@ -61,6 +61,9 @@ pub struct SyncMetrics {
     pub dataplane: DataplaneMetrics,
     /// 1 while rules count packets into [`crate::packet_counters`], else 0.
     pub counts_packets: Gauge,
+    /// 1 while the agent writes rules of nftables, else 0. It decides which of kube-proxy's metrics
+    /// are served.
+    pub uses_nftables: Gauge,
     verifications: Family<Labels<1>, Counter>,
     verified_at: Gauge,
     drifted: Family<[(&'static str, String); 2], Counter>,
@@ -101,6 +104,7 @@ impl Default for SyncMetrics {
             degraded_modes: Gauge::default(),
             dataplane: DataplaneMetrics::default(),
             counts_packets: Gauge::default(),
+            uses_nftables: Gauge::default(),
             verifications: Family::default(),
             verified_at: Gauge::default(),
             drifted: Family::default(),
@@ -161,7 +165,8 @@ impl SyncMetrics {
     }
 
     /// Records which backend runs, and why the agent chose this backend.
-    pub(super) fn set_mode(&self, backend: &str, reason: Option<&str>) {
+    pub(crate) fn set_mode(&self, backend: &str, reason: Option<&str>) {
+        self.uses_nftables.set(matches!(backend, "nftables" | "userspace").into());
         let labels = [("backend", backend.to_owned()), ("reason", reason.unwrap_or_default().to_owned())];
         self.mode.get_or_create(&labels).set(1);
     }
@@ -198,16 +203,23 @@ impl SyncMetrics {
         let labels = "ip_family, traffic_policy (internal, external)";
         let help = "Service ports whose traffic is dropped on this node, because their policy is Local and all their endpoints are on other nodes";
         add.gauge("sync_proxy_rules_no_local_endpoints_total", labels, help, self.no_local_endpoints.clone());
+        let mut add = registry.adder("kubeproxy_sync_proxy_rules_nftables");
+        let help = "Syncs that failed to program the kernel";
+        add.counter("sync_failures", family, help, self.restore_failures.clone());
+        let help = "Always 0: the agent deletes old rules in the transaction of a sync, not afterwards as kube-proxy";
+        let never = Family::<Labels<1>, Counter>::default();
+        IpFamily::BOTH.iter().for_each(|family| drop(never.get_or_create(&family_label(*family))));
+        add.counter("cleanup_failures", family, help, never);
+        let mut add = registry.adder("kubeproxy_sync_proxy_rules_iptables");
         let labels = "ip_family, table (nat, filter)";
         let help = "iptables rules that Headgate has in the kernel";
-        add.gauge("sync_proxy_rules_iptables_total", labels, help, self.iptables_total.clone());
+        add.gauge("total", labels, help, self.iptables_total.clone());
         let help = "iptables rules that the last sync wrote";
-        add.gauge("sync_proxy_rules_iptables_last", labels, help, self.iptables_last.clone());
+        add.gauge("last", labels, help, self.iptables_last.clone());
         let help = "Syncs that failed to program the kernel";
-        add.counter("sync_proxy_rules_iptables_restore_failures", family, help, self.restore_failures.clone());
+        add.counter("restore_failures", family, help, self.restore_failures.clone());
         let help = "Syncs of only the changed Services that failed to program the kernel";
-        let name = "sync_proxy_rules_iptables_partial_restore_failures";
-        add.counter(name, family, help, self.partial_restore_failures.clone());
+        add.counter("partial_restore_failures", family, help, self.partial_restore_failures.clone());
     }
 
     /// Records a sync that succeeded. `triggers` are the triggers of the endpoint changes that the

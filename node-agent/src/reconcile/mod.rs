@@ -9,14 +9,16 @@
 
 pub mod metrics;
 mod quarantine;
+mod summary;
 mod verification;
 
 pub use metrics::{SyncKind, SyncMetrics};
 
-use self::quarantine::Quarantine;
+use self::{quarantine::Quarantine, summary::Summary};
 
 use std::{
     collections::BTreeSet,
+    mem,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -112,6 +114,9 @@ pub struct Reconciler {
     /// When the next precautionary full sync is due.
     full_sync_at: Instant,
     pauses: verification::Pauses,
+    /// See [`Self::with_unknown_rules`].
+    has_unknown_rules: bool,
+    summary: Summary,
 }
 
 /// A step that has been planned but not applied.
@@ -162,6 +167,8 @@ impl Reconciler {
             failed_verifications: 0,
             full_sync_at,
             pauses: verification::Pauses::default(),
+            has_unknown_rules: false,
+            summary: Summary::default(),
         };
         (reconciler, receiver)
     }
@@ -184,6 +191,14 @@ impl Reconciler {
     #[must_use]
     pub fn with_interfaces(mut self, interfaces: Interfaces) -> Self {
         self.interfaces = interfaces;
+        self
+    }
+
+    /// Makes the first sync tell the observers which rules it found. This takes as long as a
+    /// verification, so it is only for an agent that does not know the state of the last run.
+    #[must_use]
+    pub fn with_unknown_rules(mut self, are_unknown: bool) -> Self {
+        self.has_unknown_rules = are_unknown;
         self
     }
 
@@ -214,7 +229,7 @@ impl Reconciler {
             self.verify_at = Instant::now();
         }
         loop {
-            let due = [self.quarantine.next_due(), self.maintain_at()];
+            let due = [self.quarantine.next_due(), self.maintain_at(), self.summary.due_at()];
             let verify_at = due.into_iter().flatten().fold(self.verify_at, Instant::min);
             match self.shared.wait(self.done, self.pace, verify_at) {
                 Wake::Stop => return,
@@ -230,6 +245,7 @@ impl Reconciler {
                 Wake::Verify => self.verify(),
             }
             self.publish_status();
+            self.summary.log(Instant::now());
         }
     }
 
@@ -239,6 +255,12 @@ impl Reconciler {
             self.resolve_inputs();
         }
         let Self { dataplane, observers, shared, unfinished, quarantine, .. } = self;
+        if mem::take(&mut self.has_unknown_rules) {
+            match dataplane.decode() {
+                Ok(tables) => observers.iter_mut().for_each(|observer| observer.found(&tables)),
+                Err(error) => info!(%error, "the rules of the last run are unknown"),
+            }
+        }
         let Some(attempt) = shared.take(|work| begin(dataplane.as_mut(), observers, work, unfinished, quarantine))
         else {
             return;
@@ -256,7 +278,7 @@ impl Reconciler {
         match result {
             Ok(report) => {
                 self.succeeded(target, generation, kind, &report, started.elapsed());
-                let to_retry = std::mem::take(&mut self.unfinished.to_retry);
+                let to_retry = mem::take(&mut self.unfinished.to_retry);
                 self.retry(&to_retry);
             }
             Err(error) if error.kind == ErrorKind::Rejected && self.quarantine_rejected(kind, &error) => {
@@ -366,7 +388,7 @@ impl Reconciler {
             info!(version = target.version, attempts = self.failures.attempts(), "programmed after failures");
         }
         self.done = Some(generation);
-        let to_retry = std::mem::take(&mut self.unfinished.to_retry);
+        let to_retry = mem::take(&mut self.unfinished.to_retry);
         self.unfinished = Unfinished { to_retry, ..Unfinished::default() };
         if kind == SyncKind::Full {
             self.full_sync_at = Instant::now() + self.timing.full_sync_period;
@@ -378,6 +400,7 @@ impl Reconciler {
         let triggers = self.shared.backlog().succeeded(&families(&statistics));
         self.metrics.succeeded(kind, took, report, &statistics, &triggers);
         self.metrics.version_programmed.set(target.version);
+        self.summary.add(target.version, report, took);
         let Report { services_planned, objects_written, .. } = *report;
         let programmed = Some(Programmed { target, generation, took, services_planned, objects_written });
         let counts_packets = statistics.iter().any(|family| family.statistics.counts_packets);
@@ -494,7 +517,7 @@ impl Reconciler {
         if inputs == *self.inputs.borrow() {
             return;
         }
-        info!(?inputs, "node addresses or pod ranges changed");
+        info!(%inputs, "node addresses or pod ranges changed");
         if self.dataplane.configure(&inputs) {
             self.unfinished.needs_full = true;
             self.done = None;

@@ -292,7 +292,7 @@ fn a_failed_sync_is_reported_with_its_error_and_not_acknowledged() {
     assert!(progress.programmed.is_none());
     let mut registry = MetricRegistry::default();
     run.metrics.register(&mut registry);
-    let text = registry.encode().unwrap();
+    let text = registry.encode(false).unwrap();
     assert!(text.contains("headgate_agent_applies_failed_total{kind=\"full\"} 1"), "{text}");
 }
 

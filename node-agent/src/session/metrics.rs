@@ -85,8 +85,8 @@ impl SessionMetrics {
         self.stream_errors.get_or_create(&[("reason", reason)]).inc();
     }
 
-    /// Counts a stream that began with this resume mode.
-    pub fn resumed(&self, mode: ResumeMode) {
+    /// Counts a stream that began with this resume mode. Returns the name of the mode.
+    pub fn resumed(&self, mode: ResumeMode) -> &'static str {
         let mode = match mode {
             ResumeMode::Log => "log",
             ResumeMode::Digests => "digests",
@@ -94,6 +94,7 @@ impl SessionMetrics {
             ResumeMode::Unspecified => "unspecified",
         };
         self.resumes.get_or_create(&[("mode", mode)]).inc();
+        mode
     }
 
     /// Records the source age of a heartbeat.

@@ -183,9 +183,9 @@ impl Stream {
             tls.on_accepted();
         }
         self.failover.on_source(source, Instant::now());
-        info!(%replica, name, ?mode, "connected");
+        let mode = context.metrics.resumed(mode);
+        info!(%replica, name, mode, "connected");
         context.metrics.connected.set(1);
-        context.metrics.resumed(mode);
         self.reporter.epoch = Some(epoch);
         self.silent_after = heartbeat_interval.saturating_mul(MISSED_HEARTBEATS);
         // The replica needs a failure before the first ACK, and after a resume by log an ACK even

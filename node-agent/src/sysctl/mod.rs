@@ -23,6 +23,8 @@ const MAX_BY_CORES: u64 = 1 << 20;
 
 const PARAMETERS: &str = "proc/sys/net/netfilter";
 const HASH_SIZE: &str = "sys/module/nf_conntrack/parameters/hashsize";
+const NO_CONNTRACK: &str =
+    "load the module nf_conntrack, give the agent the capability NET_ADMIN, or set the conntrack settings to 0";
 
 /// A parameter that could not be set. Like kube-proxy, the agent does not start in this case.
 #[derive(Debug, thiserror::Error)]
@@ -102,33 +104,36 @@ impl Sysctls {
         fs::read_to_string(path).is_ok_and(|value| value.trim() != "0")
     }
 
-    /// Sets the size of the connection tracking table. Raises the number of hash buckets to at
-    /// least a quarter of this size, so that hash chains stay short.
+    /// Raises the size of the connection tracking table, and the number of hash buckets to at least
+    /// a quarter of this size, so that hash chains stay short.
     fn set_max(&mut self, max: u64) -> Result<(), SysctlError> {
-        if self.set_parameter("nf_conntrack_max", &max.to_string())? == Outcome::ReadOnly {
+        let path = self.root.join(PARAMETERS).join("nf_conntrack_max");
+        if self.raise(&path, max, NO_CONNTRACK)? == Outcome::ReadOnly {
             return Ok(());
         }
-        let path = self.root.join(HASH_SIZE);
-        let wanted = max / 4;
-        let found = fs::read_to_string(&path).ok().and_then(|text| text.trim().parse::<u64>().ok());
-        if found.is_some_and(|found| found >= wanted) {
-            return Ok(());
+        let remedy = "set it with the option hashsize of the module nf_conntrack, or pass --conntrack-max-per-core=0";
+        self.raise(&self.root.join(HASH_SIZE), max / 4, remedy).map(drop)
+    }
+
+    /// Raises a parameter. As in kube-proxy 1.37, a larger value stays: the operator or other
+    /// software chose it, and the kernel would refuse connections that it now tracks. 0 is no
+    /// limit.
+    fn raise(&mut self, path: &Path, wanted: u64, remedy: &'static str) -> Result<Outcome, SysctlError> {
+        let found = fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok());
+        match found.filter(|found| *found == 0 || *found >= wanted) {
+            Some(found) => {
+                if found != wanted {
+                    info!(parameter = %path.display(), value = found, wanted, "kernel parameter stays: it is only raised");
+                }
+                Ok(Outcome::AsWanted)
+            }
+            None => self.write(path, &wanted.to_string(), remedy),
         }
-        self.write(
-            &path,
-            &wanted.to_string(),
-            "set it with the option hashsize of the module nf_conntrack, or pass --conntrack-max-per-core=0",
-        )
-        .map(drop)
     }
 
     fn set_parameter(&mut self, name: &str, value: &str) -> Result<Outcome, SysctlError> {
         let path = self.root.join(PARAMETERS).join(name);
-        self.write(
-            &path,
-            value,
-            "load the module nf_conntrack, give the agent the capability NET_ADMIN, or set the conntrack settings to 0",
-        )
+        self.write(&path, value, NO_CONNTRACK)
     }
 
     fn write(&mut self, path: &Path, value: &str, remedy: &'static str) -> Result<Outcome, SysctlError> {
@@ -240,6 +245,20 @@ mod tests {
         Sysctls::at(root.path()).set_conntrack(&liberal).unwrap();
         assert!(Sysctls::at(root.path()).is_tcp_liberal());
         assert_eq!(read("nf_conntrack_max"), "8192");
+    }
+
+    // rows: 88
+    #[test]
+    fn row_88_the_table_is_never_made_smaller() {
+        for larger in ["2000000", "0"] {
+            let root = machine(&[&[("nf_conntrack_max", larger)], &ALL[1..]].concat());
+            let config = Conntrack { max_per_core: 1, min: 8192, ..defaults() };
+            assert_eq!(Sysctls::at(root.path()).set_conntrack(&config).unwrap(), Vec::<String>::new());
+            let max = fs::read_to_string(root.path().join(PARAMETERS).join("nf_conntrack_max")).unwrap();
+            assert_eq!(max.trim(), larger);
+            // The number of hash buckets still follows the wanted size.
+            assert_eq!(fs::read_to_string(root.path().join(HASH_SIZE)).unwrap(), "2048");
+        }
     }
 
     #[test]

@@ -269,12 +269,14 @@ impl Page {
         lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
     }
 
-    /// Whether the first sync of `services` Services is complete. The programmed version and the
-    /// number of programmed rules show this.
+    /// Whether the first sync of `services` Services is complete. The programmed version shows
+    /// this, and the number of programmed rules, which mode nftables counts as written objects.
     pub(super) fn is_programmed(&self, services: u32, endpoints: u32) -> bool {
         let rules = f64::from(services) * f64::from(endpoints);
         self.value("headgate_agent_version_programmed") >= f64::from(services.min(1))
-            && self.value("kubeproxy_sync_proxy_rules_iptables_total") > rules
+            && self.value("kubeproxy_sync_proxy_rules_iptables_total")
+                + self.value("headgate_agent_objects_written_total")
+                > rules
     }
 }
 

@@ -299,6 +299,15 @@ fn a_closed_listener_serves_nobody_and_does_not_keep_the_thread_alive() {
 }
 
 #[test]
+fn a_thread_without_a_listener_and_without_a_session_does_not_seem_to_hang() {
+    let bed = Bed::simple(&[]);
+    thread::sleep(Duration::from_millis(150));
+    bed.proxy.stop_listening(bed.listener);
+    thread::sleep(Duration::from_millis(300));
+    assert_eq!(bed.proxy.since_last_turn(), Duration::ZERO, "the thread waits without a limit");
+}
+
+#[test]
 fn every_datagram_that_the_proxy_drops_has_a_reason() {
     // Nobody listens at the endpoint.
     let closed = UdpSocket::bind("127.0.0.1:0").unwrap();

@@ -215,7 +215,7 @@ impl Worker {
                 Err(Errno::INTR) => &[],
                 Err(error) => return Err(error.into()),
             };
-            self.beat();
+            self.now_ms = self.heartbeat.0.now_ms();
             for event in ready {
                 let token = event.data.u64();
                 if token == WAKE {
@@ -236,18 +236,14 @@ impl Worker {
         Ok(())
     }
 
-    /// Reads the clock, and records that this thread does not hang.
-    fn beat(&mut self) {
-        let (heartbeats, number) = &self.heartbeat;
-        self.now_ms = heartbeats.now_ms();
-        let last_ms = if self.listeners.is_empty() { u64::MAX } else { self.now_ms };
-        heartbeats.last_ms[*number].store(last_ms, Ordering::Relaxed);
-    }
-
-    /// The time until something is due.
+    /// The time until something is due. Records that this thread does not hang, or, before a wait
+    /// that may be longer than a heartbeat, that it is idle.
     fn wait_ms(&self) -> Option<u64> {
+        let (heartbeats, number) = &self.heartbeat;
+        let now_ms = heartbeats.now_ms();
         let beat_ms = (!self.listeners.is_empty()).then_some(HEARTBEAT_MS);
-        beat_ms.into_iter().chain(self.wheel.next_ms(self.heartbeat.0.now_ms())).min()
+        heartbeats.last_ms[*number].store(beat_ms.map_or(u64::MAX, |_| now_ms), Ordering::Relaxed);
+        beat_ms.into_iter().chain(self.wheel.next_ms(now_ms)).min()
     }
 
     fn token(&self, slot: usize) -> u64 {
@@ -265,7 +261,6 @@ impl Worker {
                 if added.is_err() {
                     self.counters.exhausted.add(1);
                 }
-                self.beat();
             }
             // The sessions of the listener end when they are idle, or when their endpoint answers.
             Command::StopListening(id) => {

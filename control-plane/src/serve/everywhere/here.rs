@@ -14,6 +14,7 @@ use headgate_proto::v1::{self, question::Wanted};
 use tokio::time::{Instant, sleep_until};
 
 use crate::{
+    metrics::kind_name,
     serve::fleet::{Agent, Fleet},
     store::{Last, Topic},
     transaction::SourceKind,
@@ -125,7 +126,8 @@ pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -
         let seen = match (&behind, target) {
             (Some((kind, here, there)), _) => {
                 store.want_position(*kind, *there);
-                Err(format!("the replica is at position {here} of {kind:?}, and another replica is at {there}"))
+                let kind = kind_name(*kind);
+                Err(format!("the replica is at position {here} of {kind}, and another replica is at {there}"))
             }
             (None, Some(version)) => Ok(version),
             (None, None) => question.seen(fleet),

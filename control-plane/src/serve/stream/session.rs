@@ -27,6 +27,7 @@ use super::{
 };
 use crate::{
     identity::{Expiry, Peer},
+    metrics::kind_name,
     serve::{
         context::{Context, Lifecycle, Network, PositionWait, Signal, Warning, milliseconds},
         fleet::{Agent, End, Lateness, balance},
@@ -350,12 +351,12 @@ fn wait_is_over(behind: &mut BehindWait, not_yet: NotYet, context: &Context, age
     if let NotYet::Behind { kind, here, there } = not_yet {
         if wait == Wait::Begins {
             context.metrics.behind_waits.inc();
-            tracing::info!(node = %agent.node, ?kind, here, there, "this replica's source is behind the agent's state: the agent waits");
+            tracing::info!(node = %agent.node, kind = kind_name(kind), here, there, "this replica's source is behind the agent's state: the agent waits");
         }
         if wait == Wait::Expires {
             context.metrics.behind_waits_expired.inc();
             if context.warnings.admit(Warning::WentBack, now) {
-                tracing::warn!(node = %agent.node, ?kind, here, there,
+                tracing::warn!(node = %agent.node, kind = kind_name(kind), here, there,
                     "this replica's source is still behind the agent's state (was etcd restored from a backup?): the agent receives this replica's older state");
             }
         }

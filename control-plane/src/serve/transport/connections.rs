@@ -38,7 +38,7 @@ pub(crate) fn dispatch(
                     context.metrics.count_connection_refused(reason);
                     if context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
                         let peer = &connection.peer;
-                        tracing::warn!(address = %peer.address, identity = ?peer.identity, reason, "connection refused");
+                        tracing::warn!(address = %peer.address, identity = %peer.identity, reason, "connection refused");
                     }
                     continue;
                 }

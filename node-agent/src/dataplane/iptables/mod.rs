@@ -35,7 +35,7 @@ pub use super::xtables::Variant;
 use super::{
     Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, FindFaults, Maintain, Report, StateSource,
     Statistics,
-    xtables::{self, Rules, bisect, programs::Programs},
+    xtables::{self, Flushes, Rules, bisect, programs::Programs},
 };
 use crate::node_inputs::NodeInputs;
 
@@ -97,12 +97,12 @@ impl DualStack<IptablesFamily> {
         let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
         let families = config.families.clone();
         let make = move |family| IptablesFamily::new(&config, family, variant);
-        Ok(Self::assemble(name, (), xtables::leftovers(variant), families, make))
+        Ok(Self::assemble(name, Flushes::of(variant), xtables::leftovers(variant), families, make))
     }
 }
 
 impl Dataplane for IptablesFamily {
-    type Kernel = ();
+    type Kernel = Flushes;
     type Found = ExistingTables;
     type Plan = (Script, u32);
 
@@ -118,14 +118,14 @@ impl Dataplane for IptablesFamily {
         self.ledger.set_ruleset(ruleset(config))
     }
 
-    fn prepare(&mut self, (): &mut ()) -> Result<Vec<String>, DataplaneError> {
+    fn prepare(&mut self, _kernel: &mut Flushes) -> Result<Vec<String>, DataplaneError> {
         self.make_counters();
         let has_guard = has_localnet_guard(self.ledger.config());
         let failed = if has_guard { sysctl::route_localnet().err() } else { None };
         Ok(failed.into_iter().collect())
     }
 
-    fn read(&mut self, (): &mut ()) -> Result<ExistingTables, DataplaneError> {
+    fn read(&mut self, _kernel: &mut Flushes) -> Result<ExistingTables, DataplaneError> {
         self.rules.programs.existing_tables()
     }
 
@@ -139,7 +139,7 @@ impl Dataplane for IptablesFamily {
 
     fn apply(
         &mut self,
-        kernel: &mut (),
+        kernel: &mut Flushes,
         (script, services_planned): Self::Plan,
         source: Option<&dyn StateSource>,
     ) -> Result<Report, DataplaneError> {
@@ -162,17 +162,17 @@ impl Dataplane for IptablesFamily {
         plan.map_or(Err(error), |plan| self.apply(kernel, plan, Some(source)))
     }
 
-    fn check(&mut self, (): &mut ()) -> Result<Option<String>, DataplaneError> {
+    fn check(&mut self, _kernel: &mut Flushes) -> Result<Option<String>, DataplaneError> {
         self.rules.check(self.ledger.jumps())
     }
 
-    fn compare(&mut self, kernel: &mut ()) -> Result<Vec<String>, DataplaneError> {
+    fn compare(&mut self, kernel: &mut Flushes) -> Result<Vec<String>, DataplaneError> {
         let found = self.read(kernel)?;
         let is_same = self.ledger.matches(&found);
         Ok(if is_same { Vec::new() } else { vec!["the kernel's iptables rules differ from the agent's".to_owned()] })
     }
 
-    fn decode(&mut self, (): &mut ()) -> Result<forwarding::Table, DataplaneError> {
+    fn decode(&mut self, _kernel: &mut Flushes) -> Result<forwarding::Table, DataplaneError> {
         let RenderConfig { family, masquerade, leaves_out_sctp, listeners, .. } = self.ledger.config();
         let rules = self.rules.programs.for_decoder()?;
         let listeners = listeners.values().copied().collect();
@@ -188,31 +188,31 @@ impl Dataplane for IptablesFamily {
         self.rules.missing_sctp(demand, "ports of SCTP do not work").into_iter().collect()
     }
 
-    fn maintenance(&mut self) -> Option<&mut dyn Maintain<()>> {
+    fn maintenance(&mut self) -> Option<&mut dyn Maintain<Flushes>> {
         Some(self)
     }
 
-    fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<()>> {
+    fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<Flushes>> {
         Some(self)
     }
 }
 
-impl Maintain<()> for IptablesFamily {
+impl Maintain<Flushes> for IptablesFamily {
     fn due_at(&self) -> Option<Instant> {
         self.rules.sctp.retry_at()
     }
 
-    fn maintain(&mut self, (): &mut (), now: Instant) -> Result<(), DataplaneError> {
+    fn maintain(&mut self, _kernel: &mut Flushes, now: Instant) -> Result<(), DataplaneError> {
         let retried = self.rules.retry_sctp(now);
         self.leave_out_sctp();
         retried
     }
 }
 
-impl FindFaults<()> for IptablesFamily {
+impl FindFaults<Flushes> for IptablesFamily {
     fn find_faults(
         &mut self,
-        (): &mut (),
+        _kernel: &mut Flushes,
         source: &dyn StateSource,
         suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
     ) -> Result<Vec<Fault>, DataplaneError> {

@@ -19,8 +19,10 @@ use tracing::info;
 
 use super::{
     super::{
-        DataplaneError, ErrorKind, KernelHandle,
+        DataplaneError, ErrorKind, KernelHandle, Wake,
         ip_sets::{kind_of_netlink, of_sets},
+        metrics::DataplaneMetrics,
+        xtables::{Flushes, Variant},
     },
     sysctl::Sysctls,
 };
@@ -39,11 +41,17 @@ pub struct Kernel {
     routing: Option<Routing>,
     /// The result of [`Self::prepare`] after its first success.
     prepared: Option<Vec<String>>,
+    /// Follows the iptables rules beside the virtual servers.
+    flushes: Flushes,
 }
 
 impl KernelHandle for Kernel {
     fn reset(&mut self) {
-        *self = Self { prepared: self.prepared.take(), ..Self::default() };
+        (self.ipvs, self.sets, self.routing) = (None, None, None);
+    }
+
+    fn follow(&mut self, wake: Wake, metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
+        self.flushes.follow(wake, metrics)
     }
 }
 
@@ -57,6 +65,11 @@ fn or_open<T, E>(slot: &mut Option<T>, open: impl FnOnce() -> Result<T, E>) -> R
 }
 
 impl Kernel {
+    /// For a variant of iptables, which must not be `Auto`.
+    pub(super) fn new(variant: Variant) -> Self {
+        Self { flushes: Flushes::of(variant), ..Self::default() }
+    }
+
     /// Sets kernel parameters and time-outs at the first call. Returns a sentence for each optional
     /// parameter that cannot be set.
     ///

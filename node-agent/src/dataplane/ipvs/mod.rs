@@ -88,7 +88,7 @@ impl DualStack<IpvsFamily> {
             });
             IpvsFamily::new(Rules::new(family, variant), ledger, Arc::clone(&config))
         };
-        let dataplane = Self::assemble("ipvs", Kernel::default(), own, config.families.clone(), make);
+        let dataplane = Self::assemble("ipvs", Kernel::new(variant), own, config.families.clone(), make);
         probe::require(config.settings.scheduler, &dataplane.families())?;
         Ok(dataplane)
     }

@@ -106,16 +106,17 @@ fn compare(
                 }
                 listed => listed?,
             };
+            let named = |element: &_| elements::encode(element).1.key.to_string();
             let (mut is_wanted, mut differences) = (vec![false; listed.len()], Vec::new());
             for element in ledger.elements().filter(|element| elements::set_of(element) == *set) {
                 match listed.binary_search(&Ok(element)) {
                     Ok(at) => is_wanted[at] = true,
-                    Err(_) => differences.push(format!("the set {set} of the table {table} lacks {element:?}")),
+                    Err(_) => differences.push(format!("the set {set} of the table {table} lacks {}", named(&element))),
                 }
             }
             for (element, _) in listed.iter().zip(&is_wanted).filter(|(_, is_wanted)| !**is_wanted) {
                 let named = match element {
-                    Ok(element) => format!("{element:?}"),
+                    Ok(element) => named(element),
                     Err(key) => key.to_string(),
                 };
                 differences.push(format!("the set {set} of the table {table} has a foreign element {named}"));

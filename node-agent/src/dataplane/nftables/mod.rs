@@ -26,6 +26,7 @@ pub(super) use gate::Gate;
 pub(crate) use leftover::{kube_proxys_tables, tables};
 pub use nftables_netlink::Feature;
 pub use service_counters::{Counts, ServiceCounters, read_counters};
+pub(super) use watch::Watch;
 
 use std::{collections::BTreeMap, net::SocketAddr, time::Instant};
 
@@ -44,7 +45,7 @@ use self::{
 };
 use super::{
     Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Maintain, Report, StateSource, Statistics,
-    TableStatistics, iptables::route_localnet,
+    iptables::route_localnet,
 };
 use crate::{
     decoders::{
@@ -106,7 +107,6 @@ pub struct NftablesFamily {
     rejected: Rejected,
     /// When to write the addresses of the node, because they changed.
     addresses_due_at: Option<Instant>,
-    last_written: u32,
 }
 
 /// The table of one family, as read from the kernel.
@@ -230,7 +230,6 @@ pub(super) fn open(config: &Config) -> Result<(Connection, impl Fn(Family) -> Nf
             rejected: Rejected::new(),
             replies_to_ping,
             addresses_due_at: None,
-            last_written: 0,
         }
     };
     Ok((kernel, make))
@@ -355,8 +354,8 @@ impl Dataplane for NftablesFamily {
         }
         let added = bulk::after(written, plan.added(&self.ledger));
         elements::write(&plan.delete, added, &table, &mut transaction);
-        self.last_written = u32::try_from(plan.added_count(&self.ledger) + plan.delete.len()).unwrap_or(u32::MAX);
-        report.objects_written = report.objects_written.saturating_add(self.last_written);
+        let written = u32::try_from(plan.added_count(&self.ledger) + plan.delete.len()).unwrap_or(u32::MAX);
+        report.objects_written = report.objects_written.saturating_add(written);
         if transaction.message_count() == before && !needs_table && report.warnings.is_empty() {
             self.ledger.confirm();
             return Ok(report);
@@ -420,13 +419,7 @@ impl Dataplane for NftablesFamily {
     }
 
     fn statistics(&self) -> Statistics {
-        let rules = self.layout.chains.values().map(|chain| chain.rules.len()).sum::<usize>();
-        let total = u32::try_from(rules + self.ledger.element_count()).unwrap_or(u32::MAX);
-        Statistics {
-            rules: vec![TableStatistics { table: "headgate", total, last: self.last_written }],
-            no_local: self.ledger.no_local_endpoints(),
-            ..Statistics::default()
-        }
+        Statistics { no_local: self.ledger.no_local_endpoints(), ..Statistics::default() }
     }
 }
 

@@ -45,23 +45,40 @@ struct Seen {
     lost: Vec<Family>,
 }
 
+/// Returns the family and a sentence, if another program made this change and rules may be missing.
+type Sign = fn(&Changed) -> Option<(Family, String)>;
+
 /// The thread, and what it has seen. The thread ends when this value is dropped.
 #[derive(Debug)]
-pub(super) struct Watch {
+pub(in crate::dataplane) struct Watch {
     seen: Arc<Mutex<Seen>>,
     _stop: watch::Sender<()>,
 }
 
 impl Watch {
-    /// Starts the thread in the network namespace of the caller. `own_port` is the connection that
-    /// writes.
+    /// Starts the thread in the network namespace of the caller, for the table of this agent.
+    /// `own_port` is the connection that writes.
     ///
     /// # Errors
     /// The kernel does not accept the subscription, or the system cannot start the thread.
     pub(super) fn start(own_port: u32, wake: Wake, metrics: &DataplaneMetrics) -> Result<Self, io::Error> {
+        Self::follow(Some(own_port), foreign_change, wake, metrics.clone())
+    }
+
+    /// Like [`Self::start`], for the changes that `sign` turns into sentences. `own_port` is a
+    /// connection whose changes do not count.
+    ///
+    /// # Errors
+    /// The same errors as [`Self::start`].
+    pub(in crate::dataplane) fn follow(
+        own_port: Option<u32>,
+        sign: Sign,
+        wake: Wake,
+        metrics: DataplaneMetrics,
+    ) -> Result<Self, io::Error> {
         let seen = Arc::<Mutex<Seen>>::default();
         let (stop, mut stopped) = watch::channel(());
-        let follower = Follower { seen: Arc::clone(&seen), own_port, wake, metrics: metrics.clone() };
+        let follower = Follower { seen: Arc::clone(&seen), own_port, sign, wake, metrics };
         let monitor = follower.open().map_err(io::Error::other)?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         thread::Builder::new().name("nftables".into()).spawn(move || {
@@ -108,14 +125,18 @@ impl Watch {
 
 struct Follower {
     seen: Arc<Mutex<Seen>>,
-    own_port: u32,
+    own_port: Option<u32>,
+    sign: Sign,
     wake: Wake,
     metrics: DataplaneMetrics,
 }
 
 impl Follower {
     fn open(&self) -> Result<Monitor, NftablesError> {
-        Monitor::open_without(self.own_port, RECEIVE_BUFFER_BYTES)
+        match self.own_port {
+            Some(port) => Monitor::open_without(port, RECEIVE_BUFFER_BYTES),
+            None => Monitor::open(RECEIVE_BUFFER_BYTES),
+        }
     }
 
     async fn run(self, monitor: Monitor) {
@@ -170,7 +191,7 @@ impl Follower {
                     is_changed = true;
                 }
                 Observed::Events(events) => {
-                    for (family, sentence) in events.iter().filter_map(|event| foreign_change(&event.what)) {
+                    for (family, sentence) in events.iter().filter_map(|event| (self.sign)(&event.what)) {
                         self.metrics.foreign_changes.inc();
                         self.lock().changes.entry(family).or_insert(sentence);
                         is_changed = true;

@@ -43,7 +43,7 @@ use super::{
     iptables::{self, IptablesFamily, Variant},
     metrics::DataplaneMetrics,
     nftables::{self, NftablesFamily},
-    xtables,
+    xtables::{self, Flushes},
 };
 use crate::node_inputs::NodeInputs;
 
@@ -155,7 +155,7 @@ pub fn over_iptables(
     let make = |family| IptablesFamily::new(config, family, variant);
     // The rules come before the set that they refer to.
     let own = xtables::leftovers(variant).into_iter().chain([gates()]).collect();
-    assemble(name, (), own, config.families.clone(), (SetGate::connect, proxy), make)
+    assemble(name, Flushes::of(variant), own, config.families.clone(), (SetGate::connect, proxy), make)
 }
 
 fn assemble<R: GatedRules>(

@@ -86,7 +86,7 @@ impl GatedRules for IptablesFamily {
     /// The rules redirect no datagrams.
     fn change_redirects(
         &self,
-        (): &mut (),
+        _kernel: &mut Self::Kernel,
         _replaces_all: bool,
         _removed: &[Redirect],
         _added: &[Redirect],

@@ -3,6 +3,7 @@
 //! whose rules are rejected.
 
 pub(super) mod bisect;
+mod flushes;
 pub(super) mod programs;
 mod rules;
 mod sctp;
@@ -16,7 +17,7 @@ use headgate_core::{
     iptables::{Jump, Script, Table, Tally},
 };
 
-pub(super) use self::rules::Kept;
+pub(super) use self::{flushes::Flushes, rules::Kept};
 use self::{programs::Programs, sctp::Sctp};
 use super::{
     DataplaneError, ErrorKind, Report, Statistics, TableStatistics, dual_stack::has_ipv6,

@@ -133,7 +133,7 @@ impl Programs {
     /// False for a legacy table that does not exist yet: a program that reads the table would
     /// create it. Programs run in the network namespace of the thread that starts them, so this
     /// function reads `/proc/thread-self/net` and not `/proc/net`.
-    fn may_have(&self, table: Table) -> bool {
+    pub(super) fn may_have(&self, table: Table) -> bool {
         let names = match self.family {
             Family::V4 => "/proc/thread-self/net/ip_tables_names",
             Family::V6 => "/proc/thread-self/net/ip6_tables_names",

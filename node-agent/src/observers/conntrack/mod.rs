@@ -19,8 +19,9 @@ use std::{
 };
 
 use headgate_core::{
-    Family, NodeFacts, State,
+    Family, NodeFacts, Protocol, State,
     conntrack::{Cleanup, CleanupPlan, Tracker},
+    forwarding::Table,
 };
 use prometheus_client::metrics::{counter::Counter, family::Family as Labelled, histogram::Histogram};
 use tracing::{debug, info, warn};
@@ -81,13 +82,20 @@ pub struct ConntrackCleaner {
 impl ConntrackCleaner {
     /// Starts the thread, which works in the network namespace of the caller. `node_ports` provides
     /// the addresses that answer NodePorts, and `interfaces` provides all addresses of the node.
+    /// `earlier` is the state of the last run, so that flows to what was removed since end, too.
     ///
     /// # Errors
     /// The operating system cannot start a thread.
-    pub fn start(metrics: ConntrackMetrics, node_ports: NodePorts, interfaces: Interfaces) -> io::Result<Self> {
+    pub fn start(
+        metrics: ConntrackMetrics,
+        node_ports: NodePorts,
+        interfaces: Interfaces,
+        earlier: &State,
+    ) -> io::Result<Self> {
         let passes = Passes { metrics, node_ports, interfaces };
-        let worker = Worker::start(move |cleanup| passes.pass(cleanup))?;
-        Ok(Self::with(worker))
+        let mut cleaner = Self::with(Worker::start(move |cleanup| passes.pass(cleanup))?);
+        cleaner.tracker.remember(earlier);
+        Ok(cleaner)
     }
 
     fn with(worker: Worker) -> Self {
@@ -96,6 +104,12 @@ impl ConntrackCleaner {
 }
 
 impl Observer for ConntrackCleaner {
+    fn found(&mut self, tables: &[Table]) {
+        let entries = tables.iter().flat_map(|table| &table.entries);
+        let udp = entries.filter(|(frontend, _)| frontend.protocol() == Protocol::Udp);
+        self.tracker.remember_rules(udp.map(|(frontend, entry)| (*frontend, entry.endpoints().into_iter().collect())));
+    }
+
     fn plan(&mut self, state: &State, _node: &NodeFacts, scope: Scope<'_>) {
         self.planned = Some(match scope {
             Scope::All => self.tracker.plan_all(state),

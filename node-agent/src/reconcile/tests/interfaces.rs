@@ -9,7 +9,7 @@ use headgate_settings::NodePortSelector;
 
 #[test]
 fn new_addresses_of_interfaces_are_used_at_once() {
-    let node_ports = NodePortSelector::Cidrs(vec!["10.0.0.0/8".parse().unwrap()]);
+    let node_ports = NodePortSelector { primary: false, cidrs: vec!["10.0.0.0/8".parse().unwrap()] };
     let (addresses, interfaces) = watch::channel(None);
     let shared = Arc::new(AgentState::new("node-1"));
     let dataplane = Box::new(InMemoryDataplane::new().0);

@@ -12,7 +12,7 @@ use headgate_core::Family as CoreFamily;
 use headgate_tests::{
     bench::conntrack::entries,
     testbed::{
-        Backend, Manifests, Outcome, Testbed,
+        AgentSetup, Backend, Manifests, Outcome, Testbed,
         client::HeldConnection,
         flow::{Flow, open_all},
         iptables::Variant,
@@ -115,6 +115,32 @@ fn follows_its_service(bed: &Testbed) -> Result<()> {
             deleted.is_some_and(|count| count > 0),
             "the metric {name}is {deleted:?}, which is not a positive number"
         );
+    }
+    Ok(())
+}
+
+/// The Service is deleted while no agent runs. The next agents know its flows from the state of the
+/// last run, or, without this state, from the rules.
+fn forgets_what_was_removed_meanwhile(bed: &Testbed) -> Result<()> {
+    let nodes = ["node-a", "node-b"];
+    let folder = bed.machines().folder().join("no-state");
+    for has_state in [true, false] {
+        let flows = open_all(bed, "dns", &WAYS)?;
+        all_answered_by(&flows, "b1")?;
+        for node in nodes {
+            bed.stop_agent(node)?;
+        }
+        bed.write(|manifests| manifests.remove("dns").map(drop))?;
+        for node in nodes {
+            let state = folder.join(node);
+            let state = state.to_str().context("the folder's name is not UTF-8")?;
+            let setup = if has_state { AgentSetup::default() } else { AgentSetup::with(&["--state-dir", state]) };
+            bed.start_agent_with(node, &setup)?;
+        }
+        bed.wait_programmed()?;
+        let after = if has_state { "with the state of the last run" } else { "without a state" };
+        flows.iter().try_for_each(Flow::until_unanswered).with_context(|| format!("agents started {after}"))?;
+        bed.update(|manifests| manifests.add(Service::new("dns", &["b1"])).map(drop))?;
     }
     Ok(())
 }
@@ -370,4 +396,11 @@ macro_rules! rule_tests {
 rule_tests! {
     rules_of_iptables_legacy: Backend::IptablesLegacy;
     rules_of_iptables_nft: Backend::IptablesNft;
+}
+
+#[test]
+fn flows_end_at_the_next_start_if_their_service_was_deleted_meanwhile() {
+    for backend in [Backend::IptablesLegacy, Backend::IptablesNft, Backend::Nftables] {
+        scenario(backend, one_service(&["b1"]), forgets_what_was_removed_meanwhile);
+    }
 }

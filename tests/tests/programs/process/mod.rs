@@ -18,4 +18,5 @@ mod settings;
 mod stale;
 mod sync;
 mod truth;
+mod unheard;
 mod verify;

@@ -238,6 +238,15 @@ impl Rig {
         Program::start(&self.namespace, command, self.path("headgate.log"))
     }
 
+    /// Starts a program whose standard error is a pipe that nobody reads any more.
+    pub(super) fn unheard(&self, name: &str, arguments: &[&str]) -> Program {
+        let mut command = Command::new(program(name).unwrap());
+        command.args(arguments).env("RUST_BACKTRACE", "0").stdin(Stdio::null()).stdout(Stdio::null());
+        let mut child = self.namespace.spawn(command.stderr(Stdio::piped())).unwrap();
+        drop(child.stderr.take());
+        Program { child, log: self.write("unheard.log", "") }
+    }
+
     /// Runs the agent's program until it ends. The program does not use the machine's state folder.
     pub(super) fn run_agent(&self, arguments: &[&str]) -> (ExitStatus, String) {
         let arguments = [&["--state-dir="], arguments].concat();
@@ -335,13 +344,18 @@ impl Rig {
         self.namespace.output(command).unwrap().lines().map(str::to_owned).collect()
     }
 
+    /// Runs a program on the node.
+    pub(super) fn tool(&self, program: &str, arguments: &[&str]) {
+        let mut command = Command::new(program);
+        command.args(arguments);
+        self.namespace.output(command).unwrap();
+    }
+
     /// Removes every rule, as a restarting firewall does.
     pub(super) fn flush(&self, program: &str) {
         for table in ["mangle", "nat", "filter"] {
             for action in ["-F", "-X"] {
-                let mut command = Command::new(program);
-                command.args(["-t", table, action]);
-                self.namespace.output(command).unwrap();
+                self.tool(program, &["-t", table, action]);
             }
         }
     }

@@ -1,3 +1,5 @@
+use std::time::{Duration, Instant};
+
 use super::rig::{Rig, node, service, slice};
 
 const SYNCS: &str = "kubeproxy_sync_proxy_rules_duration_seconds_count{ip_family=\"IPv4\"}";
@@ -58,4 +60,35 @@ fn row_95_rules_are_verified_again_without_any_change() {
     rig.flush("iptables-nft");
     rig.until_rules("the rules are restored", "filter", |rules| rules.iter().any(|rule| rule.contains("ns/web:http")));
     rig.until_metric("headgate_agent_repairs_total", |repairs| repairs >= 1.0);
+}
+
+// rows of iptables: 96
+#[test]
+fn row_96_a_flush_by_another_program_is_repaired_within_a_second() {
+    for variant in ["nft", "legacy"] {
+        let rig = Rig::serving(&[("node", node("")), ("web", service("web", 10, ""))]);
+        let _agent = rig.agent(&["--iptables-sync-period=1h", &format!("--iptables-variant={variant}")]);
+        rig.until_programmed();
+        let save = format!("iptables-{variant}-save");
+        let mut flushes: Vec<Box<dyn Fn()>> = vec![
+            Box::new(|| rig.flush(&format!("iptables-{variant}"))),
+            Box::new(|| rig.tool(&format!("iptables-{variant}"), &["-t", "nat", "-F"])),
+        ];
+        if variant == "nft" {
+            flushes.push(Box::new(|| rig.tool("nft", &["flush", "ruleset"])));
+        }
+        for flush in flushes {
+            // The thread has seen the rules.
+            std::thread::sleep(Duration::from_secs(1));
+            let at = Instant::now();
+            flush();
+            rig.until_rules_of(&save, "the rules are restored", "filter", |rules| {
+                rules.iter().any(|rule| rule.contains("ns/web:http"))
+            });
+            rig.until_rules_of(&save, "the jumps are restored", "nat", |rules| {
+                rules.iter().any(|rule| rule.starts_with("-A PREROUTING") && rule.ends_with("-j KUBE-SERVICES"))
+            });
+            assert!(at.elapsed() < Duration::from_secs(3), "{variant}: repaired after {:?}", at.elapsed());
+        }
+    }
 }

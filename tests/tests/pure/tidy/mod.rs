@@ -9,6 +9,7 @@ mod files;
 mod imports;
 mod layers;
 mod licences;
+mod logs;
 mod metadata;
 mod monitoring;
 mod protocol;

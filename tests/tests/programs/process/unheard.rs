@@ -1,0 +1,65 @@
+//! Programs whose log nobody reads any more, as after `2>&1 | head -1`.
+
+use super::rig::{Rig, eventually, node, service};
+
+fn rig() -> (Rig, String) {
+    let rig = Rig::new();
+    rig.put("node", &node(""));
+    rig.put("web", &service("web", 10, ""));
+    let source = format!("--source=files:{}", rig.path("manifests").display());
+    (rig, source)
+}
+
+#[test]
+fn a_closed_log_ends_no_program() {
+    const AGENT: [&str; 4] = ["--node-name=node-a", "--state-dir=", "--proxy-mode=iptables", "--iptables-variant=nft"];
+    let (rig, source) = rig();
+    let control_plane = rig.unheard(
+        "headgate-control-plane",
+        &[&source, "--listen=127.0.0.1:7443", "--insecure-loopback", "--metrics-listen=127.0.0.1:7480"],
+    );
+    let to = ["--control-plane=http://127.0.0.1:7443", "--insecure-loopback"];
+    let agent = rig.unheard("headgate-node-agent", &[&AGENT[..], &to].concat());
+    rig.until_programmed();
+    assert!(agent.terminate().0.success());
+    assert!(control_plane.terminate().0.success());
+    let headgate = rig.unheard("headgate", &[&AGENT[..], &[&source]].concat());
+    rig.until_programmed();
+    assert!(headgate.terminate().0.success());
+}
+
+#[test]
+fn the_status_of_an_error_does_not_depend_on_who_reads_it() {
+    let (rig, _) = rig();
+    for (name, argument) in [
+        ("headgate-control-plane", "--source=nothing"),
+        ("headgate-node-agent", "--log=["),
+        ("headgate", "--log=["),
+        ("headgatectl", "status"),
+    ] {
+        let (status, _) = rig.unheard(name, &[argument]).ended();
+        assert!(status.code().is_some_and(|code| (1..=4).contains(&code)), "{name}: {status}");
+    }
+}
+
+/// A line for each burst says what was programmed.
+#[test]
+fn the_log_says_what_was_programmed() {
+    let rig = Rig::serving(&[("node", node("")), ("web", service("web", 10, ""))]);
+    let agent = rig.agent(&[]);
+    rig.until_programmed();
+    let lines = || {
+        let log = agent.log();
+        log.lines().filter(|line| line.contains(" programmed version=")).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let first = eventually("the line", || lines().first().cloned().ok_or_else(|| agent.log()));
+    assert!(first.contains(" INFO ") && first.contains(" syncs=1 services=1 objects="), "{first}");
+    for name in ["a", "b", "c", "d"] {
+        rig.put(name, &service(name, name.as_bytes()[0], ""));
+        rig.until_rules("the Service is programmed", "filter", |rules| {
+            rules.iter().any(|rule| rule.contains(&format!("ns/{name}:http")))
+        });
+    }
+    assert!(lines().len() <= 2, "{:?}", lines());
+    assert!(!agent.log().contains("NodeInputs {"), "{}", agent.log());
+}
