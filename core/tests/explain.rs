@@ -270,9 +270,17 @@ fn the_owner_of_an_address_and_unused_ports_are_named() {
     older.created_unix_seconds = -1;
     state.apply(older.into(), &mut Dirty::default());
     let taken = explained(&state, &facts, Source::Node, "10.96.0.1:80");
-    assert!(taken.fate == Fate::NotServed && says(&taken, "Service a/older specifies the same address"), "{taken:#?}");
+    assert!(taken.fate == Fate::NotServed && says(&taken, "belongs to Service a/older, which is older"), "{taken:#?}");
     let other = explained(&state, &facts, Source::Node, "10.96.0.1:81");
     assert!(other.fate == Fate::NotServed && says(&other, "explain a/older instead"), "{other:#?}");
+    let mut third = Service::new(ServiceKey::new("b", "third"), vec![[10, 96, 0, 9].into()], vec![port(82)]);
+    third.external_ips = vec![CLUSTER_IP.into()];
+    let key = third.key.clone();
+    state.apply(third.into(), &mut Dirty::default());
+    let to = To { at: "10.96.0.1:82".parse().expect("an address"), protocol: None };
+    let (foreign, _) = explain(&state, &key, &facts, &settings(Mode::Nftables), Source::Node, Some(to)).expect("a Service");
+    assert!(foreign[0].fate == Fate::NotServed && says(&foreign[0], "belongs to Service a/older, whose ClusterIP it is"));
+    state.apply(Change::RemoveService(key), &mut Dirty::default());
     let unused = explained(&state, &facts, Source::Node, "10.96.0.1:82");
     assert!(unused.fate == Fate::Rejected && says(&unused, "has no such port"), "{unused:#?}");
     let foreign = explained(&state, &facts, Source::Node, "10.1.1.1:82");

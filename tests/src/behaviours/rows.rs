@@ -262,6 +262,10 @@ pub const SECTIONS: &[Section] = &[
                 "there is no rule, as in kube-proxy's iptables mode: iptables translates ports, and ICMP has none",
             ),
             row(44, "Addresses of a ServiceCIDR that is added later work"),
+            row(
+                114,
+                "A ClusterIP belongs to its Service with all ports: externalIPs and load balancer addresses of other Services that equal it have no effect, also if they came first",
+            ),
         ],
     },
     Section {

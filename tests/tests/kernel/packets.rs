@@ -136,6 +136,12 @@ macro_rules! packet_tests {
                 scenario(BACKEND, changes::type_switches);
             }
 
+            // rows: 114
+            #[test]
+            fn a_cluster_ip_belongs_to_its_service() {
+                scenario(BACKEND, changes::a_cluster_ip_belongs_to_its_service);
+            }
+
             // rows: 3, 4
             #[test]
             fn labels_are_added_and_removed() {
