@@ -306,6 +306,29 @@ fn source_ranges_and_ignored_external_ips_are_explained() {
 }
 
 #[test]
+fn without_endpoints_source_ranges_apply_in_the_modes_that_check_them_first() {
+    let (mut state, mut facts) = plain_world(&[]).state();
+    facts.addresses = vec![[192, 0, 2, 1].into()];
+    let mut service = state.entry(&World::key()).and_then(|entry| entry.service()).expect("a Service").clone();
+    service.load_balancer_ips = vec![[198, 51, 100, 1].into()];
+    service.load_balancer_source_ranges = vec!["203.0.113.0/24".parse().expect("a range")];
+    state.apply(service.into(), &mut Dirty::default());
+    let to = To { at: "198.51.100.1:80".parse().expect("an address"), protocol: None };
+    for mode in Mode::ALL {
+        let is_guarded = matches!(mode, Mode::Nftables | Mode::Userspace);
+        let settings = settings(mode);
+        let table = expected(&state, [&World::key()], Family::V4, &facts, &settings);
+        let entry = &table.entries[&Frontend::Address(to.at.ip(), Protocol::Tcp, 80)];
+        assert_eq!(entry.admitted != Admitted::All, is_guarded, "{mode:?}");
+        for (source, is_admitted) in [("203.0.113.7", true), ("198.18.0.1", false)] {
+            let fate = if is_guarded && !is_admitted { Fate::Dropped } else { Fate::Rejected };
+            let found = explain(&state, &World::key(), &facts, &settings, client(source), Some(to)).expect("a Service");
+            assert_eq!(found.0[0].fate, fate, "{mode:?} {source}");
+        }
+    }
+}
+
+#[test]
 fn without_a_destination_every_address_of_the_sources_family_is_explained() {
     let (state, facts) = plain_world(&[HERE]).state();
     let all = |source| {

@@ -60,6 +60,12 @@ impl Mode {
         }
     }
 
+    /// True if source ranges also apply to a Service without endpoints. The rules of other modes
+    /// reject the packets of all clients.
+    pub(crate) fn guards_without_endpoints(self) -> bool {
+        matches!(self, Self::Nftables | Self::Userspace)
+    }
+
     /// Returns the mode with this name.
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {

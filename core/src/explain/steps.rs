@@ -198,8 +198,8 @@ impl<'a> Path<'a> {
     fn source_ranges(&mut self) -> Option<Fate> {
         let ranges = &self.view.source_ranges;
         let Frontend::Address(destination, ..) = self.frontend else { return None };
-        let is_guarded = self.view.has_any_endpoint && !ranges.is_open();
-        if self.kind != Claim::LoadBalancerIp || !is_guarded {
+        let is_checked = self.view.has_any_endpoint || self.explainer.settings.mode.guards_without_endpoints();
+        if self.kind != Claim::LoadBalancerIp || ranges.is_open() || !is_checked {
             return None;
         }
         let (is_admitted, who) = match self.explainer.source {

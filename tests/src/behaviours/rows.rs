@@ -120,6 +120,7 @@ const IPVS_REASONS: &[(u8, &str)] = &[
 /// Rows that nftables cannot or need not fulfil, with the reason.
 const NFTABLES_REASONS: &[(u8, &str)] = &[
     (43, "there is no rule, as in kube-proxy's nftables mode: the packet follows the node's routes"),
+    (65, RANGES_COME_FIRST),
     (
         72,
         "nftables cannot do this: a table cannot accept what another table drops, so the host's firewall must admit the ports",
@@ -128,6 +129,9 @@ const NFTABLES_REASONS: &[(u8, &str)] = &[
     (101, "this row is for ipvs; row 97 covers tables of other programs"),
     (102, "this row is for ipvs: rules have no connections to drain, see row 89"),
 ];
+
+/// How rules of nftables differ for clients outside of the source ranges.
+const RANGES_COME_FIRST: &str = "they get no answer, because ranges are checked first, as in kube-proxy's mode nftables";
 
 /// The reason for rows of which the rules decide, and not the proxy.
 const RULES_OF_NFTABLES: &str = "the rules are those of nftables, and its tests show the row";
@@ -144,6 +148,7 @@ const USERSPACE_REASONS: &[(u8, &str)] = &[
     (50, RULES_OF_NFTABLES),
     (54, "the proxy cannot keep the client's address, see row 31"),
     (59, RULES_OF_NFTABLES),
+    (65, RANGES_COME_FIRST),
     (
         72,
         "nftables cannot do this: a table cannot accept what another table drops, so the host's firewall must admit the ports",
