@@ -67,7 +67,7 @@ fn cluster_ips(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<IpAd
     let mut addresses: Vec<IpAddr> = Vec::new();
     for (index, text) in texts.iter().enumerate() {
         let field = if field == "spec.clusterIP" { field.to_owned() } else { format!("{field}[{index}]") };
-        match parse::routable_address(text) {
+        match parse::cluster_ip(text) {
             Err(message) => findings.object(field, message),
             Ok(address) if addresses.iter().any(|other| Family::of(*other) == Family::of(address)) => {
                 findings.object(
@@ -151,7 +151,7 @@ fn read_external_addresses(
         if ingress.ip.is_empty() || !is_vip {
             continue;
         }
-        match parse::specified_address(&ingress.ip) {
+        match parse::routable_address(&ingress.ip) {
             Ok(address) if has_family(address) && seen.insert(address) => load_balancer_ips.push(address),
             Ok(_) => {}
             Err(message) => findings.entry(format!("status.loadBalancer.ingress[{index}].ip"), message),
