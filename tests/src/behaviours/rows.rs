@@ -200,7 +200,7 @@ pub const SECTIONS: &[Section] = &[
             ),
             row(
                 10,
-                "If several slices list one address and port, the slice whose name comes last counts, but a terminating entry never replaces another entry",
+                "If several entries list one address and port, a ready one counts, then one that does not terminate; among equal ones the slice whose name comes last",
             ),
             row(
                 11,
