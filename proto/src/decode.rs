@@ -202,8 +202,10 @@ impl Decoder {
             zone: tables.string(wire.zone, "zone").map_err(reason)?,
             hints: (hints != Hints::default()).then(|| Arc::new(hints)),
             weight: match wire.weight {
-                0 => Weight::default(),
-                weight => Weight::new(weight).ok_or_else(|| format!("weight: {weight} is not between 1 and 100"))?,
+                None => Weight::default(),
+                Some(weight) => Weight::from_hundredths(
+                    weight.try_into().map_err(|_| format!("weight: {weight} is not between 0 and 65535"))?,
+                ),
             },
         };
         let shared = self.placements.get(&placement, || Arc::new(placement.clone()));

@@ -158,11 +158,12 @@ fn endpoints(
     findings: &mut Findings,
 ) -> (Vec<(IpAddr, Facts)>, Box<[PodId]>) {
     let weights = annotations::weights(&object.metadata.annotations, findings);
+    let weight_of_all = annotations::weight_of_all(&object.metadata.annotations, findings);
     let mut endpoints: Vec<(IpAddr, usize, Facts)> = Vec::with_capacity(object.endpoints.len());
     for (index, written) in object.endpoints.iter().enumerate() {
         match address(written, family) {
             Ok(address) => {
-                let weight = weights.get(&address).copied().unwrap_or_default();
+                let weight = weights.get(&address).copied().unwrap_or(weight_of_all);
                 endpoints.push((address, index, facts(index, written, weight, interner, findings)));
             }
             Err(message) => findings.entry(format!("endpoints[{index}].addresses[0]"), message),

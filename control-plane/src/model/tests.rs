@@ -462,19 +462,31 @@ fn invalid_annotations_are_ignored_and_reported() {
     let endpoints = json!([ready("10.1.0.1"), ready("10.1.0.2"), ready("10.1.0.3")]);
     let mut weighted = slice("s-1", "s", endpoints, http(1));
     weighted["metadata"]["annotations"] =
-        json!({"headgate.io/weights": "10.1.0.1=100, 10.1.0.2=0,10.1.0.2=3 ,10.1.0.9=2,x=1"});
+        json!({"headgate.io/weights": "10.1.0.1=100, 10.1.0.2=101,10.1.0.2=0 ,10.1.0.9=2,x=1"});
     let mut bench = Bench::with(&[service("s", json!({})), weighted]);
     let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
     let weights: Vec<u32> = entry.endpoints().values().map(|endpoint| endpoint.placement.weight.get()).collect();
-    assert_eq!(weights, [100, 3, 1]);
+    assert_eq!(weights, [100, 0, 1]);
     let problems = bench.problems();
     let field = "EndpointSlice x/s-1 metadata.annotations[headgate.io/weights] ";
     for text in
-        ["\"10.1.0.2=0\" is not an address with a weight", "\"x=1\" is not", "10.1.0.9 is no address of this slice"]
+        ["\"10.1.0.2=101\" is not an address with a weight", "\"x=1\" is not", "10.1.0.9 is no address of this slice"]
     {
         assert!(problems.iter().any(|problem| problem.starts_with(&format!("{field}{text}"))), "{problems:?}");
     }
     assert_eq!(problems.len(), 3);
+    // Cilium's weight counts for the endpoints without a weight of Headgate.
+    for (text, weight, problem) in [("0", 0, None), ("65535", 65_535, None), (" 50 ", 50, None), ("65536", 100, Some("from 0 to 65535")), ("-1", 100, Some("from 0"))] {
+        let mut weighted = slice("s-1", "s", json!([ready("10.1.0.1"), ready("10.1.0.2")]), http(1));
+        weighted["metadata"]["annotations"] = json!({"headgate.io/weights": "10.1.0.1=3", "service.cilium.io/weight": text});
+        let mut bench = Bench::with(&[service("s", json!({})), weighted]);
+        let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
+        let hundredths = entry.endpoints().values().map(|endpoint| endpoint.placement.weight.hundredths());
+        assert_eq!(hundredths.collect::<Vec<_>>(), [300, weight]);
+        let problems = bench.problems();
+        assert_eq!(problems.len(), usize::from(problem.is_some()), "{problems:?}");
+        assert!(problems.iter().all(|text| text.contains(problem.unwrap())), "{problems:?}");
+    }
     // The rest of a version with an invalid annotation is used.
     let mut bench = Bench::with(&[service("s", json!({}))]);
     let mut value = annotated(json!({"headgate.io/scheduler": "fastest"}));

@@ -247,7 +247,7 @@ impl Form {
         if *weight != Weight::default() {
             // No text has this length, so a weight cannot be confused with the name of a node.
             self.number(u64::MAX);
-            self.number(u64::from(weight.get()));
+            self.number(u64::from(weight.hundredths()));
         }
         self.text(node.as_deref().unwrap_or_default());
         self.text(zone.as_deref().unwrap_or_default());

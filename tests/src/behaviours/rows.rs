@@ -236,6 +236,7 @@ pub const SECTIONS: &[Section] = &[
             row(28, "Hints are ignored for policy Local and among terminating endpoints"),
             row(29, "A change of the node's zone changes all endpoint choices that depend on the zone"),
             row(30, "Endpoints get equal shares of the connections"),
+            row(115, "An endpoint of weight 0 gets no new connections, and keeps its connections"),
         ],
     },
     Section {

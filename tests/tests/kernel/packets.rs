@@ -195,6 +195,12 @@ macro_rules! packet_tests {
                 scenario(BACKEND, raw::a_packet_outside_the_window_does_not_end_a_connection);
             }
 
+            // rows: 115
+            #[test]
+            fn weight_zero_keeps_connections() {
+                scenario(BACKEND, live::weight_zero_keeps_connections);
+            }
+
             // rows: 15, 89, 104
             #[test]
             fn rolling_replacement() {
