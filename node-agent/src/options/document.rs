@@ -36,10 +36,21 @@ use the arguments and the ConfigMap of kube-proxy unchanged; only add `--control
   not end.
 ";
 
+const DEFAULTS: &str = "
+## Defaults by version of Kubernetes
+
+| setting | kube-proxy up to 1.39 | kube-proxy from 1.40 | Headgate |
+| --- | --- | --- | --- |
+| `mode` | `iptables` | `nftables`; `ipvs` is off | `auto`; each mode works with each version |
+| `featureGates`: `AllowServiceExternalIPs` | `true` | `false` | `true`; write `false` for the default of 1.40 |
+| `nodePortAddresses`: words besides CIDRs | `primary` alone; from 1.37 on `all`, `localhost` and `primary`, in any mixture | as from 1.37 on | see below |
+| `iptables.minSyncPeriod` | `1s` | `1s` | `0s`, because the agent writes only what changed |
+";
+
 /// The text of `docs/configuration.md`.
 #[must_use]
 pub fn configuration_page() -> String {
-    let mut page = HEAD.to_owned();
+    let mut page = [HEAD, DEFAULTS].concat();
     page.push_str("\n## Headgate's own flags\n\n| flag | meaning | default |\n| --- | --- | --- |\n");
     own_flags(&mut page);
     page.push_str("\n## kube-proxy's settings that are used\n\n| field | flag | value | default | meaning |\n| --- | --- | --- | --- | --- |\n");
