@@ -278,8 +278,11 @@ fn the_owner_of_an_address_and_unused_ports_are_named() {
     let key = third.key.clone();
     state.apply(third.into(), &mut Dirty::default());
     let to = To { at: "10.96.0.1:82".parse().expect("an address"), protocol: None };
-    let (foreign, _) = explain(&state, &key, &facts, &settings(Mode::Nftables), Source::Node, Some(to)).expect("a Service");
-    assert!(foreign[0].fate == Fate::NotServed && says(&foreign[0], "belongs to Service a/older, whose ClusterIP it is"));
+    let (foreign, _) =
+        explain(&state, &key, &facts, &settings(Mode::Nftables), Source::Node, Some(to)).expect("a Service");
+    assert!(
+        foreign[0].fate == Fate::NotServed && says(&foreign[0], "belongs to Service a/older, whose ClusterIP it is")
+    );
     state.apply(Change::RemoveService(key), &mut Dirty::default());
     let unused = explained(&state, &facts, Source::Node, "10.96.0.1:82");
     assert!(unused.fate == Fate::Rejected && says(&unused, "has no such port"), "{unused:#?}");

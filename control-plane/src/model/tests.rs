@@ -247,7 +247,9 @@ fn addresses_are_canonical_and_have_a_family_of_their_service() {
 /// Only a ClusterIP may be a link-local address, because no machine holds it.
 #[test]
 fn addresses_that_other_machines_cannot_reach_are_left_out_and_reported() {
-    for (address, is_cluster_ip) in [("0.0.0.0", false), ("127.0.0.1", false), ("224.0.0.1", false), ("169.254.48.10", true)] {
+    for (address, is_cluster_ip) in
+        [("0.0.0.0", false), ("127.0.0.1", false), ("224.0.0.1", false), ("169.254.48.10", true)]
+    {
         let mut value = service("s", json!({"type": "LoadBalancer", "externalIPs": [address, "192.0.2.1"]}));
         value["status"] = json!({"loadBalancer": {"ingress": [{"ip": address}, {"ip": "203.0.113.1"}]}});
         let mut bench = Bench::with(&[value, slice("a", "s", json!([ready(address), ready("10.1.0.1")]), http(1))]);
@@ -476,9 +478,16 @@ fn invalid_annotations_are_ignored_and_reported() {
     }
     assert_eq!(problems.len(), 3);
     // Cilium's weight counts for the endpoints without a weight of Headgate.
-    for (text, weight, problem) in [("0", 0, None), ("65535", 65_535, None), (" 50 ", 50, None), ("65536", 100, Some("from 0 to 65535")), ("-1", 100, Some("from 0"))] {
+    for (text, weight, problem) in [
+        ("0", 0, None),
+        ("65535", 65_535, None),
+        (" 50 ", 50, None),
+        ("65536", 100, Some("from 0 to 65535")),
+        ("-1", 100, Some("from 0")),
+    ] {
         let mut weighted = slice("s-1", "s", json!([ready("10.1.0.1"), ready("10.1.0.2")]), http(1));
-        weighted["metadata"]["annotations"] = json!({"headgate.io/weights": "10.1.0.1=3", "service.cilium.io/weight": text});
+        weighted["metadata"]["annotations"] =
+            json!({"headgate.io/weights": "10.1.0.1=3", "service.cilium.io/weight": text});
         let mut bench = Bench::with(&[service("s", json!({})), weighted]);
         let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
         let hundredths = entry.endpoints().values().map(|endpoint| endpoint.placement.weight.hundredths());

@@ -115,7 +115,9 @@ impl Conflict<'_> {
     pub fn remedy(&self) -> &'static str {
         match (self.claim, self.owner.claim) {
             (Claim::ExternalIp, Claim::ClusterIp) => "remove the address from spec.externalIPs",
-            (Claim::LoadBalancerIp, Claim::ClusterIp) => "give the load balancer an address outside of the service range",
+            (Claim::LoadBalancerIp, Claim::ClusterIp) => {
+                "give the load balancer an address outside of the service range"
+            }
             (Claim::NodePort, _) => "give one of the two Services another NodePort",
             _ => "give one of the two Services another address or port",
         }
@@ -169,10 +171,7 @@ impl fmt::Display for Frontend {
 }
 
 /// Returns every frontend that a Service specifies with one of its ports.
-pub(crate) fn frontends_of_port(
-    service: &Service,
-    port: &ServicePort,
-) -> impl Iterator<Item = (Frontend, Claim)> {
+pub(crate) fn frontends_of_port(service: &Service, port: &ServicePort) -> impl Iterator<Item = (Frontend, Claim)> {
     let ServicePort { protocol, port, node_port, .. } = *port;
     let has_node_port = move |family: &Family| node_port != 0 && service.cluster_ip(*family).is_some();
     let node_ports = Family::BOTH.into_iter().filter(has_node_port);

@@ -148,12 +148,14 @@ fn any_address() -> impl Strategy<Value = IpAddr> {
 }
 
 fn any_placement() -> impl Strategy<Value = Arc<Placement>> {
-    (0u8..3, 0u8..3, any_hints(), prop_oneof![4 => Just(100), 1 => 0u16..6, 1 => 2u16..600]).prop_map(|(node, zone, hints, weight)| {
-        let weight = Weight::from_hundredths(weight);
-        let node = (node > 0).then(|| format!("n{node}").into());
-        let zone = (zone > 0).then(|| format!("z{zone}").into());
-        Placement { node, zone, hints, weight }.into()
-    })
+    (0u8..3, 0u8..3, any_hints(), prop_oneof![4 => Just(100), 1 => 0u16..6, 1 => 2u16..600]).prop_map(
+        |(node, zone, hints, weight)| {
+            let weight = Weight::from_hundredths(weight);
+            let node = (node > 0).then(|| format!("n{node}").into());
+            let zone = (zone > 0).then(|| format!("z{zone}").into());
+            Placement { node, zone, hints, weight }.into()
+        },
+    )
 }
 
 fn any_conditions() -> impl Strategy<Value = Conditions> {

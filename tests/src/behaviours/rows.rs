@@ -131,7 +131,8 @@ const NFTABLES_REASONS: &[(u8, &str)] = &[
 ];
 
 /// How rules of nftables differ for clients outside of the source ranges.
-const RANGES_COME_FIRST: &str = "they get no answer, because ranges are checked first, as in kube-proxy's mode nftables";
+const RANGES_COME_FIRST: &str =
+    "they get no answer, because ranges are checked first, as in kube-proxy's mode nftables";
 
 /// The reason for rows of which the rules decide, and not the proxy.
 const RULES_OF_NFTABLES: &str = "the rules are those of nftables, and its tests show the row";

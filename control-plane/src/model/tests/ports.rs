@@ -81,7 +81,10 @@ fn of_entries_for_one_port_the_ready_one_counts_in_any_order() {
         for b in all_conditions() {
             let [ready, lives, serving] = a.max(b);
             let is_served = ready || (!lives && serving);
-            let slices = [slice("a", "s", json!([entry(a)]), port("http", 8080)), slice("b", "s", json!([entry(b)]), port("http", 8080))];
+            let slices = [
+                slice("a", "s", json!([entry(a)]), port("http", 8080)),
+                slice("b", "s", json!([entry(b)]), port("http", 8080)),
+            ];
             let both = slice("a", "s", json!([entry(a), entry(b)]), port("http", 8080));
             let [first, second] = in_both_orders(slices);
             for mut bench in [first, second, Bench::with(&[two_ports(), both])] {
@@ -103,7 +106,9 @@ fn the_pod_of_an_address_is_the_one_whose_entry_counts() {
         slice(slice_name, "s", json!([entry]), port("http", 8080))
     };
     let mut bench = Bench::with(&[two_ports(), of_pod("a", "one", true), of_pod("b", "two", false)]);
-    let pods = |bench: &mut Bench| bench.model.take_pods().into_iter().filter_map(|change| change.pod).map(|(pod, _)| pod).collect::<Vec<_>>();
+    let pods = |bench: &mut Bench| {
+        bench.model.take_pods().into_iter().filter_map(|change| change.pod).map(|(pod, _)| pod).collect::<Vec<_>>()
+    };
     let id = |name: &str| PodId::new(name, name);
     assert_eq!(pods(&mut bench).last(), Some(&id("one")));
     bench.apply(&of_pod("a", "one", false));

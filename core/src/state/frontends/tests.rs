@@ -107,7 +107,8 @@ fn an_edit_that_changes_no_claim_touches_no_other_service() {
     let owner = Service::new(ServiceKey::new("t", "web"), vec![address(1)], vec![port.clone()]);
     state.apply(owner.clone().into(), &mut Dirty::default());
     for number in 0..10 {
-        let mut other = Service::new(ServiceKey::new("a", &format!("{number}")), vec![address(100 + number)], vec![port.clone()]);
+        let mut other =
+            Service::new(ServiceKey::new("a", &format!("{number}")), vec![address(100 + number)], vec![port.clone()]);
         other.external_ips = vec![address(1)];
         state.apply(other.into(), &mut Dirty::default());
     }
