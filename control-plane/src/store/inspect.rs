@@ -101,7 +101,7 @@ impl Store {
     /// A problem for each Service that lacks frontends because other Services own them. The cost
     /// grows with the frontends of these Services.
     pub(crate) fn conflict_problems(&self) -> Vec<Problem> {
-        let losers: Vec<_> = self.read().state.frontends().losers().cloned().collect();
+        let losers = self.read().state.frontends().losers();
         let problem = |key: Arc<ServiceKey>| {
             let inner = self.read();
             let conflicts = inner.state.frontends().conflicts(inner.state.entry(&key)?.service()?);

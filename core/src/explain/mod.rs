@@ -24,7 +24,7 @@ use crate::{
     node_facts::NodeFacts,
     state::{
         State,
-        frontends::{Claim, Frontend},
+        frontends::{Claim, Frontend, addresses_of, frontends_of_port},
     },
 };
 
@@ -201,23 +201,8 @@ struct Explainer<'a> {
 
 impl<'a> Explainer<'a> {
     fn all(&self) -> (Vec<Explanation>, usize) {
-        let Service { cluster_ips, external_ips, load_balancer_ips, ports, .. } = self.service;
-        let mut frontends = Vec::new();
-        for port in ports {
-            let lists = [
-                (Claim::ClusterIp, cluster_ips),
-                (Claim::ExternalIp, external_ips),
-                (Claim::LoadBalancerIp, load_balancer_ips),
-            ];
-            for (kind, addresses) in lists {
-                let at = |address: &IpAddr| (port, kind, Frontend::Address(*address, port.protocol, port.port));
-                frontends.extend(addresses.iter().map(at));
-            }
-            if port.node_port != 0 {
-                let at = |family| (port, Claim::NodePort, Frontend::NodePort(family, port.protocol, port.node_port));
-                frontends.extend(Family::BOTH.map(at));
-            }
-        }
+        let of = |port| frontends_of_port(self.service, port).map(move |(frontend, claim)| (port, claim, frontend));
+        let mut frontends: Vec<_> = self.service.ports.iter().flat_map(of).collect();
         frontends.retain(|(.., frontend)| {
             let is_possible = match self.source {
                 Source::Node => true,
@@ -250,13 +235,7 @@ impl<'a> Explainer<'a> {
     }
 
     fn kind_of(&self, address: IpAddr) -> Option<Claim> {
-        let Service { cluster_ips, external_ips, load_balancer_ips, .. } = self.service;
-        let lists = [
-            (Claim::ClusterIp, cluster_ips),
-            (Claim::LoadBalancerIp, load_balancer_ips),
-            (Claim::ExternalIp, external_ips),
-        ];
-        lists.into_iter().find(|(_, addresses)| addresses.contains(&address)).map(|(kind, _)| kind)
+        addresses_of(self.service).find(|(of_service, _)| *of_service == address).map(|(_, claim)| claim)
     }
 
     /// Explains a frontend of the Service. Returns `None` if the family has no ClusterIP, because

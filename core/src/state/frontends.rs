@@ -14,7 +14,7 @@
 //! these Services as conflicts.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, btree_map, hash_map::Entry},
+    collections::{BTreeMap, BTreeSet, HashMap, hash_map::Entry},
     fmt,
     net::IpAddr,
     sync::Arc,
@@ -84,8 +84,8 @@ struct Candidates {
 #[derive(Debug, Default)]
 pub struct FrontendOwners {
     places: HashMap<Place, Candidates>,
-    /// The number of places that each Service does not get.
-    lost: BTreeMap<Arc<ServiceKey>, usize>,
+    /// The places that Services do not get.
+    lost: BTreeSet<(Arc<ServiceKey>, Place)>,
 }
 
 /// A frontend that a Service specifies, and that another Service owns.
@@ -115,10 +115,7 @@ impl Conflict<'_> {
     pub fn remedy(&self) -> &'static str {
         match (self.claim, self.owner.claim) {
             (Claim::ExternalIp, Claim::ClusterIp) => "remove the address from spec.externalIPs",
-            (Claim::LoadBalancerIp, Claim::ClusterIp) => {
-                "give the load balancer an address outside of the service range"
-            }
-            (Claim::NodePort, _) => "give one of the two Services another NodePort",
+            (Claim::LoadBalancerIp, Claim::ClusterIp) => "give the load balancer another address",
             _ => "give one of the two Services another address or port",
         }
     }
@@ -180,7 +177,8 @@ pub(crate) fn frontends_of_port(service: &Service, port: &ServicePort) -> impl I
     at_addresses.chain(node_ports.map(move |family| (Frontend::NodePort(family, protocol, node_port), Claim::NodePort)))
 }
 
-fn addresses_of(service: &Service) -> impl Iterator<Item = (IpAddr, Claim)> {
+/// Returns every address that a Service claims, the strongest claims first.
+pub(crate) fn addresses_of(service: &Service) -> impl Iterator<Item = (IpAddr, Claim)> {
     let lists = [
         (&service.cluster_ips, Claim::ClusterIp),
         (&service.load_balancer_ips, Claim::LoadBalancerIp),
@@ -214,12 +212,10 @@ impl Candidates {
     /// but would get something if `second` was the first.
     fn losers(&self, place: Place, first: &Candidate, second: &Candidate) -> Vec<Arc<ServiceKey>> {
         let others = self.others.iter().flat_map(|others| others.iter());
-        let others = match place {
-            Place::Frontend(_) => others.take(0),
-            Place::Address(_) if excludes(place, first, second) => others.take(usize::MAX),
-            Place::Address(_) => return Vec::new(),
-        };
-        std::iter::once(second).chain(others).map(|candidate| Arc::clone(&candidate.key)).collect()
+        // At a frontend, the others get nothing in either case.
+        let others = others.filter(|_| matches!(place, Place::Address(_)));
+        let all = std::iter::once(second).chain(others).filter(|_| excludes(place, first, second));
+        all.map(|candidate| Arc::clone(&candidate.key)).collect()
     }
 }
 
@@ -268,7 +264,7 @@ impl FrontendOwners {
             losers.push(Arc::clone(&later.key));
         }
         candidates.others.get_or_insert_default().insert(later);
-        losers.into_iter().for_each(|key| *self.lost.entry(key).or_default() += 1);
+        self.lost.extend(losers.into_iter().map(|key| (key, place)));
     }
 
     fn remove(&mut self, place: Place, candidate: &Candidate, affected: &mut Vec<Arc<ServiceKey>>) {
@@ -290,12 +286,7 @@ impl FrontendOwners {
         }
         candidates.others.take_if(|others| others.is_empty());
         for key in winners {
-            if let btree_map::Entry::Occupied(mut lost) = self.lost.entry(key) {
-                *lost.get_mut() -= 1;
-                if *lost.get() == 0 {
-                    lost.remove();
-                }
-            }
+            self.lost.remove(&(key, place));
         }
     }
 
@@ -338,8 +329,17 @@ impl FrontendOwners {
     }
 
     /// Returns the Services with [`Self::conflicts`], in order.
-    pub fn losers(&self) -> impl ExactSizeIterator<Item = &Arc<ServiceKey>> {
-        self.lost.keys()
+    #[must_use]
+    pub fn losers(&self) -> Vec<Arc<ServiceKey>> {
+        let mut losers: Vec<_> = self.lost.iter().map(|(key, _)| Arc::clone(key)).collect();
+        losers.dedup();
+        losers
+    }
+
+    /// The number of addresses, ports and NodePorts that Services lack because of conflicts.
+    #[must_use]
+    pub fn conflict_count(&self) -> usize {
+        self.lost.len()
     }
 }
 

@@ -34,9 +34,7 @@ use the arguments and the ConfigMap of kube-proxy unchanged; only add `--control
 - Two settings use values of the Node: mode `NodeCIDR` uses its `podCIDRs`, and `primary` NodePort
   addresses are its addresses. When these values change, the agent writes the rules again, and does
   not end.
-";
 
-const DEFAULTS: &str = "
 ## Defaults by version of Kubernetes
 
 | setting | kube-proxy up to 1.39 | kube-proxy from 1.40 | Headgate |
@@ -50,7 +48,7 @@ const DEFAULTS: &str = "
 /// The text of `docs/configuration.md`.
 #[must_use]
 pub fn configuration_page() -> String {
-    let mut page = [HEAD, DEFAULTS].concat();
+    let mut page = HEAD.to_owned();
     page.push_str("\n## Headgate's own flags\n\n| flag | meaning | default |\n| --- | --- | --- |\n");
     own_flags(&mut page);
     page.push_str("\n## kube-proxy's settings that are used\n\n| field | flag | value | default | meaning |\n| --- | --- | --- | --- | --- |\n");
