@@ -8,6 +8,8 @@ use headgate_core::{
     ServiceKey, ServicePort, State, TrafficPolicy,
     endpoint_choice::{Destination, Exclusion},
     explain::{Explanation, Fate, LeftOut, Mode, NodeSettings, Source, To, explain},
+    forwarding::{Admitted, expected},
+    frontends::Frontend,
     masquerade::{LocalDetector, MasqueradeConfig},
     view::service_views,
 };

@@ -5,7 +5,7 @@ use std::{collections::HashMap, net::IpAddr, sync::Arc};
 use bytes::Bytes;
 use headgate_core::{
     Change, Conditions, Endpoint, EndpointPort, Node, Placement, Protocol, ProxyProtocol, Service, ServiceCidr,
-    ServiceKey, Weight, digest::Digests,
+    ServiceKey, digest::Digests,
 };
 use ipnet::IpNet;
 

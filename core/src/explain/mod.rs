@@ -272,7 +272,8 @@ impl<'a> Explainer<'a> {
         let owner = protocols.flat_map(|protocol| {
             [Frontend::Address(at.ip(), protocol, at.port()), Frontend::NodePort(family, protocol, at.port())]
         });
-        let foreign = |frontend| self.state.frontends().owner(frontend).filter(|owner| **owner != **self.key);
+        let foreign =
+            |frontend: &Frontend| self.state.frontends().owner(frontend).filter(|owner| **owner != **self.key);
         let owner = owner.into_iter().find_map(|frontend| Some((frontend, foreign(&frontend)?)));
         let mode = self.settings.mode;
         let is_refused = kind == Some(Claim::ClusterIp) && !matches!(mode, Mode::Iptables | Mode::UserspaceIptables)
