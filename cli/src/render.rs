@@ -245,8 +245,7 @@ pub fn endpoints(endpoints: &[EndpointInfo], style: Style) -> String {
     if several {
         headers.insert(0, "SERVICE");
     }
-    // Replicas of older versions report weight 0.
-    let some_weight = endpoints.iter().any(|endpoint| endpoint.weight > 1);
+    let some_weight = endpoints.iter().any(|endpoint| endpoint.weight != 1);
     headers.extend(some_weight.then_some(">WEIGHT"));
     let rows = endpoints.iter().map(|endpoint| {
         let (state, tone) = endpoint_state(endpoint);
@@ -259,7 +258,7 @@ pub fn endpoints(endpoints: &[EndpointInfo], style: Style) -> String {
             cell(hints(endpoint)),
             cell(endpoint.version.to_string()),
         ];
-        row.extend(some_weight.then(|| cell(endpoint.weight.max(1).to_string())));
+        row.extend(some_weight.then(|| cell(endpoint.weight.to_string())));
         if several {
             row.insert(0, cell(format!("{}/{}", endpoint.namespace, endpoint.name)));
         }

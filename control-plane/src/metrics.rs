@@ -76,6 +76,7 @@ pub struct Metrics {
     source_ages: Family<Kind, Level>,
     source_errors: Family<SourceError, Total>,
     problems: Level,
+    conflicts: Level,
     synced: Level,
     source_states: Family<State, Level>,
     resources: Family<Kind, Level>,
@@ -153,6 +154,7 @@ impl Default for Metrics {
             source_errors: add
                 .add("source_errors", "Refused objects, dropped watches and other errors of the source, by kind and reason"),
             problems: add.add("source_problems", "Objects, or parts of objects, that are rejected or have no effect"),
+            conflicts: add.add("service_conflicts", "Addresses, ports and NodePorts that Services lack because they belong to other Services"),
             synced: add.add("source_synced", "1 after every kind has been listed, 0 before"),
             source_states: add.add("source_state", "1 for the current state of the source, 0 for the other states: unlisted (not every kind has been listed), following, or cut_off (every kind was listed, and changes no longer arrive)"),
             resources: add.add("resources", "Resources in the store, by kind"),
@@ -277,6 +279,10 @@ impl Metrics {
     pub(crate) fn set_source_age(&self, kind: SourceKind, age: Duration) {
         let seconds = i64::try_from(age.as_secs()).unwrap_or(i64::MAX);
         self.source_ages.get_or_create(&Kind { kind: kind_name(kind) }).set(seconds);
+    }
+
+    pub(crate) fn set_conflicts(&self, count: usize) {
+        self.conflicts.set(level(count));
     }
 
     pub(crate) fn set_problems(&self, count: usize) {

@@ -8,6 +8,8 @@ use headgate_core::{
     ServiceKey, ServicePort, State, TrafficPolicy,
     endpoint_choice::{Destination, Exclusion},
     explain::{Explanation, Fate, LeftOut, Mode, NodeSettings, Source, To, explain},
+    forwarding::{Admitted, expected},
+    frontends::Frontend,
     masquerade::{LocalDetector, MasqueradeConfig},
     view::service_views,
 };
@@ -270,9 +272,20 @@ fn the_owner_of_an_address_and_unused_ports_are_named() {
     older.created_unix_seconds = -1;
     state.apply(older.into(), &mut Dirty::default());
     let taken = explained(&state, &facts, Source::Node, "10.96.0.1:80");
-    assert!(taken.fate == Fate::NotServed && says(&taken, "Service a/older specifies the same address"), "{taken:#?}");
+    assert!(taken.fate == Fate::NotServed && says(&taken, "belongs to Service a/older, which is older"), "{taken:#?}");
     let other = explained(&state, &facts, Source::Node, "10.96.0.1:81");
     assert!(other.fate == Fate::NotServed && says(&other, "explain a/older instead"), "{other:#?}");
+    let mut third = Service::new(ServiceKey::new("b", "third"), vec![[10, 96, 0, 9].into()], vec![port(82)]);
+    third.external_ips = vec![CLUSTER_IP.into()];
+    let key = third.key.clone();
+    state.apply(third.into(), &mut Dirty::default());
+    let to = To { at: "10.96.0.1:82".parse().expect("an address"), protocol: None };
+    let (foreign, _) =
+        explain(&state, &key, &facts, &settings(Mode::Nftables), Source::Node, Some(to)).expect("a Service");
+    assert!(
+        foreign[0].fate == Fate::NotServed && says(&foreign[0], "belongs to Service a/older, whose ClusterIP it is")
+    );
+    state.apply(Change::RemoveService(key), &mut Dirty::default());
     let unused = explained(&state, &facts, Source::Node, "10.96.0.1:82");
     assert!(unused.fate == Fate::Rejected && says(&unused, "has no such port"), "{unused:#?}");
     let foreign = explained(&state, &facts, Source::Node, "10.1.1.1:82");
@@ -295,6 +308,29 @@ fn source_ranges_and_ignored_external_ips_are_explained() {
     assert_eq!(fate(client("198.18.0.1"), "198.51.100.2:80", &facts), Fate::Forwarded);
     facts.ignores_external_ips = true;
     assert_eq!(fate(client("198.18.0.1"), "198.51.100.2:80", &facts), Fate::NotServed);
+}
+
+#[test]
+fn without_endpoints_source_ranges_apply_in_the_modes_that_check_them_first() {
+    let (mut state, mut facts) = plain_world(&[]).state();
+    facts.addresses = vec![[192, 0, 2, 1].into()];
+    let mut service = state.entry(&World::key()).and_then(|entry| entry.service()).expect("a Service").clone();
+    service.load_balancer_ips = vec![[198, 51, 100, 1].into()];
+    service.load_balancer_source_ranges = vec!["203.0.113.0/24".parse().expect("a range")];
+    state.apply(service.into(), &mut Dirty::default());
+    let to = To { at: "198.51.100.1:80".parse().expect("an address"), protocol: None };
+    for mode in Mode::ALL {
+        let is_guarded = matches!(mode, Mode::Nftables | Mode::Userspace);
+        let settings = settings(mode);
+        let table = expected(&state, [&World::key()], Family::V4, &facts, &settings);
+        let entry = &table.entries[&Frontend::Address(to.at.ip(), Protocol::Tcp, 80)];
+        assert_eq!(entry.admitted != Admitted::All, is_guarded, "{mode:?}");
+        for (source, is_admitted) in [("203.0.113.7", true), ("198.18.0.1", false)] {
+            let fate = if is_guarded && !is_admitted { Fate::Dropped } else { Fate::Rejected };
+            let found = explain(&state, &World::key(), &facts, &settings, client(source), Some(to)).expect("a Service");
+            assert_eq!(found.0[0].fate, fate, "{mode:?} {source}");
+        }
+    }
 }
 
 #[test]

@@ -201,10 +201,12 @@ impl Decoder {
             node: (!wire.node.is_empty()).then(|| self.shared_string(&wire.node)),
             zone: tables.string(wire.zone, "zone").map_err(reason)?,
             hints: (hints != Hints::default()).then(|| Arc::new(hints)),
-            weight: match wire.weight {
-                0 => Weight::default(),
-                weight => Weight::new(weight).ok_or_else(|| format!("weight: {weight} is not between 1 and 100"))?,
-            },
+            weight: match (wire.weight_hundredths, wire.weight) {
+                (Some(hundredths), _) => u16::try_from(hundredths).ok().map(Weight::from_hundredths),
+                (None, 0) => Some(Weight::default()),
+                (None, weight) => Weight::new(weight),
+            }
+            .ok_or("weight: it is not between 0 and 100, and weight_hundredths not between 0 and 65535")?,
         };
         let shared = self.placements.get(&placement, || Arc::new(placement.clone()));
         self.known.learn_placement(&shared);

@@ -5,7 +5,7 @@ use std::{collections::HashMap, net::IpAddr, sync::Arc};
 use bytes::Bytes;
 use headgate_core::{
     Change, Conditions, Endpoint, EndpointPort, Node, Placement, Protocol, ProxyProtocol, Service, ServiceCidr,
-    ServiceKey, Weight, digest::Digests,
+    ServiceKey, digest::Digests,
 };
 use ipnet::IpNet;
 
@@ -258,7 +258,8 @@ impl ChangesBuilder {
             zone: placement.zone.as_ref().map_or(0, |name| self.reference(name)),
             hint_zones,
             hint_nodes,
-            weight: if placement.weight == Weight::default() { 0 } else { placement.weight.get() },
+            weight: placement.weight.whole().filter(|number| *number != 1).unwrap_or_default(),
+            weight_hundredths: placement.weight.whole().is_none().then_some(placement.weight.hundredths().into()),
         };
         self.estimated_bytes += prost::Message::encoded_len(&wire) + 4;
         let index = u32::try_from(self.changes.placements.len()).unwrap_or(u32::MAX);

@@ -28,10 +28,10 @@ fn any_placement() -> impl Strategy<Value = Arc<Placement>> {
             numbers.into_iter().map(|n| format!("{letter}{n}").into()).collect::<Vec<Arc<str>>>()
         })
     };
-    let weights = prop_oneof![Just(1), Just(2), Just(100)];
+    let weights = prop_oneof![Just(0), Just(50), Just(100), Just(200), Just(u16::MAX)];
     let parts = (prop::option::of(0u8..3), prop::option::of(0u8..2), names('z'), names('n'), weights);
     parts.prop_map(|(node, zone, zones, nodes, weight)| {
-        let weight = Weight::new(weight).unwrap();
+        let weight = Weight::from_hundredths(weight);
         let hints = Some(Arc::new(Hints { zones, nodes })).filter(|hints| **hints != Hints::default());
         let name = |letter: char, number: Option<u8>| number.map(|number| Arc::from(format!("{letter}{number}")));
         Placement { node: name('n', node), zone: name('z', zone), hints, weight }.into()

@@ -77,7 +77,7 @@ enum Source {
     Arguments(Vec<String>),
 }
 
-const MODE: &str = "kube-proxy: iptables. Headgate: auto, which takes nftables where no Service behaves differently";
+const MODE: &str = "kube-proxy: iptables, from 1.40 on nftables. Headgate: auto, which takes nftables where no Service behaves differently";
 const MIN_SYNC: &str = "kube-proxy: 1s. Headgate: 0s, because it writes only what changed";
 
 /// Checks a file: a `KubeProxyConfiguration`, a ConfigMap that holds one, or a Pod or DaemonSet

@@ -25,7 +25,7 @@ pub fn explanation(explanation: &Explanation, style: Style) -> String {
         return output;
     }
     output.push('\n');
-    let weighted = endpoints.iter().any(|endpoint| endpoint.weight > 1);
+    let weighted = endpoints.iter().any(|endpoint| endpoint.weight != 1);
     let mut headers = vec!["ENDPOINT", "STATE", "NODE", "ZONE"];
     headers.extend(weighted.then_some(">WEIGHT"));
     headers.push("CHOSEN");

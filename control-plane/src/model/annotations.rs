@@ -13,6 +13,7 @@ const LOAD_BALANCING: &str = "headgate.io/load-balancing";
 const PROXY_PROTOCOL: &str = "headgate.io/proxy-protocol";
 const MAX_CONNECTIONS: &str = "headgate.io/max-connections";
 const WEIGHTS: &str = "headgate.io/weights";
+const CILIUM_WEIGHT: &str = "service.cilium.io/weight";
 const HEALTH_CHECK: &str = "headgate.io/health-check";
 const INTERVAL: &str = "headgate.io/health-check-interval";
 
@@ -82,8 +83,20 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
     }
 }
 
-/// Reads the weights of an EndpointSlice: `10.0.0.1=3, 10.0.0.2=1`. Addresses without a weight have
-/// the default weight. An entry that cannot be read is left out.
+/// Reads Cilium's weight of all endpoints of an EndpointSlice. Without it, the weight is 1, which is
+/// Cilium's default of 100.
+pub(super) fn weight_of_all(annotations: &Annotations, findings: &mut Findings) -> Weight {
+    let Some(text) = &annotations.cilium_weight else { return Weight::default() };
+    let weight = text.trim().parse().map(Weight::from_hundredths);
+    weight.unwrap_or_else(|_| {
+        let message = format!("{text:?} is not a weight: write a whole number from 0 to 65535");
+        findings.annotation(CILIUM_WEIGHT, message, "the endpoints have their default weight");
+        Weight::default()
+    })
+}
+
+/// Reads the weights of some endpoints of an EndpointSlice: `10.0.0.1=3, 10.0.0.2=0`. An entry that
+/// cannot be read is left out.
 pub(super) fn weights(annotations: &Annotations, findings: &mut Findings) -> BTreeMap<IpAddr, Weight> {
     let mut weights = BTreeMap::new();
     let text = annotations.weights.as_deref().unwrap_or_default();
@@ -94,8 +107,8 @@ pub(super) fn weights(annotations: &Annotations, findings: &mut Findings) -> BTr
         });
         let message = match read {
             None => format!(
-                "{entry:?} is not an address with a weight: write ADDRESS=WEIGHT, with a weight from 1 to {}",
-                Weight::MAX.get()
+                "{entry:?} is not an address with a weight: write ADDRESS=WEIGHT, with a weight from 0 to {}",
+                Weight::MAX
             ),
             Some((address, weight)) => match weights.insert(address, weight) {
                 Some(earlier) if earlier != weight => format!("{address} has two weights: write it once"),

@@ -2,10 +2,11 @@
 //!
 //! An address that several slices contain has the ports of all these slices. Conditions, node, zone
 //! and hints belong to an address and a port, and are read from the slice that lists this port. If
-//! several slices list the same port, the slice with the last name in sorted order counts. As an
-//! exception, a terminating entry never replaces another entry. kube-proxy decides by the same rule
-//! (`addEndpoints` in `pkg/proxy/endpointslicecache.go`), but visits the slices in random order. In
-//! this module the result depends only on the present slices, and not on the order in which they
+//! several slices list the same port, a ready entry counts, else one that does not terminate, else
+//! one that serves. Among equal entries, the slice with the last name in sorted order counts, or
+//! the first if they terminate. kube-proxy (`addEndpoints` in `pkg/proxy/endpointslicecache.go`)
+//! visits the slices in random order, and takes the last entry that does not terminate. In this
+//! module the result depends only on the present slices, and not on the order in which they
 //! arrived. A change of one slice visits only the addresses that the change affects. The exception
 //! is described in `gates.rs`: pods that lack only the readiness gate of Headgate.
 
@@ -22,7 +23,7 @@ use super::{
     intern::Interner,
     object_set::{Outcome, Reading},
     size,
-    slices::{Facts, Slice},
+    slices::{Facts, Slice, replaces},
 };
 use crate::{
     objects::{ObjectKey, PodId},
@@ -334,7 +335,7 @@ impl Endpoints {
         interner: &mut Interner,
     ) {
         let carriers = self.carriers(service, address);
-        let could_conflict = carriers.len() > 1 || !carries;
+        let (is_shared, could_conflict) = (carriers.len() > 1, carriers.len() > 1 || !carries);
         let (endpoint, conflict) = merge(&self.slices, &self.gates, address, carriers, interner);
         if before != endpoint {
             if !self.before.contains_key(service) {
@@ -344,6 +345,10 @@ impl Endpoints {
                 let before = of_service.entry(address).or_insert(Before { endpoint: before, trigger_unix_ms });
                 before.trigger_unix_ms = older(before.trigger_unix_ms, trigger_unix_ms);
             }
+        }
+        if is_shared {
+            // Conditions decide which slice names the pod.
+            self.touched_pods.insert((service.clone(), address));
         }
         if could_conflict {
             self.conflicts.push(SliceConflict { service: service.clone(), address, slices: conflict });
@@ -360,8 +365,9 @@ impl Endpoints {
         let touched = std::mem::take(&mut self.touched_pods);
         let change = |(service, address): (ServiceKey, IpAddr)| {
             let carriers = self.carriers(&service, address).iter().filter_map(|key| self.slices.get(key));
-            let pod = carriers.filter_map(|(slice, _)| slice.pod(address)).next_back();
-            PodChange { service, address, pod }
+            let pods = carriers.filter_map(|(slice, _)| Some((slice, slice.pod_facts(address)?.1.conditions)));
+            let counts = pods.reduce(|used, pod| if replaces(pod.1, used.1) { pod } else { used });
+            PodChange { service, address, pod: counts.and_then(|(slice, _)| slice.pod(address)) }
         };
         touched.into_iter().map(change).collect()
     }
@@ -512,7 +518,7 @@ fn merge(
     for entry in entries() {
         for port in entry.ports.iter() {
             let counts = counting.entry(port.key()).or_insert(entry);
-            if entry.facts.replaces() {
+            if replaces(entry.conditions, counts.conditions) {
                 *counts = entry;
             }
         }
@@ -536,7 +542,8 @@ fn merge(
     if size::may_be_sent(&endpoint) {
         return (Some(endpoint), conflict);
     }
-    let used = entries().skip(1).fold(first, |used, entry| if entry.facts.replaces() { entry } else { used });
+    let later = |used: Entry<'_>, entry: Entry<'_>| replaces(entry.conditions, used.conditions);
+    let used = entries().skip(1).fold(first, |used, entry| if later(used, entry) { entry } else { used });
     let other = entries().find(|entry| entry.slice != used.slice);
     (used.alone(address), conflict.or_else(|| used.conflict(other?)))
 }

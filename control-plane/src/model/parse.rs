@@ -17,18 +17,16 @@ pub(super) fn address(text: &str) -> Result<IpAddr, String> {
     parsed.ok_or_else(|| format!("{text:?} is not an IP address: write an address such as 10.96.0.10 or fd00::10"))
 }
 
-/// Parses an address, and refuses the unspecified address.
+/// Parses a ClusterIP. Kubernetes allows ranges of Services in 169.254.0.0/16, because no machine
+/// holds a ClusterIP.
 ///
 /// # Errors
-/// The errors of [`address`], and an error for the unspecified address.
-pub(super) fn specified_address(text: &str) -> Result<IpAddr, String> {
-    let address = address(text)?;
-    if address.is_unspecified() {
-        return Err(format!(
-            "{text} is the unspecified address, which nothing can be sent to: give the address of the load balancer"
-        ));
+/// The errors of [`routable_address`] for other addresses.
+pub(super) fn cluster_ip(text: &str) -> Result<IpAddr, String> {
+    match address(text)? {
+        IpAddr::V4(v4) if v4.is_link_local() => Ok(v4.into()),
+        _ => routable_address(text),
     }
-    Ok(address)
 }
 
 /// Parses an address to which another machine can send packets.
@@ -209,6 +207,10 @@ mod tests {
             assert!(routable_address(text).is_err(), "{text}");
         }
         assert!(routable_address("10.0.0.1").is_ok());
+        assert!(cluster_ip("169.254.1.1").is_ok() && cluster_ip("10.0.0.1").is_ok());
+        for text in ["fe80::1", "127.0.0.1", "0.0.0.0", "224.0.0.1", "255.255.255.255"] {
+            assert!(cluster_ip(text).is_err(), "{text}");
+        }
     }
 
     #[test]

@@ -67,7 +67,7 @@ fn cluster_ips(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<IpAd
     let mut addresses: Vec<IpAddr> = Vec::new();
     for (index, text) in texts.iter().enumerate() {
         let field = if field == "spec.clusterIP" { field.to_owned() } else { format!("{field}[{index}]") };
-        match parse::routable_address(text) {
+        match parse::cluster_ip(text) {
             Err(message) => findings.object(field, message),
             Ok(address) if addresses.iter().any(|other| Family::of(*other) == Family::of(address)) => {
                 findings.object(
@@ -137,26 +137,22 @@ fn read_external_addresses(
     findings: &mut Findings,
 ) {
     let has_family = |address: IpAddr| service.cluster_ip(Family::of(address)).is_some();
-    let (mut external_ips, mut seen) = (Vec::new(), HashSet::new());
-    for (index, text) in spec.external_ips.iter().enumerate() {
-        match parse::routable_address(text) {
-            Ok(address) if has_family(address) && seen.insert(address) => external_ips.push(address),
-            Ok(_) => {}
-            Err(message) => findings.entry(format!("spec.externalIPs[{index}]"), message),
+    let mut routable = |field: &str, rest: &str, texts: &mut dyn Iterator<Item = (usize, &String)>| {
+        let (mut addresses, mut seen) = (Vec::new(), HashSet::new());
+        for (index, text) in texts {
+            match parse::routable_address(text) {
+                Ok(address) if has_family(address) && seen.insert(address) => addresses.push(address),
+                Ok(_) => {}
+                Err(message) => findings.entry(format!("{field}[{index}]{rest}"), message),
+            }
         }
-    }
-    let (mut load_balancer_ips, mut seen) = (Vec::new(), HashSet::new());
-    for (index, ingress) in status.load_balancer.ingress.iter().enumerate() {
-        let is_vip = ingress.ip_mode.is_empty() || ingress.ip_mode == "VIP";
-        if ingress.ip.is_empty() || !is_vip {
-            continue;
-        }
-        match parse::specified_address(&ingress.ip) {
-            Ok(address) if has_family(address) && seen.insert(address) => load_balancer_ips.push(address),
-            Ok(_) => {}
-            Err(message) => findings.entry(format!("status.loadBalancer.ingress[{index}].ip"), message),
-        }
-    }
+        addresses
+    };
+    let external_ips = routable("spec.externalIPs", "", &mut spec.external_ips.iter().enumerate());
+    let is_vip = |ip_mode: &str| ip_mode.is_empty() || ip_mode == "VIP";
+    let ingress = status.load_balancer.ingress.iter().enumerate().filter(|(_, one)| !one.ip.is_empty());
+    let mut vips = ingress.filter(|(_, one)| is_vip(&one.ip_mode)).map(|(index, one)| (index, &one.ip));
+    let mut load_balancer_ips = routable("status.loadBalancer.ingress", ".ip", &mut vips);
     match source_ranges(spec, findings) {
         Some(ranges) => service.load_balancer_source_ranges = ranges,
         // If a range cannot be read, it is unknown which clients to allow. So this version of the

@@ -15,16 +15,24 @@ pub(super) struct Facts {
 }
 
 impl Facts {
-    /// Whether an entry with these facts replaces an earlier entry for the same address and port.
-    pub(super) fn replaces(&self) -> bool {
-        !self.conditions.terminating
-    }
-
     /// Whether two entries for the same address and port differ, and only their order decides which
     /// entry counts.
     pub(super) fn conflicts_with(&self, other: &Self) -> bool {
-        self.conditions.terminating == other.conditions.terminating && self != other
+        precedence(self.conditions) == precedence(other.conditions) && self != other
     }
+}
+
+/// The higher of two entries for the same address and port counts. Two pods on the network of a
+/// node may have the same port: only one of them can be ready.
+fn precedence(Conditions { ready, serving, terminating }: Conditions) -> [bool; 3] {
+    [ready, !terminating, serving]
+}
+
+/// Whether an entry replaces an earlier entry for the same address and port.
+pub(super) fn replaces(later: Conditions, earlier: Conditions) -> bool {
+    let (later, earlier) = (precedence(later), precedence(earlier));
+    // Of two equal entries that terminate, the first counts.
+    later > earlier || later == earlier && later[1]
 }
 
 /// A slice that is in use.
@@ -143,8 +151,8 @@ fn ports(object: &objects::EndpointSlice, findings: &mut Findings) -> Vec<Endpoi
     ports
 }
 
-/// Reads the endpoints. If several entries have the same address, the last entry counts, but a
-/// terminating entry never replaces another entry.
+/// Reads the endpoints. If several entries have the same address, a ready one counts (see
+/// [`replaces`]).
 fn endpoints(
     object: &objects::EndpointSlice,
     family: Family,
@@ -152,11 +160,12 @@ fn endpoints(
     findings: &mut Findings,
 ) -> (Vec<(IpAddr, Facts)>, Box<[PodId]>) {
     let weights = annotations::weights(&object.metadata.annotations, findings);
+    let weight_of_all = annotations::weight_of_all(&object.metadata.annotations, findings);
     let mut endpoints: Vec<(IpAddr, usize, Facts)> = Vec::with_capacity(object.endpoints.len());
     for (index, written) in object.endpoints.iter().enumerate() {
         match address(written, family) {
             Ok(address) => {
-                let weight = weights.get(&address).copied().unwrap_or_default();
+                let weight = weights.get(&address).copied().unwrap_or(weight_of_all);
                 endpoints.push((address, index, facts(index, written, weight, interner, findings)));
             }
             Err(message) => findings.entry(format!("endpoints[{index}].addresses[0]"), message),
@@ -170,7 +179,7 @@ fn endpoints(
                 let message = format!("{} is also in endpoints[{}], with other values: list it once", later.0, kept.1);
                 findings.entry(format!("endpoints[{}].addresses[0]", later.1), message);
             }
-            if later.2.replaces() {
+            if replaces(later.2.conditions, kept.2.conditions) {
                 std::mem::swap(later, kept);
             }
         }

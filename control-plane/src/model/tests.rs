@@ -245,16 +245,29 @@ fn addresses_are_canonical_and_have_a_family_of_their_service() {
     assert_eq!(bench.problems(), [""; 0]);
 }
 
+/// Only a ClusterIP may be a link-local address, because no machine holds it.
 #[test]
-fn the_unspecified_address_of_a_load_balancer_is_left_out_and_reported() {
-    let mut value = service("s", json!({"type": "LoadBalancer"}));
-    value["status"] = json!({"loadBalancer": {"ingress": [{"ip": "0.0.0.0"}, {"ip": "203.0.113.1"}]}});
-    let mut bench = Bench::with(&[value]);
-    let addresses: Vec<String> =
-        bench.service("s").unwrap().load_balancer_ips.iter().map(ToString::to_string).collect();
-    assert_eq!(addresses, ["203.0.113.1"]);
-    let problems = bench.problems();
-    assert!(problems[0].starts_with("Service x/s status.loadBalancer.ingress[0].ip 0.0.0.0 is the"), "{problems:?}");
+fn addresses_that_other_machines_cannot_reach_are_left_out_and_reported() {
+    for (address, is_cluster_ip) in
+        [("0.0.0.0", false), ("127.0.0.1", false), ("224.0.0.1", false), ("169.254.48.10", true)]
+    {
+        let mut value = service("s", json!({"type": "LoadBalancer", "externalIPs": [address, "192.0.2.1"]}));
+        value["status"] = json!({"loadBalancer": {"ingress": [{"ip": address}, {"ip": "203.0.113.1"}]}});
+        let mut bench = Bench::with(&[value, slice("a", "s", json!([ready(address), ready("10.1.0.1")]), http(1))]);
+        let service = bench.service("s").unwrap();
+        assert_eq!(service.load_balancer_ips, ["203.0.113.1".parse::<std::net::IpAddr>().unwrap()]);
+        assert_eq!(service.external_ips, ["192.0.2.1".parse::<std::net::IpAddr>().unwrap()]);
+        assert_eq!(bench.endpoints("s"), ["10.1.0.1:1"]);
+        let problems = bench.problems();
+        assert!(problems.iter().all(|problem| problem.contains(&format!("{address} is a"))) || address == "0.0.0.0");
+        assert_eq!(problems.len(), 3, "{problems:?}");
+        let bench = Bench::with(&[service_at(address)]);
+        assert_eq!(bench.service("s").is_some(), is_cluster_ip, "{address}");
+    }
+}
+
+fn service_at(address: &str) -> Value {
+    service("s", json!({"clusterIP": address, "clusterIPs": [address]}))
 }
 
 /// `externalTrafficPolicy: Local` is ignored for Services without external addresses or NodePorts.
@@ -452,19 +465,38 @@ fn invalid_annotations_are_ignored_and_reported() {
     let endpoints = json!([ready("10.1.0.1"), ready("10.1.0.2"), ready("10.1.0.3")]);
     let mut weighted = slice("s-1", "s", endpoints, http(1));
     weighted["metadata"]["annotations"] =
-        json!({"headgate.io/weights": "10.1.0.1=100, 10.1.0.2=0,10.1.0.2=3 ,10.1.0.9=2,x=1"});
+        json!({"headgate.io/weights": "10.1.0.1=100, 10.1.0.2=101,10.1.0.2=0 ,10.1.0.9=2,x=1"});
     let mut bench = Bench::with(&[service("s", json!({})), weighted]);
     let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
     let weights: Vec<u32> = entry.endpoints().values().map(|endpoint| endpoint.placement.weight.get()).collect();
-    assert_eq!(weights, [100, 3, 1]);
+    assert_eq!(weights, [100, 0, 1]);
     let problems = bench.problems();
     let field = "EndpointSlice x/s-1 metadata.annotations[headgate.io/weights] ";
     for text in
-        ["\"10.1.0.2=0\" is not an address with a weight", "\"x=1\" is not", "10.1.0.9 is no address of this slice"]
+        ["\"10.1.0.2=101\" is not an address with a weight", "\"x=1\" is not", "10.1.0.9 is no address of this slice"]
     {
         assert!(problems.iter().any(|problem| problem.starts_with(&format!("{field}{text}"))), "{problems:?}");
     }
     assert_eq!(problems.len(), 3);
+    // Cilium's weight counts for the endpoints without a weight of Headgate.
+    for (text, weight, problem) in [
+        ("0", 0, None),
+        ("65535", 65_535, None),
+        (" 50 ", 50, None),
+        ("65536", 100, Some("from 0 to 65535")),
+        ("-1", 100, Some("from 0")),
+    ] {
+        let mut weighted = slice("s-1", "s", json!([ready("10.1.0.1"), ready("10.1.0.2")]), http(1));
+        weighted["metadata"]["annotations"] =
+            json!({"headgate.io/weights": "10.1.0.1=3", "service.cilium.io/weight": text});
+        let mut bench = Bench::with(&[service("s", json!({})), weighted]);
+        let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
+        let hundredths = entry.endpoints().values().map(|endpoint| endpoint.placement.weight.hundredths());
+        assert_eq!(hundredths.collect::<Vec<_>>(), [300, weight]);
+        let problems = bench.problems();
+        assert_eq!(problems.len(), usize::from(problem.is_some()), "{problems:?}");
+        assert!(problems.iter().all(|text| text.contains(problem.unwrap())), "{problems:?}");
+    }
     // The rest of a version with an invalid annotation is used.
     let mut bench = Bench::with(&[service("s", json!({}))]);
     let mut value = annotated(json!({"headgate.io/scheduler": "fastest"}));

@@ -74,6 +74,8 @@ pub struct Annotations {
     pub max_connections: Option<String>,
     /// `headgate.io/weights` of an EndpointSlice.
     pub weights: Option<String>,
+    /// `service.cilium.io/weight` of an EndpointSlice.
+    pub cilium_weight: Option<String>,
     /// `endpoints.kubernetes.io/last-change-trigger-time`.
     pub last_change_trigger_time: Option<String>,
 }
@@ -104,6 +106,7 @@ impl Picked for Annotations {
             "headgate.io/proxy-protocol" => Some(&mut self.proxy_protocol),
             "headgate.io/max-connections" => Some(&mut self.max_connections),
             "headgate.io/weights" => Some(&mut self.weights),
+            "service.cilium.io/weight" => Some(&mut self.cilium_weight),
             "headgate.io/health-check-interval" => Some(&mut self.health_check_interval),
             "endpoints.kubernetes.io/last-change-trigger-time" => Some(&mut self.last_change_trigger_time),
             _ => None,

@@ -3,12 +3,13 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use headgate_core::{Change, Endpoint, Family, Service, ServiceKey, frontends::Frontend};
+use headgate_core::{Change, Endpoint, Family, Service, ServiceKey};
 
 use super::{
     Store, encode,
     log::{self, Place},
 };
+use crate::transaction::Problem;
 
 /// A Service with details that this replica knows.
 #[derive(Debug, Clone)]
@@ -17,8 +18,8 @@ pub(crate) struct ServiceDetail {
     pub(crate) endpoints: usize,
     pub(crate) ready_endpoints: usize,
     pub(crate) version: u64,
-    /// Each frontend of the Service that another Service owns, with that other Service.
-    pub(crate) conflicts: Vec<(Frontend, ServiceKey)>,
+    /// A sentence for each frontend of the Service that another Service owns.
+    pub(crate) conflicts: Vec<String>,
 }
 
 /// The numbers of resources at a version.
@@ -88,14 +89,29 @@ impl Store {
         let inner = self.read();
         let entry = inner.state.entry(key)?;
         let service = entry.service()?.clone();
-        let conflicts = inner.state.frontends().conflicts(&service).into_iter();
         Some(ServiceDetail {
-            conflicts: conflicts.map(|(frontend, owner)| (frontend, owner.clone())).collect(),
+            conflicts: inner.state.frontends().conflicts(&service).iter().map(ToString::to_string).collect(),
             endpoints: entry.endpoints().len(),
             ready_endpoints: entry.endpoints().values().filter(|endpoint| endpoint.has_ready_port()).count(),
             version: inner.log.newest_version(key),
             service,
         })
+    }
+
+    /// A problem for each Service that lacks frontends because other Services own them. The cost
+    /// grows with the frontends of these Services.
+    pub(crate) fn conflict_problems(&self) -> Vec<Problem> {
+        let losers = self.read().state.frontends().losers();
+        let problem = |key: Arc<ServiceKey>| {
+            let inner = self.read();
+            let conflicts = inner.state.frontends().conflicts(inner.state.entry(&key)?.service()?);
+            let (first, more) = conflicts.split_first()?;
+            let more = if more.is_empty() { String::new() } else { format!(" (and {} more)", more.len()) };
+            let message = format!("{first}{more}; {key} gets no packets there: {}", first.remedy());
+            let (object, field) = (format!("Service {key}"), first.field().to_owned());
+            Some(Problem { object, field, message, origin: String::new() })
+        };
+        losers.into_iter().filter_map(problem).collect()
     }
 
     /// The endpoints of a service with the version of each, in order of address. If the ports of an

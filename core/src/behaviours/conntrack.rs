@@ -377,7 +377,8 @@ fn owned_destinations(state: &State, key: &ServiceKey) -> Owned {
     for port in service.ports.iter().filter(|port| port.protocol == Protocol::Udp) {
         for family in Family::BOTH.into_iter().filter(|family| service.cluster_ip(*family).is_some()) {
             let keep = keep(entry.endpoints().values(), port, family);
-            let of_family = frontends_of_port(service, port).filter(|destination| destination.family() == family);
+            let frontends = frontends_of_port(service, port).map(|(destination, _)| destination);
+            let of_family = frontends.filter(|destination| destination.family() == family);
             let own = of_family.filter(|destination| state.frontends().owns(key, destination));
             owned.extend(own.map(|destination| (destination, Arc::clone(&keep))));
         }

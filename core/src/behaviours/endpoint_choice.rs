@@ -9,7 +9,7 @@
 //!    (KEP-1669), independent of the topology.
 //! 2. The Local set contains the ready endpoints on this node, independent of the topology. If no
 //!    such endpoint exists, the set contains the serving and terminating endpoints on this node.
-//! 3. All other endpoints are in no set.
+//! 3. All other endpoints are in no set, and none with weight 0.
 //!
 //! [`verdict`] decides this for one endpoint. The renderers and `headgatectl explain` use it.
 
@@ -17,7 +17,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use crate::{
     behaviours::topology::TopologyMode,
-    model::{Endpoint, Family, PortState, ServicePort, Weight},
+    model::{Endpoint, Family, PortState, ServicePort, Weight, greatest_common_divisor},
     node_facts::NodeFacts,
 };
 
@@ -32,7 +32,7 @@ pub struct Destination {
     pub is_local: bool,
     /// The endpoint runs on this node, or its node is unknown.
     pub may_be_local: bool,
-    /// The weight of the endpoint.
+    /// The weight of the endpoint among those of its service port: a whole number.
     pub weight: Weight,
 }
 
@@ -77,6 +77,8 @@ pub enum Exclusion {
     HintsForOtherZones,
     /// The endpoint does not run on this node, or its node is unknown.
     NotOnThisNode,
+    /// The endpoint has weight 0.
+    NoWeight,
 }
 
 /// The membership of one endpoint in the two sets.
@@ -94,6 +96,7 @@ pub struct Verdict {
 pub fn verdict(candidate: &PortState<'_>, mode: TopologyMode, node: &NodeFacts) -> Verdict {
     let conditions = candidate.conditions;
     let turn = match conditions {
+        _ if candidate.placement.weight.is_zero() => Err(Exclusion::NoWeight),
         _ if conditions.ready => Ok(Turn::First),
         _ if conditions.is_serving_terminating() => Ok(Turn::Last),
         _ if conditions.terminating => Err(Exclusion::NotServing),
@@ -126,7 +129,8 @@ pub fn candidates<'a>(
 
 /// Decides the topology mode of a service port.
 pub fn topology_mode<'a>(candidates: impl Iterator<Item = PortState<'a>>, node: &NodeFacts) -> TopologyMode {
-    TopologyMode::decide(candidates.filter(|candidate| candidate.conditions.ready), node)
+    let counts = |candidate: &PortState<'a>| candidate.conditions.ready && !candidate.placement.weight.is_zero();
+    TopologyMode::decide(candidates.filter(counts), node)
 }
 
 /// Chooses the endpoints of a service for one of its ports.
@@ -142,15 +146,15 @@ pub fn choose<'a>(
     let mut last = EndpointChoice::default();
     for candidate in candidates {
         let verdict = verdict(&candidate, mode, node);
-        let conditions = candidate.conditions;
-        choice.has_any |= conditions.ready || conditions.is_serving_terminating();
+        let (conditions, weight) = (candidate.conditions, candidate.placement.weight);
+        choice.has_any |= !weight.is_zero() && (conditions.ready || conditions.is_serving_terminating());
         let is_local = is_local(&candidate, node);
         let destination = Destination {
             address: candidate.address,
             port: candidate.port.port,
             is_local,
             may_be_local: is_local || candidate.placement.node.is_none(),
-            weight: candidate.placement.weight,
+            weight,
         };
         match verdict.cluster {
             Ok(Turn::First) => choice.cluster.push(destination),
@@ -169,7 +173,20 @@ pub fn choose<'a>(
     if choice.local.is_empty() {
         choice.local = last.local;
     }
+    scale(&mut choice);
     choice
+}
+
+/// Gives the endpoints whole weights in the same proportion. If the largest weight is above
+/// [`Weight::MAX`], the weights are rounded up to hundredths of it.
+fn scale(choice: &mut EndpointChoice) {
+    let all = || choice.cluster.iter().chain(&choice.local).map(|endpoint| u32::from(endpoint.weight.hundredths()));
+    let unit = all().fold(u32::from(Weight::default().hundredths()), greatest_common_divisor);
+    let largest = all().max().unwrap_or_default();
+    let unit = unit * largest.div_ceil(unit * u32::from(Weight::MAX)).max(1);
+    for endpoint in choice.cluster.iter_mut().chain(&mut choice.local) {
+        endpoint.weight = Weight::new(u32::from(endpoint.weight.hundredths()).div_ceil(unit)).unwrap_or_default();
+    }
 }
 
 /// True if an endpoint port belongs to a service port: name and protocol must be equal, the number
@@ -244,5 +261,49 @@ mod tests {
         ];
         assert_eq!(chosen(&endpoints, "http")[0], [1]);
         assert_eq!(chosen(&endpoints, "metrics")[0], [1, 2]);
+    }
+
+    fn weighing(hundredths: &[u16]) -> Vec<Endpoint> {
+        let one = |(last, weight): (u8, &u16)| {
+            let weight = Weight::from_hundredths(*weight);
+            let placement = || Arc::new(Placement { weight, ..Placement::on("there") });
+            endpoint(last, (Conditions::READY, placement()), (Conditions::READY, placement()))
+        };
+        (1..).zip(hundredths).map(one).collect()
+    }
+
+    #[test]
+    fn an_endpoint_of_weight_zero_is_not_chosen_and_does_not_decide_about_hints() {
+        assert_eq!(chosen(&weighing(&[0, 100, 0, 7]), "http")[0], [2, 4]);
+        let none = weighing(&[0, 0]);
+        let choice = choose(none.iter(), &service_port("http"), Family::V4, &NodeFacts::named("here"));
+        assert!(!choice.has_any && choice.cluster.is_empty());
+        // The only endpoint in the zone of the node has weight 0.
+        let mut hinted = weighing(&[0, 100]);
+        for (endpoint, zone) in hinted.iter_mut().zip(["z1", "z2"]) {
+            let weight = endpoint.placement.weight;
+            endpoint.placement = Arc::new(Placement { weight, ..(*placed("there", &[zone])).clone() });
+        }
+        assert_eq!(chosen(&hinted, "http")[0], [2]);
+        // An endpoint that terminates and still serves is better than one of weight 0.
+        hinted[1].conditions = TERMINATING;
+        assert_eq!(chosen(&hinted, "http")[0], [2]);
+    }
+
+    #[test]
+    fn weights_become_whole_numbers_in_the_same_proportion() {
+        for (hundredths, expected) in [
+            (&[100, 100][..], &[1, 1][..]),
+            (&[500], &[5]),
+            (&[200, 400, 10_000], &[2, 4, 100]),
+            (&[50, 100], &[1, 2]),
+            (&[0, 30, 20], &[3, 2]),
+            (&[1, u16::MAX, 32_768], &[1, 100, 50]),
+        ] {
+            let endpoints = weighing(hundredths);
+            let choice = choose(endpoints.iter(), &service_port("http"), Family::V4, &NodeFacts::named("here"));
+            let weights: Vec<u32> = choice.cluster.iter().map(|endpoint| endpoint.weight.get()).collect();
+            assert_eq!(weights, expected, "{hundredths:?}");
+        }
     }
 }

@@ -49,8 +49,10 @@ pub fn health_check_port(state: &State, key: &ServiceKey, node: &NodeFacts) -> O
         service.cluster_ip(family)?;
         let is_local = |name: &str| name == &*node.name;
         let local = entry.endpoints().values().filter(|endpoint| {
-            let is_counted =
-                |state: PortState<'_>| state.conditions.ready && state.placement.node.as_deref().is_some_and(is_local);
+            let is_counted = |state: PortState<'_>| {
+                let placement = state.placement;
+                state.conditions.ready && !placement.weight.is_zero() && placement.node.as_deref().is_some_and(is_local)
+            };
             Family::of(endpoint.address) == family && endpoint.port_states().any(is_counted)
         });
         u32::try_from(local.count()).ok()

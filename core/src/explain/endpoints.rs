@@ -34,6 +34,7 @@ impl fmt::Display for LeftOut {
             Self::Excluded(Exclusion::HintsForOtherNodes) => "its hints name other nodes",
             Self::Excluded(Exclusion::HintsForOtherZones) => "wrong zone: its hints name other zones",
             Self::Excluded(Exclusion::NotOnThisNode) => "not on this node, and the policy is Local",
+            Self::Excluded(Exclusion::NoWeight) => "has weight 0, so it only keeps its connections",
             Self::OthersAreReady => "terminates, and other endpoints are ready",
             Self::FailsHealthCheck => "fails the health check of this node",
         })

@@ -22,7 +22,10 @@ use crate::{
     dataplane::iptables::NodePortAddresses,
     model::{Family, Protocol, Service, ServiceKey, ServicePort},
     node_facts::NodeFacts,
-    state::{State, frontends::Frontend},
+    state::{
+        State,
+        frontends::{Claim, Frontend, addresses_of, frontends_of_port},
+    },
 };
 
 /// How the node forwards packets.
@@ -55,6 +58,12 @@ impl Mode {
             Self::Userspace => "userspace",
             Self::UserspaceIptables => "userspace-iptables",
         }
+    }
+
+    /// True if source ranges also apply to a Service without endpoints. The rules of other modes
+    /// reject the packets of all clients.
+    pub(crate) fn guards_without_endpoints(self) -> bool {
+        matches!(self, Self::Nftables | Self::Userspace)
     }
 
     /// Returns the mode with this name.
@@ -155,26 +164,6 @@ pub struct Explanation {
     pub endpoints: Vec<ExplainedEndpoint>,
 }
 
-/// The kind of a frontend.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    ClusterIp,
-    ExternalIp,
-    LoadBalancerIp,
-    NodePort,
-}
-
-impl Kind {
-    fn as_str(self) -> &'static str {
-        match self {
-            Self::ClusterIp => "ClusterIP",
-            Self::ExternalIp => "externalIP",
-            Self::LoadBalancerIp => "load balancer IP",
-            Self::NodePort => "NodePort",
-        }
-    }
-}
-
 /// The maximum number of destinations that [`explain`] explains without `to`. The cost of each
 /// destination is linear in the endpoints of the Service.
 pub const MAX_DESTINATIONS: usize = 32;
@@ -212,23 +201,8 @@ struct Explainer<'a> {
 
 impl<'a> Explainer<'a> {
     fn all(&self) -> (Vec<Explanation>, usize) {
-        let Service { cluster_ips, external_ips, load_balancer_ips, ports, .. } = self.service;
-        let mut frontends = Vec::new();
-        for port in ports {
-            let lists = [
-                (Kind::ClusterIp, cluster_ips),
-                (Kind::ExternalIp, external_ips),
-                (Kind::LoadBalancerIp, load_balancer_ips),
-            ];
-            for (kind, addresses) in lists {
-                let at = |address: &IpAddr| (port, kind, Frontend::Address(*address, port.protocol, port.port));
-                frontends.extend(addresses.iter().map(at));
-            }
-            if port.node_port != 0 {
-                let at = |family| (port, Kind::NodePort, Frontend::NodePort(family, port.protocol, port.node_port));
-                frontends.extend(Family::BOTH.map(at));
-            }
-        }
+        let of = |port| frontends_of_port(self.service, port).map(move |(frontend, claim)| (port, claim, frontend));
+        let mut frontends: Vec<_> = self.service.ports.iter().flat_map(of).collect();
         frontends.retain(|(.., frontend)| {
             let is_possible = match self.source {
                 Source::Node => true,
@@ -252,7 +226,7 @@ impl<'a> Explainer<'a> {
             }
             None if port.node_port != 0 && port.node_port == to.at.port() => {
                 let frontend = Frontend::NodePort(Family::of(address), port.protocol, port.node_port);
-                self.frontend(port, Kind::NodePort, frontend, Some(address))
+                self.frontend(port, Claim::NodePort, frontend, Some(address))
             }
             _ => None,
         });
@@ -260,14 +234,8 @@ impl<'a> Explainer<'a> {
         if found.is_empty() { vec![self.unknown(to, kind)] } else { found }
     }
 
-    fn kind_of(&self, address: IpAddr) -> Option<Kind> {
-        let Service { cluster_ips, external_ips, load_balancer_ips, .. } = self.service;
-        let lists = [
-            (Kind::ClusterIp, cluster_ips),
-            (Kind::LoadBalancerIp, load_balancer_ips),
-            (Kind::ExternalIp, external_ips),
-        ];
-        lists.into_iter().find(|(_, addresses)| addresses.contains(&address)).map(|(kind, _)| kind)
+    fn kind_of(&self, address: IpAddr) -> Option<Claim> {
+        addresses_of(self.service).find(|(of_service, _)| *of_service == address).map(|(_, claim)| claim)
     }
 
     /// Explains a frontend of the Service. Returns `None` if the family has no ClusterIP, because
@@ -275,7 +243,7 @@ impl<'a> Explainer<'a> {
     fn frontend(
         &self,
         port: &'a ServicePort,
-        kind: Kind,
+        kind: Claim,
         frontend: Frontend,
         node_address: Option<IpAddr>,
     ) -> Option<Explanation> {
@@ -294,7 +262,7 @@ impl<'a> Explainer<'a> {
     }
 
     /// Explains a destination that is no frontend of the Service.
-    fn unknown(&self, to: To, kind: Option<Kind>) -> Explanation {
+    fn unknown(&self, to: To, kind: Option<Claim>) -> Explanation {
         let To { at, protocol } = to;
         let protocol_text = protocol.map_or_else(String::new, |protocol| format!("/{protocol}"));
         let destination = format!("{} port {}{protocol_text}", at.ip(), at.port());
@@ -304,11 +272,13 @@ impl<'a> Explainer<'a> {
         let owner = protocols.flat_map(|protocol| {
             [Frontend::Address(at.ip(), protocol, at.port()), Frontend::NodePort(family, protocol, at.port())]
         });
-        let owner = owner.into_iter().find_map(|frontend| Some((frontend, self.state.frontends().owner(&frontend)?)));
+        let foreign =
+            |frontend: &Frontend| self.state.frontends().owner(frontend).filter(|owner| **owner != **self.key);
+        let owner = owner.into_iter().find_map(|frontend| Some((frontend, foreign(&frontend)?)));
         let mode = self.settings.mode;
-        let is_refused = kind == Some(Kind::ClusterIp) && !matches!(mode, Mode::Iptables | Mode::UserspaceIptables)
+        let is_refused = kind == Some(Claim::ClusterIp) && !matches!(mode, Mode::Iptables | Mode::UserspaceIptables)
             || kind.is_some() && mode == Mode::Ipvs;
-        let what = kind.map_or("address", Kind::as_str);
+        let what = kind.map_or("address", Claim::as_str);
         let (step, fate) = match (owner, kind) {
             (Some((frontend, owner)), _) => {
                 let text = format!("{frontend} belongs to Service {owner}: explain {owner} instead.");

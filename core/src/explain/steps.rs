@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use super::{ExplainedEndpoint, Explainer, Fate, Kind, Mode, Source, endpoints};
+use super::{ExplainedEndpoint, Explainer, Fate, Mode, Source, endpoints};
 use crate::{
     behaviours::{
         endpoint_choice::{self, Destination},
@@ -12,7 +12,10 @@ use crate::{
     },
     dataplane::iptables::NodePortAddresses,
     model::{Family, Protocol, ServicePort, TrafficPolicy},
-    state::{Endpoints, ServiceEntry, frontends::Frontend},
+    state::{
+        Endpoints, ServiceEntry,
+        frontends::{Claim, Frontend},
+    },
 };
 
 /// How the rules treat a source.
@@ -28,7 +31,7 @@ pub(super) struct Path<'a> {
     pub(super) explainer: &'a Explainer<'a>,
     pub(super) port: &'a ServicePort,
     pub(super) view: ServicePortView,
-    pub(super) kind: Kind,
+    pub(super) kind: Claim,
     pub(super) frontend: Frontend,
     /// The address at which the packet reaches a NodePort, if it is known.
     pub(super) node_address: Option<IpAddr>,
@@ -131,19 +134,15 @@ impl<'a> Path<'a> {
         let (frontend, kind, key) = (self.frontend, self.kind.as_str(), self.explainer.key);
         let name = if self.port.name.is_empty() { String::new() } else { format!(", port {}", self.port.name) };
         self.step(format!("{frontend} is the {kind} of Service {key}{name}."));
-        if self.kind == Kind::ExternalIp && self.explainer.facts.ignores_external_ips {
+        if self.kind == Claim::ExternalIp && self.explainer.facts.ignores_external_ips {
             self.step("This node ignores externalIPs: its feature gate AllowServiceExternalIPs is off.");
             return Some(Fate::NotServed);
         }
-        let frontends = self.explainer.state.frontends();
-        if let Some(owner) = frontends.owner(&frontend).filter(|owner| **owner != **key) {
-            let text = format!(
-                "Service {owner} specifies the same address and port and is older. The node sends these packets to {owner}."
-            );
-            self.step(text);
+        if let Some(conflict) = self.explainer.state.frontends().conflict(key, frontend, self.kind) {
+            self.step(format!("{conflict}. No packet reaches {key} there: {}.", conflict.remedy()));
             return Some(Fate::NotServed);
         }
-        if self.kind == Kind::NodePort { self.node_port() } else { None }
+        if self.kind == Claim::NodePort { self.node_port() } else { None }
     }
 
     /// Explains at which addresses of the node a NodePort answers.
@@ -199,8 +198,8 @@ impl<'a> Path<'a> {
     fn source_ranges(&mut self) -> Option<Fate> {
         let ranges = &self.view.source_ranges;
         let Frontend::Address(destination, ..) = self.frontend else { return None };
-        let is_guarded = self.view.has_any_endpoint && !ranges.is_open();
-        if self.kind != Kind::LoadBalancerIp || !is_guarded {
+        let is_checked = self.view.has_any_endpoint || self.explainer.settings.mode.guards_without_endpoints();
+        if self.kind != Claim::LoadBalancerIp || ranges.is_open() || !is_checked {
             return None;
         }
         let (is_admitted, who) = match self.explainer.source {
@@ -223,7 +222,7 @@ impl<'a> Path<'a> {
     /// Explains which policy applies.
     fn policy(&mut self, class: Class) -> TrafficPolicy {
         let view = &self.view;
-        let (policy, text) = if self.kind == Kind::ClusterIp {
+        let (policy, text) = if self.kind == Claim::ClusterIp {
             let policy = view.internal_traffic_policy;
             (policy, format!("internalTrafficPolicy is {policy}"))
         } else {
@@ -300,7 +299,7 @@ impl<'a> Path<'a> {
     fn source_address(&mut self, class: Class, chosen: &[Destination]) {
         let settings = self.explainer.settings;
         let masquerade = &settings.masquerade;
-        let sources = if self.kind == Kind::ClusterIp {
+        let sources = if self.kind == Claim::ClusterIp {
             masquerade.sources_to_cluster_ips(self.view.family)
         } else {
             MasqueradeSources::to_external_destinations(self.view.external_traffic_policy)
@@ -313,7 +312,7 @@ impl<'a> Path<'a> {
         };
         let is_carried = match settings.mode {
             // Datagrams to NodePorts go straight to the endpoints.
-            Mode::Userspace => self.view.protocol == Protocol::Tcp || self.kind != Kind::NodePort,
+            Mode::Userspace => self.view.protocol == Protocol::Tcp || self.kind != Claim::NodePort,
             Mode::UserspaceIptables => self.view.protocol == Protocol::Tcp,
             Mode::Iptables | Mode::Ipvs | Mode::Nftables => false,
         };

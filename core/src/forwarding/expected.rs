@@ -142,12 +142,13 @@ fn reaches_proxy(view: &ServicePortView, settings: &NodeSettings, policy: Traffi
         && matches!(view.outcome(policy), Outcome::Forwarded(_))
 }
 
-/// The clients of a load balancer IP. Without endpoints, the packets of all clients are rejected.
-/// So are those of SCTP by the rules of iptables in front of the proxy.
+/// The clients of a load balancer IP. Without endpoints, some modes reject the packets of all
+/// clients. So do the rules of iptables in front of the proxy with SCTP.
 fn admitted(view: &ServicePortView, address: IpAddr, settings: &NodeSettings) -> Admitted {
     let ranges = &view.source_ranges;
     let is_refused = is_over_iptables(settings) && view.protocol == Protocol::Sctp;
-    if ranges.is_open() || !view.has_any_endpoint || is_refused {
+    let is_checked = view.has_any_endpoint || settings.mode.guards_without_endpoints();
+    if ranges.is_open() || !is_checked || is_refused {
         return Admitted::All;
     }
     Admitted::only(ranges.ranges.iter().copied().chain(ranges.admits_node.then(|| address.into())))

@@ -72,33 +72,66 @@ pub struct Hints {
     pub nodes: Vec<Arc<str>>,
 }
 
-/// The weight of an endpoint, 1 to 100. The share of an endpoint in the connections to a service
-/// port is its weight, divided by the sum of all weights. The annotation `headgate.io/weights` of
-/// the EndpointSlice sets the weight. Without the annotation, the weight is 1.
+/// The weight of an endpoint. The share of an endpoint in the connections to a service port is its
+/// weight, divided by the sum of all weights. An endpoint with weight 0 gets no new connections and
+/// keeps its connections. Annotations of the EndpointSlice set the weight. Without them, it is 1.
+///
+/// The weight is held in hundredths, because Cilium's default is 100.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Weight(u8);
+pub struct Weight(u16);
 
 impl Weight {
-    /// The largest weight.
-    pub const MAX: Self = Self(100);
+    /// The largest weight of the annotation `headgate.io/weights`, and of a
+    /// [`Destination`](crate::endpoint_choice::Destination).
+    pub const MAX: u16 = 100;
 
-    /// Creates a weight. Returns `None` if the number is not between 1 and [`Self::MAX`].
+    /// Creates a weight. Returns `None` if the number is not between 0 and [`Self::MAX`].
     #[must_use]
     pub fn new(number: u32) -> Option<Self> {
-        u8::try_from(number).ok().map(Self).filter(|weight| (Self::default()..=Self::MAX).contains(weight))
+        let number = u16::try_from(number).ok().filter(|number| *number <= Self::MAX)?;
+        Some(Self(number * 100))
     }
 
-    /// Returns the number.
+    /// Creates a weight from hundredths.
+    #[must_use]
+    pub fn from_hundredths(hundredths: u16) -> Self {
+        Self(hundredths)
+    }
+
+    /// Returns the weight in hundredths.
+    #[must_use]
+    pub fn hundredths(self) -> u16 {
+        self.0
+    }
+
+    /// Returns the weight, rounded up.
     #[must_use]
     pub fn get(self) -> u32 {
-        u32::from(self.0)
+        u32::from(self.0.div_ceil(100))
+    }
+
+    /// Returns the weight if it is a whole number from 1 to [`Self::MAX`].
+    #[must_use]
+    pub fn whole(self) -> Option<u32> {
+        Some(self.get()).filter(|number| !self.is_zero() && Self::new(*number) == Some(self))
+    }
+
+    /// True if the endpoint gets no new connections.
+    #[must_use]
+    pub fn is_zero(self) -> bool {
+        self.0 == 0
     }
 }
 
 impl Default for Weight {
     fn default() -> Self {
-        Self(1)
+        Self(100)
     }
+}
+
+/// The greatest common divisor of two numbers.
+pub(crate) fn greatest_common_divisor(a: u32, b: u32) -> u32 {
+    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
 /// Where an endpoint runs, which zones or nodes it should serve, and its weight. Most endpoints on

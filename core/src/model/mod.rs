@@ -11,6 +11,7 @@ mod proxy_protocol;
 mod service;
 
 pub use change::Change;
+pub(crate) use endpoint::greatest_common_divisor;
 pub use endpoint::{Conditions, Endpoint, EndpointPort, Hints, Placement, PortState, Weight};
 pub use load_balancing::LoadBalancing;
 pub use node::{Node, ServiceCidr};

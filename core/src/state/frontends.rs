@@ -1,19 +1,52 @@
 //! The owners of frontends. Several Services may specify the same frontend, and one of them owns
 //! it.
 //!
-//! A frontend is an address, protocol and port, or a NodePort. The oldest Service owns the
-//! frontend. Among Services of equal age, the first by namespace and name owns it. No node forwards
-//! traffic from the frontend to the other Services. `headgatectl` shows these Services as
-//! conflicts.
+//! A frontend is an address, protocol and port, or a NodePort. The Service with the strongest
+//! [`Claim`] owns the frontend. Among equal claims the oldest Service owns it, and among Services
+//! of equal age the first by namespace and name.
+//!
+//! The API server gives a ClusterIP to one Service, but whoever may write a Service chooses its
+//! externalIPs. So a ClusterIP belongs to its Service with all ports: no other claim to the address
+//! is served, also not at a port that the Service does not have. Services may share the addresses
+//! of load balancers and externalIPs, with different ports.
+//!
+//! No node forwards traffic from a frontend to Services that do not own it. `headgatectl` shows
+//! these Services as conflicts.
 
 use std::{
-    collections::{HashMap, hash_map::Entry},
+    collections::{BTreeMap, BTreeSet, HashMap, hash_map::Entry},
     fmt,
     net::IpAddr,
     sync::Arc,
 };
 
 use crate::model::{Family, Protocol, Service, ServiceKey, ServicePort};
+
+/// What a frontend is for a Service, the strongest claim first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Claim {
+    /// One of its ClusterIPs.
+    ClusterIp,
+    /// An address of its load balancer.
+    LoadBalancerIp,
+    /// One of its externalIPs.
+    ExternalIp,
+    /// Its NodePort.
+    NodePort,
+}
+
+impl Claim {
+    /// The name of the claim in a sentence.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::ClusterIp => "ClusterIP",
+            Self::LoadBalancerIp => "load balancer IP",
+            Self::ExternalIp => "externalIP",
+            Self::NodePort => "NodePort",
+        }
+    }
+}
 
 /// Where clients reach one port of a Service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -26,29 +59,76 @@ pub enum Frontend {
 
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
+    claim: Claim,
     created_unix_seconds: i64,
     key: Arc<ServiceKey>,
 }
 
-/// The Services that specify each frontend, as candidates. Nearly every frontend has a single
-/// candidate, which is stored without a list.
+/// What Services compete for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Place {
+    /// Only the first candidate gets the frontend.
+    Frontend(Frontend),
+    /// If the first candidate has the address as its ClusterIP, other claims get no frontend there.
+    Address(IpAddr),
+}
+
+/// The candidates for a place. Nearly every place has only one.
+#[derive(Debug)]
+struct Candidates {
+    first: Candidate,
+    others: Option<Box<BTreeSet<Candidate>>>,
+}
+
+/// The Services that specify each frontend, as candidates.
 #[derive(Debug, Default)]
 pub struct FrontendOwners {
-    frontends: HashMap<Frontend, Candidates>,
+    places: HashMap<Place, Candidates>,
+    /// The places that Services do not get.
+    lost: BTreeSet<(Arc<ServiceKey>, Place)>,
 }
 
+/// A frontend that a Service specifies, and that another Service owns.
 #[derive(Debug)]
-enum Candidates {
-    One(Candidate),
-    /// Two or more candidates, sorted. The first candidate is the owner.
-    Many(Vec<Candidate>),
+pub struct Conflict<'a> {
+    /// The frontend.
+    pub frontend: Frontend,
+    /// What the frontend is for the Service that does not get it.
+    pub claim: Claim,
+    owner: &'a Candidate,
 }
 
-impl Candidates {
-    fn owner(&self) -> Option<&Candidate> {
-        match self {
-            Self::One(candidate) => Some(candidate),
-            Self::Many(candidates) => candidates.first(),
+impl Conflict<'_> {
+    /// The field of the Service that does not get the frontend.
+    #[must_use]
+    pub fn field(&self) -> &'static str {
+        match self.claim {
+            Claim::ClusterIp => "spec.clusterIPs",
+            Claim::LoadBalancerIp => "status.loadBalancer.ingress",
+            Claim::ExternalIp => "spec.externalIPs",
+            Claim::NodePort => "spec.ports",
+        }
+    }
+
+    /// What to do about it.
+    #[must_use]
+    pub fn remedy(&self) -> &'static str {
+        match (self.claim, self.owner.claim) {
+            (Claim::ExternalIp, Claim::ClusterIp) => "remove the address from spec.externalIPs",
+            (Claim::LoadBalancerIp, Claim::ClusterIp) => "give the load balancer another address",
+            _ => "give one of the two Services another address or port",
+        }
+    }
+}
+
+/// A sentence without its full stop, such as "10.96.0.10 port 80/TCP belongs to Service prod/web,
+/// whose ClusterIP it is".
+impl fmt::Display for Conflict<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} belongs to Service {}, ", self.frontend, self.owner.key)?;
+        match self.owner.claim {
+            claim if claim == self.claim => f.write_str("which is older or comes first by name"),
+            claim => write!(f, "whose {} it is", claim.as_str()),
         }
     }
 }
@@ -88,79 +168,144 @@ impl fmt::Display for Frontend {
 }
 
 /// Returns every frontend that a Service specifies with one of its ports.
-pub(crate) fn frontends_of_port(service: &Service, port: &ServicePort) -> impl Iterator<Item = Frontend> {
+pub(crate) fn frontends_of_port(service: &Service, port: &ServicePort) -> impl Iterator<Item = (Frontend, Claim)> {
     let ServicePort { protocol, port, node_port, .. } = *port;
-    let addresses = [&service.cluster_ips, &service.external_ips, &service.load_balancer_ips].into_iter().flatten();
     let has_node_port = move |family: &Family| node_port != 0 && service.cluster_ip(*family).is_some();
     let node_ports = Family::BOTH.into_iter().filter(has_node_port);
-    let at_addresses = addresses.map(move |address| Frontend::Address(*address, protocol, port));
-    at_addresses.chain(node_ports.map(move |family| Frontend::NodePort(family, protocol, node_port)))
+    let at_addresses =
+        addresses_of(service).map(move |(address, claim)| (Frontend::Address(address, protocol, port), claim));
+    at_addresses.chain(node_ports.map(move |family| (Frontend::NodePort(family, protocol, node_port), Claim::NodePort)))
 }
 
-/// Returns every frontend that a Service specifies, sorted and without duplicates.
-fn frontends_of(service: &Service) -> Vec<Frontend> {
+/// Returns every address that a Service claims, the strongest claims first.
+pub(crate) fn addresses_of(service: &Service) -> impl Iterator<Item = (IpAddr, Claim)> {
+    let lists = [
+        (&service.cluster_ips, Claim::ClusterIp),
+        (&service.load_balancer_ips, Claim::LoadBalancerIp),
+        (&service.external_ips, Claim::ExternalIp),
+    ];
+    lists.into_iter().flat_map(|(addresses, claim)| addresses.iter().map(move |address| (*address, claim)))
+}
+
+/// Returns every frontend that a Service specifies, sorted, each once with its strongest claim.
+fn frontends_of(service: &Service) -> Vec<(Frontend, Claim)> {
     let mut frontends: Vec<_> = service.ports.iter().flat_map(|port| frontends_of_port(service, port)).collect();
     frontends.sort_unstable();
-    frontends.dedup();
+    frontends.dedup_by_key(|(frontend, _)| *frontend);
     frontends
 }
 
+/// Returns the places for which a Service is a candidate.
+fn places_of(key: &Arc<ServiceKey>, service: &Service) -> BTreeMap<Place, Candidate> {
+    let frontends = frontends_of(service).into_iter().map(|(frontend, claim)| (Place::Frontend(frontend), claim));
+    let addresses = addresses_of(service).map(|(address, claim)| (Place::Address(address), claim));
+    let mut places = BTreeMap::new();
+    for (place, claim) in frontends.chain(addresses) {
+        let created_unix_seconds = service.created_unix_seconds;
+        places.entry(place).or_insert_with(|| Candidate { claim, created_unix_seconds, key: Arc::clone(key) });
+    }
+    places
+}
+
+impl Candidates {
+    /// The candidates that get nothing if `first` is the first candidate and `second` follows it,
+    /// but would get something if `second` was the first.
+    fn losers(&self, place: Place, first: &Candidate, second: &Candidate) -> Vec<Arc<ServiceKey>> {
+        let others = self.others.iter().flat_map(|others| others.iter());
+        // At a frontend, the others get nothing in either case.
+        let others = others.filter(|_| matches!(place, Place::Address(_)));
+        let all = std::iter::once(second).chain(others).filter(|_| excludes(place, first, second));
+        all.map(|candidate| Arc::clone(&candidate.key)).collect()
+    }
+}
+
+/// True if a candidate gets nothing at a place with this first candidate.
+fn excludes(place: Place, first: &Candidate, candidate: &Candidate) -> bool {
+    let is_cluster_ip = |candidate: &Candidate| candidate.claim == Claim::ClusterIp;
+    matches!(place, Place::Frontend(_)) || is_cluster_ip(first) && !is_cluster_ip(candidate)
+}
+
 impl FrontendOwners {
-    /// Adds a Service as a candidate for its frontends. Returns the Services that lose a frontend
-    /// to this Service.
-    pub(crate) fn add(&mut self, key: &Arc<ServiceKey>, service: &Service) -> Vec<Arc<ServiceKey>> {
-        let mut losers = Vec::new();
-        for frontend in frontends_of(service) {
-            let candidate = Candidate { created_unix_seconds: service.created_unix_seconds, key: Arc::clone(key) };
-            match self.frontends.entry(frontend) {
-                Entry::Vacant(entry) => {
-                    entry.insert(Candidates::One(candidate));
-                }
-                Entry::Occupied(mut entry) => {
-                    let before = entry.get().owner().map(|owner| Arc::clone(&owner.key));
-                    let mut all = match std::mem::replace(entry.get_mut(), Candidates::Many(Vec::new())) {
-                        Candidates::One(one) => vec![one],
-                        Candidates::Many(many) => many,
-                    };
-                    all.push(candidate);
-                    all.sort_unstable();
-                    let is_owner = all.first().is_some_and(|owner| owner.key == *key);
-                    *entry.get_mut() = Candidates::Many(all);
-                    losers.extend(before.filter(|_| is_owner));
-                }
+    /// Replaces the claims of a Service. Returns the other Services that gain or lose a frontend.
+    /// The cost depends on the claims that differ.
+    pub(crate) fn replace(
+        &mut self,
+        key: &Arc<ServiceKey>,
+        old: Option<&Service>,
+        new: Option<&Service>,
+    ) -> Vec<Arc<ServiceKey>> {
+        let [old, new] = [old, new].map(|service| service.map(|service| places_of(key, service)).unwrap_or_default());
+        let mut affected = Vec::new();
+        for (place, candidate) in old.iter().filter(|(place, candidate)| new.get(place) != Some(candidate)) {
+            self.remove(*place, candidate, &mut affected);
+        }
+        for (place, candidate) in new {
+            if old.get(&place) != Some(&candidate) {
+                self.add(place, candidate, &mut affected);
             }
         }
-        losers
+        affected
     }
 
-    /// Removes a Service from the candidates for its frontends. Returns the Services that become
-    /// owners of one of these frontends.
-    pub(crate) fn remove(&mut self, service: &Service) -> Vec<Arc<ServiceKey>> {
-        let mut new_owners = Vec::new();
-        for frontend in frontends_of(service) {
-            let Entry::Occupied(mut entry) = self.frontends.entry(frontend) else { continue };
-            match entry.get_mut() {
-                Candidates::One(one) if *one.key == service.key => {
-                    entry.remove();
-                }
-                Candidates::One(_) => {}
-                Candidates::Many(many) => {
-                    let was_owner = many.first().is_some_and(|owner| *owner.key == service.key);
-                    many.retain(|candidate| *candidate.key != service.key);
-                    new_owners.extend(many.first().filter(|_| was_owner).map(|owner| Arc::clone(&owner.key)));
-                    if let [last] = many.as_slice() {
-                        *entry.get_mut() = Candidates::One(last.clone());
-                    }
-                }
+    fn add(&mut self, place: Place, candidate: Candidate, affected: &mut Vec<Arc<ServiceKey>>) {
+        let candidates = match self.places.entry(place) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                entry.insert(Candidates { first: candidate, others: None });
+                return;
             }
+        };
+        let (mut later, mut losers) = (candidate, Vec::new());
+        if later < candidates.first {
+            std::mem::swap(&mut later, &mut candidates.first);
+            losers = candidates.losers(place, &candidates.first, &later);
+            affected.extend_from_slice(&losers);
+        } else if excludes(place, &candidates.first, &later) {
+            losers.push(Arc::clone(&later.key));
         }
-        new_owners
+        candidates.others.get_or_insert_default().insert(later);
+        self.lost.extend(losers.into_iter().map(|key| (key, place)));
+    }
+
+    fn remove(&mut self, place: Place, candidate: &Candidate, affected: &mut Vec<Arc<ServiceKey>>) {
+        let Entry::Occupied(mut entry) = self.places.entry(place) else { return };
+        let candidates = entry.get_mut();
+        let mut winners = Vec::new();
+        if candidates.first != *candidate {
+            if let Some(others) = &mut candidates.others {
+                others.remove(candidate);
+            }
+            winners.extend(excludes(place, &candidates.first, candidate).then(|| Arc::clone(&candidate.key)));
+        } else if let Some(next) = candidates.others.as_mut().and_then(|others| others.pop_first()) {
+            winners = candidates.losers(place, candidate, &next);
+            affected.extend_from_slice(&winners);
+            candidates.first = next;
+        } else {
+            entry.remove();
+            return;
+        }
+        candidates.others.take_if(|others| others.is_empty());
+        for key in winners {
+            self.lost.remove(&(key, place));
+        }
+    }
+
+    fn first(&self, frontend: &Frontend) -> Option<&Candidate> {
+        let first = |place| self.places.get(&place).map(|candidates| &candidates.first);
+        let of_frontend = first(Place::Frontend(*frontend))?;
+        match frontend {
+            Frontend::Address(address, ..) if of_frontend.claim != Claim::ClusterIp => {
+                first(Place::Address(*address)).filter(|first| first.claim == Claim::ClusterIp).or(Some(of_frontend))
+            }
+            _ => Some(of_frontend),
+        }
     }
 
     /// Returns the Service that owns a frontend, or `None` if no Service specifies the frontend.
+    /// The owner of a ClusterIP also owns frontends there that only other Services specify.
     #[must_use]
     pub fn owner(&self, frontend: &Frontend) -> Option<&ServiceKey> {
-        self.frontends.get(frontend)?.owner().map(|owner| &*owner.key)
+        self.first(frontend).map(|first| &*first.key)
     }
 
     /// True if the Service owns the frontend, or if no Service owns it.
@@ -169,10 +314,34 @@ impl FrontendOwners {
         self.owner(frontend).is_none_or(|owner| owner == key)
     }
 
-    /// Returns the frontends that a Service asks for and another Service owns, each with its owner.
+    /// Returns why a Service that specifies a frontend does not own it.
     #[must_use]
-    pub fn conflicts<'a>(&'a self, service: &Service) -> Vec<(Frontend, &'a ServiceKey)> {
-        let with_owner = |frontend: Frontend| Some((frontend, self.owner(&frontend)?));
-        frontends_of(service).into_iter().filter_map(with_owner).filter(|(_, owner)| **owner != service.key).collect()
+    pub fn conflict(&self, key: &ServiceKey, frontend: Frontend, claim: Claim) -> Option<Conflict<'_>> {
+        let owner = self.first(&frontend).filter(|owner| *owner.key != *key)?;
+        Some(Conflict { frontend, claim, owner })
+    }
+
+    /// Returns the frontends that a Service specifies and another Service owns.
+    #[must_use]
+    pub fn conflicts<'a>(&'a self, service: &Service) -> Vec<Conflict<'a>> {
+        let frontends = frontends_of(service).into_iter();
+        frontends.filter_map(|(frontend, claim)| self.conflict(&service.key, frontend, claim)).collect()
+    }
+
+    /// Returns the Services with [`Self::conflicts`], in order.
+    #[must_use]
+    pub fn losers(&self) -> Vec<Arc<ServiceKey>> {
+        let mut losers: Vec<_> = self.lost.iter().map(|(key, _)| Arc::clone(key)).collect();
+        losers.dedup();
+        losers
+    }
+
+    /// The number of addresses, ports and NodePorts that Services lack because of conflicts.
+    #[must_use]
+    pub fn conflict_count(&self) -> usize {
+        self.lost.len()
     }
 }
+
+#[cfg(test)]
+mod tests;

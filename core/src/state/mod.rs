@@ -219,13 +219,12 @@ impl State {
         if let Some(old) = &entry.service {
             self.digests.subtract(bucket, digest::service_hash(old));
             self.demand.subtract(old);
-            dirty.services.extend(self.frontends.remove(old));
         } else {
             self.services += 1;
         }
         self.digests.add(bucket, digest::service_hash(&service));
         self.demand.add(&service);
-        dirty.services.extend(self.frontends.add(&key, &service));
+        dirty.services.extend(self.frontends.replace(&key, entry.service.as_deref(), Some(&service)));
         entry.service = Some(service);
         dirty.services.insert(key);
         true
@@ -237,7 +236,7 @@ impl State {
         self.services -= 1;
         self.digests.subtract(digest::service_bucket(&key), digest::service_hash(&old));
         self.demand.subtract(&old);
-        dirty.services.extend(self.frontends.remove(&old));
+        dirty.services.extend(self.frontends.replace(&key, Some(&old), None));
         self.drop_empty(&key);
         dirty.services.insert(key);
         true

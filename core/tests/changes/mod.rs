@@ -45,10 +45,12 @@ prop_compose! {
 
 prop_compose! {
     /// ClusterIPs, externalIPs and load balancer IPs, each in one family or in both. Several
-    /// services may have the same externalIP or load balancer IP.
+    /// services may have the same externalIP or load balancer IP, and an externalIP may be the
+    /// ClusterIP of another service.
     fn any_addresses(i: u8)(
         families in prop_oneof![4 => Just((true, true)), 1 => Just((true, false)), 1 => Just((false, true))],
         is_shared in any::<bool>(), has_external in any::<bool>(), has_balancer in any::<bool>(), has_v6 in any::<bool>(),
+        takes_cluster_ip in prop::bool::weighted(0.1),
     ) -> [Vec<IpAddr>; 3] {
         let mut cluster = Vec::new();
         if families.0 { cluster.push(IpAddr::from([10, 96, i, 1])); }
@@ -60,7 +62,8 @@ prop_compose! {
             if is_present && has_v6 { addresses.push(format!("{v6}{last:x}").parse().unwrap()); }
             addresses
         };
-        let external = of(has_external, [192, 0, 2], "2001:db8:e::");
+        let mut external = of(has_external, [192, 0, 2], "2001:db8:e::");
+        if takes_cluster_ip { external.push([10, 96, i ^ 1, 1].into()); }
         [cluster, external, of(has_balancer, [203, 0, 113], "2001:db8:b::")]
     }
 }
@@ -145,12 +148,14 @@ fn any_address() -> impl Strategy<Value = IpAddr> {
 }
 
 fn any_placement() -> impl Strategy<Value = Arc<Placement>> {
-    (0u8..3, 0u8..3, any_hints(), prop_oneof![4 => Just(1), 1 => 2u32..6]).prop_map(|(node, zone, hints, weight)| {
-        let weight = Weight::new(weight).unwrap();
-        let node = (node > 0).then(|| format!("n{node}").into());
-        let zone = (zone > 0).then(|| format!("z{zone}").into());
-        Placement { node, zone, hints, weight }.into()
-    })
+    (0u8..3, 0u8..3, any_hints(), prop_oneof![4 => Just(100), 1 => 0u16..6, 1 => 2u16..600]).prop_map(
+        |(node, zone, hints, weight)| {
+            let weight = Weight::from_hundredths(weight);
+            let node = (node > 0).then(|| format!("n{node}").into());
+            let zone = (zone > 0).then(|| format!("z{zone}").into());
+            Placement { node, zone, hints, weight }.into()
+        },
+    )
 }
 
 fn any_conditions() -> impl Strategy<Value = Conditions> {

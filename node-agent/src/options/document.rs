@@ -34,6 +34,15 @@ use the arguments and the ConfigMap of kube-proxy unchanged; only add `--control
 - Two settings use values of the Node: mode `NodeCIDR` uses its `podCIDRs`, and `primary` NodePort
   addresses are its addresses. When these values change, the agent writes the rules again, and does
   not end.
+
+## Defaults by version of Kubernetes
+
+| setting | kube-proxy up to 1.39 | kube-proxy from 1.40 | Headgate |
+| --- | --- | --- | --- |
+| `mode` | `iptables` | `nftables`; `ipvs` is off | `auto`; each mode works with each version |
+| `featureGates`: `AllowServiceExternalIPs` | `true` | `false` | `true`; write `false` for the default of 1.40 |
+| `nodePortAddresses`: words besides CIDRs | `primary` alone; from 1.37 on `all`, `localhost` and `primary`, in any mixture | as from 1.37 on | see below |
+| `iptables.minSyncPeriod` | `1s` | `1s` | `0s`, because the agent writes only what changed |
 ";
 
 /// The text of `docs/configuration.md`.

@@ -120,6 +120,7 @@ const IPVS_REASONS: &[(u8, &str)] = &[
 /// Rows that nftables cannot or need not fulfil, with the reason.
 const NFTABLES_REASONS: &[(u8, &str)] = &[
     (43, "there is no rule, as in kube-proxy's nftables mode: the packet follows the node's routes"),
+    (65, RANGES_COME_FIRST),
     (
         72,
         "nftables cannot do this: a table cannot accept what another table drops, so the host's firewall must admit the ports",
@@ -128,6 +129,10 @@ const NFTABLES_REASONS: &[(u8, &str)] = &[
     (101, "this row is for ipvs; row 97 covers tables of other programs"),
     (102, "this row is for ipvs: rules have no connections to drain, see row 89"),
 ];
+
+/// How rules of nftables differ for clients outside of the source ranges.
+const RANGES_COME_FIRST: &str =
+    "they get no answer, because ranges are checked first, as in kube-proxy's mode nftables";
 
 /// The reason for rows of which the rules decide, and not the proxy.
 const RULES_OF_NFTABLES: &str = "the rules are those of nftables, and its tests show the row";
@@ -144,6 +149,7 @@ const USERSPACE_REASONS: &[(u8, &str)] = &[
     (50, RULES_OF_NFTABLES),
     (54, "the proxy cannot keep the client's address, see row 31"),
     (59, RULES_OF_NFTABLES),
+    (65, RANGES_COME_FIRST),
     (
         72,
         "nftables cannot do this: a table cannot accept what another table drops, so the host's firewall must admit the ports",
@@ -198,7 +204,7 @@ pub const SECTIONS: &[Section] = &[
             ),
             row(
                 10,
-                "If several slices list one address and port, the slice whose name comes last counts, but a terminating entry never replaces another entry",
+                "If several entries list one address and port, a ready one counts, then one that does not terminate; among equal ones the slice whose name comes last",
             ),
             row(
                 11,
@@ -234,6 +240,7 @@ pub const SECTIONS: &[Section] = &[
             row(28, "Hints are ignored for policy Local and among terminating endpoints"),
             row(29, "A change of the node's zone changes all endpoint choices that depend on the zone"),
             row(30, "Endpoints get equal shares of the connections"),
+            row(115, "An endpoint of weight 0 gets no new connections, and keeps its connections"),
         ],
     },
     Section {
@@ -265,6 +272,10 @@ pub const SECTIONS: &[Section] = &[
                 "there is no rule, as in kube-proxy's iptables mode: iptables translates ports, and ICMP has none",
             ),
             row(44, "Addresses of a ServiceCIDR that is added later work"),
+            row(
+                114,
+                "A ClusterIP belongs to its Service with all ports: externalIPs and load balancer addresses of other Services that equal it have no effect, also if they came first",
+            ),
         ],
     },
     Section {

@@ -9,7 +9,7 @@ use super::case::{Case, SourceAddress, ask};
 use super::run::run;
 use crate::testbed::manifests::{Endpoint, Port, Service, ServiceType, Slice, Via, ready};
 use crate::testbed::plan::{LINE_PORT, SECOND_LINE_PORT};
-use crate::testbed::{Outcome, Request, Testbed, Transport};
+use crate::testbed::{Family, Outcome, Request, Testbed, Transport};
 
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
@@ -93,6 +93,35 @@ fn expect_unserved(bed: &Testbed, to: std::net::SocketAddr, is_refused: bool) ->
     let expected = if is_refused { Outcome::Refused } else { Outcome::TimedOut };
     ensure!(outcome == expected, "a request to a removed port: {outcome}, expected: {expected}");
     Ok(())
+}
+
+/// An older Service has externalIPs that a Service gets as its ClusterIPs later. The ClusterIPs
+/// belong to the later Service while it exists, also at ports that it does not have.
+pub fn a_cluster_ip_belongs_to_its_service(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| manifests.add(Service::new("covets", &["b1"])))?;
+    let coveted = |ports| ask("a3", "covets", ExternalIp).ports(ports);
+    let before = || vec![coveted(&["tcp", "udp", "second"]).answered(&["b1"], Masqueraded("node-a"))];
+    run(bed, &before())?;
+    bed.update(|manifests| {
+        let mut owner = Service { service_type: ServiceType::ClusterIp, ..Service::new("owner", &["a1"]) };
+        owner.ports.retain(|port| port.name != "second");
+        owner.patch = Some(|owner| {
+            let covets = Service { number: owner.number - 1, ..owner.clone() };
+            let addresses = Family::BOTH.map(|family| covets.external_ip(family));
+            json!({
+                "metadata": { "creationTimestamp": "2026-06-01T00:00:00Z" },
+                "spec": { "clusterIP": addresses[0], "clusterIPs": addresses, "externalIPs": null },
+            })
+        });
+        manifests.add(owner)
+    })?;
+    let own = || ask("a3", "covets", ClusterIp).answered(&["b1"], Kept);
+    let unused = coveted(&["second"]);
+    let unused = if bed.backend().refuses_unused_ports() { unused.refused() } else { unused.gone() };
+    run(bed, &[coveted(&["tcp", "udp"]).answered(&["a1"], Kept), unused, own()])
+        .context("while another Service has the address as its ClusterIP")?;
+    bed.update(|manifests| manifests.remove("owner").map(|_| ()))?;
+    run(bed, &before()).context("after the other Service was removed")
 }
 
 /// Labels are added and removed: the label that assigns a Service to another proxy, and the label

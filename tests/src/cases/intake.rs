@@ -94,10 +94,11 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
         })?;
     }
     // In order of names, b1 is not ready in the first slice and ready in the second slice. a1 is
-    // ready in the first slice and terminating in the second slice.
+    // ready in the first slice and terminating in the second slice. c1 is ready in the first slice
+    // and not ready in the second slice, as two pods on the network of a node may be.
     add("listed-twice", &[], &|service| {
-        service.endpoints = vec![Endpoint::ready("a1"), Endpoint::not_ready("b1")];
-        let endpoints = vec![Endpoint::terminating("a1"), Endpoint::ready("b1")];
+        service.endpoints = vec![Endpoint::ready("a1"), Endpoint::not_ready("b1"), Endpoint::ready("c1")];
+        let endpoints = vec![Endpoint::terminating("a1"), Endpoint::ready("b1"), Endpoint::not_ready("c1")];
         service.more_slices = vec![Slice { suffix: "second", ports: service.ports.clone(), endpoints }];
     })?;
     add("one-family", &["a1", "c1"], &|service| {
@@ -197,7 +198,7 @@ pub(super) fn intake() -> Vec<Case> {
         ask("outside-1", "host-pods", NodePort("node-a")).ports(&["second"]).refused().rows(&[9, 10]),
         ask("a3", "ready-slice-first", ClusterIp).ports(LINE).answered(&["node-c"], Kept).rows(&[9, 10]),
         ask("a3", "ready-slice-last", ClusterIp).ports(LINE).answered(&["node-c"], Kept).rows(&[9, 10]),
-        ask("a3", "listed-twice", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1", "b1"], Kept).rows(&[10]),
+        ask("a3", "listed-twice", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1", "b1", "c1"], Kept).rows(&[10]),
         ask("a3", "dns-only", ClusterIp).refused().rows(&[4]),
     ];
     for via in [ClusterIp, ExternalIp, LoadBalancerIp] {

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use super::run::{answers, shares};
 use crate::testbed::client::{self, HeldConnection};
 use crate::testbed::flow::{self, Flow, open_all};
-use crate::testbed::manifests::{Service, Via, ready};
+use crate::testbed::manifests::{Service, Slice, Via, ready};
 use crate::testbed::turn::{ask_and_pause, in_turn};
 use crate::testbed::{Answer, Family, Outcome, Request, Testbed, Transport};
 
@@ -118,6 +118,34 @@ pub fn hold_connections(bed: &Testbed, service: &str) -> Result<Vec<HeldConnecti
         }
     }
     Ok(held)
+}
+
+/// An endpoint gets weight 0: its connections stay, and new connections go to the others, or are
+/// refused if there is no other. Then it has its weight again.
+pub fn weight_zero_keeps_connections(bed: &Testbed) -> Result<()> {
+    let mut service = Service::new("weighed", &["a1"]);
+    service.more_slices = vec![Slice { suffix: "second", ports: service.ports.clone(), endpoints: ready(&["b1"]) }];
+    bed.update(|manifests| manifests.add(service))?;
+    let mut held = hold_connections(bed, "weighed")?;
+    let mut update = |what: &str, change: &dyn Fn(&mut Service)| {
+        bed.update(|manifests| {
+            change(manifests.service_mut("weighed")?);
+            Ok(())
+        })?;
+        held.iter_mut().try_for_each(HeldConnection::check).with_context(|| format!("connections, {what}"))
+    };
+    update("with weight 0", &|service| service.weight = Some(0))?;
+    expect_servers(bed, "weighed", &["b1"])?;
+    update("with weights 0 and 1", &|service| service.more_slices[0].endpoints.extend(ready(&["c1"])))?;
+    expect_servers(bed, "weighed", &["b1", "c1"])?;
+    update("with weight 50", &|service| service.weight = Some(50))?;
+    expect_servers(bed, "weighed", &["a1", "b1", "c1"])?;
+    bed.update(|manifests| {
+        let service = manifests.service_mut("weighed")?;
+        (service.weight, service.more_slices) = (Some(0), Vec::new());
+        Ok(())
+    })?;
+    expect_refused(bed, "weighed")
 }
 
 /// Every endpoint is replaced, one after the other, as in a rolling update of a Deployment: a new

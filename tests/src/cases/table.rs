@@ -288,7 +288,14 @@ pub fn internal_traffic_policy() -> Vec<Case> {
 /// `loadBalancerSourceRanges` restrict only the load balancer address. They also apply to pods and
 /// nodes.
 pub fn source_ranges() -> Vec<Case> {
-    vec![
+    // Rules of nftables check ranges before they refuse packets to a Service without endpoints.
+    let unserved = Backend::ALL.map(|backend| {
+        let question = ask("outside-1", "ranges-empty", LoadBalancerIp).ports(EVERY_TRANSPORT);
+        let case = if backend.uses_nftables() { question.dropped() } else { question.refused() };
+        let others = Backend::ALL.into_iter().filter(|other| *other != backend);
+        others.fold(case.rows(&[65]), |case, other| case.except(other, "it has a case of its own"))
+    });
+    let mut cases = vec![
         ask("outside-1", "ranges-outside", LoadBalancerIp)
             .ports(EVERY_TRANSPORT)
             .answered(WEB, Masqueraded("node-a"))
@@ -326,8 +333,6 @@ pub fn source_ranges() -> Vec<Case> {
         ask("a3", "ranges-open", LoadBalancerIp).answered(WEB, Masqueraded("node-a")).rows(&[64]),
         ask("outside-2", "ranges-halves", LoadBalancerIp).answered(WEB, Masqueraded("node-b")).rows(&[64]),
         ask("a3", "ranges-halves", LoadBalancerIp).answered(WEB, Masqueraded("node-a")).rows(&[64]),
-        // Without endpoints, clients outside the ranges are refused, like all other clients.
-        ask("outside-1", "ranges-empty", LoadBalancerIp).ports(EVERY_TRANSPORT).refused().rows(&[65]),
         ask("a3", "ranges-empty", LoadBalancerIp).refused().rows(&[57]),
         // Ranges are checked before the policy, also for pods and the node itself.
         ask("outside-1", "ranges-local", LoadBalancerIp).answered(&["a1"], Kept).rows(&[52, 60]),
@@ -335,5 +340,7 @@ pub fn source_ranges() -> Vec<Case> {
         ask("a3", "ranges-local", LoadBalancerIp).dropped().rows(&[61]),
         ask("node-a", "ranges-local", LoadBalancerIp).dropped().rows(&[62]),
         ask("a3", "ranges-local", NodePort("node-a")).answered(&["a1", "c1"], Kept).rows(&[54, 63]),
-    ]
+    ];
+    cases.extend(unserved);
+    cases
 }

@@ -62,6 +62,8 @@ pub struct Service {
     pub proxy_name: Option<&'static str>,
     /// Sets the label `service.kubernetes.io/headless` of all slices.
     pub headless_slices: bool,
+    /// Sets the annotation `service.cilium.io/weight` of the slice of `endpoints`.
+    pub weight: Option<u16>,
     /// Additional slices, beside the slice of `endpoints`.
     pub more_slices: Vec<Slice>,
     /// A JSON Merge Patch (RFC 7386) for fields of the manifest that this struct lacks. The patch
@@ -218,6 +220,7 @@ impl Service {
             has_node_ports: true,
             proxy_name: None,
             headless_slices: false,
+            weight: None,
             more_slices: Vec::new(),
             patch: None,
         }

@@ -136,6 +136,12 @@ macro_rules! packet_tests {
                 scenario(BACKEND, changes::type_switches);
             }
 
+            // rows: 114
+            #[test]
+            fn a_cluster_ip_belongs_to_its_service() {
+                scenario(BACKEND, changes::a_cluster_ip_belongs_to_its_service);
+            }
+
             // rows: 3, 4
             #[test]
             fn labels_are_added_and_removed() {
@@ -187,6 +193,12 @@ macro_rules! packet_tests {
             #[test]
             fn a_packet_outside_the_window_does_not_end_a_connection() {
                 scenario(BACKEND, raw::a_packet_outside_the_window_does_not_end_a_connection);
+            }
+
+            // rows: 115
+            #[test]
+            fn weight_zero_keeps_connections() {
+                scenario(BACKEND, live::weight_zero_keeps_connections);
             }
 
             // rows: 15, 89, 104

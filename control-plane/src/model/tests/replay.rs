@@ -206,7 +206,7 @@ type PortKey = (String, String, String, String, u64);
 type PortFacts = (Conditions, Value, Value, Value);
 
 /// The ports that kube-proxy would compute (`endpointInfoByServicePort` and `addEndpoints`) if it
-/// visited the slices in order of name.
+/// visited the slices in order of name, and preferred ready entries.
 fn of_kube_proxy(slices: &[Value]) -> BTreeMap<PortKey, PortFacts> {
     let mut slices: Vec<&Value> = slices.iter().collect();
     slices.sort_by_key(|slice| slice["metadata"]["name"].as_str().unwrap());
@@ -240,7 +240,13 @@ fn of_kube_proxy(slices: &[Value]) -> BTreeMap<PortKey, PortFacts> {
                 };
                 let hints = json!([names(&endpoint["hints"]["forZones"]), names(&endpoint["hints"]["forNodes"])]);
                 let facts = (conditions, endpoint["nodeName"].clone(), endpoint["zone"].clone(), hints);
-                if !conditions.terminating || !found.contains_key(&key) {
+                // Unlike kube-proxy, Headgate prefers ready entries.
+                let precedence = |of: &Conditions| (of.ready, !of.terminating, of.serving);
+                let replaces = found.get(&key).is_none_or(|(found, ..)| {
+                    precedence(&conditions) > precedence(found)
+                        || precedence(&conditions) == precedence(found) && !conditions.terminating
+                });
+                if replaces {
                     found.insert(key, facts);
                 }
             }

@@ -11,7 +11,6 @@ use std::{
 use futures::{Stream, StreamExt as _, stream};
 use headgate_core::{
     Change, Endpoint, Placement, ServiceKey, ServicePort,
-    frontends::Frontend,
     node_state::{NodeState, SETTLED},
 };
 use headgate_proto::v1::{self, inspect_server::Inspect};
@@ -95,8 +94,10 @@ impl Inspect for Inspector {
         let fleet = &self.fleet;
         let context = &fleet.context;
         let counts = context.store.counts();
-        let mut problems: Vec<Problem> = fleet.all().iter().filter_map(|agent| agent.rivalry()).collect();
+        let mut problems = context.store.conflict_problems();
+        problems.extend(fleet.all().iter().filter_map(|agent| agent.rivalry()));
         problems.extend_from_slice(&context.store.present_problems());
+        problems.sort_unstable();
         Ok(Response::new(v1::GetStatusResponse {
             replica: context.settings.replica_name.clone(),
             epoch: format!("{:016x}", context.store.epoch()),
@@ -400,7 +401,7 @@ fn service_info(store: &Store, key: &ServiceKey) -> Option<v1::ServiceInfo> {
         endpoints: count(detail.endpoints),
         ready_endpoints: count(detail.ready_endpoints),
         version: detail.version,
-        conflicts: detail.conflicts.iter().map(|(frontend, owner)| conflict(frontend, owner)).collect(),
+        conflicts: detail.conflicts.clone(),
         load_balancing: service.load_balancing.to_string(),
         proxy_protocol: service.proxy_protocol.map(|version| version.to_string()).unwrap_or_default(),
         max_connections: service.max_connections,
@@ -417,10 +418,6 @@ fn texts<T: ToString>(items: &[T]) -> Vec<String> {
 
 fn count(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
-}
-
-fn conflict(frontend: &Frontend, owner: &ServiceKey) -> String {
-    format!("{frontend} belongs to Service {owner}, which is older or comes first by name")
 }
 
 fn endpoint_info(key: &ServiceKey, endpoint: &Endpoint, version: u64) -> v1::EndpointInfo {

@@ -9,7 +9,7 @@ use super::{
     element::{Element, Selection, Target},
     rendezvous,
 };
-use crate::model::{Protocol, Weight};
+use crate::model::{Protocol, Weight, greatest_common_divisor};
 
 /// Identifies a group among the groups of a Service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -154,10 +154,6 @@ fn slots_of_endpoints(wanted: &[((IpAddr, u16), Weight)]) -> Vec<u32> {
         slots => (slots * MAX_WEIGHTED_SLOTS / total).max(1),
     };
     weights().map(slots).collect()
-}
-
-fn greatest_common_divisor(a: u32, b: u32) -> u32 {
-    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
 /// The numbers of service ports, which are even. The group for policy Cluster has the number of its

@@ -65,9 +65,9 @@ pub(in super::super) fn plan(config: &NftablesConfig, view: &ServicePortView) ->
             plan.inside.push(frontend);
         }
     }
-    // Without endpoints, packets from all clients are rejected, so source ranges do not matter.
-    let is_guarded = view.has_any_endpoint && !view.source_ranges.is_open();
-    for address in view.load_balancer_ips.iter().filter(|_| is_guarded) {
+    // Ranges come first, as in kube-proxy's mode nftables: also a Service without endpoints gives
+    // other clients no answer.
+    for address in view.load_balancer_ips.iter().filter(|_| !view.source_ranges.is_open()) {
         plan.elements.push(Element::Guarded(at(address)));
         let admitted = view.source_ranges.ranges.iter().copied();
         let admitted = admitted.chain(view.source_ranges.admits_node.then_some((*address).into()));

@@ -103,11 +103,13 @@ impl Service {
         if self.headless_slices {
             labels["service.kubernetes.io/headless"] = json!("");
         }
+        let weight = self.weight.filter(|_| slice.suffix == "own").map(|weight| weight.to_string());
+        let annotations = weight.map_or_else(|| json!({}), |weight| json!({ "service.cilium.io/weight": weight }));
         Ok(json!({
             "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
             "metadata": {
                 "name": format!("{}-{}-{family_suffix}", self.name, slice.suffix), "namespace": NAMESPACE,
-                "labels": labels,
+                "labels": labels, "annotations": annotations,
             },
             "addressType": family.to_string(),
             "ports": ports,

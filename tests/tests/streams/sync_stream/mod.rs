@@ -471,6 +471,10 @@ async fn inspect_lists_in_order_and_shows_conflicts() {
     let named = |name: &str, endpoints, conflicts| (name.to_owned(), endpoints, conflicts);
     let expected = [named("service-1", 2, 0), named("service-2", 2, 0), named("service-3", 2, 0), named("copy", 0, 1)];
     assert_eq!(listed, expected);
+    let status = inspect.get_status(v1::GetStatusRequest { only_this_replica: true }).await.unwrap().into_inner();
+    let [problem] = status.problems.as_slice() else { panic!("{:?}", status.problems) };
+    assert_eq!((problem.object.as_str(), problem.field.as_str()), ("Service other/copy", "spec.clusterIPs"));
+    assert!(problem.message.contains("belongs to Service default/service-2"), "{}", problem.message);
     let missing = v1::ListEndpointsRequest { namespace: "default".into(), name: "none".into() };
     assert_eq!(inspect.list_endpoints(missing).await.unwrap_err().code(), Code::NotFound);
     let request = v1::ListEndpointsRequest { namespace: "default".into(), name: key(1).name.to_string() };

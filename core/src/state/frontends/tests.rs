@@ -1,0 +1,140 @@
+#![allow(clippy::unwrap_used)]
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::{
+    model::Change,
+    state::{Dirty, State},
+};
+
+const NAMES: [&str; 4] = ["a", "b", "c", "d"];
+
+fn address(last: u8) -> IpAddr {
+    [10, 96, 0, last].into()
+}
+
+fn addresses() -> impl Strategy<Value = Vec<IpAddr>> {
+    prop::collection::btree_set((1u8..4).prop_map(address), 0..3).prop_map(|addresses| addresses.into_iter().collect())
+}
+
+prop_compose! {
+    /// A Service of a few, with few addresses, ports and ages, so that most claims compete.
+    fn any_service()(
+        name in prop::sample::select(&NAMES[..]), created_unix_seconds in 0i64..3, cluster_ip in 1u8..6,
+        load_balancer_ips in addresses(), external_ips in addresses(),
+        ports in prop::collection::btree_map(80u16..83, prop_oneof![Just(0), Just(30_000u16)], 1..3),
+    ) -> Service {
+        let port = |(port, node_port)| ServicePort { name: "".into(), protocol: Protocol::Tcp, port, node_port };
+        let ports = ports.into_iter().map(port).collect();
+        let service = Service::new(ServiceKey::new("ns", name), vec![address(cluster_ip)], ports);
+        Service { created_unix_seconds, load_balancer_ips, external_ips, ..service }
+    }
+}
+
+fn any_change() -> impl Strategy<Value = Change> {
+    let removal = prop::sample::select(&NAMES[..]).prop_map(|name| Change::RemoveService(ServiceKey::new("ns", name)));
+    prop_oneof![4 => any_service().prop_map(Change::from), 1 => removal]
+}
+
+fn services(state: &State) -> Vec<&Service> {
+    state.entries().filter_map(|(_, entry)| entry.service()).collect()
+}
+
+/// The owner of a frontend by the rules at the head of the module, without any index.
+fn owner_by_the_rules<'a>(services: &[&'a Service], frontend: Frontend) -> Option<&'a ServiceKey> {
+    let claim = |service: &&'a Service| {
+        let claims = frontends_of(service).into_iter();
+        let claim = claims.filter(|(of, _)| *of == frontend).map(|(_, claim)| claim).min()?;
+        Some((claim, service.created_unix_seconds, &service.key))
+    };
+    let strongest = services.iter().filter_map(claim).min()?;
+    let holders = services.iter().filter(|service| match frontend {
+        Frontend::Address(address, ..) => service.cluster_ips.contains(&address),
+        Frontend::NodePort(..) => false,
+    });
+    let holder = holders.map(|service| (service.created_unix_seconds, &service.key)).min();
+    Some(match holder {
+        Some((_, holder)) if strongest.0 != Claim::ClusterIp => holder,
+        _ => strongest.2,
+    })
+}
+
+/// The frontends that each Service owns.
+fn owned(state: &State) -> BTreeSet<(ServiceKey, Frontend)> {
+    let all = services(state).into_iter().flat_map(|service| {
+        let frontends = frontends_of(service).into_iter().map(|(frontend, _)| (service.key.clone(), frontend));
+        frontends.collect::<Vec<_>>()
+    });
+    all.filter(|(key, frontend)| state.frontends().owns(key, frontend)).collect()
+}
+
+proptest! {
+    #[test]
+    fn owners_follow_the_rules_after_any_changes(changes in prop::collection::vec(any_change(), 1..20)) {
+        let mut state = State::default();
+        for change in changes {
+            let before = owned(&state);
+            let mut dirty = Dirty::default();
+            state.apply(change, &mut dirty);
+            let after = owned(&state);
+            for (key, frontend) in before.symmetric_difference(&after) {
+                prop_assert!(dirty.services.contains(key), "{} gained or lost {}, and is not dirty", key, frontend);
+            }
+            let services = services(&state);
+            let mut losers = BTreeSet::new();
+            for service in &services {
+                for (frontend, _) in frontends_of(service) {
+                    let owner = owner_by_the_rules(&services, frontend);
+                    prop_assert_eq!(state.frontends().owner(&frontend), owner, "the owner of {}", frontend);
+                    if owner != Some(&service.key) {
+                        losers.insert(service.key.clone());
+                    }
+                }
+            }
+            let found: BTreeSet<ServiceKey> = state.frontends().losers().iter().map(|key| (**key).clone()).collect();
+            prop_assert_eq!(found, losers);
+        }
+    }
+}
+
+/// A change costs what differs, so that an edit of a Service whose address many others claim does
+/// not make these dirty.
+#[test]
+fn an_edit_that_changes_no_claim_touches_no_other_service() {
+    let port = ServicePort { name: "".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
+    let mut state = State::default();
+    let owner = Service::new(ServiceKey::new("t", "web"), vec![address(1)], vec![port.clone()]);
+    state.apply(owner.clone().into(), &mut Dirty::default());
+    for number in 0..10 {
+        let mut other =
+            Service::new(ServiceKey::new("a", &format!("{number}")), vec![address(100 + number)], vec![port.clone()]);
+        other.external_ips = vec![address(1)];
+        state.apply(other.into(), &mut Dirty::default());
+    }
+    let mut dirty = Dirty::default();
+    state.apply(Service { max_connections: 7, ..owner }.into(), &mut dirty);
+    assert_eq!(dirty.services.iter().map(ToString::to_string).collect::<Vec<_>>(), ["t/web"]);
+    assert_eq!(state.frontends().losers().len(), 10);
+    state.apply(Change::RemoveService(ServiceKey::new("t", "web")), &mut Dirty::default());
+    // The others have equal ports, so only one of them gets the frontend.
+    assert_eq!((state.frontends().losers().len(), state.frontends().conflict_count()), (9, 9));
+}
+
+#[test]
+fn a_conflict_names_the_owner_and_the_remedy() {
+    let port = |port| ServicePort { name: "".into(), protocol: Protocol::Tcp, port, node_port: 0 };
+    let mut state = State::default();
+    let mut older = Service::new(ServiceKey::new("a", "older"), vec![address(9)], vec![port(80), port(81)]);
+    (older.external_ips, older.created_unix_seconds) = (vec![address(1)], -1);
+    let owner = Service::new(ServiceKey::new("t", "web"), vec![address(1)], vec![port(80)]);
+    state.apply(owner.into(), &mut Dirty::default());
+    state.apply(older.clone().into(), &mut Dirty::default());
+    let conflicts = state.frontends().conflicts(&older);
+    let shown: Vec<String> = conflicts.iter().map(|one| format!("{one}: {}", one.remedy())).collect();
+    let expected = [80, 81].map(|port| {
+        format!("10.96.0.1 port {port}/TCP belongs to Service t/web, whose ClusterIP it is: remove the address from spec.externalIPs")
+    });
+    assert_eq!(shown, expected);
+    assert_eq!(conflicts[0].field(), "spec.externalIPs");
+}
