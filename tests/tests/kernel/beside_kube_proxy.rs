@@ -3,8 +3,9 @@
 //!
 //! The tests that compare need `kube-proxy` beside `etcd` and `kube-apiserver` in the folder that
 //! `KUBEBUILDER_ASSETS` names. If `kube-proxy` is missing, these tests print a message and pass.
+//! `HEADGATE_PAIRS` sets the number of random Services.
 
-use std::{collections::BTreeSet, fmt, path::Path, process::Command};
+use std::{collections::BTreeSet, env, fmt, path::Path, process::Command};
 
 use anyhow::{Context as _, Result, ensure};
 use clap::Parser as _;
@@ -32,7 +33,7 @@ use crate::{
     mirrored::{self, Question, Seen},
 };
 
-/// The number of random Services. Each random Service also has a mirror image.
+/// The number of random Services without `HEADGATE_PAIRS`. Each also has a mirror image.
 const PAIRS: usize = 24;
 
 struct Programs {
@@ -50,7 +51,7 @@ impl fmt::Debug for Programs {
 }
 
 impl Programs {
-    fn start(machines: &Machines, assets: &Path, manifests: &Manifests, backend: Backend) -> Self {
+    fn start(machines: &Machines, assets: &Path, manifests: &Manifests, backend: Backend, mode: Mode) -> Self {
         let address = plan::address(CONTROL).unwrap().v4;
         let server = RealKubeProxies::start(machines, assets, manifests).unwrap();
         let start = |name: &str, machine: &str, command: Command| {
@@ -66,7 +67,7 @@ impl Programs {
         command.args(["--control-plane", &format!("http://{address}:{CONTROL_PORT}")]);
         command.args(backend.agent_arguments());
         let agent = start("headgate-node-agent", "node-a", command);
-        let kube_proxy = server.run(machines, "node-b", Mode::Iptables).unwrap();
+        let kube_proxy = server.run(machines, "node-b", mode).unwrap();
         Self { agent, kube_proxy, control_plane, _server: server }
     }
 
@@ -79,27 +80,50 @@ impl Programs {
 
 #[test]
 fn random_services_are_served_as_kube_proxy_serves_them() {
-    compare_random_services(Backend::IptablesLegacy);
+    compare_random_services(Backend::IptablesLegacy, Mode::Iptables, is_refused_to_the_node);
 }
 
 #[test]
 fn random_services_are_served_as_kube_proxy_serves_them_in_the_compact_layout() {
-    compare_random_services(Backend::IptablesNftCompact);
+    compare_random_services(Backend::IptablesNftCompact, Mode::Iptables, is_refused_to_the_node);
 }
 
-fn compare_random_services(backend: Backend) {
+#[test]
+fn random_services_are_served_as_kube_proxy_serves_them_in_mode_nftables() {
+    compare_random_services(Backend::Nftables, Mode::Nftables, |_, _, _, _| false);
+}
+
+#[test]
+fn random_services_are_served_as_kube_proxy_serves_them_in_mode_userspace() {
+    compare_random_services(Backend::Userspace, Mode::Nftables, is_from_the_proxy);
+}
+
+fn compare_random_services(backend: Backend, mode: Mode, is_known: mirrored::IsKnown) {
     let Some(assets) = kube_proxy::assets() else { return };
+    let pairs = env::var("HEADGATE_PAIRS").map_or(PAIRS, |pairs| pairs.parse().unwrap());
     let mut rng = mirrored::rng();
     let mut manifests = Manifests::default();
     // The API server assigns the first address of the range to the Service `kubernetes`. The first
     // Service of the test has no address, so no Service of the test requests the assigned address.
     let first = Service { service_type: ServiceType::ExternalName, ..Service::new("first", &[]) };
     manifests.add(first).unwrap();
-    let names = mirrored::add_pairs(&mut manifests, PAIRS, &mut rng);
+    let names = mirrored::add_pairs(&mut manifests, pairs, &mut rng);
     let machines = Machines::start().unwrap();
-    let mut programs = Programs::start(&machines, &assets, &manifests, backend);
-    mirrored::compare_all(&machines, &manifests, &names, &mut rng, is_refused_to_the_node);
+    let mut programs = Programs::start(&machines, &assets, &manifests, backend, mode);
+    mirrored::compare_all(&machines, &manifests, &names, &mut rng, is_known);
     programs.check_running();
+}
+
+/// In mode userspace, the proxy is the client of each endpoint. See docs/userspace.md.
+fn is_from_the_proxy(_: &Service, _: Question, ours: &BTreeSet<Seen>, theirs: &BTreeSet<Seen>) -> bool {
+    let without_client = |seen: &BTreeSet<Seen>| -> BTreeSet<Seen> {
+        let of_any_client = |seen: &Seen| match seen.clone() {
+            Seen::Answered { server, port, .. } => Seen::Answered { server, port, sees_client: false },
+            other => other,
+        };
+        seen.iter().map(of_any_client).collect()
+    };
+    without_client(ours) == without_client(theirs)
 }
 
 /// Headgate refuses a node's own connection to an external address without endpoints. kube-proxy in
