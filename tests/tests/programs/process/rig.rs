@@ -241,8 +241,13 @@ impl Rig {
     /// Starts a program whose standard error is a pipe that nobody reads any more.
     pub(super) fn unheard(&self, name: &str, arguments: &[&str]) -> Program {
         let mut command = Command::new(program(name).unwrap());
-        command.args(arguments).env("RUST_BACKTRACE", "0").stdin(Stdio::null()).stdout(Stdio::null());
-        let mut child = self.namespace.spawn(command.stderr(Stdio::piped())).unwrap();
+        command
+            .args(arguments)
+            .env("RUST_BACKTRACE", "0")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped());
+        let mut child = self.namespace.spawn(command).unwrap();
         drop(child.stderr.take());
         Program { child, log: self.write("unheard.log", "") }
     }
