@@ -1,14 +1,23 @@
 #!/usr/bin/env python3
-"""The parts of .ci/cluster that are no shell: image archives, the pods of the test, and its clients.
+"""The parts of .ci/cluster that are no shell: image archives, the pods of the test, its clients,
+and the reports of upstream's tests.
 
-image OUT NAME ENTRYPOINT USER LAYER...  an archive that containerd imports. LAYER is a tar archive,
-                                         or PATH=FILE for a last layer with these files
+image OUT NAMES ENTRYPOINT USER LAYER...  an archive that containerd imports. Commas separate names.
+                                         ENTRYPOINT is a list in JSON, or a list of two: what runs,
+                                         and the arguments that a pod may replace. LAYER is a tar
+                                         archive, or PATH=FILE or PATH=->TARGET for a last layer
+                                         with these files and links
 blocks FILE SECTION FOLDER               writes each block of commands of a section of a page
 serve NAME                               a pod: HTTP on port 8080, echo on port 9000
 dns                                      a pod: answers for Services as the DNS of a cluster does
 load STOP OUT TARGET...                  sends requests until the file STOP exists
 report OUT...                            prints one line for each target; ends with 1 on a failure
 answers SINCE SECONDS TARGET...          waits until each target answers; prints how long it took
+ran REPORT                               prints the sums of a JUnit report of upstream's e2e.test;
+                                         ends with 1 if the run was cut short
+conformance EXCEPTIONS FOLDER OUT KUBERNETES HEADGATE
+                                         writes a page from the reports MODE.xml and MODE.*.xml;
+                                         ends with 1 if EXCEPTIONS has no reason for a failure
 
 A TARGET is LABEL=http:ADDRESS, hold:ADDRESS (one connection that stays), tls:ADDRESS (a handshake),
 or dns:ADDRESS. ADDRESS is HOST:PORT, with brackets around IPv6.
@@ -26,12 +35,14 @@ import ssl
 import struct
 import sys
 import tarfile
+import textwrap
 import threading
 import time
 import urllib.request
+import xml.etree.ElementTree
 
 
-def image(out, name, entrypoint, user, *layers):
+def image(out, names, entrypoint, user, *layers):
     """Writes an archive in the format of `docker save`."""
     contents = [layer for layer in layers if "=" not in layer]
     files = [layer.split("=", 1) for layer in layers if "=" in layer]
@@ -39,6 +50,10 @@ def image(out, name, entrypoint, user, *layers):
     with tarfile.open(fileobj=last, mode="w") as tar:
         for path, source in files:
             entry = tarfile.TarInfo(path.lstrip("/"))
+            if source.startswith("->"):
+                entry.type, entry.linkname = tarfile.SYMTYPE, source.removeprefix("->")
+                tar.addfile(entry)
+                continue
             entry.size, entry.mode = os.path.getsize(source), 0o755
             with open(source, "rb") as content:
                 tar.addfile(entry, content)
@@ -60,15 +75,20 @@ def image(out, name, entrypoint, user, *layers):
             last.seek(0)
             add(f"{digests[-1]}.tar", len(last.getvalue()), last)
         environment = ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]
+        entrypoint = json.loads(entrypoint)
+        arguments = []
+        if entrypoint and isinstance(entrypoint[0], list):
+            entrypoint, arguments = entrypoint
         config = json.dumps({
             "architecture": {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine],
             "os": "linux",
-            "config": {"Entrypoint": json.loads(entrypoint), "Env": environment, "User": user},
+            "config": {"Entrypoint": entrypoint, "Cmd": arguments, "Env": environment,
+                       "User": user},
             "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}" for digest in digests]},
         }).encode()
         config_name = hashlib.sha256(config).hexdigest() + ".json"
         add(config_name, len(config), io.BytesIO(config))
-        manifest = [{"Config": config_name, "RepoTags": [name],
+        manifest = [{"Config": config_name, "RepoTags": names.split(","),
                      "Layers": [f"{digest}.tar" for digest in digests]}]
         manifest = json.dumps(manifest).encode()
         add("manifest.json", len(manifest), io.BytesIO(manifest))
@@ -129,7 +149,8 @@ def dns():
     folder = "/var/run/secrets/kubernetes.io/serviceaccount"
     host = os.environ["KUBERNETES_SERVICE_HOST"]
     context = ssl.create_default_context(cafile=f"{folder}/ca.crt")
-    names = {}
+    # Addresses of names, and names for which another name stands (type ExternalName).
+    names, others = {}, {}
 
     def refresh():
         with open(f"{folder}/token", encoding="utf-8") as file:
@@ -138,13 +159,17 @@ def dns():
                                          headers={"Authorization": f"Bearer {token}"})
         with urllib.request.urlopen(request, context=context, timeout=5) as answer:
             services = json.load(answer)["items"]
-        new = {}
+        new, new_others = {}, {}
         for service in services:
             meta, spec = service["metadata"], service["spec"]
             name = f"{meta['name']}.{meta['namespace']}.svc.cluster.local"
             new[name] = [ip for ip in spec.get("clusterIPs", []) if ip != "None"]
+            if spec.get("type") == "ExternalName":
+                new_others[name] = spec["externalName"].lower().rstrip(".")
         names.clear()
         names.update(new)
+        others.clear()
+        others.update(new_others)
 
     def answer(query):
         at, labels = 12, []
@@ -152,13 +177,18 @@ def dns():
             labels.append(query[at + 1:at + 1 + query[at]].decode().lower())
             at += 1 + query[at]
         kind = struct.unpack(">H", query[at + 1:at + 3])[0]
-        addresses = names.get(".".join(labels))
-        records = []
+        name, owner, records = ".".join(labels), b"\xc0\x0c", []
+        addresses = names.get(name)
+        if name in others:
+            other = [label.encode() for label in others[name].split(".")]
+            other = b"".join(bytes([len(label)]) + label for label in other) + b"\0"
+            records.append(owner + struct.pack(">HHIH", 5, 1, 5, len(other)) + other)
+            owner, addresses = other, names.get(others[name], [])
         for address in addresses or []:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             if kind == {socket.AF_INET: 1, socket.AF_INET6: 28}[family]:
                 data = socket.inet_pton(family, address)
-                records.append(b"\xc0\x0c" + struct.pack(">HHIH", kind, 1, 5, len(data)) + data)
+                records.append(owner + struct.pack(">HHIH", kind, 1, 5, len(data)) + data)
         flags = 0x8580 | (0 if addresses is not None else 3)
         head = query[:2] + struct.pack(">HHHHH", flags, 1, len(records), 0, 0)
         return head + query[12:at + 5] + b"".join(records)
@@ -316,6 +346,183 @@ def answers(since, seconds, *targets):
     sys.exit(failed)
 
 
+class Report:
+    """A JUnit report of upstream's e2e.test."""
+
+    def __init__(self, file):
+        suite = xml.etree.ElementTree.parse(file).getroot().find("testsuite")
+        self.started, self.seconds = suite.get("timestamp"), float(suite.get("time"))
+        # From the name of a spec to its state, and the first line of its failure or its reason to
+        # skip itself.
+        self.specs = {}
+        # Why the report is no result.
+        self.cut = ""
+        for setting in suite.iter("property"):
+            if setting.get("name") == "SpecialSuiteFailureReason":
+                self.cut = setting.get("value") or ""
+        for case in suite.iter("testcase"):
+            self.note(case)
+        if not self.specs:
+            self.cut = self.cut or "no spec ran"
+
+    def note(self, case):
+        skipped = case.find("skipped")
+        fault = case.find("failure")
+        fault = case.find("error") if fault is None else fault
+        line = ""
+        if fault is not None:
+            lines = [line.strip() for line in (fault.text or "").splitlines()]
+            line = next((line for line in lines if line), "").removeprefix("[FAILED] ")
+        if not case.get("name").startswith("[It] "):
+            # Before the first spec, or after the last one.
+            if fault is not None:
+                self.cut = self.cut or f"{case.get('name')}: {line}"
+            return
+        if case.get("status") in ("aborted", "interrupted"):
+            self.cut = self.cut or f"{case.get('name')} was {case.get('status')}"
+        if skipped is not None:
+            # Specs that were not asked for are in the report, too, but without a reason.
+            reason = skipped.get("message").removeprefix("skipped").removeprefix(" - ")
+            if reason and reason != "pending":
+                self.specs[short(case.get("name"))] = "skipped", " ".join(reason.split())
+        elif fault is not None:
+            self.specs[short(case.get("name"))] = "FAIL", line
+        else:
+            self.specs[short(case.get("name"))] = "pass", ""
+
+
+def short(name):
+    """The name of a spec without its tags, such as [sig-network]. A feature may be all of a name."""
+    name = re.sub(r"\[Feature:([^\]]*)\]", r" \1 ", name)
+    return " ".join(re.sub(r"\[[^\]]*\]", " ", name).split())
+
+
+def sums(specs):
+    states = [state for state, _ in specs.values()]
+    return [states.count(state) for state in ("pass", "FAIL", "skipped")]
+
+
+def ran(file):
+    try:
+        report = Report(file)
+    except (OSError, xml.etree.ElementTree.ParseError) as error:
+        print(f"there is no whole report: {error}")
+        sys.exit(1)
+    if report.cut:
+        print(report.cut)
+        sys.exit(1)
+    passed, failed, skipped = sums(report.specs)
+    minutes = report.seconds / 60
+    print(f"{passed} specs passed, {failed} failed, {skipped} skipped, in {minutes:.0f} minutes")
+
+
+MODES = {"kube-proxy": "kube-proxy nftables", "nftables": "Headgate nftables",
+         "iptables": "Headgate iptables", "userspace": "Headgate userspace"}
+
+
+def reasons(file):
+    """The lines SPEC | MODE | REASON of a file. SPEC is a part of a name; MODE may be *."""
+    found = []
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            parts = [part.strip() for part in line.split("|", 2)]
+            if line.startswith("#") or not line.strip():
+                continue
+            if len(parts) < 3 or not all(parts) or parts[1] not in [*MODES, "*"]:
+                sys.exit(f"{file}:{number}: not SPEC | MODE | REASON: {line.strip()}")
+            found.append(parts)
+    return found
+
+
+def conformance(exceptions, folder, out, kubernetes, headgate):
+    results = {mode: {} for mode in MODES}
+    reports = {mode: [] for mode in MODES}
+    for name in os.listdir(folder):
+        mode = name.split(".")[0]
+        if name.endswith(".xml") and mode in MODES:
+            reports[mode].append(Report(os.path.join(folder, name)))
+    for mode, runs in reports.items():
+        # The last result of a spec counts.
+        runs.sort(key=lambda run: run.started)
+        for run in runs:
+            results[mode].update(run.specs)
+    names = sorted({name for specs in results.values() for name in specs})
+    states = {name: [specs.get(name, ("-", ""))[0] for specs in results.values()] for name in names}
+
+    known, failures, unexplained = reasons(exceptions), [], []
+    for name in names:
+        for mode, specs in results.items():
+            state, line = specs.get(name, ("-", ""))
+            fitting = [entry for entry in known if entry[0] in name and entry[1] in (mode, "*")]
+            if state == "FAIL" and fitting:
+                failures.append([name, MODES[mode], fitting[0][2]])
+            elif state == "FAIL":
+                unexplained.append(f"{MODES[mode]}: {name}: {line}")
+            elif state == "pass":
+                for entry in fitting:
+                    print(f"{MODES[mode]}: {name} passes; no exception is needed: {entry[2]}")
+    for mode, runs in reports.items():
+        if runs:
+            passed, failed, skipped = sums(results[mode])
+            print(f"{MODES[mode]}: {passed} passed, {failed} failed, {skipped} skipped")
+    if unexplained:
+        print(f"these failures have no reason in {exceptions}:", *unexplained, sep="\n")
+        sys.exit(1)
+
+    def prose(text):
+        text = " ".join(text.split())
+        return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+
+    def table(header, rows, numbers=False):
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+        rule = ["---"] + ["---:" if numbers else "---"] * (len(header) - 1)
+        return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
+
+    def by_mode(text):
+        return [text(runs, results[mode]) if runs else "-" for mode, runs in reports.items()]
+
+    head = [
+        ["date", *by_mode(lambda runs, _: runs[-1].started[:10])],
+        ["passed", *by_mode(lambda _, specs: str(sums(specs)[0]))],
+        ["failed", *by_mode(lambda _, specs: str(sums(specs)[1]))],
+        ["skipped", *by_mode(lambda _, specs: str(sums(specs)[2]))],
+        ["minutes", *by_mode(lambda runs, _: f"{sum(run.seconds for run in runs) / 60:.0f}")],
+    ]
+    ran_in_a_mode = [name for name in names if {"pass", "FAIL"} & set(states[name])]
+    skipped = {}
+    for name in names:
+        if name not in ran_in_a_mode:
+            skipped[name] = next(specs[name][1] for specs in results.values() if name in specs)
+    parts = [
+        "# Conformance",
+        prose("""After reading this page you know which of upstream's tests of Services pass with
+              kube-proxy and with Headgate, why the others fail, and how to repeat the runs."""),
+        prose(f"""Kubernetes {kubernetes}, Headgate {headgate}. Each column is a run of upstream's
+              specs in a cluster with two nodes on one machine and both IP families. The Helm chart
+              installed Headgate. [Testing](testing.md#upstreams-tests) says which specs were asked
+              for, and which were not, and why. `.ci/cluster` wrote this page from the reports of
+              the runs."""),
+        table(["", *MODES.values()], head, numbers=True),
+        "To repeat the runs and write this page again:",
+        '```sh\nmake cluster BIN=FOLDER STEPS="images up e2e"\n```',
+        prose("""FOLDER has the programs of a Kubernetes release, and programs of its tests, which
+              [you can build](testing.md#upstreams-tests). A run that is complete is not repeated
+              as long as the programs are the same: delete `target/cluster/e2e` first."""),
+        "## Results",
+        prose("""Specs that skipped themselves in all runs are below. `-` means that a spec did not
+              run."""),
+        table(["spec", *MODES.values()], [[name, *states[name]] for name in ran_in_a_mode]),
+        "## Exceptions",
+        prose("""A failure needs a reason in `.ci/conformance-exceptions`, or this page cannot be
+              written."""),
+        table(["spec", "fails with", "reason"], failures) if failures else "No spec failed.",
+        "## Skipped in all runs",
+        table(["spec", "reason"], list(skipped.items())) if skipped else "No spec skipped itself.",
+    ]
+    with open(out, "w", encoding="utf-8") as page:
+        page.write("\n\n".join(parts) + "\n")
+
+
 if __name__ == "__main__":
-    actions = [image, blocks, serve, dns, load, report, answers]
+    actions = [image, blocks, serve, dns, load, report, answers, ran, conformance]
     {action.__name__: action for action in actions}[sys.argv[1]](*sys.argv[2:])

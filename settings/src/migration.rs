@@ -324,6 +324,14 @@ mod tests {
     }
 
     #[test]
+    fn the_default_mode_of_later_versions_is_named() {
+        let checked = check_arguments(&[]);
+        let line = checked.lines.iter().find(|line| line.setting == "--proxy-mode").unwrap();
+        assert_eq!(line.outcome, Outcome::OtherDefault);
+        assert!(line.explanation.contains("iptables, from 1.40 on nftables"), "{line:?}");
+    }
+
+    #[test]
     fn a_config_map_of_kubeadm_shows_only_what_is_given_and_other_defaults() {
         let document = format!("apiVersion: {}\nkind: {}\n{KUBEADM}", crate::raw::API_VERSION, crate::raw::KIND);
         let map = serde_json::json!({

@@ -251,3 +251,19 @@ fn a_file_replaces_kube_proxys_flags_but_not_headgates_own() {
     assert_eq!(&*options.node_name(&configured.settings).unwrap(), "flag");
     assert_eq!(configured.file.unwrap().1, text);
 }
+
+#[test]
+fn the_page_has_the_defaults_by_version_and_those_of_this_agent() {
+    let page = document::configuration_page();
+    let (_, table) = page.split_once("## Defaults by version of Kubernetes").unwrap();
+    let of_agent = |setting: &str| {
+        let line = table.lines().find(|line| line.starts_with(&format!("| {setting} |"))).unwrap();
+        line.rsplit(" | ").next().unwrap().to_owned()
+    };
+    let settings = settings(&[]);
+    assert_eq!((settings.mode, settings.allow_external_ips), (ProxyMode::Auto, true));
+    assert_eq!(settings.min_sync_period, Duration::ZERO);
+    assert!(of_agent("`mode`").starts_with("`auto`"), "{table}");
+    assert!(of_agent("`featureGates`: `AllowServiceExternalIPs`").starts_with("`true`"), "{table}");
+    assert!(of_agent("`iptables.minSyncPeriod`").starts_with("`0s`"), "{table}");
+}

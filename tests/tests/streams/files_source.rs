@@ -304,6 +304,19 @@ async fn services_of_a_folder_that_disappears_stay() {
 }
 
 #[tokio::test]
+async fn the_problem_of_a_folder_that_disappears_has_its_path_and_the_remedy() {
+    let reading = Reading::of(&[("web.yaml", &service("web"))]).await;
+    let root = reading.folder.path().to_owned();
+    let aside = root.with_extension("aside");
+    fs::rename(&root, &aside).unwrap();
+    reading.sink.until("the missing folder is reported", |c| !c.problems.is_empty()).await;
+    let problem = reading.sink.look(|c| c.problems[0].clone());
+    fs::rename(&aside, &root).unwrap();
+    assert_eq!(Path::new(&problem.object), root.as_path(), "{problem:?}");
+    assert!(problem.message.contains("create it") && !problem.message.contains("permissions"), "{problem:?}");
+}
+
+#[tokio::test]
 async fn a_replica_that_starts_on_a_missing_or_empty_folder_waits_and_empties_nothing() {
     let above = tempfile::tempdir().unwrap();
     let root = above.path().join("clone/current");

@@ -72,3 +72,17 @@ fn row_18_external_ips_are_not_programmed_when_the_gate_is_off() {
     let rules = rig.until_rules("the externalIP is removed", "nat", |rules| !has(rules));
     assert!(rules.iter().any(|rule| rule.contains("10.96.0.10")), "{rules:?}");
 }
+
+/// No kernel parameter lets packets from ::1 leave the loopback interface. A node without a proxy
+/// is worse than this limit, so the agent starts and names it.
+#[test]
+fn the_log_says_that_node_ports_do_not_answer_on_ipv6_loopback() {
+    let rig = web();
+    let agent = rig.agent(&["--nodeport-addresses=127.0.0.0/8,::/0"]);
+    rig.until_programmed();
+    assert!(!agent.log().contains("do not answer on ::1"), "no range names ::1: {}", agent.log());
+    assert!(agent.terminate().0.success());
+    let agent = rig.agent(&["--nodeport-addresses=127.0.0.0/8,::1/128"]);
+    rig.until_programmed();
+    assert!(agent.log().contains("NodePorts do not answer on ::1"), "{}", agent.log());
+}

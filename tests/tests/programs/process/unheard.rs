@@ -63,3 +63,24 @@ fn the_log_says_what_was_programmed() {
     assert!(lines().len() <= 2, "{:?}", lines());
     assert!(!agent.log().contains("NodeInputs {"), "{}", agent.log());
 }
+
+/// The epoch of a replica is written alike by the replica and by the agent that has held its state.
+#[test]
+fn an_epoch_has_one_notation_in_all_logs() {
+    let rig = Rig::serving(&[("node", node("")), ("web", service("web", 10, ""))]);
+    let state = format!("--state-dir={}", rig.path("state").display());
+    let agent = rig.agent(&[&state]);
+    rig.until_programmed();
+    assert!(agent.terminate().0.success());
+    // The next agent reads the state that the first one has saved.
+    let agent = rig.agent(&[&state]);
+    rig.until_programmed();
+    let epoch = |log: &str, message: &str| {
+        let line = log.lines().find(|line| line.contains(message)).unwrap_or_else(|| panic!("no {message}: {log}"));
+        let (_, rest) = line.split_once(" epoch=").unwrap_or_else(|| panic!("no epoch: {line}"));
+        rest.split(' ').next().unwrap_or_default().trim_matches('"').to_owned()
+    };
+    let of_replica = epoch(&rig.control_plane_log(), "control plane runs");
+    assert!(of_replica.len() == 16 && of_replica.chars().all(|digit| digit.is_ascii_hexdigit()), "{of_replica}");
+    assert_eq!(epoch(&agent.log(), "read the last good state"), of_replica);
+}

@@ -1,4 +1,5 @@
-//! Checks that the links and make targets in documents exist.
+//! Checks that the links and make targets in documents exist, and that documents do not contradict
+//! each other.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -94,4 +95,62 @@ fn make_help_lists_every_target() {
         let described = makefile.lines().any(|line| line.starts_with(&format!("{target}: ")) && line.contains("## "));
         assert!(described, "make {target} has no description for make help");
     }
+}
+
+/// A fact that stands on two pages differs sooner or later.
+#[test]
+fn the_table_of_resumes_and_the_table_of_failures_stand_on_one_page() {
+    for cells in [&["resume"][..], &["what fails", "what stops"]] {
+        let is_head = |line: &str| line.starts_with('|') && line.split('|').any(|cell| cells.contains(&cell.trim()));
+        let pages = documents().filter(|(_, text)| text.lines().any(is_head)).map(|(path, _)| path);
+        let pages: Vec<PathBuf> = pages.collect();
+        assert_eq!(pages.len(), 1, "tables with {cells:?}: {pages:?}; keep one, and link to it");
+    }
+}
+
+/// Nobody publishes images, so each reader pushes them to a registry of their own.
+#[test]
+fn documents_name_no_image_that_is_not_published() {
+    let mut seen = 0;
+    for (path, text) in documents() {
+        for image in text.split("image").filter_map(|rest| rest.strip_prefix(": ").or(rest.strip_prefix('='))) {
+            seen += 1;
+            let image = image.split_whitespace().next().unwrap_or_default();
+            assert!(!image.starts_with("headgate/"), "{}: write REGISTRY/ in front of {image}", path.display());
+        }
+    }
+    assert!(seen > 0, "no document names an image");
+}
+
+/// The words of the documents and manifests agree with the roles of the control plane.
+#[test]
+fn the_number_of_kinds_that_the_control_plane_reads_is_that_of_its_roles() {
+    const NUMBERS: [&str; 8] = ["no", "one", "two", "three", "four", "five", "six", "seven"];
+    let roles = super::text(Path::new("deploy/kustomize/base/rbac.yaml")).unwrap();
+    let (mut resources, mut read, mut listed) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
+    for line in roles.lines().map(|line| line.trim().trim_end_matches(']')) {
+        if let Some(list) = line.strip_prefix("resources: [") {
+            resources = list.split(", ").collect();
+        } else if let Some(verbs) = line.strip_prefix("verbs: [") {
+            let has = |verb| verbs.split(", ").any(|other| other == verb);
+            read.extend(resources.iter().copied().filter(|_| has("get") || has("list")));
+            listed.extend(resources.iter().copied().filter(|_| has("list")));
+        }
+    }
+    let mut seen = 0;
+    for path in super::files() {
+        let is_text = path.extension().is_some_and(|extension| extension == "md" || extension == "yaml");
+        let Some(text) = super::text(&path).filter(|_| is_text) else { continue };
+        for (verb, kinds) in [("reads ", &read), ("list and watch ", &listed)] {
+            for rest in text.split(verb).skip(1) {
+                let Some(number) = rest.split_once(" kinds").map(|(number, _)| number) else { continue };
+                if NUMBERS.contains(&number) {
+                    seen += 1;
+                    let shown = path.display();
+                    assert_eq!(number, NUMBERS[kinds.len()], "{shown}: {verb}{number} kinds, but {kinds:?}");
+                }
+            }
+        }
+    }
+    assert!(seen > 0, "no document says how many kinds the control plane reads");
 }

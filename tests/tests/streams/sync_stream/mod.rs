@@ -483,3 +483,28 @@ async fn inspect_lists_in_order_and_shows_conflicts() {
     assert_eq!((first.address.as_str(), first.node.as_str(), first.ready), ("10.0.1.1", "node-1", true));
     replica.running.stop().await;
 }
+
+/// The Service that claims the ClusterIP of another Service is older. The metric counts it, and the
+/// status names it, until it is removed.
+#[tokio::test]
+async fn an_external_ip_that_is_a_cluster_ip_is_counted_and_shown() {
+    const LACKING: &str = "headgate_service_conflicts";
+    let replica = Replica::start().await;
+    replica.put(cluster(1));
+    assert_eq!(replica.metric(LACKING), 0);
+    let Change::Service(owner) = service(1, 80) else { unreachable!() };
+    let key = headgate_core::ServiceKey::new("other", "taker");
+    let (cluster_ips, external_ips) = (vec![[10, 96, 9, 9].into()], owner.cluster_ips.clone());
+    let taker = Service { key: key.clone(), created_unix_seconds: -1, cluster_ips, external_ips, ..*owner };
+    replica.put([Change::from(taker)]);
+    assert!(replica.metric(LACKING) > 0);
+    let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
+    let status = inspect.get_status(v1::GetStatusRequest { only_this_replica: true }).await.unwrap().into_inner();
+    let [problem] = status.problems.as_slice() else { panic!("{:?}", status.problems) };
+    assert_eq!((problem.object.as_str(), problem.field.as_str()), ("Service other/taker", "spec.externalIPs"));
+    let expected = "belongs to Service default/service-1, whose ClusterIP it is";
+    assert!(problem.message.contains(expected), "{}", problem.message);
+    replica.put([Change::RemoveService(key)]);
+    assert_eq!(replica.metric(LACKING), 0);
+    replica.running.stop().await;
+}
