@@ -157,7 +157,7 @@ pub const FIELDS: &[Field] = &[
         "nodeport-addresses",
         Kind::List,
         "",
-        "Addresses of the node on which NodePorts answer: CIDRs, `primary` for the node's own addresses, `localhost` for 127.0.0.0/8 and ::1, and `all`, in any mixture. Empty means all addresses; if `mode` is `nftables`, empty means `primary`, as in kube-proxy. CIDRs of one family do not restrict the other family. In mode `ipvs`, NodePorts do not answer on 127.0.0.0/8. In no mode do they answer on ::1, where kube-proxy 1.37 has a proxy for TCP in mode nftables; the log says so if the list names ::1. When addresses of interfaces change, the agent updates the rules at once",
+        "Addresses of the node on which NodePorts answer: CIDRs, `primary` for the node's own addresses (kube-proxy takes it alone, and from 1.37 on in any mixture), and, as in kube-proxy from 1.37 on, `localhost` for 127.0.0.0/8 and ::1, and `all`. Empty means all addresses; if `mode` is `nftables`, empty means `primary`, as in kube-proxy. CIDRs of one family do not restrict the other family. In mode `ipvs`, NodePorts do not answer on 127.0.0.0/8. In no mode do they answer on ::1, where kube-proxy 1.37 has a proxy for TCP in mode nftables; the log says so if the list names ::1. When addresses of interfaces change, the agent updates the rules at once",
     ),
     used(
         "iptables.masqueradeBit",
@@ -326,7 +326,7 @@ pub const FIELDS: &[Field] = &[
         "feature-gates",
         Kind::Gates,
         "",
-        "`AllowServiceExternalIPs=false` leaves externalIPs out of the rules, `ComponentFlagz=false` and `ComponentStatusz=false` turn `/flagz` and `/statusz` off. Other gates have no effect and are named in a warning",
+        "`AllowServiceExternalIPs=false`, the default of kube-proxy from 1.40 on, leaves externalIPs out of the rules, `ComponentFlagz=false` and `ComponentStatusz=false` turn `/flagz` and `/statusz` off. Other gates have no effect and are named in a warning",
     ),
     ignored("clientConnection.kubeconfig", "kubeconfig", Kind::Text, "", NO_API),
     ignored("clientConnection.acceptContentTypes", "", Kind::Text, "", NO_API),

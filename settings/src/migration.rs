@@ -320,6 +320,7 @@ mod tests {
         let checked = check_arguments(&words("--nodeport-addresses=primary,localhost,all,10.0.0.0/8"));
         let line = checked.lines.iter().find(|line| line.setting == "--nodeport-addresses").unwrap();
         assert_eq!(line.outcome, Outcome::CarriesOver, "{line:?}");
+        assert!(line.explanation.contains("as in kube-proxy from 1.37 on, localhost"), "{line:?}");
         assert_eq!(checked.count(Outcome::Invalid), 0);
     }
 

@@ -88,6 +88,7 @@ fn ready(address: &str) -> EndpointInfo {
         serving: true,
         node: "node-a".into(),
         zone: "zone-1".into(),
+        weight: 1,
         version: 7,
         ..EndpointInfo::default()
     }

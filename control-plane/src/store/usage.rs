@@ -123,15 +123,16 @@ impl Inner {
         Usage::UnusedSince(since, last)
     }
 
-    /// The version since which another endpoint of the same family is ready for a port. With
-    /// `node`, only the endpoints of this node count.
+    /// The version since which another endpoint of the same family takes new connections to a
+    /// port. With `node`, only the endpoints of this node count.
     fn witness(&self, key: &ServiceKey, address: IpAddr, port: &ServicePort, node: Option<&Arc<str>>) -> Option<u64> {
         let (shared, family) = (self.state.key(key)?, Family::of(address));
         let endpoints = self.state.entry(key)?.endpoints();
         let is_witness = |other: &Endpoint| {
             let is_ready = other.port_states().any(|state| {
                 let is_near = node.is_none_or(|node| state.placement.node.as_ref() == Some(node));
-                is_of(state.port, port) && state.conditions.ready && is_near
+                let takes_new = state.conditions.ready && !state.placement.weight.is_zero();
+                is_of(state.port, port) && takes_new && is_near
             });
             is_ready && other.address != address && Family::of(other.address) == family
         };

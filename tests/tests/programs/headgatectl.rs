@@ -49,6 +49,7 @@ fn endpoint() -> EndpointInfo {
         ready: true,
         serving: true,
         node: "node-a".into(),
+        weight: 1,
         ..EndpointInfo::default()
     }
 }
