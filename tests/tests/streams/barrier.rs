@@ -15,7 +15,7 @@ use headgate_control_plane::{
     store::Limits,
     transaction::{NodeChange, PodChange, Sink as _, SourceKind, Transaction, TriggeredChange},
 };
-use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Node, Placement, Protocol};
+use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Node, Placement, Protocol, Weight};
 use headgate_proto::v1::{self, agent_message::Body, barrier_answer::Result as Outcome};
 
 use crate::client::{Client, channel};
@@ -244,6 +244,26 @@ async fn a_terminating_pod_is_unused_only_while_another_endpoint_is_ready() {
     let last = answer(&mut a).await;
     assert_eq!(last.result(), Outcome::Last, "{last:?}");
     assert!(last.reason.contains("10.0.0.1 is the last endpoint of Service default/service-1"), "{last:?}");
+}
+
+/// Nodes keep sending to a terminating endpoint if all others have weight 0.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_endpoint_of_weight_zero_does_not_make_another_one_unused() {
+    let mut pair = Pair::start(NEVER).await;
+    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    let Change::Endpoint(service, mut weightless) = endpoint(OTHER, "b", Conditions::READY) else { panic!("no endpoint") };
+    weightless.placement = Placement { weight: Weight::new(0).unwrap(), ..Placement::on("b") }.into();
+    let weightless = Change::Endpoint(service, weightless);
+    for change in [weightless, endpoint(POD, "a", TERMINATING)] {
+        pair.change(0, change.clone());
+        pair.follow(1, change);
+    }
+    program(&pair.replicas[0], &mut a).await;
+    program(&pair.replicas[1], &mut b).await;
+    program(&pair.replicas[1], &mut c).await;
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    let last = answer(&mut a).await;
+    assert_eq!(last.result(), Outcome::Last, "{last:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
