@@ -83,8 +83,8 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
     }
 }
 
-/// Reads Cilium's weight of all endpoints of an EndpointSlice. Without it, the weight is 1, which is
-/// Cilium's default of 100.
+/// Reads Cilium's weight of all endpoints of an EndpointSlice. Without it, the weight is 1, which
+/// is Cilium's default of 100.
 pub(super) fn weight_of_all(annotations: &Annotations, findings: &mut Findings) -> Weight {
     let Some(text) = &annotations.cilium_weight else { return Weight::default() };
     let weight = text.trim().parse().map(Weight::from_hundredths);

@@ -45,7 +45,7 @@ use self::{
 };
 use super::{
     Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Maintain, Report, StateSource, Statistics,
-    iptables::route_localnet,
+    localnet,
 };
 use crate::{
     decoders::{
@@ -274,7 +274,7 @@ impl Dataplane for NftablesFamily {
     }
 
     fn prepare(&mut self, _kernel: &mut Connection) -> Result<Vec<String>, DataplaneError> {
-        let failed = if self.layout_config.has_loopback_guard() { route_localnet().err() } else { None };
+        let failed = if self.layout_config.has_loopback_guard() { localnet::route().err() } else { None };
         Ok(failed.into_iter().collect())
     }
 

@@ -1,4 +1,4 @@
-//! Kernel parameters that the rules depend on.
+//! The kernel parameter that NodePorts on 127.0.0.0/8 depend on.
 
 use std::{fs, io};
 
@@ -10,13 +10,13 @@ const ROUTE_LOCALNET: &str = "/proc/sys/net/ipv4/conf/all/route_localnet";
 /// # Errors
 /// The parameter cannot be written. The error is a sentence for the operator. Everything except
 /// NodePorts on localhost works without the parameter.
-pub(in super::super) fn route_localnet() -> Result<(), String> {
+pub(super) fn route() -> Result<(), String> {
     let path = ROUTE_LOCALNET;
     set(path, "1").map_err(|error| format!("NodePorts do not answer on 127.0.0.1: cannot write 1 to {path}: {error}"))
 }
 
 /// True while the kernel routes packets to 127.0.0.0/8.
-pub(super) fn is_localnet_routed() -> bool {
+pub(super) fn is_routed() -> bool {
     fs::read_to_string(ROUTE_LOCALNET).is_ok_and(|value| value.trim() != "0")
 }
 
