@@ -3,11 +3,7 @@
 
 mod options;
 
-use std::{
-    io::{Write as _, stderr},
-    pin::pin,
-    process::ExitCode,
-};
+use std::{io::Write as _, pin::pin, process::ExitCode};
 
 use headgate_control_plane::run::{ControlPlane, RunError};
 use headgate_node_agent::program;
@@ -17,13 +13,9 @@ use self::options::Options;
 
 fn main() -> ExitCode {
     let options = Options::read(std::env::args_os()).unwrap_or_else(|error| error.exit());
-    match start(options) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            let _ = writeln!(stderr(), "headgate: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    let Err(error) = start(options) else { return ExitCode::SUCCESS };
+    let _ = writeln!(std::io::stderr(), "headgate: {error:#}");
+    ExitCode::FAILURE
 }
 
 fn start(options: Options) -> anyhow::Result<()> {

@@ -18,11 +18,8 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    match runtime.block_on(headgatectl::run(&args, style, &mut std::io::stdout().lock())) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => {
-            let _ = writeln!(std::io::stderr(), "headgatectl: {failure}");
-            ExitCode::from(failure.exit_code())
-        }
-    }
+    let done = runtime.block_on(headgatectl::run(&args, style, &mut std::io::stdout().lock()));
+    let Err(failure) = done else { return ExitCode::SUCCESS };
+    let _ = writeln!(std::io::stderr(), "headgatectl: {failure}");
+    ExitCode::from(failure.exit_code())
 }

@@ -18,14 +18,10 @@ use tracing_subscriber::EnvFilter;
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    match run_until_signal(&Options::parse()).await {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            // The error names its remedy, so a backtrace is not needed.
-            let _ = writeln!(stderr(), "headgate-control-plane: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    let Err(error) = run_until_signal(&Options::parse()).await else { return ExitCode::SUCCESS };
+    // The error names its remedy, so a backtrace is not needed.
+    let _ = writeln!(stderr(), "headgate-control-plane: {error}");
+    ExitCode::FAILURE
 }
 
 async fn run_until_signal(options: &Options) -> anyhow::Result<()> {

@@ -17,7 +17,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use self::catalogue::{Catalogue, Described, Labelled};
+use self::catalogue::{Adder, Labelled};
 use crate::transaction::SourceKind;
 
 /// Defines a struct for each set of labels.
@@ -69,7 +69,6 @@ impl Drop for Waiting {
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
-    catalogue: Catalogue,
     programmed_everywhere: Histogram,
     recently_everywhere: Family<Quantile, Seconds>,
     agents: Family<State, Level>,
@@ -126,23 +125,26 @@ pub struct Metrics {
 
 impl Default for Metrics {
     fn default() -> Self {
-        let mut registry = Registry::with_prefix("headgate");
-        let mut catalogue = Catalogue::default();
+        Self::described(&mut Vec::new())
+    }
+}
+
+impl Metrics {
+    /// Returns the metrics, and adds their rows of `docs/control-plane-metrics.md`.
+    fn described(rows: &mut Vec<String>) -> Self {
+        let mut add = Adder { registry: Registry::with_prefix("headgate"), rows };
         let programmed_everywhere = Histogram::new(EVERYWHERE_SECONDS);
-        catalogue.register(
-            &mut registry,
+        add.register(
             "control_plane_programmed_everywhere_seconds",
             "Time from the arrival of a change at this replica until all connected agents had the change in their kernels. The time that an ACK waits at its agent does not count",
             programmed_everywhere.clone(),
         );
         let gate_seconds = Histogram::new(EVERYWHERE_SECONDS);
-        catalogue.register(
-            &mut registry,
+        add.register(
             "readiness_gate_seconds",
             "Time from the moment at which a pod lacked only its readiness gate until this replica set the condition",
             gate_seconds.clone(),
         );
-        let mut add = Adder(&mut catalogue, &mut registry);
         Self {
             programmed_everywhere,
             recently_everywhere: add.add(
@@ -215,22 +217,8 @@ impl Default for Metrics {
                 "Number of agents above which this replica asks some agents to move to another replica; 0 while it asks no agent",
             ),
             balance_asked: add.add("balance_asked_agents", "Times that this replica asked an agent to move to another replica for balance"),
-            registry,
-            catalogue,
+            registry: add.registry,
         }
-    }
-}
-
-struct Adder<'a>(&'a mut Catalogue, &'a mut Registry);
-
-impl Adder<'_> {
-    fn add<M>(&mut self, name: &str, help: &str) -> M
-    where
-        M: Default + Clone + Described + prometheus_client::registry::Metric,
-    {
-        let metric = M::default();
-        self.0.register(self.1, name, help, metric.clone());
-        metric
     }
 }
 
@@ -248,12 +236,6 @@ impl Metrics {
             tracing::error!(%error, "metrics cannot be encoded");
         }
         text
-    }
-
-    /// Returns the text of `docs/control-plane-metrics.md`, which describes each metric.
-    #[must_use]
-    pub fn page(&self) -> String {
-        self.catalogue.page()
     }
 
     pub(crate) fn count_source_error(&self, kind: SourceKind, reason: &'static str) {

@@ -5,7 +5,7 @@
 //! The program depends only on the standard library, so that a static binary is small.
 
 use std::{
-    env, fs,
+    env, fmt, fs,
     io::{self, Read as _, Write as _},
     net::{TcpStream, ToSocketAddrs as _},
     process::ExitCode,
@@ -32,13 +32,12 @@ const MAX_ANSWER_BYTES: u64 = 1 << 20;
 
 fn main() -> ExitCode {
     let mut arguments = env::args().skip(1).collect::<Vec<_>>();
-    if arguments.first().is_some_and(|first| matches!(first.as_str(), "-h" | "--help")) {
-        println!("{USAGE}");
-        return ExitCode::SUCCESS;
-    }
-    if arguments.first().is_some_and(|first| matches!(first.as_str(), "-V" | "--version")) {
-        println!("headgate-drain {}", env!("CARGO_PKG_VERSION"));
-        return ExitCode::SUCCESS;
+    match arguments.first().map(String::as_str) {
+        Some("-h" | "--help") => return end(0, io::stdout(), USAGE),
+        Some("-V" | "--version") => {
+            return end(0, io::stdout(), concat!("headgate-drain ", env!("CARGO_PKG_VERSION")));
+        }
+        _ => {}
     }
     if let [flag, file] = arguments.as_slice()
         && flag == "--install"
@@ -46,8 +45,7 @@ fn main() -> ExitCode {
         return match env::current_exe().and_then(|program| fs::copy(program, file)) {
             Ok(_) => ExitCode::SUCCESS,
             Err(error) => {
-                eprintln!("headgate-drain: cannot copy this program to {file}: {error}");
-                ExitCode::FAILURE
+                end(1, io::stderr(), format_args!("headgate-drain: cannot copy this program to {file}: {error}"))
             }
         };
     }
@@ -57,29 +55,29 @@ fn main() -> ExitCode {
     let (address, query) = match arguments.as_slice() {
         [address] => (address, ""),
         [address, query] => (address, query.as_str()),
-        _ => {
-            eprintln!("{USAGE}");
-            return ExitCode::from(2);
-        }
+        _ => return end(2, io::stderr(), USAGE),
     };
     let query = with_uid(query, env::var("HEADGATE_POD_UID").ok());
     if query.contains(|letter: char| letter.is_whitespace() || letter.is_control()) {
-        eprintln!("headgate-drain: QUERY and HEADGATE_POD_UID must not contain spaces");
-        return ExitCode::from(2);
+        return end(2, io::stderr(), "headgate-drain: QUERY and HEADGATE_POD_UID must not contain spaces");
     }
     match ask(address, &query) {
         Ok(answer) => {
-            print!("{answer}");
+            let _ = write!(io::stdout(), "{answer}");
             let is_over = answer.starts_with("drained\n") || answer.starts_with("last\n");
             if is_over { ExitCode::SUCCESS } else { ExitCode::FAILURE }
         }
         Err(error) => {
-            eprintln!(
-                "headgate-drain: {address}: {error}; check HEADGATE_DRAIN_ADDRESS, the agent's --drain-address, and network policies"
-            );
-            ExitCode::from(3)
+            let remedy = "check HEADGATE_DRAIN_ADDRESS, the agent's --drain-address, and network policies";
+            end(3, io::stderr(), format_args!("headgate-drain: {address}: {error}; {remedy}"))
         }
     }
+}
+
+/// Writes a line, and returns the exit code. The code is right also if nobody reads the line.
+fn end(code: u8, mut stream: impl io::Write, line: impl fmt::Display) -> ExitCode {
+    let _ = writeln!(stream, "{line}");
+    ExitCode::from(code)
 }
 
 /// Adds the UID of the pod to a query that names none.

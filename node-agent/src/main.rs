@@ -1,21 +1,14 @@
 //! The program: parses the command line, then runs the agent or the one task that a flag names.
 
-use std::{
-    io::{Write as _, stderr},
-    process::ExitCode,
-};
+use std::{io::Write as _, process::ExitCode};
 
 use headgate_node_agent::{options::Options, program};
 
 fn main() -> ExitCode {
     let options = Options::read(std::env::args_os()).unwrap_or_else(|error| error.exit());
-    match start(options) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            let _ = writeln!(stderr(), "headgate-node-agent: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    let Err(error) = start(options) else { return ExitCode::SUCCESS };
+    let _ = writeln!(std::io::stderr(), "headgate-node-agent: {error:#}");
+    ExitCode::FAILURE
 }
 
 fn start(options: Options) -> anyhow::Result<()> {

@@ -4,7 +4,7 @@
 //! The agent computes these inputs from the settings, its own Node and the addresses of the
 //! machine's interfaces. It computes them again whenever one of these sources may have changed.
 
-use std::{fmt, net::IpAddr};
+use std::net::IpAddr;
 
 use headgate_core::{
     Demand, Family, Node,
@@ -42,26 +42,6 @@ pub struct NodeInputs {
     /// addresses of services in mode ipvs. Empty if neither the settings nor the dataplane need
     /// these addresses.
     pub interfaces: Vec<IpAddr>,
-}
-
-/// For the log.
-impl fmt::Display for NodeInputs {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for family in Family::BOTH {
-            let pods = match self.detector(family) {
-                None => "not recognised".to_owned(),
-                Some(LocalDetector::Cidr(cidr)) => format!("in {cidr}"),
-                Some(LocalDetector::BridgeInterface(name)) => format!("behind the bridge {name}"),
-                Some(LocalDetector::InterfaceNamePrefix(prefix)) => format!("behind interfaces {prefix}*"),
-            };
-            let node_ports = match self.node_ports(family) {
-                NodePortAddresses::All => "all addresses".to_owned(),
-                NodePortAddresses::Only(list) => list.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(" "),
-            };
-            write!(f, "{family}: local pods {pods}, NodePorts on [{node_ports}]; ")?;
-        }
-        write!(f, "{} addresses of interfaces", self.interfaces.len())
-    }
 }
 
 impl NodeInputs {
@@ -361,21 +341,6 @@ mod tests {
         assert_eq!(localhost, (only(&["127.0.0.1", "10.0.0.1"]), only(&["::1", "fd00::1"])));
         assert_eq!(resolve(&["10.0.0.0/8"]), (only(&["10.0.0.1"]), only(&["fd00::1"])));
         assert_eq!(resolve(&["0.0.0.0/0"]), (NodePortAddresses::All, only(&["fd00::1"])));
-    }
-
-    #[test]
-    fn the_log_shows_inputs_in_words() {
-        let settings = NodeSettings {
-            node_ports: primary(&["127.0.0.0/8"]),
-            detect_local: DetectLocal::NodeCidr,
-            ..NodeSettings::default()
-        };
-        let node = node(&["10.1.0.0/24"], &["10.0.0.1", "fd00::1"]);
-        assert_eq!(
-            settings.resolve(Some(&node), &["127.0.0.1", "::1"].map(ip)).to_string(),
-            "IPv4: local pods in 10.1.0.0/24, NodePorts on [127.0.0.1 10.0.0.1]; \
-             IPv6: local pods not recognised, NodePorts on [fd00::1]; 2 addresses of interfaces"
-        );
     }
 
     #[test]

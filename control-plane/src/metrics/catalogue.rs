@@ -9,20 +9,6 @@ use prometheus_client::{
     registry::{Metric, Registry},
 };
 
-const HEAD: &str = "\
-# Metrics of the control plane
-
-<!-- `make docs` writes this page from control-plane/src/metrics.rs; edit that file instead. -->
-
-`GET /metrics` of each replica (`--metrics-listen`) answers in the Prometheus text format, or in the
-OpenMetrics format if the request asks for it. A metric with labels appears once it has a value. The
-number of label values is bounded: names of nodes and services are never label values.
-`headgatectl agents` and `headgatectl status` show these names.
-
-| name | type | labels | meaning |
-| --- | --- | --- | --- |
-";
-
 /// A set of labels with the names of the labels.
 pub(super) trait Labelled {
     /// The names of the labels in the order of the fields, separated by commas.
@@ -54,35 +40,27 @@ impl<L: Labelled + EncodeLabelSet + Clone + Hash + Eq, M: Described> Described f
     const LABELS: &str = L::LABELS;
 }
 
-/// The descriptions of all registered metrics.
-#[derive(Debug, Default)]
-pub(super) struct Catalogue {
-    rows: Vec<String>,
+/// Registers metrics, and describes each of them.
+pub(super) struct Adder<'a> {
+    pub(super) registry: Registry,
+    /// The rows of `docs/control-plane-metrics.md`.
+    pub(super) rows: &'a mut Vec<String>,
 }
 
-impl Catalogue {
-    /// Registers a metric and adds its row to the catalogue.
-    pub(super) fn register<M: Described + Metric>(
-        &mut self,
-        registry: &mut Registry,
-        name: &str,
-        help: &str,
-        metric: M,
-    ) {
+impl Adder<'_> {
+    /// Registers a metric and adds its row.
+    pub(super) fn register<M: Described + Metric>(&mut self, name: &str, help: &str, metric: M) {
         let suffix = if matches!(M::KIND, MetricType::Counter) { "_total" } else { "" };
         let (kind, labels) = (M::KIND.as_str(), M::LABELS);
         self.rows.push(format!("| `headgate_{name}{suffix}` | {kind} | {labels} | {help} |\n"));
-        registry.register(name, help, metric);
+        self.registry.register(name, help, metric);
     }
 
-    /// Returns the text of `docs/control-plane-metrics.md`.
-    #[must_use]
-    pub(super) fn page(&self) -> String {
-        let mut rows: Vec<&str> = self.rows.iter().map(String::as_str).collect();
-        rows.sort_unstable();
-        let mut page = HEAD.to_owned();
-        rows.into_iter().for_each(|row| page.push_str(row));
-        page
+    /// Registers a metric with its initial value, and returns it.
+    pub(super) fn add<M: Default + Clone + Described + Metric>(&mut self, name: &str, help: &str) -> M {
+        let metric = M::default();
+        self.register(name, help, metric.clone());
+        metric
     }
 }
 
@@ -93,12 +71,29 @@ mod tests {
 
     use crate::metrics::Metrics;
 
+    const HEAD: &str = "\
+# Metrics of the control plane
+
+<!-- `make docs` writes this page from control-plane/src/metrics.rs; edit that file instead. -->
+
+`GET /metrics` of each replica (`--metrics-listen`) answers in the Prometheus text format, or in the
+OpenMetrics format if the request asks for it. A metric with labels appears once it has a value. The
+number of label values is bounded: names of nodes and services are never label values.
+`headgatectl agents` and `headgatectl status` show these names.
+
+| name | type | labels | meaning |
+| --- | --- | --- | --- |
+";
+
     /// `make docs` sets `HEADGATE_WRITE_DOCS`. If this variable is set, the test writes the file
     /// before it compares the file with the page.
     #[test]
     fn documents_are_current() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/control-plane-metrics.md");
-        let page = Metrics::default().page();
+        let mut rows = Vec::new();
+        drop(Metrics::described(&mut rows));
+        rows.sort_unstable();
+        let page = [HEAD, &rows.concat()].concat();
         if std::env::var_os("HEADGATE_WRITE_DOCS").is_some() {
             fs::write(&path, &page).unwrap();
         }

@@ -164,6 +164,10 @@ pub trait KernelHandle: Send {
         Ok(())
     }
 
+    /// The caller calls `note_sync` before and after the write of each full sync, so that what
+    /// [`Self::follow`] started can tell this write from those of other programs.
+    fn note_sync(&self) {}
+
     /// The proxy that carries connections, in mode userspace.
     fn proxy(&self) -> Option<Arc<dyn ConnectionProxy>> {
         None

@@ -488,7 +488,10 @@ impl<D: Dataplane> OneFamily<D> {
         let mut plan = None;
         source.look(&mut |state, node| plan = Some(self.dataplane.plan_full(state, node, &mut found)));
         drop(found);
-        plan.map_or_else(|| Ok(Report::default()), |plan| self.apply(kernel, plan, Some(source)))
+        kernel.note_sync();
+        let result = plan.map_or_else(|| Ok(Report::default()), |plan| self.apply(kernel, plan, Some(source)));
+        kernel.note_sync();
+        result
     }
 
     fn apply(

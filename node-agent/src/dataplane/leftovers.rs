@@ -7,6 +7,7 @@
 
 use std::time::{Duration, Instant};
 
+use headgate_settings::value::show_duration;
 use tracing::{info, warn};
 
 use super::{
@@ -110,7 +111,8 @@ impl Leftovers {
         });
         match (was_draining.filter(|_| sentences.is_empty()), draining.connections) {
             (Some(before), 0) if !is_within_limit => {
-                warn!("after {:?}, removed the rest of what an earlier run left: {}", self.limit, before.sentence());
+                let (limit, what) = (show_duration(self.limit), before.sentence());
+                warn!("after {limit}, removed the rest of what an earlier run left: {what}");
             }
             (Some(before), 0) => {
                 info!(modes = before.names.join(", "), "the connections of the earlier run have ended");
@@ -128,10 +130,10 @@ impl Leftovers {
 
     /// A sentence about the leftovers that stay for their connections, if any.
     pub(super) fn draining(&self) -> Option<String> {
-        let limit = self.limit;
+        let limit = show_duration(self.limit);
         let sentence = |draining: &Draining| {
             format!(
-                "an earlier run left {}; this stays until the connections end, or {limit:?} after the first sync (--takeover-limit)",
+                "an earlier run left {}; this stays until the connections end, or {limit} after the first sync (--takeover-limit)",
                 draining.sentence()
             )
         };

@@ -92,12 +92,6 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// The registry, with the descriptions of all metrics.
-    #[must_use]
-    pub fn registry(&self) -> &MetricRegistry {
-        &self.registry
-    }
-
     /// The resident memory of the agent, without its child processes.
     pub(crate) fn resident_bytes(&self) -> u64 {
         self.process.resident_bytes()
@@ -135,6 +129,12 @@ mod tests {
         reconcile::SyncKind,
         state::backlog::Trigger,
     };
+
+    impl Metrics {
+        pub(crate) fn registry(&self) -> &MetricRegistry {
+            &self.registry
+        }
+    }
 
     #[test]
     fn headgates_own_metrics_are_served_with_their_names_and_labels() {

@@ -1,6 +1,5 @@
 //! The command line.
 
-pub mod document;
 pub mod kube_proxy;
 
 use std::{

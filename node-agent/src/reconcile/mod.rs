@@ -26,7 +26,7 @@ use std::{
 use headgate_core::{Demand, Dirty, Family, ServiceKey, State, iptables::RenderConfig};
 use headgate_proto::v1;
 use tokio::sync::watch;
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use crate::{
     backoff::{Backoff, Jitter},
@@ -517,7 +517,8 @@ impl Reconciler {
         if inputs == *self.inputs.borrow() {
             return;
         }
-        info!(%inputs, "node addresses or pod ranges changed");
+        info!(addresses_of_interfaces = inputs.interfaces.len(), "node addresses or pod ranges changed");
+        debug!(?inputs, "the new node addresses and pod ranges");
         if self.dataplane.configure(&inputs) {
             self.unfinished.needs_full = true;
             self.done = None;

@@ -32,20 +32,20 @@ impl Summary {
         }
     }
 
-    /// When to call [`Self::log`]. `None` if there is nothing to say.
+    /// When the next line is due. `None` if there is nothing to say, or no line was written yet:
+    /// the loop calls [`Self::log`] after each sync, which writes the first line at once.
     pub(super) fn due_at(&self) -> Option<Instant> {
-        (self.syncs > 0).then(|| self.last_line.map_or_else(Instant::now, |at| at + PERIOD))
+        self.last_line.filter(|_| self.syncs > 0).map(|at| at + PERIOD)
     }
 
-    /// Writes the line, if it is due. Returns true if it was due.
-    pub(super) fn log(&mut self, now: Instant) -> bool {
-        let is_due = self.due_at().is_some_and(|due| due <= now);
-        if is_due {
-            let Self { version, syncs, services, objects, took, .. } = *self;
+    /// Writes the line, if it is due. Afterwards, [`Self::due_at`] is later than `now`, so that the
+    /// loop can wait.
+    pub(super) fn log(&mut self, now: Instant) {
+        let Self { version, syncs, services, objects, took, last_line } = *self;
+        if syncs > 0 && last_line.is_none_or(|at| at + PERIOD <= now) {
             info!(version, syncs, services, objects, took_ms = took.as_millis(), "programmed");
             *self = Self { last_line: Some(now), ..Self::default() };
         }
-        is_due
     }
 }
 
@@ -57,16 +57,25 @@ mod tests {
     fn the_first_change_is_logged_at_once_and_further_ones_are_summed_up() {
         let (mut summary, took) = (Summary::default(), Duration::from_millis(3));
         let report = |objects_written| Report { services_planned: 1, objects_written, warnings: Vec::new() };
+        let now = Instant::now();
         summary.add(1, &report(0), took);
-        assert!(!summary.log(Instant::now()), "nothing was written");
+        summary.log(now);
+        assert_eq!(summary.last_line, None, "nothing was written");
         summary.add(2, &report(5), took);
-        let now = Instant::now() + Duration::from_millis(1);
-        assert!(summary.log(now) && summary.due_at().is_none());
+        // The loop does not wait for the first line.
+        assert_eq!(summary.due_at(), None);
+        summary.log(now);
+        assert_eq!((summary.last_line, summary.syncs, summary.due_at()), (Some(now), 0, None));
         summary.add(3, &report(5), took);
         summary.add(4, &report(6), took);
-        assert!(!summary.log(now + PERIOD / 2));
-        assert_eq!(summary.due_at(), Some(now + PERIOD));
+        summary.log(now + PERIOD / 2);
+        assert_eq!((summary.last_line, summary.due_at()), (Some(now), Some(now + PERIOD)));
         assert_eq!((summary.version, summary.syncs, summary.services, summary.objects), (4, 2, 2, 11));
-        assert!(summary.log(now + PERIOD) && summary.due_at().is_none());
+        summary.log(now + PERIOD);
+        assert_eq!((summary.last_line, summary.syncs, summary.due_at()), (Some(now + PERIOD), 0, None));
+        // After a quiet time, the next change is logged at once again.
+        summary.add(5, &report(1), took);
+        summary.log(now + PERIOD * 3);
+        assert_eq!((summary.last_line, summary.syncs), (Some(now + PERIOD * 3), 0));
     }
 }

@@ -18,7 +18,7 @@ pub(super) enum StreamEnd {
     Connect(#[from] ConnectError),
     #[error("no Welcome within {} s", WELCOME_TIMEOUT.as_secs())]
     NoWelcome,
-    #[error("the replica ended the stream: {} ({:?})", .0.message(), .0.code())]
+    #[error("the replica ended the stream: {} ({})", .0.message(), .0.code())]
     Status(Box<Status>),
     #[error("the replica closed the stream")]
     Closed,

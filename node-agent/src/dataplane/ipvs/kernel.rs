@@ -53,6 +53,10 @@ impl KernelHandle for Kernel {
     fn follow(&mut self, wake: Wake, metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
         self.flushes.follow(wake, metrics)
     }
+
+    fn note_sync(&self) {
+        self.flushes.note_sync();
+    }
 }
 
 /// Returns the value of `slot`. Calls `open` if the slot is empty.

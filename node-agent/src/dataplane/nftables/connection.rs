@@ -10,7 +10,7 @@ use super::{
     super::{DataplaneError, ErrorKind, KernelHandle, Wake, metrics::DataplaneMetrics},
     failure,
     layout::table_name,
-    watch::Watch,
+    watch::{Syncs, Watch, foreign_change},
 };
 
 /// Two connections to the kernel. One writes, and owns the tables where the kernel supports owners.
@@ -118,7 +118,8 @@ impl Connection {
 
     fn start_watch(&mut self) -> Result<(), io::Error> {
         if let Some(wake) = &self.wake {
-            self.watch = Some(Watch::start(self.writer.port(), Arc::clone(wake), &self.metrics)?);
+            let (own_port, wake) = (Some(self.writer.port()), Arc::clone(wake));
+            self.watch = Some(Watch::start(own_port, Syncs::default(), foreign_change, wake, self.metrics.clone())?);
         }
         Ok(())
     }

@@ -26,7 +26,7 @@ pub(super) use gate::Gate;
 pub(crate) use leftover::{kube_proxys_tables, tables};
 pub use nftables_netlink::Feature;
 pub use service_counters::{Counts, ServiceCounters, read_counters};
-pub(super) use watch::Watch;
+pub(super) use watch::{Syncs, Watch};
 
 use std::{collections::BTreeMap, net::SocketAddr, time::Instant};
 

@@ -6,7 +6,10 @@
 use std::{
     collections::HashMap,
     io,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -45,8 +48,34 @@ struct Seen {
     lost: Vec<Family>,
 }
 
+fn lock(seen: &Mutex<Seen>) -> MutexGuard<'_, Seen> {
+    seen.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Returns the family and a sentence, if another program made this change and rules may be missing.
 type Sign = fn(&Changed) -> Option<(Family, String)>;
+
+/// Counts the beginnings and the ends of full syncs, so that those who follow the kernel can tell
+/// the syncs of this agent from the changes of other programs.
+#[derive(Debug, Clone, Default)]
+pub(in crate::dataplane) struct Syncs(Arc<AtomicU64>);
+
+impl Syncs {
+    /// Notes that a full sync begins or ends.
+    pub(in crate::dataplane) fn note(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Odd during a full sync.
+    pub(in crate::dataplane) fn count(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Whether no full sync ran since the count was `before`.
+    pub(in crate::dataplane) fn are_none_since(&self, before: u64) -> bool {
+        before.is_multiple_of(2) && self.count() == before
+    }
+}
 
 /// The thread, and what it has seen. The thread ends when this value is dropped.
 #[derive(Debug)]
@@ -56,29 +85,22 @@ pub(in crate::dataplane) struct Watch {
 }
 
 impl Watch {
-    /// Starts the thread in the network namespace of the caller, for the table of this agent.
-    /// `own_port` is the connection that writes.
+    /// Starts the thread in the network namespace of the caller, for the changes that `sign` turns
+    /// into sentences. The changes of the connection `own_port` do not count. Without such a
+    /// connection, `syncs` tells when notifications are lost because of a sync of this agent.
     ///
     /// # Errors
     /// The kernel does not accept the subscription, or the system cannot start the thread.
-    pub(super) fn start(own_port: u32, wake: Wake, metrics: &DataplaneMetrics) -> Result<Self, io::Error> {
-        Self::follow(Some(own_port), foreign_change, wake, metrics.clone())
-    }
-
-    /// Like [`Self::start`], for the changes that `sign` turns into sentences. `own_port` is a
-    /// connection whose changes do not count.
-    ///
-    /// # Errors
-    /// The same errors as [`Self::start`].
-    pub(in crate::dataplane) fn follow(
+    pub(in crate::dataplane) fn start(
         own_port: Option<u32>,
+        syncs: Syncs,
         sign: Sign,
         wake: Wake,
         metrics: DataplaneMetrics,
     ) -> Result<Self, io::Error> {
         let seen = Arc::<Mutex<Seen>>::default();
         let (stop, mut stopped) = watch::channel(());
-        let follower = Follower { seen: Arc::clone(&seen), own_port, sign, wake, metrics };
+        let follower = Follower { seen: Arc::clone(&seen), own_port, syncs, sign, wake, metrics };
         let monitor = follower.open().map_err(io::Error::other)?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         thread::Builder::new().name("nftables".into()).spawn(move || {
@@ -95,37 +117,33 @@ impl Watch {
     /// The first change that another program made to the table of a family since the last call of
     /// [`Self::forget`], as a sentence.
     pub(super) fn foreign_change(&self, family: Family) -> Option<String> {
-        self.with(|seen| seen.changes.get(&family).cloned())
+        lock(&self.seen).changes.get(&family).cloned()
     }
 
     /// Whether notifications about the table of a family may have been lost since the last call.
     pub(super) fn take_lost(&self, family: Family) -> bool {
-        self.with(|seen| {
-            let before = seen.lost.len();
-            seen.lost.retain(|lost| *lost != family);
-            seen.lost.len() < before
-        })
+        let mut seen = lock(&self.seen);
+        let before = seen.lost.len();
+        seen.lost.retain(|lost| *lost != family);
+        seen.lost.len() < before
     }
 
     /// Notes that notifications about the table of a family may have been lost.
     pub(super) fn note_lost(&self, family: Family) {
-        self.with(|seen| seen.lost.push(family));
+        lock(&self.seen).lost.push(family);
     }
 
     /// Forgets what was seen about a family. The caller reads everything afterwards.
     pub(super) fn forget(&self, family: Family) {
-        self.with(|seen| seen.changes.remove(&family));
+        lock(&self.seen).changes.remove(&family);
         self.take_lost(family);
-    }
-
-    fn with<T>(&self, work: impl FnOnce(&mut Seen) -> T) -> T {
-        work(&mut self.seen.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
 struct Follower {
     seen: Arc<Mutex<Seen>>,
     own_port: Option<u32>,
+    syncs: Syncs,
     sign: Sign,
     wake: Wake,
     metrics: DataplaneMetrics,
@@ -159,18 +177,18 @@ impl Follower {
     ) -> Result<std::convert::Infallible, io::Error> {
         let mut monitor = opened.map_err(io::Error::other)?;
         let readable = readiness(&monitor)?;
-        let (mut pauses, mut last_wake) = (PAUSES, Instant::now());
-        if !self.lock().lost.is_empty() {
+        let (mut pauses, mut last_wake, mut syncs) = (PAUSES, Instant::now(), self.syncs.count());
+        if !lock(&self.seen).lost.is_empty() {
             (self.wake)();
         }
         loop {
             readable.readable().await?.clear_ready();
-            if !self.read(&mut monitor).map_err(io::Error::other)? {
+            if !self.read(&mut monitor, &mut syncs).map_err(io::Error::other)? {
                 continue;
             }
             failures.reset();
             tokio::time::sleep(GATHER).await;
-            self.read(&mut monitor).map_err(io::Error::other)?;
+            self.read(&mut monitor, &mut syncs).map_err(io::Error::other)?;
             if last_wake.elapsed() > QUIET {
                 pauses.reset();
             }
@@ -181,19 +199,23 @@ impl Follower {
     }
 
     /// Reads what is there. Returns true if another program changed our tables, or may have.
-    fn read(&self, monitor: &mut Monitor) -> Result<bool, NftablesError> {
+    /// `syncs` is the count of full syncs at which everything was read.
+    fn read(&self, monitor: &mut Monitor, syncs: &mut u64) -> Result<bool, NftablesError> {
         let mut is_changed = false;
         loop {
             match monitor.read()? {
-                Observed::Nothing => return Ok(is_changed),
+                Observed::Nothing => {
+                    *syncs = self.syncs.count();
+                    return Ok(is_changed);
+                }
                 Observed::Lost => {
                     self.lose();
-                    is_changed = true;
+                    is_changed |= self.syncs.are_none_since(*syncs);
                 }
                 Observed::Events(events) => {
                     for (family, sentence) in events.iter().filter_map(|event| (self.sign)(&event.what)) {
                         self.metrics.foreign_changes.inc();
-                        self.lock().changes.entry(family).or_insert(sentence);
+                        lock(&self.seen).changes.entry(family).or_insert(sentence);
                         is_changed = true;
                     }
                 }
@@ -203,16 +225,12 @@ impl Follower {
 
     fn lose(&self) {
         self.metrics.notifications_lost.inc();
-        self.lock().lost = Family::BOTH.into();
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Seen> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.seen).lost = Family::BOTH.into();
     }
 }
 
 /// The family whose table changed, and the change as a sentence.
-fn foreign_change(change: &Changed) -> Option<(Family, String)> {
+pub(super) fn foreign_change(change: &Changed) -> Option<(Family, String)> {
     let verb = |presence: Presence| match presence {
         Presence::Present => "added or changed",
         Presence::Absent => "deleted",
@@ -235,4 +253,22 @@ fn foreign_change(change: &Changed) -> Option<(Family, String)> {
     };
     let family = Family::BOTH.into_iter().find(|family| table_name(*family) == *table)?;
     Some((family, format!("another program {} {what} {table}", verb(presence))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_sync_explains_changes_while_it_runs_and_afterwards() {
+        let syncs = Syncs::default();
+        let before = syncs.count();
+        assert!(syncs.are_none_since(before));
+        syncs.note();
+        let during = syncs.count();
+        assert!(!syncs.are_none_since(before) && !syncs.are_none_since(during));
+        syncs.note();
+        assert!(!syncs.are_none_since(before) && !syncs.are_none_since(during));
+        assert!(syncs.are_none_since(syncs.count()));
+    }
 }

@@ -96,6 +96,10 @@ impl<K: KernelHandle> KernelHandle for UserspaceKernel<K> {
         self.rules.follow(wake, metrics)
     }
 
+    fn note_sync(&self) {
+        self.rules.note_sync();
+    }
+
     fn proxy(&self) -> Option<Arc<dyn ConnectionProxy>> {
         Some(Arc::clone(&self.proxy) as Arc<dyn ConnectionProxy>)
     }

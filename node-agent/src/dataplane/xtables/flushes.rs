@@ -3,9 +3,12 @@
 //!
 //! For the nft variant, the kernel announces what is deleted. For the legacy variant, a thread
 //! compares the sizes of the built-in chains, which hold the jumps to the chains of the agent. The
-//! agent itself makes no such change, so its own syncs wake nobody.
+//! agent itself deletes nothing there. Its full syncs add jumps, and with the nft variant so many
+//! rules that notifications are lost: neither counts while a full sync runs, so the agent's own
+//! syncs wake nobody.
 
 use std::{
+    any::Any,
     io,
     os::fd::AsRawFd as _,
     sync::mpsc::{self, RecvTimeoutError},
@@ -21,7 +24,11 @@ use nftables_netlink::{Changed, Presence};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
 use super::{
-    super::{DataplaneError, ErrorKind, KernelHandle, Wake, metrics::DataplaneMetrics, nftables::Watch},
+    super::{
+        DataplaneError, ErrorKind, KernelHandle, Wake,
+        metrics::DataplaneMetrics,
+        nftables::{Syncs, Watch},
+    },
     programs::{Programs, Variant},
 };
 
@@ -34,8 +41,8 @@ const BUILT_IN: [&str; 5] = ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTRO
 #[derive(Debug, Default)]
 pub struct Flushes {
     variant: Variant,
-    _watch: Option<Watch>,
-    _stop: Option<mpsc::Sender<()>>,
+    syncs: Syncs,
+    _started: Option<Box<dyn Any + Send>>,
 }
 
 impl Flushes {
@@ -48,11 +55,18 @@ impl Flushes {
 impl KernelHandle for Flushes {
     /// Counts nothing, because the metrics count changes of the tables of mode nftables.
     fn follow(&mut self, wake: Wake, _metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
-        let started = match self.variant {
-            Variant::Legacy => follow_sizes(wake).map(|stop| self._stop = Some(stop)),
-            _ => Watch::follow(None, flush, wake, DataplaneMetrics::default()).map(|watch| self._watch = Some(watch)),
+        let failed = |error: io::Error| DataplaneError::new(ErrorKind::Retry, format!("following iptables: {error}"));
+        let (syncs, metrics) = (self.syncs.clone(), DataplaneMetrics::default());
+        let started: Box<dyn Any + Send> = match self.variant {
+            Variant::Legacy => Box::new(follow_sizes(wake, syncs).map_err(failed)?),
+            _ => Box::new(Watch::start(None, syncs, flush, wake, metrics).map_err(failed)?),
         };
-        started.map_err(|error| DataplaneError::new(ErrorKind::Retry, format!("following iptables: {error}")))
+        self._started = Some(started);
+        Ok(())
+    }
+
+    fn note_sync(&self) {
+        self.syncs.note();
     }
 }
 
@@ -69,16 +83,19 @@ fn flush(change: &Changed) -> Option<(Family, String)> {
 }
 
 /// Starts the thread, which ends when the sender is dropped.
-fn follow_sizes(wake: Wake) -> io::Result<mpsc::Sender<()>> {
+fn follow_sizes(wake: Wake, syncs: Syncs) -> io::Result<mpsc::Sender<()>> {
     let (stop, stopped) = mpsc::channel();
     thread::Builder::new().name("iptables".into()).spawn(move || {
-        let mut before = sizes();
+        let look = || (syncs.count(), sizes());
+        let (mut count, mut before) = look();
         while stopped.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
-            let now = sizes();
-            if before.iter().zip(&now).any(|(before, now)| now < before) {
+            let (count_now, now) = look();
+            // A program that reloads may load more rules than it flushed.
+            let is_loaded = now != before && syncs.are_none_since(count);
+            if is_loaded || before.iter().zip(&now).any(|(before, now)| now < before) {
                 wake();
             }
-            before = now;
+            (count, before) = (count_now, now);
         }
     })?;
     Ok(stop)

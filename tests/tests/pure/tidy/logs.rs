@@ -1,5 +1,5 @@
 //! Log lines are for people and for programs that read JSON: no field is Rust's Debug text, and a
-//! closed standard error ends no program.
+//! closed standard output or standard error ends no program.
 
 use super::{files, text};
 
@@ -60,8 +60,8 @@ fn fields_of_log_lines_are_no_debug_text() {
                 }
             }
         }
-        if code.contains("eprintln!(") && !shown.starts_with("drain/") {
-            wrong.push(format!("{shown}: eprintln! panics if standard error is closed; use writeln!"));
+        if ["println!(", "print!("].iter().any(|name| code.contains(name)) {
+            wrong.push(format!("{shown}: println! and eprintln! panic if the stream is closed; use writeln!"));
         }
     }
     assert!(lines > 100, "{lines}");

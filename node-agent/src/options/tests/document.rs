@@ -1,15 +1,15 @@
 //! Generates `docs/configuration.md` from the table of settings and from the help texts of the
-//! command line.
+//! command line. Only `make docs` and the test need it.
 
-use std::fmt::Write as _;
+use std::{fmt::Write as _, fs, path::Path};
 
 use clap::CommandFactory as _;
-
-use super::Options;
 use headgate_settings::{
     fields::{FIELDS, Field, Meaning},
     value::Kind,
 };
+
+use crate::{metrics::Metrics, options::Options};
 
 const HEAD: &str = "\
 # Configuring the node agent
@@ -46,8 +46,7 @@ use the arguments and the ConfigMap of kube-proxy unchanged; only add `--control
 ";
 
 /// The text of `docs/configuration.md`.
-#[must_use]
-pub fn configuration_page() -> String {
+fn configuration_page() -> String {
     let mut page = HEAD.to_owned();
     page.push_str("\n## Headgate's own flags\n\n| flag | meaning | default |\n| --- | --- | --- |\n");
     own_flags(&mut page);
@@ -108,27 +107,18 @@ fn value(kind: Kind) -> String {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use std::{fs, path::Path};
-
-    use super::*;
-    use crate::metrics::Metrics;
-
-    /// With `HEADGATE_WRITE_DOCS`, which `make docs` sets, this test writes the pages instead of
-    /// comparing them.
-    #[test]
-    fn documents_are_current() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
-        let pages = [("configuration.md", configuration_page()), ("metrics.md", Metrics::default().registry().page())];
-        for (name, page) in pages {
-            let path = folder.join(name);
-            if std::env::var_os("HEADGATE_WRITE_DOCS").is_some() {
-                fs::write(&path, &page).unwrap();
-            }
-            let found = fs::read_to_string(&path).unwrap_or_default();
-            assert!(found == page, "docs/{name} is stale: run `make docs`");
+/// With `HEADGATE_WRITE_DOCS`, which `make docs` sets, this test writes the pages instead of
+/// comparing them.
+#[test]
+fn documents_are_current() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
+    let pages = [("configuration.md", configuration_page()), ("metrics.md", Metrics::default().registry().page())];
+    for (name, page) in pages {
+        let path = folder.join(name);
+        if std::env::var_os("HEADGATE_WRITE_DOCS").is_some() {
+            fs::write(&path, &page).unwrap();
         }
+        let found = fs::read_to_string(&path).unwrap_or_default();
+        assert!(found == page, "docs/{name} is stale: run `make docs`");
     }
 }

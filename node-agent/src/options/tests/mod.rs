@@ -1,4 +1,6 @@
 #![allow(clippy::unwrap_used)]
+mod document;
+
 use std::time::Duration;
 
 use super::*;
