@@ -251,7 +251,9 @@ async fn a_terminating_pod_is_unused_only_while_another_endpoint_is_ready() {
 async fn an_endpoint_of_weight_zero_does_not_make_another_one_unused() {
     let mut pair = Pair::start(NEVER).await;
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
-    let Change::Endpoint(service, mut weightless) = endpoint(OTHER, "b", Conditions::READY) else { panic!("no endpoint") };
+    let Change::Endpoint(service, mut weightless) = endpoint(OTHER, "b", Conditions::READY) else {
+        panic!("no endpoint")
+    };
     weightless.placement = Placement { weight: Weight::new(0).unwrap(), ..Placement::on("b") }.into();
     let weightless = Change::Endpoint(service, weightless);
     for change in [weightless, endpoint(POD, "a", TERMINATING)] {

@@ -44,8 +44,7 @@ use self::{
     quarantine::Rejected,
 };
 use super::{
-    Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Maintain, Report, StateSource, Statistics,
-    localnet,
+    Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Maintain, Report, StateSource, Statistics, localnet,
 };
 use crate::{
     decoders::{
