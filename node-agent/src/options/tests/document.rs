@@ -46,7 +46,7 @@ use the arguments and the ConfigMap of kube-proxy unchanged; only add `--control
 ";
 
 /// The text of `docs/configuration.md`.
-fn configuration_page() -> String {
+pub(super) fn configuration_page() -> String {
     let mut page = HEAD.to_owned();
     page.push_str("\n## Headgate's own flags\n\n| flag | meaning | default |\n| --- | --- | --- |\n");
     own_flags(&mut page);
