@@ -198,15 +198,8 @@ pub(super) fn open(config: &Config) -> Result<(Connection, impl Fn(Family) -> Nf
     let (can_hash, has_fib) = (has(Feature::Hash)?, has(Feature::Fib)?);
     let owns_tables = config.owns_tables && has(Feature::OwnerAndPersist)?;
     let kernel = Connection::new(connection, owns_tables);
-    let Config {
-        masquerade,
-        localhost_node_ports,
-        conntrack_tcp_be_liberal,
-        replies_to_ping,
-        counts_services,
-        has_proxy,
-        ..
-    } = config.clone();
+    let Config { masquerade, localhost_node_ports, conntrack_tcp_be_liberal, replies_to_ping, .. } = config.clone();
+    let Config { counts_services, has_proxy, .. } = *config;
     let make = move |family| {
         let masquerade = masquerade.clone();
         let core = NftablesConfig { masquerade, can_hash, counts_services, has_proxy, ..NftablesConfig::new(family) };
