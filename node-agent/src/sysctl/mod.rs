@@ -159,6 +159,16 @@ impl Sysctls {
     }
 }
 
+/// Sets a parameter, unless it already has this value.
+pub(crate) fn set(path: &Path, value: &str) -> io::Result<()> {
+    let found = fs::read_to_string(path)?;
+    if found.trim() != value {
+        fs::write(path, value)?;
+        info!(parameter = %path.display(), from = found.trim(), to = value, "kernel parameter set");
+    }
+    Ok(())
+}
+
 /// True when the file system is read-only, or when the parameter belongs to the whole machine and
 /// the agent runs in a separate network namespace.
 fn is_read_only(path: &Path, error: &io::Error) -> bool {
