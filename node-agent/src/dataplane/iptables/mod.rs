@@ -6,10 +6,8 @@
 
 mod config;
 mod counters;
-mod sysctl;
 
 pub use config::Config;
-pub(super) use sysctl::route_localnet;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -37,7 +35,7 @@ use super::{
     Statistics,
     xtables::{self, Flushes, Rules, bisect, programs::Programs},
 };
-use crate::node_inputs::NodeInputs;
+use crate::{node_inputs::NodeInputs, sysctl};
 
 /// Sets the kernel parameter that NodePorts on 127.0.0.0/8 need, if the node will have rules for
 /// these NodePorts. First writes the chain that protects 127.0.0.0/8, because the agent may write

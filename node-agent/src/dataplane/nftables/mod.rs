@@ -43,16 +43,14 @@ use self::{
     layout::{Layout, LayoutConfig, table_name},
     quarantine::Rejected,
 };
-use super::{
-    Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Maintain, Report, StateSource, Statistics,
-    iptables::route_localnet,
-};
+use super::{Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Maintain, Report, StateSource, Statistics};
 use crate::{
     decoders::{
         self,
         nftables::{Dump, pack},
     },
     node_inputs::NodeInputs,
+    sysctl::route_localnet,
 };
 
 /// The configuration of both families.
