@@ -37,21 +37,13 @@ enum Tone {
 }
 
 impl Tone {
-    fn colour(self) -> Color {
+    /// The colour of a cell, and the number of the same colour in an escape sequence.
+    fn colour(self) -> (Color, u8) {
         match self {
-            Self::Good => Color::Green,
-            Self::Attention => Color::Yellow,
-            Self::Bad => Color::Red,
-            Self::Faint => Color::DarkGrey,
-        }
-    }
-
-    fn ansi(self) -> &'static str {
-        match self {
-            Self::Good => "\u{1b}[32m",
-            Self::Attention => "\u{1b}[33m",
-            Self::Bad => "\u{1b}[31m",
-            Self::Faint => "\u{1b}[90m",
+            Self::Good => (Color::Green, 32),
+            Self::Attention => (Color::Yellow, 33),
+            Self::Bad => (Color::Red, 31),
+            Self::Faint => (Color::DarkGrey, 90),
         }
     }
 }
@@ -79,7 +71,7 @@ fn cell(text: impl AsRef<str>) -> Cell {
 }
 
 fn toned(text: impl AsRef<str>, tone: Tone) -> Cell {
-    cell(text).fg(tone.colour())
+    cell(text).fg(tone.colour().0)
 }
 
 /// Formats a table. Columns whose header starts with `>` hold numbers and are aligned to the right.
@@ -142,7 +134,7 @@ fn note(output: &mut String, text: &str, tone: Tone, style: Style) {
 }
 
 fn paint(text: &str, tone: Tone, style: Style) -> String {
-    if style.colour { format!("{}{text}\u{1b}[0m", tone.ansi()) } else { text.to_owned() }
+    if style.colour { format!("\u{1b}[{}m{text}\u{1b}[0m", tone.colour().1) } else { text.to_owned() }
 }
 
 /// Formats Services, one per row, with conflicts and problems below the table. Settings made by

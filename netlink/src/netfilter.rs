@@ -20,8 +20,6 @@ pub fn request(subsystem: libc::c_int, command: u8, flags: u16, family: u8) -> R
 const BATCH_BEGIN: u16 = 16;
 /// `NFNL_MSG_BATCH_END`.
 const BATCH_END: u16 = 17;
-/// `NFNL_BATCH_GENID`.
-const BATCH_GENERATION: u16 = 1;
 
 /// The message that opens or closes a transaction. The message holds the subsystem in network byte
 /// order.
@@ -31,8 +29,7 @@ fn batch_limit(kind: u16, subsystem: libc::c_int) -> Request {
 }
 
 /// Executes requests of one subsystem as one transaction in one send. The kernel executes either
-/// all requests or none. If `generation` is set and is not the current generation, the kernel
-/// rejects the transaction with `ERESTART`.
+/// all requests or none.
 ///
 /// `refused` receives each rejection with the index of the request, or without an index if the
 /// kernel rejects the transaction as a whole. After any rejection, the kernel has changed nothing.
@@ -46,19 +43,13 @@ fn batch_limit(kind: u16, subsystem: libc::c_int) -> Request {
 pub fn transact(
     connection: &mut Connection,
     subsystem: libc::c_int,
-    generation: Option<u32>,
     requests: &[Request],
     mut refused: impl FnMut(Option<usize>, Refusal),
 ) -> Result<(), NetlinkError> {
     if requests.is_empty() {
         return Ok(());
     }
-    let begin = batch_limit(BATCH_BEGIN, subsystem);
-    let begin = match generation {
-        Some(generation) => begin.attribute(BATCH_GENERATION, &generation.to_be_bytes()),
-        None => begin,
-    };
-    let end = batch_limit(BATCH_END, subsystem);
+    let (begin, end) = (batch_limit(BATCH_BEGIN, subsystem), batch_limit(BATCH_END, subsystem));
     let mut all = Vec::with_capacity(requests.len() + 2);
     all.push(&begin);
     all.extend(requests);

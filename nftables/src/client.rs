@@ -47,28 +47,6 @@ impl Nftables {
         self.port
     }
 
-    /// Executes a transaction like [`Kernel::commit`] if `generation` is still the current
-    /// generation.
-    ///
-    /// # Errors
-    /// The errors of [`Kernel::commit`]. [`NftablesError::is_of_past_generation`] holds if another
-    /// transaction changed any table of the network namespace in the meantime.
-    pub fn commit_at(&mut self, transaction: &Transaction, generation: u32) -> Result<(), NftablesError> {
-        self.execute(transaction, Some(generation))
-    }
-
-    fn execute(&mut self, transaction: &Transaction, generation: Option<u32>) -> Result<(), NftablesError> {
-        let mut faults = Vec::new();
-        let requests = transaction.requests();
-        let subsystem = libc::c_int::from(wire::SUBSYSTEM);
-        let result = netfilter::transact(&mut self.connection, subsystem, generation, requests, |message, refusal| {
-            faults.push(fault(transaction, message, refusal));
-        });
-        // The kernel drops answers only if the receive buffer is full. Only many rejections can
-        // fill the buffer, and the rejections that were received suffice.
-        if faults.is_empty() { Ok(result?) } else { Err(NftablesError::Refused(faults)) }
-    }
-
     /// Returns a table, or `None` if the table does not exist.
     ///
     /// # Errors
@@ -119,28 +97,6 @@ impl Nftables {
             });
         malformed.map_or(Ok(()), Err)?;
         Ok(dumped?)
-    }
-
-    /// Returns the elements of a set that have one of these keys. Keys without an element are
-    /// skipped, and the list is empty if the set does not exist. The query is cheap, because the
-    /// kernel looks up each key.
-    ///
-    /// # Errors
-    /// The kernel rejects the query or does not answer.
-    pub fn find_elements(
-        &mut self,
-        table: &TableName,
-        set: &str,
-        keys: impl IntoIterator<Item = Value>,
-    ) -> Result<Vec<Element>, NftablesError> {
-        let mut found = Vec::new();
-        for key in keys {
-            for request in wire::get_elements(table, set, [key]) {
-                let elements = self.get(request, decode::elements)?;
-                found.extend(elements.into_iter().flat_map(|elements| elements.list.unwrap_or_default()));
-            }
-        }
-        Ok(found)
     }
 
     /// Determines how to check that a list of elements is complete.
@@ -290,7 +246,15 @@ impl Kernel for Nftables {
     }
 
     fn commit(&mut self, transaction: &Transaction) -> Result<(), NftablesError> {
-        self.execute(transaction, None)
+        let mut faults = Vec::new();
+        let requests = transaction.requests();
+        let subsystem = libc::c_int::from(wire::SUBSYSTEM);
+        let result = netfilter::transact(&mut self.connection, subsystem, requests, |message, refusal| {
+            faults.push(fault(transaction, message, refusal));
+        });
+        // The kernel drops answers only if the receive buffer is full. Only many rejections can
+        // fill the buffer, and the rejections that were received suffice.
+        if faults.is_empty() { Ok(result?) } else { Err(NftablesError::Refused(faults)) }
     }
 
     fn tables(&mut self, family: Option<Family>) -> Result<Vec<Listed<Table>>, NftablesError> {

@@ -82,7 +82,6 @@ fn key(element: &Element) -> String {
 /// if the kernel sent one.
 pub(crate) fn reason(refusal: &Refusal) -> String {
     let text = match refusal.code {
-        libc::ERESTART => "the generation changed in the meantime: read the state again".into(),
         libc::EMLINK | libc::ELOOP => "jumps form a loop, or are nested more than 16 chains deep".into(),
         libc::ENFILE => "the set is full".into(),
         libc::EBUSY => "it is in use, or exists with other properties".into(),

@@ -31,13 +31,6 @@ impl NftablesError {
         }
     }
 
-    /// Whether the kernel rejected the transaction because its generation is no longer current
-    /// ([`crate::Nftables::commit_at`]).
-    #[must_use]
-    pub fn is_of_past_generation(&self) -> bool {
-        matches!(self, Self::Refused(_)) && self.refusal_code() == Some(libc::ERESTART)
-    }
-
     /// Whether a retry of the same request may succeed at once, because answers were lost or
     /// another change interfered.
     #[must_use]

@@ -16,7 +16,7 @@
 //!    - [`settings`]: kube-proxy's settings, from flags or a file.
 //!    - [`interfaces`]: follows the addresses of the node's interfaces.
 //!    - [`node_inputs`]: local pods and NodePort addresses, resolved from settings and Node.
-//!    - [`sysctl`]: kernel parameters that are set once.
+//!    - [`sysctl`]: kernel parameters.
 //!    - `decoders` turn dumps of the kernel into forwarding tables, without code of the dataplanes.
 //!    - `bisect` finds the faulty items of a batch, `listen` opens listening sockets, `memory`
 //!      returns memory to the system.

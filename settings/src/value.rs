@@ -63,21 +63,6 @@ impl Kind {
         }
     }
 
-    /// The name of the kind in `docs/configuration.md`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Bool => "true or false",
-            Self::Int(..) => "number",
-            Self::Text => "text",
-            Self::Choice(_) => "choice",
-            Self::List => "list",
-            Self::Duration => "duration",
-            Self::Gates => "names with true or false",
-            Self::Any => "any",
-        }
-    }
-
     /// Parses the value of a flag.
     ///
     /// # Errors
@@ -219,34 +204,22 @@ fn times(number: &str, unit_nanoseconds: u64) -> Option<Duration> {
 /// Formats a duration like Go: `1m0s`, `24h0m0s`, `250ms`, `0s`.
 #[must_use]
 pub fn show_duration(duration: Duration) -> String {
-    let nanoseconds = duration.as_nanos();
-    let fraction = |unit: u128, name: &str| {
+    let in_units = |nanoseconds: u128, unit: u128, name: &str| {
         let (whole, rest) = (nanoseconds / unit, nanoseconds % unit);
         let width = unit.ilog10() as usize;
         let digits = format!("{rest:0width$}");
         let digits = digits.trim_end_matches('0');
         if rest == 0 { format!("{whole}{name}") } else { format!("{whole}.{digits}{name}") }
     };
-    match nanoseconds {
-        0 => return "0s".into(),
-        1..1_000 => return format!("{nanoseconds}ns"),
-        1_000..1_000_000 => return fraction(1_000, "µs"),
-        1_000_000..1_000_000_000 => return fraction(1_000_000, "ms"),
-        _ => {}
-    }
-    let (hours, minutes) = (duration.as_secs() / 3600, duration.as_secs() / 60 % 60);
-    let below_a_minute = Duration::new(duration.as_secs() % 60, duration.subsec_nanos());
-    let seconds = match below_a_minute.subsec_nanos() {
-        0 => format!("{}s", below_a_minute.as_secs()),
-        nanoseconds => {
-            let digits = format!("{nanoseconds:09}");
-            format!("{}.{}s", below_a_minute.as_secs(), digits.trim_end_matches('0'))
-        }
-    };
-    match (hours, minutes) {
-        (0, 0) => seconds,
-        (0, minutes) => format!("{minutes}m{seconds}"),
-        (hours, minutes) => format!("{hours}h{minutes}m{seconds}"),
+    let nanoseconds = duration.as_nanos();
+    let seconds = in_units(nanoseconds % 60_000_000_000, 1_000_000_000, "s");
+    match (nanoseconds, duration.as_secs() / 3600, duration.as_secs() / 60 % 60) {
+        (1..1_000, ..) => format!("{nanoseconds}ns"),
+        (1_000..1_000_000, ..) => in_units(nanoseconds, 1_000, "µs"),
+        (1_000_000..1_000_000_000, ..) => in_units(nanoseconds, 1_000_000, "ms"),
+        (_, 0, 0) => seconds,
+        (_, 0, minutes) => format!("{minutes}m{seconds}"),
+        (_, hours, minutes) => format!("{hours}h{minutes}m{seconds}"),
     }
 }
 

@@ -20,7 +20,7 @@ use x509_parser::{certificate::X509Certificate, extensions::ParsedExtension};
 use super::{
     CertsError, bad_file,
     folder::{Folder, Kind},
-    fresh_authority, kept_authority,
+    fresh_authority, kept_authority, new_authority,
 };
 
 const END: &str = "-----END CERTIFICATE-----";
@@ -108,9 +108,7 @@ fn init(out: &Path, now: SystemTime) -> Result<Changed, CertsError> {
             return Err(bad_file(&folder.path(name), problem));
         }
     }
-    let (authority, key) = fresh_authority(now)?;
-    folder.add("ca.key", Kind::Key, &key)?;
-    folder.add("ca.crt", Kind::Authority, &authority.certificate_pem)?;
+    new_authority(&mut folder, now)?;
     Ok(Changed { files: folder.write()?, next: "Create certificates with `headgatectl certs`." })
 }
 

@@ -235,11 +235,6 @@ pub(crate) fn delete_elements(of: &TableName, name: &SetName, all: impl IntoIter
     elements(message::DELETE_ELEMENTS, 0, of, name, all)
 }
 
-/// Queries elements by their keys, in as many messages as necessary.
-pub(crate) fn get_elements(of: &TableName, name: &str, keys: impl IntoIterator<Item = Value>) -> Vec<Request> {
-    elements(message::GET_ELEMENTS, 0, of, &name.into(), keys.into_iter().map(Element::new))
-}
-
 fn put_element(mut request: Request, wanted: &Element) -> Request {
     let flags = if wanted.interval_end { element::INTERVAL_END } else { 0 }
         | if wanted.catch_all { element::CATCH_ALL } else { 0 };

@@ -17,7 +17,6 @@ pub mod iptables;
 pub mod ipvs;
 mod kernel_modules;
 mod leftovers;
-mod localnet;
 pub mod metrics;
 pub mod nftables;
 mod retries;

@@ -278,15 +278,6 @@ impl Outbox {
     }
 }
 
-#[cfg(test)]
-impl Outbox {
-    /// Takes out the next message, after its pause.
-    pub(super) fn pop_at_last(&mut self) -> Option<v1::AgentMessage> {
-        let at = self.report_at(Instant::now())?;
-        self.pop(at)
-    }
-}
-
 /// Cuts a text that is too long, at a character boundary.
 fn shorten(text: &mut String, max_bytes: usize) {
     if text.len() > max_bytes {
@@ -305,6 +296,14 @@ mod tests {
 
     use super::*;
     use crate::session::barriers::Pod;
+
+    impl Outbox {
+        /// Takes out the next message, after its pause.
+        pub(in crate::session) fn pop_at_last(&mut self) -> Option<v1::AgentMessage> {
+            let at = self.report_at(Instant::now())?;
+            self.pop(at)
+        }
+    }
 
     fn outbox() -> Outbox {
         Outbox::new(Arc::default(), Answers::new(None))

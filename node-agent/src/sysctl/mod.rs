@@ -1,9 +1,10 @@
-//! Sets kernel parameters once, at the start: the sizes and timeouts of connection tracking that
-//! kube-proxy sets.
+//! Sets kernel parameters: at the start the sizes and timeouts of connection tracking that
+//! kube-proxy sets, later those that a dataplane needs.
 //!
-//! A read-only parameter keeps its value, and the agent logs a warning. A parameter is read-only in
-//! a container with a read-only `/sys` or `/proc/sys`. A parameter of the whole machine is also
-//! read-only in a network namespace other than the machine's. Any other failure is an error.
+//! At the start, a read-only parameter keeps its value, and the agent logs a warning. A parameter
+//! is read-only in a container with a read-only `/sys` or `/proc/sys`. A parameter of the whole
+//! machine is also read-only in a network namespace other than the machine's. Any other failure is
+//! an error.
 
 use std::{
     fs, io,
@@ -157,6 +158,35 @@ impl Sysctls {
             Err(error) => Err(SysctlError { path: path.to_owned(), value: value.to_owned(), error, remedy }),
         }
     }
+}
+
+const ROUTE_LOCALNET: &str = "/proc/sys/net/ipv4/conf/all/route_localnet";
+
+/// Makes the kernel route packets to 127.0.0.0/8, which NodePorts on localhost need. Rules of the
+/// agent drop packets that other hosts send to these addresses.
+///
+/// # Errors
+/// The parameter cannot be written. The error is a sentence for the operator. Everything except
+/// NodePorts on localhost works without the parameter.
+pub(crate) fn route_localnet() -> Result<(), String> {
+    let path = ROUTE_LOCALNET;
+    set(Path::new(path), "1")
+        .map_err(|error| format!("NodePorts do not answer on 127.0.0.1: cannot write 1 to {path}: {error}"))
+}
+
+/// True while the kernel routes packets to 127.0.0.0/8.
+pub(crate) fn is_localnet_routed() -> bool {
+    fs::read_to_string(ROUTE_LOCALNET).is_ok_and(|value| value.trim() != "0")
+}
+
+/// Sets a parameter, unless it already has this value.
+pub(crate) fn set(path: &Path, value: &str) -> io::Result<()> {
+    let found = fs::read_to_string(path)?;
+    if found.trim() != value {
+        fs::write(path, value)?;
+        info!(parameter = %path.display(), from = found.trim(), to = value, "kernel parameter set");
+    }
+    Ok(())
 }
 
 /// True when the file system is read-only, or when the parameter belongs to the whole machine and

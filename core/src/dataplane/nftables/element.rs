@@ -227,10 +227,4 @@ impl Shape {
         };
         [Lookup::Service, Lookup::NodePort].into_iter().flat_map(of)
     }
-
-    /// Returns the timeouts of ClientIP affinity in seconds.
-    #[must_use]
-    pub fn affinity_timeouts_seconds(&self) -> BTreeSet<u32> {
-        self.picks.iter().filter_map(|pick| pick.affinity_timeout_seconds).collect()
-    }
 }

@@ -32,10 +32,10 @@ use tracing::warn;
 pub use super::xtables::Variant;
 use super::{
     Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, FindFaults, Maintain, Report, StateSource,
-    Statistics, localnet,
+    Statistics,
     xtables::{self, Flushes, Rules, bisect, programs::Programs},
 };
-use crate::node_inputs::NodeInputs;
+use crate::{node_inputs::NodeInputs, sysctl};
 
 /// Sets the kernel parameter that NodePorts on 127.0.0.0/8 need, if the node will have rules for
 /// these NodePorts. First writes the chain that protects 127.0.0.0/8, because the agent may write
@@ -59,14 +59,14 @@ pub(crate) fn prepare(localhost_node_ports: bool, variant: Variant, inputs: &Nod
     if !programs.has_chain(Table::Filter, LOCALNET_GUARD)? {
         programs.restore(&localnet_guard_script())?;
     }
-    localnet::route().map_err(|sentence| DataplaneError::new(ErrorKind::Fatal, sentence))
+    sysctl::route_localnet().map_err(|sentence| DataplaneError::new(ErrorKind::Fatal, sentence))
 }
 
 /// A warning about the kernel parameter `route_localnet`, if the parameter is set. A cleanup does
 /// not reset the parameter, because other software may have set it.
 #[must_use]
 pub fn left_settings() -> Option<&'static str> {
-    localnet::is_routed().then_some(
+    sysctl::is_localnet_routed().then_some(
         "net.ipv4.conf.all.route_localnet stays 1. With this value, other hosts on the local network can reach services that listen on \
          127.0.0.1, unless rules such as the kubelet's chain KUBE-FIREWALL prevent it: set it to 0, if no other software needs it",
     )
@@ -119,7 +119,7 @@ impl Dataplane for IptablesFamily {
     fn prepare(&mut self, _kernel: &mut Flushes) -> Result<Vec<String>, DataplaneError> {
         self.make_counters();
         let has_guard = has_localnet_guard(self.ledger.config());
-        let failed = if has_guard { localnet::route().err() } else { None };
+        let failed = if has_guard { sysctl::route_localnet().err() } else { None };
         Ok(failed.into_iter().collect())
     }
 

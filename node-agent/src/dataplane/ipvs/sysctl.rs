@@ -1,12 +1,10 @@
 //! Sets the kernel parameters that IPVS needs. kube-proxy sets the same values.
 
-use std::{
-    fs, io,
-    path::{Path, PathBuf},
-};
+use std::{fs, path::PathBuf};
 
 use headgate_core::ipvs::DEVICE;
-use tracing::info;
+
+use crate::sysctl::set;
 
 /// The required parameter. Without it, conntrack does not track IPVS connections, so these
 /// connections cannot be masqueraded.
@@ -110,17 +108,8 @@ impl Sysctls {
     /// Sets a parameter, unless the parameter already has this value. `path` is relative to `root`.
     fn write(&self, path: &str, value: &str) -> Result<(), String> {
         let path = self.root.join(path);
-        write(&path, value).map_err(|error| format!("cannot write {value} to {}: {error}", path.display()))
+        set(&path, value).map_err(|error| format!("cannot write {value} to {}: {error}", path.display()))
     }
-}
-
-fn write(path: &Path, value: &str) -> io::Result<()> {
-    let found = fs::read_to_string(path)?;
-    if found.trim() != value {
-        fs::write(path, value)?;
-        info!(parameter = %path.display(), from = found.trim(), to = value, "kernel parameter set");
-    }
-    Ok(())
 }
 
 /// True for Linux 4.1 to 5.8. In these versions, if conntrack is on, a connection from a client

@@ -106,7 +106,7 @@ fn compare(
                 }
                 listed => listed?,
             };
-            let named = |element: &_| elements::encode(element).1.key.to_string();
+            let named = |element: &_| elements::encode(element).key.to_string();
             let (mut is_wanted, mut differences) = (vec![false; listed.len()], Vec::new());
             for element in ledger.elements().filter(|element| elements::set_of(element) == *set) {
                 match listed.binary_search(&Ok(element)) {

@@ -258,43 +258,30 @@ pub(super) fn pick_key(pick: &Pick) -> Value {
     Value::concatenation(&[timeout, selection_word(pick.selection)].map(Value::host_u32))
 }
 
-/// Returns the name of the set of an element, and the element in the kernel's form.
-pub(super) fn encode(element: &Element) -> (String, nftables_netlink::Element) {
-    let of = |name: &str, key: &[Value]| (name.to_owned(), nftables_netlink::Element::new(Value::concatenation(key)));
-    let by_frontend = |set: &str, frontend: Frontend| match frontend {
-        Frontend::Address(..) => of(set, &frontend_key(frontend)),
-        Frontend::NodePort(..) => of(&of_node_ports(set), &frontend_key(frontend)),
-    };
+/// Returns an element in the kernel's form.
+pub(super) fn encode(element: &Element) -> nftables_netlink::Element {
+    let of = |key: &[Value]| nftables_netlink::Element::new(Value::concatenation(key));
     let number = Value::host_u32;
     match *element {
-        Element::ClusterIp(address) => (names::CLUSTER_IPS.into(), nftables_netlink::Element::new(address.into())),
-        Element::Hairpin(address) => of(names::HAIRPINS, &[address.into(), address.into()]),
+        Element::ClusterIp(address) => of(&[address.into()]),
+        Element::Hairpin(address) => of(&[address.into(), address.into()]),
         Element::Service(frontend, target) | Element::Inside(frontend, target) => {
-            let lookup = Lookup::of(element).map_or(Lookup::Service, |(lookup, ..)| lookup);
-            let (name, element) = of(lookup_map(lookup), &frontend_key(frontend));
-            (name, element.with_value(target_value(target)))
+            of(&frontend_key(frontend)).with_value(target_value(target))
         }
-        Element::Unserved(frontend, refusal) => by_frontend(refusal_set(refusal), frontend),
-        Element::Masquerade(frontend, sources) => by_frontend(masquerade_set(sources), frontend),
-        Element::Counter(frontend, counted) => by_frontend(counter_set(counted), frontend),
-        Element::Guarded(frontend) => of(names::GUARDED, &frontend_key(frontend)),
-        Element::Admitted(frontend, range) => {
-            let mut key = frontend_key(frontend);
-            key.push(range.addr().into());
-            of(&admitted(range.prefix_len()), &key)
-        }
+        Element::Unserved(frontend, _)
+        | Element::Masquerade(frontend, _)
+        | Element::Counter(frontend, _)
+        | Element::Guarded(frontend) => of(&frontend_key(frontend)),
+        Element::Admitted(frontend, range) => of(&[frontend_key(frontend), vec![range.addr().into()]].concat()),
         Element::Endpoint(group, slot, address, port) => {
-            let (name, element) = of(names::ENDPOINTS, &[number(group), number(slot)]);
-            (name, element.with_value(Value::concatenation(&[address.into(), Value::port(port)])))
+            let value = [address.into(), Value::port(port)];
+            of(&[number(group), number(slot)]).with_value(Value::concatenation(&value))
         }
         Element::AffinityEndpoint(group, slot, address, port) => {
-            let (name, element) = of(names::AFFINITY_ENDPOINTS, &[number(group), number(slot)]);
             let value = [number(0), number(0), address.into(), Value::port(port)];
-            (name, element.with_value(Value::concatenation(&value)))
+            of(&[number(group), number(slot)]).with_value(Value::concatenation(&value))
         }
-        Element::Member(group, address, port) => {
-            of(names::MEMBERS, &[address.into(), Value::port(port), number(group)])
-        }
+        Element::Member(group, address, port) => of(&[address.into(), Value::port(port), number(group)]),
     }
 }
 
@@ -329,10 +316,10 @@ pub(super) fn write(
     transaction: &mut Transaction,
 ) {
     by_set(delete.iter().copied(), |set, elements| {
-        transaction.delete_elements(table, set, elements.iter().map(|element| encode(element).1));
+        transaction.delete_elements(table, set, elements.iter().map(encode));
     });
     by_set(add, |set, elements| {
-        transaction.add_elements(table, set, elements.iter().map(|element| encode(element).1));
+        transaction.add_elements(table, set, elements.iter().map(encode));
     });
 }
 
@@ -362,12 +349,12 @@ fn by_set(elements: impl Iterator<Item = Element>, mut write: impl FnMut(&str, &
 /// writes such an element: the bytes must be exactly those that [`encode`] produces.
 pub(super) fn decode(family: Family, set: &str, element: &nftables_netlink::Element) -> Option<Element> {
     let read = read(family, set, element)?;
-    let (name, mut written) = encode(&read);
+    let mut written = encode(&read);
     if let ([Expression::Counter { .. }], Element::Counter(..)) = (&element.expressions[..], &read) {
         // The kernel adds the counter, with the present counts.
         written.expressions.clone_from(&element.expressions);
     }
-    (name == set && written == *element).then_some(read)
+    (set_of(&read) == set && written == *element).then_some(read)
 }
 
 fn read(family: Family, set: &str, element: &nftables_netlink::Element) -> Option<Element> {

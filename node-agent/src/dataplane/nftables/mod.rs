@@ -43,15 +43,14 @@ use self::{
     layout::{Layout, LayoutConfig, table_name},
     quarantine::Rejected,
 };
-use super::{
-    Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Maintain, Report, StateSource, Statistics, localnet,
-};
+use super::{Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Maintain, Report, StateSource, Statistics};
 use crate::{
     decoders::{
         self,
         nftables::{Dump, pack},
     },
     node_inputs::NodeInputs,
+    sysctl::route_localnet,
 };
 
 /// The configuration of both families.
@@ -197,15 +196,8 @@ pub(super) fn open(config: &Config) -> Result<(Connection, impl Fn(Family) -> Nf
     let (can_hash, has_fib) = (has(Feature::Hash)?, has(Feature::Fib)?);
     let owns_tables = config.owns_tables && has(Feature::OwnerAndPersist)?;
     let kernel = Connection::new(connection, owns_tables);
-    let Config {
-        masquerade,
-        localhost_node_ports,
-        conntrack_tcp_be_liberal,
-        replies_to_ping,
-        counts_services,
-        has_proxy,
-        ..
-    } = config.clone();
+    let Config { masquerade, localhost_node_ports, conntrack_tcp_be_liberal, replies_to_ping, .. } = config.clone();
+    let Config { counts_services, has_proxy, .. } = *config;
     let make = move |family| {
         let masquerade = masquerade.clone();
         let core = NftablesConfig { masquerade, can_hash, counts_services, has_proxy, ..NftablesConfig::new(family) };
@@ -273,7 +265,7 @@ impl Dataplane for NftablesFamily {
     }
 
     fn prepare(&mut self, _kernel: &mut Connection) -> Result<Vec<String>, DataplaneError> {
-        let failed = if self.layout_config.has_loopback_guard() { localnet::route().err() } else { None };
+        let failed = if self.layout_config.has_loopback_guard() { route_localnet().err() } else { None };
         Ok(failed.into_iter().collect())
     }
 

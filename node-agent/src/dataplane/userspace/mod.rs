@@ -244,7 +244,7 @@ impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
         self.proxy.execute(pools.before, &mut self.datagrams);
         let report = self.direct.apply(&mut kernel.rules, direct, source)?;
         self.proxy.execute(std::mem::take(&mut self.obsolete), &mut self.datagrams);
-        self.proxy.write_redirects(&mut self.datagrams, &self.direct, &mut kernel.rules, source.is_some())?;
+        self.datagrams.write(&self.proxy.udp, &self.direct, &mut kernel.rules, source.is_some())?;
         if source.is_some() {
             self.proxy.serve(self.family());
         }

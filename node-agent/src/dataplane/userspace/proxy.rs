@@ -33,7 +33,6 @@ use super::{
     datagrams,
     gate::{Connect, Gate},
     route::{Route, listener_address},
-    rules::GatedRules,
     sockets::{bind, scope},
 };
 
@@ -62,7 +61,7 @@ type Listeners = HashMap<Family, BTreeMap<Lookup, SocketAddr>>;
 pub(super) struct Proxy {
     services: Arc<Services>,
     tcp: Arc<TcpProxy>,
-    udp: Arc<UdpProxy>,
+    pub(super) udp: Arc<UdpProxy>,
     gate: Arc<Mutex<GateState>>,
     /// Called after a problem of the gate began or ended.
     follower: Arc<OnceLock<TryWake>>,
@@ -211,7 +210,7 @@ impl Proxy {
     }
 
     /// Executes changes of the table, and opens and closes listeners for datagrams. The rules use
-    /// the listeners after [`Self::write_redirects`].
+    /// the listeners after [`datagrams::Listeners::write`].
     pub(super) fn execute(&self, operations: Vec<Operation>, datagrams: &mut datagrams::Listeners) {
         let services = &self.services;
         for operation in operations {
@@ -242,20 +241,6 @@ impl Proxy {
                 Operation::RemoveService(service) => services.remove_account(&service),
             }
         }
-    }
-
-    /// Makes `rules` use the listeners for datagrams.
-    ///
-    /// # Errors
-    /// The kernel refuses the changes. The error says what the caller must do.
-    pub(super) fn write_redirects<R: GatedRules>(
-        &self,
-        datagrams: &mut datagrams::Listeners,
-        rules: &R,
-        kernel: &mut R::Kernel,
-        is_full: bool,
-    ) -> Result<(), DataplaneError> {
-        datagrams.write(&self.udp, rules, kernel, is_full)
     }
 
     /// Why the gate is open although the proxy should get connections, as a sentence.

@@ -103,7 +103,12 @@ fn value(kind: Kind) -> String {
         }
         Kind::Int(min, i64::MAX) => format!("number from {min}"),
         Kind::Int(min, max) => format!("{min} to {max}"),
-        kind => kind.name().to_owned(),
+        Kind::Bool => "true or false".to_owned(),
+        Kind::Text => "text".to_owned(),
+        Kind::List => "list".to_owned(),
+        Kind::Duration => "duration".to_owned(),
+        Kind::Gates => "names with true or false".to_owned(),
+        Kind::Any => "any".to_owned(),
     }
 }
 
