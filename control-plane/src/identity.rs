@@ -1,6 +1,6 @@
 //! The identity of a peer, and what the peer may do.
 
-use std::{fmt, net::SocketAddr, sync::Arc, time::SystemTime};
+use std::{net::SocketAddr, sync::Arc, time::SystemTime};
 
 use headgate_core::dns_name::check_subdomain;
 use headgate_tls::{Validity, date};
@@ -54,19 +54,6 @@ pub enum Identity {
     /// A certificate of a trusted authority that does not clearly name its holder. Contains the
     /// reason and the remedy.
     Unusable(Arc<str>),
-}
-
-/// For the log.
-impl fmt::Display for Identity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unchecked => f.write_str("unchecked"),
-            Self::Node(name) => write!(f, "node {name}"),
-            Self::Reader(name) => write!(f, "reader {name}"),
-            Self::Replica(name) => write!(f, "replica {name}"),
-            Self::Unusable(why) => write!(f, "a certificate that {why}"),
-        }
-    }
 }
 
 /// The peer of a connection. The extensions of every request contain the peer.

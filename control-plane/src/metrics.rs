@@ -156,7 +156,7 @@ impl Metrics {
             source_errors: add
                 .add("source_errors", "Refused objects, dropped watches and other errors of the source, by kind and reason"),
             problems: add.add("source_problems", "Objects, or parts of objects, that are rejected or have no effect"),
-            conflicts: add.add("service_conflicts", "Addresses, ports and NodePorts that Services lack because they belong to other Services"),
+            conflicts: add.add("service_conflicts", "Services that lack addresses, ports or NodePorts, because these belong to other Services"),
             synced: add.add("source_synced", "1 after every kind has been listed, 0 before"),
             source_states: add.add("source_state", "1 for the current state of the source, 0 for the other states: unlisted (not every kind has been listed), following, or cut_off (every kind was listed, and changes no longer arrive)"),
             resources: add.add("resources", "Resources in the store, by kind"),

@@ -364,10 +364,10 @@ impl Endpoints {
     pub(super) fn take_pods(&mut self) -> Vec<PodChange> {
         let touched = std::mem::take(&mut self.touched_pods);
         let change = |(service, address): (ServiceKey, IpAddr)| {
-            let carriers = self.carriers(&service, address).iter().filter_map(|key| self.slices.get(key));
-            let pods = carriers.filter_map(|(slice, _)| Some((slice, slice.pod_facts(address)?.1.conditions)));
-            let counts = pods.reduce(|used, pod| if replaces(pod.1, used.1) { pod } else { used });
-            PodChange { service, address, pod: counts.and_then(|(slice, _)| slice.pod(address)) }
+            let entries = entries(&self.slices, &self.gates, address, self.carriers(&service, address));
+            let pod = |entry: Entry<'_>| Some((entry.conditions, self.slices.get(entry.slice)?.0.pod(address)?));
+            let counts = entries.filter_map(pod).reduce(|used, pod| if replaces(pod.0, used.0) { pod } else { used });
+            PodChange { service, address, pod: counts.map(|(_, pod)| pod) }
         };
         touched.into_iter().map(change).collect()
     }
@@ -488,6 +488,25 @@ impl Entry<'_> {
     }
 }
 
+/// The entries of all slices for one address.
+fn entries<'a>(
+    slices: &'a Slices,
+    gates: &'a Gates,
+    address: IpAddr,
+    carriers: &'a [Arc<ObjectKey>],
+) -> impl Iterator<Item = Entry<'a>> {
+    carriers.iter().filter_map(move |key| {
+        let (slice, _) = slices.get(key)?;
+        let facts = slice.facts(address)?;
+        let is_held = is_unready(facts.conditions)
+            && gates.is_on()
+            && slice.pod_facts(address).is_some_and(|(pod, _)| gates.holds(pod, key, address));
+        let held = Conditions { ready: true, serving: true, terminating: false };
+        let conditions = if is_held { held } else { facts.conditions };
+        Some(Entry { slice: key, ports: &slice.ports, facts, conditions })
+    })
+}
+
 /// Merges the entries of all slices for one address. If the merged endpoint is too large to be
 /// sent, the result has the ports of one slice only. Also returns two slices that disagree, if any.
 fn merge(
@@ -497,18 +516,7 @@ fn merge(
     carriers: &[Arc<ObjectKey>],
     interner: &mut Interner,
 ) -> (Option<Endpoint>, ConflictingSlices) {
-    let entries = || {
-        carriers.iter().filter_map(|key| {
-            let (slice, _) = slices.get(key)?;
-            let facts = slice.facts(address)?;
-            let is_held = is_unready(facts.conditions)
-                && gates.is_on()
-                && slice.pod_facts(address).is_some_and(|(pod, _)| gates.holds(pod, key, address));
-            let held = Conditions { ready: true, serving: true, terminating: false };
-            let conditions = if is_held { held } else { facts.conditions };
-            Some(Entry { slice: key, ports: &slice.ports, facts, conditions })
-        })
-    };
+    let entries = || entries(slices, gates, address, carriers);
     let mut rest = entries();
     let Some(first) = rest.next() else { return (None, None) };
     if rest.next().is_none() {

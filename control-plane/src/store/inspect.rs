@@ -11,6 +11,9 @@ use super::{
 };
 use crate::transaction::Problem;
 
+/// The maximum number of Services whose conflicts are shown together.
+const MAX_CONFLICTS: usize = 1_000;
+
 /// A Service with details that this replica knows.
 #[derive(Debug, Clone)]
 pub(crate) struct ServiceDetail {
@@ -98,20 +101,23 @@ impl Store {
         })
     }
 
-    /// A problem for each Service that lacks frontends because other Services own them. The cost
-    /// grows with the frontends of these Services.
+    /// A problem for each Service that lacks frontends because other Services own them. Beyond
+    /// [`MAX_CONFLICTS`], only the number of these Services.
     pub(crate) fn conflict_problems(&self) -> Vec<Problem> {
-        let losers = self.read().state.frontends().losers();
-        let problem = |key: Arc<ServiceKey>| {
-            let inner = self.read();
-            let conflicts = inner.state.frontends().conflicts(inner.state.entry(&key)?.service()?);
-            let (first, more) = conflicts.split_first()?;
-            let more = if more.is_empty() { String::new() } else { format!(" (and {} more)", more.len()) };
-            let message = format!("{first}{more}; {key} gets no packets there: {}", first.remedy());
-            let (object, field) = (format!("Service {key}"), first.field().to_owned());
-            Some(Problem { object, field, message, origin: String::new() })
+        let inner = self.read();
+        let frontends = inner.state.frontends();
+        let problem = |object, field: &str, message| {
+            let (field, origin) = (field.to_owned(), String::new());
+            Problem { object, field, message, origin }
         };
-        losers.into_iter().filter_map(problem).collect()
+        let shown = frontends.losers().take(MAX_CONFLICTS).map(|(key, conflict)| {
+            let message = format!("{conflict}; until then {key} gets no packets there");
+            problem(format!("Service {key}"), conflict.field(), message)
+        });
+        let more = frontends.loser_count().saturating_sub(MAX_CONFLICTS);
+        let message = "lack addresses or ports that belong to other Services".to_owned();
+        let rest = (more > 0).then(|| problem(format!("{more} more Services"), "", message));
+        shown.chain(rest).collect()
     }
 
     /// The endpoints of a service with the version of each, in order of address. If the ports of an

@@ -594,3 +594,28 @@ fn the_log_is_bounded_and_reports_missing_changes() {
     assert_eq!((versions, store.version_of(&key(1), None, false)), (BTreeSet::from([1]), Some(2)));
     assert_eq!(store.version_of(&key(9), None, true), Some(1), "the service did not exist at version 1");
 }
+
+/// Each Service that lacks something counts once, and what is shown has a limit.
+#[test]
+fn conflicts_of_many_services_are_shown_up_to_a_limit() {
+    let store = store(Limits::default());
+    let port = ServicePort { name: "".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
+    let claim = |number: u16, external: [u8; 4]| {
+        let [high, low] = number.to_be_bytes();
+        let key = ServiceKey::new("default", &format!("service-{number:04}"));
+        let mut service = Service::new(key, vec![Ipv4Addr::new(10, 9, high, low).into()], vec![port.clone()]);
+        service.external_ips = vec![external.into()];
+        Change::from(service)
+    };
+    // The ClusterIP of the first Service.
+    store.put((0..3).map(|number| claim(number, if number == 0 { [192, 0, 2, 1] } else { [10, 9, 0, 0] })));
+    let problems = store.conflict_problems();
+    let objects: Vec<&str> = problems.iter().map(|problem| problem.object.as_str()).collect();
+    assert_eq!(objects, ["Service default/service-0001", "Service default/service-0002"]);
+    assert_eq!(problems[0].field, "spec.externalIPs");
+    assert!(problems[0].message.starts_with("10.9.0.0 belongs to Service default/service-0000"), "{problems:?}");
+    assert_eq!(store.read().state.frontends().loser_count(), 2);
+    store.put((3..1_005).map(|number| claim(number, [10, 9, 0, 0])));
+    let problems = store.conflict_problems();
+    assert_eq!((problems.len(), problems[1_000].object.as_str()), (1_001, "4 more Services"));
+}

@@ -139,7 +139,7 @@ impl<'a> Path<'a> {
             return Some(Fate::NotServed);
         }
         if let Some(conflict) = self.explainer.state.frontends().conflict(key, frontend, self.kind) {
-            self.step(format!("{conflict}. No packet reaches {key} there: {}.", conflict.remedy()));
+            self.step(format!("{conflict}. No packet reaches {key} there."));
             return Some(Fate::NotServed);
         }
         if self.kind == Claim::NodePort { self.node_port() } else { None }

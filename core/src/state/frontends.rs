@@ -64,13 +64,14 @@ struct Candidate {
     key: Arc<ServiceKey>,
 }
 
-/// What Services compete for.
+/// What Services compete for. Addresses are first, so that the first place which a Service does not
+/// get says the most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Place {
-    /// Only the first candidate gets the frontend.
-    Frontend(Frontend),
     /// If the first candidate has the address as its ClusterIP, other claims get no frontend there.
     Address(IpAddr),
+    /// Only the first candidate gets the frontend.
+    Frontend(Frontend),
 }
 
 /// The candidates for a place. Nearly every place has only one.
@@ -85,17 +86,16 @@ struct Candidates {
 #[derive(Debug, Default)]
 pub struct FrontendOwners {
     places: HashMap<Place, Candidates>,
-    /// The places that Services do not get.
-    lost: BTreeSet<(Arc<ServiceKey>, Place)>,
+    /// The places that each Service does not get, with its claims to them.
+    lost: BTreeMap<Arc<ServiceKey>, BTreeMap<Place, Claim>>,
 }
 
-/// A frontend that a Service specifies, and that another Service owns.
+/// A frontend or an address that a Service specifies, and that another Service owns.
 #[derive(Debug)]
 pub struct Conflict<'a> {
-    /// The frontend.
-    pub frontend: Frontend,
-    /// What the frontend is for the Service that does not get it.
-    pub claim: Claim,
+    place: Place,
+    /// What the place is for the Service that does not get it.
+    claim: Claim,
     owner: &'a Candidate,
 }
 
@@ -110,27 +110,22 @@ impl Conflict<'_> {
             Claim::NodePort => "spec.ports",
         }
     }
-
-    /// What to do about it.
-    #[must_use]
-    pub fn remedy(&self) -> &'static str {
-        match (self.claim, self.owner.claim) {
-            (Claim::ExternalIp, Claim::ClusterIp) => "remove the address from spec.externalIPs",
-            (Claim::LoadBalancerIp, Claim::ClusterIp) => "give the load balancer another address",
-            _ => "give one of the two Services another address or port",
-        }
-    }
 }
 
 /// A sentence without its full stop, such as "10.96.0.10 port 80/TCP belongs to Service prod/web,
-/// whose ClusterIP it is".
+/// whose ClusterIP it is: give one of the two Services another address or port".
 impl fmt::Display for Conflict<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} belongs to Service {}, ", self.frontend, self.owner.key)?;
-        match self.owner.claim {
-            claim if claim == self.claim => f.write_str("which is older or comes first by name"),
-            claim => write!(f, "whose {} it is", claim.as_str()),
+        match self.place {
+            Place::Address(address) => write!(f, "{address}")?,
+            Place::Frontend(frontend) => write!(f, "{frontend}")?,
         }
+        write!(f, " belongs to Service {}, ", self.owner.key)?;
+        match self.owner.claim {
+            claim if claim == self.claim => f.write_str("which is older or comes first by name")?,
+            claim => write!(f, "whose {} it is", claim.as_str())?,
+        }
+        f.write_str(": give one of the two Services another address or port")
     }
 }
 
@@ -188,19 +183,13 @@ pub(crate) fn addresses_of(service: &Service) -> impl Iterator<Item = (IpAddr, C
     lists.into_iter().flat_map(|(addresses, claim)| addresses.iter().map(move |address| (*address, claim)))
 }
 
-/// Returns every frontend that a Service specifies, sorted, each once with its strongest claim.
-fn frontends_of(service: &Service) -> Vec<(Frontend, Claim)> {
-    let mut frontends: Vec<_> = service.ports.iter().flat_map(|port| frontends_of_port(service, port)).collect();
-    frontends.sort_unstable();
-    frontends.dedup_by_key(|(frontend, _)| *frontend);
-    frontends
-}
-
-/// Returns the places for which a Service is a candidate.
+/// Returns the places for which a Service is a candidate, each with its strongest claim.
 fn places_of(key: &Arc<ServiceKey>, service: &Service) -> BTreeMap<Place, Candidate> {
-    let frontends = frontends_of(service).into_iter().map(|(frontend, claim)| (Place::Frontend(frontend), claim));
+    let frontends = service.ports.iter().flat_map(|port| frontends_of_port(service, port));
+    let frontends = frontends.map(|(frontend, claim)| (Place::Frontend(frontend), claim));
     let addresses = addresses_of(service).map(|(address, claim)| (Place::Address(address), claim));
     let mut places = BTreeMap::new();
+    // The strongest claims to an address come first.
     for (place, claim) in frontends.chain(addresses) {
         let created_unix_seconds = service.created_unix_seconds;
         places.entry(place).or_insert_with(|| Candidate { claim, created_unix_seconds, key: Arc::clone(key) });
@@ -211,12 +200,13 @@ fn places_of(key: &Arc<ServiceKey>, service: &Service) -> BTreeMap<Place, Candid
 impl Candidates {
     /// The candidates that get nothing if `first` is the first candidate and `second` follows it,
     /// but would get something if `second` was the first.
-    fn losers(&self, place: Place, first: &Candidate, second: &Candidate) -> Vec<Arc<ServiceKey>> {
-        let others = self.others.iter().flat_map(|others| others.iter());
+    fn losers(&self, place: Place, first: &Candidate, second: &Candidate) -> Vec<Candidate> {
+        if !excludes(place, first, second) {
+            return Vec::new();
+        }
         // At a frontend, the others get nothing in either case.
-        let others = others.filter(|_| matches!(place, Place::Address(_)));
-        let all = std::iter::once(second).chain(others).filter(|_| excludes(place, first, second));
-        all.map(|candidate| Arc::clone(&candidate.key)).collect()
+        let others = self.others.as_deref().filter(|_| matches!(place, Place::Address(_)));
+        std::iter::once(second).chain(others.into_iter().flatten()).cloned().collect()
     }
 }
 
@@ -260,12 +250,14 @@ impl FrontendOwners {
         if later < candidates.first {
             std::mem::swap(&mut later, &mut candidates.first);
             losers = candidates.losers(place, &candidates.first, &later);
-            affected.extend_from_slice(&losers);
+            affected.extend(losers.iter().map(|loser| Arc::clone(&loser.key)));
         } else if excludes(place, &candidates.first, &later) {
-            losers.push(Arc::clone(&later.key));
+            losers.push(later.clone());
         }
         candidates.others.get_or_insert_default().insert(later);
-        self.lost.extend(losers.into_iter().map(|key| (key, place)));
+        for Candidate { key, claim, .. } in losers {
+            self.lost.entry(key).or_default().insert(place, claim);
+        }
     }
 
     fn remove(&mut self, place: Place, candidate: &Candidate, affected: &mut Vec<Arc<ServiceKey>>) {
@@ -276,18 +268,23 @@ impl FrontendOwners {
             if let Some(others) = &mut candidates.others {
                 others.remove(candidate);
             }
-            winners.extend(excludes(place, &candidates.first, candidate).then(|| Arc::clone(&candidate.key)));
+            winners.extend(excludes(place, &candidates.first, candidate).then(|| candidate.clone()));
         } else if let Some(next) = candidates.others.as_mut().and_then(|others| others.pop_first()) {
             winners = candidates.losers(place, candidate, &next);
-            affected.extend_from_slice(&winners);
+            affected.extend(winners.iter().map(|winner| Arc::clone(&winner.key)));
             candidates.first = next;
         } else {
             entry.remove();
             return;
         }
         candidates.others.take_if(|others| others.is_empty());
-        for key in winners {
-            self.lost.remove(&(key, place));
+        for Candidate { key, .. } in winners {
+            if let Some(lost) = self.lost.get_mut(&key) {
+                lost.remove(&place);
+                if lost.is_empty() {
+                    self.lost.remove(&key);
+                }
+            }
         }
     }
 
@@ -319,27 +316,33 @@ impl FrontendOwners {
     #[must_use]
     pub fn conflict(&self, key: &ServiceKey, frontend: Frontend, claim: Claim) -> Option<Conflict<'_>> {
         let owner = self.first(&frontend).filter(|owner| *owner.key != *key)?;
-        Some(Conflict { frontend, claim, owner })
+        Some(Conflict { place: Place::Frontend(frontend), claim, owner })
     }
 
     /// Returns the frontends that a Service specifies and another Service owns.
     #[must_use]
     pub fn conflicts<'a>(&'a self, service: &Service) -> Vec<Conflict<'a>> {
-        let frontends = frontends_of(service).into_iter();
-        frontends.filter_map(|(frontend, claim)| self.conflict(&service.key, frontend, claim)).collect()
+        let places = places_of(&Arc::new(service.key.clone()), service).into_iter();
+        let conflict = |(place, candidate): (Place, Candidate)| match place {
+            Place::Address(_) => None,
+            Place::Frontend(frontend) => self.conflict(&service.key, frontend, candidate.claim),
+        };
+        places.filter_map(conflict).collect()
     }
 
-    /// Returns the Services with [`Self::conflicts`], in order.
-    #[must_use]
-    pub fn losers(&self) -> Vec<Arc<ServiceKey>> {
-        let mut losers: Vec<_> = self.lost.iter().map(|(key, _)| Arc::clone(key)).collect();
-        losers.dedup();
-        losers
+    /// Returns the Services with [`Self::conflicts`], in order, each with one conflict: of a whole
+    /// address, if it lacks one.
+    pub fn losers(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, Conflict<'_>)> {
+        self.lost.iter().filter_map(|(key, places)| {
+            let (place, claim) = places.first_key_value()?;
+            let owner = &self.places.get(place)?.first;
+            Some((key, Conflict { place: *place, claim: *claim, owner }))
+        })
     }
 
-    /// The number of addresses, ports and NodePorts that Services lack because of conflicts.
+    /// The number of Services with [`Self::conflicts`].
     #[must_use]
-    pub fn conflict_count(&self) -> usize {
+    pub fn loser_count(&self) -> usize {
         self.lost.len()
     }
 }

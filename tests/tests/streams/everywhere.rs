@@ -130,6 +130,37 @@ async fn the_nodes_of_a_replica_that_stops_count_until_they_return() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn every_replica_shows_that_two_agents_of_one_replica_replace_each_other() {
+    let pair = Pair::start(NEVER).await;
+    let mut streams = Vec::new();
+    for count in 0..5 {
+        let from = Some(Ipv4Addr::new(127, 0, 0, 1 + count % 2).into());
+        let endpoint = crate::client::endpoint(pair.replicas[0].running.local_addr).local_address(from);
+        streams.push(Client::open(endpoint.connect().await.unwrap(), "a", None).await.unwrap());
+    }
+    for replica in &pair.replicas {
+        let mut inspect = inspect(replica).await;
+        // The other replica may not be joined yet.
+        let mut status = v1::GetStatusResponse::default();
+        for _ in 0..600 {
+            status = inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
+            if !status.problems.is_empty() {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        let [problem] = &status.problems[..] else { panic!("{status:?}") };
+        assert_eq!(problem.object, "Node a", "{problem:?}");
+        let mut agents = inspect.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
+        let mut degraded = Vec::new();
+        while let Some(agent) = agents.message().await.unwrap() {
+            degraded.extend(agent.degraded);
+        }
+        assert_eq!(degraded, [problem.message.as_str()]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_node_that_is_deleted_and_created_again_is_remembered() {
     let mut pair = Pair::start(Duration::from_secs(3_600)).await;
     let [mut a, b, _c] = all_programmed(&mut pair).await;

@@ -127,6 +127,21 @@ fn an_address_that_gets_another_pod_is_not_ready() {
     assert!(is_ready(&mut bench, "s"));
 }
 
+/// The drain barrier asks for the pod whose entry nodes use.
+#[test]
+fn the_pod_of_an_address_is_the_held_one_if_its_entry_counts() {
+    let mut bench = bench();
+    put_slice(&mut bench, "u1", false);
+    let mut serving = of_pod("10.1.0.1", "u2", false);
+    serving["conditions"]["serving"] = json!(true);
+    bench.apply(&slice("s-2", "s", json!([serving]), http(80)));
+    let pod = |bench: &mut Bench| bench.model.take_pods().pop().unwrap().pod.unwrap().0;
+    assert_eq!(pod(&mut bench), PodId::new("u2", "web-1"));
+    put(&mut bench, "u1", WAITING);
+    assert!(is_ready(&mut bench, "s"));
+    assert_eq!(pod(&mut bench), PodId::new("u1", "web-1"));
+}
+
 #[test]
 fn terminating_endpoints_and_endpoints_without_a_pod_are_used_as_written() {
     let mut bench = bench();

@@ -85,17 +85,20 @@ impl Inspector {
         absent.chain(silent)
     }
 
-    /// The number of nodes in each state.
-    pub(super) async fn fleet_info(&self, only_this_replica: bool) -> v1::FleetInfo {
-        let mut all = self.fleet_here();
+    /// The number of nodes in each state, and the problems of nodes that only other replicas may
+    /// know.
+    pub(super) async fn fleet_info(&self, only_this_replica: bool) -> (v1::FleetInfo, Vec<v1::Problem>) {
+        let (mut all, mut problems) = (self.fleet_here(), Vec::new());
         if only_this_replica {
-            return all;
+            return (all, problems);
         }
         let ask = |link: Arc<Link>| async move {
             let request = v1::GetStatusRequest { only_this_replica: true };
-            link.inspect()?.get_status(request).await.ok()?.into_inner().fleet
+            Some(link.inspect()?.get_status(request).await.ok()?.into_inner())
         };
-        for fleet in join_all(self.everywhere.links().into_iter().map(ask)).await.into_iter().flatten() {
+        for status in join_all(self.everywhere.links().into_iter().map(ask)).await.into_iter().flatten() {
+            problems.extend(status.problems.into_iter().filter(|problem| problem.object.starts_with("Node ")));
+            let fleet = status.fleet.unwrap_or_default();
             all.up_to_date += fleet.up_to_date;
             all.behind += fleet.behind;
             all.failing += fleet.failing;
@@ -113,7 +116,7 @@ impl Inspector {
         let listed = all.up_to_date + all.behind + all.failing + all.waiting + all.cut_off;
         all.waiting += (verdict.unconfirmed.len() as u64).saturating_sub(listed);
         all.nodes = all.no_agent + listed.max(verdict.unconfirmed.len() as u64);
-        all
+        (all, problems)
     }
 
     fn fleet_here(&self) -> v1::FleetInfo {

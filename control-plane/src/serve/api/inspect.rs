@@ -94,10 +94,15 @@ impl Inspect for Inspector {
         let fleet = &self.fleet;
         let context = &fleet.context;
         let counts = context.store.counts();
-        let mut problems = context.store.conflict_problems();
+        let (fleet_info, elsewhere) = self.fleet_info(only_this_replica).await;
+        let of_wire = |v1::Problem { object, field, message, origin }| Problem { object, field, message, origin };
+        let mut problems: Vec<Problem> = elsewhere.into_iter().map(of_wire).collect();
+        problems.extend(context.store.conflict_problems());
         problems.extend(fleet.all().iter().filter_map(|agent| agent.rivalry()));
         problems.extend_from_slice(&context.store.present_problems());
         problems.sort_unstable();
+        // Other replicas have the same problems of Nodes.
+        problems.dedup();
         Ok(Response::new(v1::GetStatusResponse {
             replica: context.settings.replica_name.clone(),
             epoch: format!("{:016x}", context.store.epoch()),
@@ -113,7 +118,7 @@ impl Inspect for Inspector {
             nodes: counts.nodes as u64,
             agents: fleet.len() as u64,
             problems: problems_to_wire(&problems),
-            fleet: Some(self.fleet_info(only_this_replica).await),
+            fleet: Some(fleet_info),
             source_ages: context.store.source_ages().into_iter().map(source_age).collect(),
             positions: {
                 let positions = context.store.changed_positions().into_iter();

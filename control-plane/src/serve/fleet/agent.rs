@@ -28,10 +28,11 @@ use crate::{
     transaction::Problem,
 };
 
-/// A stream that is replaced within this time was thrown out by a rival, rather than lost.
+/// A stream that is replaced within this time, from another address, may have been thrown out by a
+/// rival.
 const RIVALRY: Duration = Duration::from_secs(60);
 
-/// An agent that connects again replaces a stream now and then, but not so many in a row.
+/// An agent that gets another address replaces a stream now and then, but not so many in a row.
 const RIVAL_STREAMS: u32 = 4;
 
 /// One stream of an agent. The stream's session, `Inspect` and the fleet share this value.
@@ -46,8 +47,8 @@ pub(crate) struct Agent {
     pub(crate) connected: SystemTime,
     /// The same moment by the clock that never steps.
     entered: Instant,
-    /// How many streams of the node in a row were replaced soon after their begin, and the address
-    /// of the last one; empty if this stream replaced none.
+    /// How many streams of the node in a row were replaced from another address soon after their
+    /// begin, and the address of the last one; empty if this stream replaced none.
     rivals: OnceLock<(u32, SocketAddr)>,
     pub(crate) resume: ResumeMode,
     pub(crate) resumed_resources: AtomicU64,
@@ -108,10 +109,11 @@ impl Agent {
     }
 
     /// Notes that this stream replaces an older one, and logs a rivalry, each time that the number
-    /// of streams has doubled.
+    /// of streams has doubled. An agent that connects again from its address is no rival of itself.
     pub(super) fn replace(&self, old: &Self) {
         let before = old.rivals.get().map_or(0, |(count, _)| *count);
-        let count = if old.entered.elapsed() < RIVALRY { before.saturating_add(1) } else { 0 };
+        let is_rival = old.entered.elapsed() < RIVALRY && old.address.ip() != self.address.ip();
+        let count = if is_rival { before.saturating_add(1) } else { 0 };
         let _ = self.rivals.set((count, old.address));
         if let Some(Problem { object, message, .. }) = self.rivalry().filter(|_| count.is_power_of_two()) {
             tracing::warn!(object, "{message}");
@@ -124,8 +126,8 @@ impl Agent {
         let (count, other) = rivals.filter(|(count, _)| *count >= RIVAL_STREAMS)?;
         let (object, field, origin) = (format!("Node {}", self.node), String::new(), String::new());
         let message = format!(
-            "agents at {} and {other} use this node name and throw each other out ({count} times in a row): stop one of them, or start it with the \
-             --node-name of its own node",
+            "{count} times in a row, a stream from another address has replaced the stream of this node (last {other} by {}): if two machines use this \
+             node name, start each agent with the --node-name of its own node",
             self.address
         );
         Some(Problem { object, field, message, origin })

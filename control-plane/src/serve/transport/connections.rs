@@ -37,8 +37,7 @@ pub(crate) fn dispatch(
                 Err(reason) => {
                     context.metrics.count_connection_refused(reason);
                     if context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
-                        let peer = &connection.peer;
-                        tracing::warn!(address = %peer.address, identity = %peer.identity, reason, "connection refused");
+                        tracing::warn!(address = %connection.peer.address, reason, "connection refused");
                     }
                     continue;
                 }

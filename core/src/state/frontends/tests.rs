@@ -14,20 +14,44 @@ fn address(last: u8) -> IpAddr {
     [10, 96, 0, last].into()
 }
 
+/// An IPv4 or IPv6 address, so that frontends of both families compete.
+fn any_address(last: std::ops::Range<u8>) -> impl Strategy<Value = IpAddr> {
+    let of_family = |(last, is_v6): (u8, bool)| {
+        if is_v6 { [0xfd00, 0, 0, 0, 0, 0, 0, u16::from(last)].into() } else { address(last) }
+    };
+    (last, any::<bool>()).prop_map(of_family)
+}
+
 fn addresses() -> impl Strategy<Value = Vec<IpAddr>> {
-    prop::collection::btree_set((1u8..4).prop_map(address), 0..3).prop_map(|addresses| addresses.into_iter().collect())
+    prop::collection::btree_set(any_address(1..4), 0..3).prop_map(|addresses| addresses.into_iter().collect())
+}
+
+/// The ClusterIPs of a Service: one, or one of each family.
+fn cluster_ips() -> impl Strategy<Value = Vec<IpAddr>> {
+    prop_oneof![
+        any_address(1..6).prop_map(|address| vec![address]),
+        (1u8..6, 1u8..6).prop_map(|(v4, v6)| vec![address(v4), [0xfd00, 0, 0, 0, 0, 0, 0, u16::from(v6)].into()]),
+    ]
+}
+
+/// Every frontend that a Service specifies, with its claims.
+fn frontends_of(service: &Service) -> Vec<(Frontend, Claim)> {
+    service.ports.iter().flat_map(|port| frontends_of_port(service, port)).collect()
 }
 
 prop_compose! {
     /// A Service of a few, with few addresses, ports and ages, so that most claims compete.
     fn any_service()(
-        name in prop::sample::select(&NAMES[..]), created_unix_seconds in 0i64..3, cluster_ip in 1u8..6,
+        name in prop::sample::select(&NAMES[..]), created_unix_seconds in 0i64..3, cluster_ips in cluster_ips(),
         load_balancer_ips in addresses(), external_ips in addresses(),
-        ports in prop::collection::btree_map(80u16..83, prop_oneof![Just(0), Just(30_000u16)], 1..3),
+        ports in prop::collection::btree_map(
+            (prop::sample::select(vec![Protocol::Tcp, Protocol::Udp]), 80u16..83),
+            prop_oneof![Just(0), Just(30_000u16)], 1..3,
+        ),
     ) -> Service {
-        let port = |(port, node_port)| ServicePort { name: "".into(), protocol: Protocol::Tcp, port, node_port };
+        let port = |((protocol, port), node_port)| ServicePort { name: "".into(), protocol, port, node_port };
         let ports = ports.into_iter().map(port).collect();
-        let service = Service::new(ServiceKey::new("ns", name), vec![address(cluster_ip)], ports);
+        let service = Service::new(ServiceKey::new("ns", name), cluster_ips, ports);
         Service { created_unix_seconds, load_balancer_ips, external_ips, ..service }
     }
 }
@@ -84,16 +108,33 @@ proptest! {
             let services = services(&state);
             let mut losers = BTreeSet::new();
             for service in &services {
+                let mut lost = BTreeSet::new();
                 for (frontend, _) in frontends_of(service) {
                     let owner = owner_by_the_rules(&services, frontend);
                     prop_assert_eq!(state.frontends().owner(&frontend), owner, "the owner of {}", frontend);
                     if owner != Some(&service.key) {
+                        lost.insert(Place::Frontend(frontend));
                         losers.insert(service.key.clone());
                     }
                 }
+                let conflicts = state.frontends().conflicts(service);
+                prop_assert_eq!(conflicts.iter().map(|conflict| conflict.place).collect::<BTreeSet<_>>(), lost);
             }
-            let found: BTreeSet<ServiceKey> = state.frontends().losers().iter().map(|key| (**key).clone()).collect();
-            prop_assert_eq!(found, losers);
+            let found: Vec<_> = state.frontends().losers().collect();
+            let names: BTreeSet<ServiceKey> = found.iter().map(|(key, _)| (***key).clone()).collect();
+            prop_assert_eq!((names.len(), names), (state.frontends().loser_count(), losers));
+            for (key, conflict) in found {
+                let Some(service) = services.iter().find(|service| service.key == **key) else { unreachable!() };
+                let is_at = |frontend: &Frontend| match (conflict.place, frontend) {
+                    (Place::Address(lost), Frontend::Address(address, ..)) => lost == *address,
+                    (place, frontend) => place == Place::Frontend(*frontend),
+                };
+                let frontends = frontends_of(service).into_iter().filter(|(frontend, _)| is_at(frontend));
+                let at: Vec<_> = frontends.collect();
+                prop_assert_eq!(at.iter().map(|(_, claim)| *claim).min(), Some(conflict.claim), "{}", conflict);
+                prop_assert!(at.iter().all(|(frontend, _)| !state.frontends().owns(key, frontend)), "{}", conflict);
+                prop_assert!(conflict.owner.key != *key, "{}", conflict);
+            }
         }
     }
 }
@@ -115,10 +156,10 @@ fn an_edit_that_changes_no_claim_touches_no_other_service() {
     let mut dirty = Dirty::default();
     state.apply(Service { max_connections: 7, ..owner }.into(), &mut dirty);
     assert_eq!(dirty.services.iter().map(ToString::to_string).collect::<Vec<_>>(), ["t/web"]);
-    assert_eq!(state.frontends().losers().len(), 10);
+    assert_eq!(state.frontends().loser_count(), 10);
     state.apply(Change::RemoveService(ServiceKey::new("t", "web")), &mut Dirty::default());
     // The others have equal ports, so only one of them gets the frontend.
-    assert_eq!((state.frontends().losers().len(), state.frontends().conflict_count()), (9, 9));
+    assert_eq!(state.frontends().loser_count(), 9);
 }
 
 #[test]
@@ -131,10 +172,18 @@ fn a_conflict_names_the_owner_and_the_remedy() {
     state.apply(owner.into(), &mut Dirty::default());
     state.apply(older.clone().into(), &mut Dirty::default());
     let conflicts = state.frontends().conflicts(&older);
-    let shown: Vec<String> = conflicts.iter().map(|one| format!("{one}: {}", one.remedy())).collect();
-    let expected = [80, 81].map(|port| {
-        format!("10.96.0.1 port {port}/TCP belongs to Service t/web, whose ClusterIP it is: remove the address from spec.externalIPs")
-    });
-    assert_eq!(shown, expected);
-    assert_eq!(conflicts[0].field(), "spec.externalIPs");
+    let shown: Vec<String> = conflicts.iter().map(ToString::to_string).collect();
+    let sentence = |place: &str| {
+        format!(
+            "{place} belongs to Service t/web, whose ClusterIP it is: give one of the two Services another address or port"
+        )
+    };
+    assert_eq!(shown, [80, 81].map(|port| sentence(&format!("10.96.0.1 port {port}/TCP"))));
+    // The Service lacks the whole address, which is one conflict in a list of all Services.
+    let losers: Vec<_> = state.frontends().losers().collect();
+    let [(key, conflict)] = &losers[..] else { panic!("{losers:?}") };
+    assert_eq!(
+        (***key == older.key, conflict.field(), conflict.to_string()),
+        (true, "spec.externalIPs", sentence("10.96.0.1"))
+    );
 }

@@ -1,6 +1,6 @@
 //! Tests with clients that the replica refuses. Other agents must not be affected.
 
-use std::time::Duration;
+use std::{net::Ipv4Addr, time::Duration};
 
 use bytes::Bytes;
 use headgate_control_plane::{
@@ -126,21 +126,34 @@ async fn a_newer_stream_of_a_node_replaces_the_older_one() {
 async fn agents_with_one_node_name_that_throw_each_other_out_are_a_problem() {
     let replica = Replica::start().await;
     let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
-    let mut streams = vec![open(&replica, "n1").await, open(&replica, "n2").await];
+    let open_from = async |host: u8, node: &str| {
+        let address = Some(Ipv4Addr::new(127, 0, 0, host).into());
+        let endpoint = client::endpoint(replica.running.local_addr).local_address(address);
+        Client::open(endpoint.connect().await.unwrap(), node, None).await.unwrap()
+    };
+    let mut streams = vec![open_from(2, "n2").await];
+    // An agent on a bad network replaces its own stream.
+    for _ in 0..8 {
+        streams.push(open_from(1, "n1").await);
+    }
     for count in 1..=4 {
         let status = inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
-        assert_eq!(status.problems, [], "after {count} streams");
-        streams.push(open(&replica, "n1").await);
+        assert_eq!(status.problems, [], "before stream {count}");
+        streams.push(open_from(1 + count % 2, "n1").await);
     }
     let status = inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
     let [problem] = &status.problems[..] else { panic!("{status:?}") };
     assert_eq!(problem.object, "Node n1");
-    assert!(problem.message.contains("throw each other out (4 times in a row)"), "{problem:?}");
-    assert!(problem.message.contains("--node-name"), "{problem:?}");
+    assert!(problem.message.starts_with("4 times in a row, a stream from another address"), "{problem:?}");
+    assert!(problem.message.contains("127.0.0.2") && problem.message.contains("--node-name"), "{problem:?}");
     let mut agents = inspect.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
     while let Some(agent) = agents.message().await.unwrap() {
         assert_eq!(agent.degraded.contains(&problem.message), agent.node == "n1", "{agent:?}");
     }
+    // Then one of them has gone.
+    streams.push(open_from(1, "n1").await);
+    let status = inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
+    assert_eq!(status.problems, []);
     replica.running.stop().await;
 }
 
