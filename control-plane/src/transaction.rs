@@ -128,7 +128,7 @@ pub struct Transaction {
 }
 
 /// An object, or a part of an object, that is rejected or has no effect.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub struct Problem {
     /// The object, such as `Service prod/web`.
     pub object: String,

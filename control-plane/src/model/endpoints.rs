@@ -185,8 +185,7 @@ impl Endpoints {
             let left = old_service.as_ref().filter(|_| in_old && (has_moved || !in_new));
             let entered = new_service.as_ref().filter(|_| in_new);
             for (service, carries) in left.map(|key| (key, false)).into_iter().chain(entered.map(|key| (key, true))) {
-                let (endpoint, _) =
-                    merge(&self.slices, &self.gates, address, self.carriers(service, address), interner);
+                let (endpoint, _) = self.merge(service, address, interner);
                 visited.push((service, address, carries, endpoint));
             }
         }
@@ -235,7 +234,7 @@ impl Endpoints {
         let places = pods.into_iter().flat_map(|pod| self.gates.places(pod).iter().cloned());
         let before = |(slice, address): Place| {
             let service = self.slices.get(&slice)?.0.service.clone();
-            let (endpoint, _) = merge(&self.slices, &self.gates, address, self.carriers(&service, address), interner);
+            let (endpoint, _) = self.merge(&service, address, interner);
             Some((service, address, endpoint))
         };
         let visited: Vec<_> = places.collect::<Vec<_>>().into_iter().filter_map(before).collect();
@@ -334,9 +333,8 @@ impl Endpoints {
         trigger_unix_ms: u64,
         interner: &mut Interner,
     ) {
-        let carriers = self.carriers(service, address);
-        let (is_shared, could_conflict) = (carriers.len() > 1, carriers.len() > 1 || !carries);
-        let (endpoint, conflict) = merge(&self.slices, &self.gates, address, carriers, interner);
+        let is_shared = self.carriers(service, address).len() > 1;
+        let (endpoint, conflict) = self.merge(service, address, interner);
         if before != endpoint {
             if !self.before.contains_key(service) {
                 self.before.insert(service.clone(), BTreeMap::new());
@@ -350,7 +348,7 @@ impl Endpoints {
             // Conditions decide which slice names the pod.
             self.touched_pods.insert((service.clone(), address));
         }
-        if could_conflict {
+        if is_shared || !carries {
             self.conflicts.push(SliceConflict { service: service.clone(), address, slices: conflict });
         }
     }
@@ -364,12 +362,75 @@ impl Endpoints {
     pub(super) fn take_pods(&mut self) -> Vec<PodChange> {
         let touched = std::mem::take(&mut self.touched_pods);
         let change = |(service, address): (ServiceKey, IpAddr)| {
-            let entries = entries(&self.slices, &self.gates, address, self.carriers(&service, address));
             let pod = |entry: Entry<'_>| Some((entry.conditions, self.slices.get(entry.slice)?.0.pod(address)?));
-            let counts = entries.filter_map(pod).reduce(|used, pod| if replaces(pod.0, used.0) { pod } else { used });
+            let pods = self.entries(&service, address).filter_map(pod);
+            let counts = pods.reduce(|used, pod| if replaces(pod.0, used.0) { pod } else { used });
             PodChange { service, address, pod: counts.map(|(_, pod)| pod) }
         };
         touched.into_iter().map(change).collect()
+    }
+
+    /// The entries of all slices for one address.
+    fn entries(&self, service: &ServiceKey, address: IpAddr) -> impl Iterator<Item = Entry<'_>> {
+        self.carriers(service, address).iter().filter_map(move |key| {
+            let (slice, _) = self.slices.get(key)?;
+            let facts = slice.facts(address)?;
+            let is_held = is_unready(facts.conditions)
+                && self.gates.is_on()
+                && slice.pod_facts(address).is_some_and(|(pod, _)| self.gates.holds(pod, key, address));
+            let held = Conditions { ready: true, serving: true, terminating: false };
+            let conditions = if is_held { held } else { facts.conditions };
+            Some(Entry { slice: key, ports: &slice.ports, facts, conditions })
+        })
+    }
+
+    /// Merges the entries of all slices for one address. If the merged endpoint is too large to be
+    /// sent, the result has the ports of one slice only. Also returns two slices that disagree, if
+    /// any.
+    fn merge(
+        &self,
+        service: &ServiceKey,
+        address: IpAddr,
+        interner: &mut Interner,
+    ) -> (Option<Endpoint>, ConflictingSlices) {
+        let entries = || self.entries(service, address);
+        let mut rest = entries();
+        let Some(first) = rest.next() else { return (None, None) };
+        if rest.next().is_none() {
+            return (first.alone(address), None);
+        }
+        let mut counting: BTreeMap<(&str, Protocol, u16), Entry<'_>> = BTreeMap::new();
+        for entry in entries() {
+            for port in entry.ports.iter() {
+                let counts = counting.entry(port.key()).or_insert(entry);
+                if replaces(entry.conditions, counts.conditions) {
+                    *counts = entry;
+                }
+            }
+        }
+        let Some(main) = counting.values().next().copied() else { return (None, None) };
+        let port = |((name, protocol, number), entry): (&(&str, Protocol, u16), &Entry<'_>)| EndpointPort {
+            conditions: Some(entry.conditions).filter(|conditions| *conditions != main.conditions),
+            placement: Some(&entry.facts.placement).filter(|placement| **placement != main.facts.placement).cloned(),
+            ..EndpointPort::new(*name, *protocol, *number)
+        };
+        let endpoint = Endpoint {
+            address,
+            ports: interner.ports(counting.iter().map(port).collect()),
+            conditions: main.conditions,
+            placement: Arc::clone(&main.facts.placement),
+        };
+        let conflict = entries().find_map(|entry| {
+            let mut used = entry.ports.iter().filter_map(|port| counting.get(&port.key()));
+            used.find(|used| used.facts.conflicts_with(entry.facts))?.conflict(entry)
+        });
+        if size::may_be_sent(&endpoint) {
+            return (Some(endpoint), conflict);
+        }
+        let later = |used: Entry<'_>, entry: Entry<'_>| replaces(entry.conditions, used.conditions);
+        let used = entries().skip(1).fold(first, |used, entry| if later(used, entry) { entry } else { used });
+        let other = entries().find(|entry| entry.slice != used.slice);
+        (used.alone(address), conflict.or_else(|| used.conflict(other?)))
     }
 
     /// The endpoints that have changed since the last call, by service and address.
@@ -378,8 +439,7 @@ impl Endpoints {
         for (service, addresses) in std::mem::take(&mut self.before) {
             let mut of_service = Vec::with_capacity(addresses.len());
             for (address, before) in addresses {
-                let (endpoint, _) =
-                    merge(&self.slices, &self.gates, address, self.carriers(&service, address), interner);
+                let (endpoint, _) = self.merge(&service, address, interner);
                 if before.endpoint != endpoint {
                     of_service.push(EndpointChange { address, endpoint, trigger_unix_ms: before.trigger_unix_ms });
                 }
@@ -486,72 +546,4 @@ impl Entry<'_> {
     fn conflict(self, other: Self) -> ConflictingSlices {
         Some((Arc::clone(self.slice), Arc::clone(other.slice)))
     }
-}
-
-/// The entries of all slices for one address.
-fn entries<'a>(
-    slices: &'a Slices,
-    gates: &'a Gates,
-    address: IpAddr,
-    carriers: &'a [Arc<ObjectKey>],
-) -> impl Iterator<Item = Entry<'a>> {
-    carriers.iter().filter_map(move |key| {
-        let (slice, _) = slices.get(key)?;
-        let facts = slice.facts(address)?;
-        let is_held = is_unready(facts.conditions)
-            && gates.is_on()
-            && slice.pod_facts(address).is_some_and(|(pod, _)| gates.holds(pod, key, address));
-        let held = Conditions { ready: true, serving: true, terminating: false };
-        let conditions = if is_held { held } else { facts.conditions };
-        Some(Entry { slice: key, ports: &slice.ports, facts, conditions })
-    })
-}
-
-/// Merges the entries of all slices for one address. If the merged endpoint is too large to be
-/// sent, the result has the ports of one slice only. Also returns two slices that disagree, if any.
-fn merge(
-    slices: &Slices,
-    gates: &Gates,
-    address: IpAddr,
-    carriers: &[Arc<ObjectKey>],
-    interner: &mut Interner,
-) -> (Option<Endpoint>, ConflictingSlices) {
-    let entries = || entries(slices, gates, address, carriers);
-    let mut rest = entries();
-    let Some(first) = rest.next() else { return (None, None) };
-    if rest.next().is_none() {
-        return (first.alone(address), None);
-    }
-    let mut counting: BTreeMap<(&str, Protocol, u16), Entry<'_>> = BTreeMap::new();
-    for entry in entries() {
-        for port in entry.ports.iter() {
-            let counts = counting.entry(port.key()).or_insert(entry);
-            if replaces(entry.conditions, counts.conditions) {
-                *counts = entry;
-            }
-        }
-    }
-    let Some(main) = counting.values().next().copied() else { return (None, None) };
-    let port = |((name, protocol, number), entry): (&(&str, Protocol, u16), &Entry<'_>)| EndpointPort {
-        conditions: Some(entry.conditions).filter(|conditions| *conditions != main.conditions),
-        placement: Some(&entry.facts.placement).filter(|placement| **placement != main.facts.placement).cloned(),
-        ..EndpointPort::new(*name, *protocol, *number)
-    };
-    let endpoint = Endpoint {
-        address,
-        ports: interner.ports(counting.iter().map(port).collect()),
-        conditions: main.conditions,
-        placement: Arc::clone(&main.facts.placement),
-    };
-    let conflict = entries().find_map(|entry| {
-        let mut used = entry.ports.iter().filter_map(|port| counting.get(&port.key()));
-        used.find(|used| used.facts.conflicts_with(entry.facts))?.conflict(entry)
-    });
-    if size::may_be_sent(&endpoint) {
-        return (Some(endpoint), conflict);
-    }
-    let later = |used: Entry<'_>, entry: Entry<'_>| replaces(entry.conditions, used.conditions);
-    let used = entries().skip(1).fold(first, |used, entry| if later(used, entry) { entry } else { used });
-    let other = entries().find(|entry| entry.slice != used.slice);
-    (used.alone(address), conflict.or_else(|| used.conflict(other?)))
 }

@@ -123,10 +123,13 @@ pub async fn run(
     }
 }
 
-/// Passes the list of problems to the sink, and logs the new problems.
+/// Passes the list of problems to the sink, and logs the new problems, each with the fields that
+/// are not empty.
 fn show_problems(sink: &dyn Sink, shown: &mut Vec<Problem>, problems: Vec<Problem>) {
     for problem in problems.iter().filter(|problem| shown.binary_search(problem).is_err()) {
-        let Problem { object, field, origin, message } = problem;
+        let Problem { message, .. } = problem;
+        let [object, field, origin] =
+            [&problem.object, &problem.field, &problem.origin].map(|text| (!text.is_empty()).then_some(text.as_str()));
         tracing::warn!(object, field, origin, "{message}");
     }
     shown.clone_from(&problems);

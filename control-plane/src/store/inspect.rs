@@ -93,7 +93,7 @@ impl Store {
         let entry = inner.state.entry(key)?;
         let service = entry.service()?.clone();
         Some(ServiceDetail {
-            conflicts: inner.state.frontends().conflicts(&service).iter().map(ToString::to_string).collect(),
+            conflicts: inner.state.frontends().conflicts(key).map(|conflict| conflict.to_string()).collect(),
             endpoints: entry.endpoints().len(),
             ready_endpoints: entry.endpoints().values().filter(|endpoint| endpoint.has_ready_port()).count(),
             version: inner.log.newest_version(key),
@@ -106,18 +106,18 @@ impl Store {
     pub(crate) fn conflict_problems(&self) -> Vec<Problem> {
         let inner = self.read();
         let frontends = inner.state.frontends();
-        let problem = |object, field: &str, message| {
-            let (field, origin) = (field.to_owned(), String::new());
-            Problem { object, field, message, origin }
-        };
-        let shown = frontends.losers().take(MAX_CONFLICTS).map(|(key, conflict)| {
+        let problem = |key: &Arc<ServiceKey>| {
+            let conflict = frontends.conflicts(key).next()?;
+            let (object, field) = (format!("Service {key}"), conflict.field().to_owned());
             let message = format!("{conflict}; until then {key} gets no packets there");
-            problem(format!("Service {key}"), conflict.field(), message)
-        });
-        let more = frontends.loser_count().saturating_sub(MAX_CONFLICTS);
-        let message = "lack addresses or ports that belong to other Services".to_owned();
-        let rest = (more > 0).then(|| problem(format!("{more} more Services"), "", message));
-        shown.chain(rest).collect()
+            Some(Problem { object, field, message, ..Problem::default() })
+        };
+        let mut problems: Vec<_> = frontends.losers().take(MAX_CONFLICTS).filter_map(problem).collect();
+        if let more @ 1.. = frontends.losers().len() - problems.len() {
+            let message = "lack addresses or ports that belong to other Services".to_owned();
+            problems.push(Problem { object: format!("{more} more Services"), message, ..Problem::default() });
+        }
+        problems
     }
 
     /// The endpoints of a service with the version of each, in order of address. If the ports of an

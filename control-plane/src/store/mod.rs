@@ -573,7 +573,7 @@ impl Sink for Store {
                 inner.state.service_cidrs().count(),
                 inner.nodes.len(),
             );
-            self.metrics.set_conflicts(inner.state.frontends().loser_count());
+            self.metrics.set_conflicts(inner.state.frontends().losers().len());
             self.metrics.set_store(inner.version, inner.log.tombstones());
             (effective, inner.version, changed_nodes, observers, touched)
         };

@@ -614,7 +614,7 @@ fn conflicts_of_many_services_are_shown_up_to_a_limit() {
     assert_eq!(objects, ["Service default/service-0001", "Service default/service-0002"]);
     assert_eq!(problems[0].field, "spec.externalIPs");
     assert!(problems[0].message.starts_with("10.9.0.0 belongs to Service default/service-0000"), "{problems:?}");
-    assert_eq!(store.read().state.frontends().loser_count(), 2);
+    assert_eq!(store.read().state.frontends().losers().len(), 2);
     store.put((3..1_005).map(|number| claim(number, [10, 9, 0, 0])));
     let problems = store.conflict_problems();
     assert_eq!((problems.len(), problems[1_000].object.as_str()), (1_001, "4 more Services"));

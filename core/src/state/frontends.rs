@@ -319,31 +319,20 @@ impl FrontendOwners {
         Some(Conflict { place: Place::Frontend(frontend), claim, owner })
     }
 
-    /// Returns the frontends that a Service specifies and another Service owns.
-    #[must_use]
-    pub fn conflicts<'a>(&'a self, service: &Service) -> Vec<Conflict<'a>> {
-        let places = places_of(&Arc::new(service.key.clone()), service).into_iter();
-        let conflict = |(place, candidate): (Place, Candidate)| match place {
-            Place::Address(_) => None,
-            Place::Frontend(frontend) => self.conflict(&service.key, frontend, candidate.claim),
-        };
-        places.filter_map(conflict).collect()
-    }
-
-    /// Returns the Services with [`Self::conflicts`], in order, each with one conflict: of a whole
-    /// address, if it lacks one.
-    pub fn losers(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, Conflict<'_>)> {
-        self.lost.iter().filter_map(|(key, places)| {
-            let (place, claim) = places.first_key_value()?;
-            let owner = &self.places.get(place)?.first;
-            Some((key, Conflict { place: *place, claim: *claim, owner }))
+    /// Returns what a Service specifies and another Service owns, addresses first. A frontend at
+    /// such an address is no conflict of its own.
+    pub fn conflicts(&self, key: &ServiceKey) -> impl Iterator<Item = Conflict<'_>> {
+        let lost = self.lost.get(key);
+        let has_lost = move |address| lost.is_some_and(|lost| lost.contains_key(&Place::Address(address)));
+        lost.into_iter().flatten().filter_map(move |(place, claim)| match place {
+            Place::Frontend(Frontend::Address(address, ..)) if has_lost(*address) => None,
+            _ => Some(Conflict { place: *place, claim: *claim, owner: &self.places.get(place)?.first }),
         })
     }
 
-    /// The number of Services with [`Self::conflicts`].
-    #[must_use]
-    pub fn loser_count(&self) -> usize {
-        self.lost.len()
+    /// Returns the Services with [`Self::conflicts`], in order.
+    pub fn losers(&self) -> impl ExactSizeIterator<Item = &Arc<ServiceKey>> {
+        self.lost.keys()
     }
 }
 

@@ -454,6 +454,40 @@ async fn a_removal_does_not_starve_while_the_file_changes() {
     assert!(is_removed(), "the removed Service is served while the file changes");
 }
 
+/// As by a loop of `kubectl get … > web.yaml`: the file is empty or a half nearly all the time.
+#[tokio::test]
+async fn a_file_that_is_written_in_place_again_and_again_is_read_whole() {
+    let text = |port: u32| {
+        let other = service("other").replace("port: 80", &format!("port: {port}"));
+        other + &slice("other-1", "other", &["10.1.0.1", "10.1.0.2"])
+    };
+    let reading = Reading::of(&[("web.yaml", &(service_at("web", "10.0.0.2") + &text(80)))]).await;
+    let path = reading.path("web.yaml");
+    let writer = tokio::spawn(async move {
+        let pause = |milliseconds| tokio::time::sleep(std::time::Duration::from_millis(milliseconds));
+        for port in 1_000.. {
+            let text = text(port);
+            // The first half is a slice with one of the two endpoints.
+            let half = text.find("- addresses: [10.1.0.2]").unwrap();
+            let mut file = fs::File::create(&path).unwrap();
+            pause(30).await;
+            file.write_all(&text.as_bytes()[..half]).unwrap();
+            pause(30).await;
+            file.write_all(&text.as_bytes()[half..]).unwrap();
+            drop(file);
+            pause(2).await;
+        }
+    });
+    reading.sink.until("the removed Service is not served", |c| !c.serves("default", "web")).await;
+    let commits = reading.sink.look(|c| c.commits);
+    reading.sink.until("later versions of the file are read", |c| c.commits >= commits + 2).await;
+    reading.sink.look(|c| {
+        assert_eq!(c.removed, ["Service default/web"], "a half was served");
+        assert_eq!(c.endpoints("default", "other"), ["10.1.0.1", "10.1.0.2"]);
+    });
+    writer.abort();
+}
+
 #[tokio::test]
 async fn the_root_may_be_a_file() {
     let folder = tempfile::tempdir().unwrap();

@@ -15,9 +15,12 @@ use headgate_proto::v1::{self, inspect_client::InspectClient};
 use tonic::{Status, transport::Channel};
 
 use super::inspect::{Inspector, agent_info};
-use crate::serve::{
-    context::milliseconds,
-    everywhere::{Absence, Link, Verdict},
+use crate::{
+    serve::{
+        context::milliseconds,
+        everywhere::{Absence, Link, Verdict},
+    },
+    transaction::Problem,
 };
 
 /// The maximum number of absent Nodes in an answer.
@@ -87,7 +90,7 @@ impl Inspector {
 
     /// The number of nodes in each state, and the problems of nodes that only other replicas may
     /// know.
-    pub(super) async fn fleet_info(&self, only_this_replica: bool) -> (v1::FleetInfo, Vec<v1::Problem>) {
+    pub(super) async fn fleet_info(&self, only_this_replica: bool) -> (v1::FleetInfo, Vec<Problem>) {
         let (mut all, mut problems) = (self.fleet_here(), Vec::new());
         if only_this_replica {
             return (all, problems);
@@ -97,7 +100,9 @@ impl Inspector {
             Some(link.inspect()?.get_status(request).await.ok()?.into_inner())
         };
         for status in join_all(self.everywhere.links().into_iter().map(ask)).await.into_iter().flatten() {
-            problems.extend(status.problems.into_iter().filter(|problem| problem.object.starts_with("Node ")));
+            let of_nodes = status.problems.into_iter().filter(|problem| problem.object.starts_with("Node "));
+            let read = |v1::Problem { object, field, message, origin }| Problem { object, field, message, origin };
+            problems.extend(of_nodes.map(read));
             let fleet = status.fleet.unwrap_or_default();
             all.up_to_date += fleet.up_to_date;
             all.behind += fleet.behind;

@@ -94,9 +94,7 @@ impl Inspect for Inspector {
         let fleet = &self.fleet;
         let context = &fleet.context;
         let counts = context.store.counts();
-        let (fleet_info, elsewhere) = self.fleet_info(only_this_replica).await;
-        let of_wire = |v1::Problem { object, field, message, origin }| Problem { object, field, message, origin };
-        let mut problems: Vec<Problem> = elsewhere.into_iter().map(of_wire).collect();
+        let (fleet_info, mut problems) = self.fleet_info(only_this_replica).await;
         problems.extend(context.store.conflict_problems());
         problems.extend(fleet.all().iter().filter_map(|agent| agent.rivalry()));
         problems.extend_from_slice(&context.store.present_problems());

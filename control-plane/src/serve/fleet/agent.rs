@@ -124,13 +124,12 @@ impl Agent {
     pub(crate) fn rivalry(&self) -> Option<Problem> {
         let rivals = self.rivals.get().filter(|_| self.entered.elapsed() < RIVALRY);
         let (count, other) = rivals.filter(|(count, _)| *count >= RIVAL_STREAMS)?;
-        let (object, field, origin) = (format!("Node {}", self.node), String::new(), String::new());
         let message = format!(
             "{count} times in a row, a stream from another address has replaced the stream of this node (last {other} by {}): if two machines use this \
              node name, start each agent with the --node-name of its own node",
             self.address
         );
-        Some(Problem { object, field, message, origin })
+        Some(Problem { object: format!("Node {}", self.node), message, ..Problem::default() })
     }
 
     /// Returns why the stream has to end, or `None` if the stream continues.

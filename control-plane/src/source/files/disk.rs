@@ -49,6 +49,8 @@ pub(super) struct Found {
     pub(super) files: BTreeMap<PathBuf, Stamp>,
     /// What cannot be read, with the reason; the root is the empty path.
     pub(super) unreadable: Vec<(PathBuf, String)>,
+    /// The folders above the entry that the walk is at, so that a symlink back to one is detected.
+    above: Vec<Identity>,
 }
 
 impl Found {
@@ -87,22 +89,23 @@ pub(super) fn is_hidden(name: &OsStr) -> bool {
     name.as_encoded_bytes().first() == Some(&b'.')
 }
 
-/// Finds the manifests below a folder. `above` lists the folders above this folder, so that a
-/// symlink back to one of these folders is detected.
-pub(super) fn walk(root: &Path, inside: &Path, above: &mut Vec<Identity>, found: &mut Found) {
+/// Finds the manifests below a folder. Calls `watch` for each folder before its entries are read.
+pub(super) fn walk(root: &Path, inside: &Path, found: &mut Found, watch: &mut impl FnMut(&Path)) {
     let is_gone = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
-    let listed = fs::metadata(root.join(inside)).and_then(|metadata| Ok((metadata, fs::read_dir(root.join(inside))?)));
+    let folder = root.join(inside);
+    let listed = fs::metadata(&folder).and_then(|metadata| Ok((metadata, fs::read_dir(&folder)?)));
     let (identity, entries) = match listed {
         Ok((metadata, entries)) => (identity(&metadata), entries),
         // A folder may be deleted after its parent was listed. Such a deletion is not an error.
-        Err(error) if is_gone(&error) && !above.is_empty() => return,
+        Err(error) if is_gone(&error) && !found.above.is_empty() => return,
         Err(error) => return found.unreadable.push((inside.to_owned(), unreadable(&error))),
     };
-    if above.contains(&identity) {
+    if found.above.contains(&identity) {
         tracing::debug!(path = %inside.display(), "a symlink leads back to a folder above it: not followed");
         return;
     }
-    above.push(identity);
+    found.above.push(identity);
+    watch(&folder);
     for entry in entries {
         let path = match entry {
             Ok(entry) if is_hidden(&entry.file_name()) => continue,
@@ -113,14 +116,14 @@ pub(super) fn walk(root: &Path, inside: &Path, above: &mut Vec<Identity>, found:
             }
         };
         match fs::metadata(root.join(&path)) {
-            Ok(metadata) if metadata.is_dir() => walk(root, &path, above, found),
+            Ok(metadata) if metadata.is_dir() => walk(root, &path, found, watch),
             Ok(metadata) if is_manifest(&path) => found.add(path, &metadata),
             Ok(_) => {}
             Err(error) if is_gone(&error) => {}
             Err(error) => found.unreadable.push((path, unreadable(&error))),
         }
     }
-    above.pop();
+    found.above.pop();
 }
 
 /// Reads a file; `None` if it does not exist any more.

@@ -11,14 +11,16 @@
 //!   cannot be read, all objects that it defined before stay in use.
 //! - If two files define the same object, the definition in the first file in order of path is
 //!   used, and a problem names both files.
+//! - A file that a program writes is left out until it is closed (`notices.rs`). If that lasts, it
+//!   is a problem.
 //! - An empty folder defines nothing only if it had manifests before. Otherwise it may be a mount
 //!   or a clone that is not there yet. A folder that is meant to be empty contains an empty List.
 //!
 //! A replica that starts cannot know what stayed in use elsewhere. [`Folder::doubt`] says so.
 //!
 //! This module stores only the location and a hash of each definition. The model stores the
-//! content. When an object loses the definition in use and another file also defines the object,
-//! that other file is read again.
+//! content. A definition that has not changed has no effect. When an object loses the definition in
+//! use and another file also defines the object, that other file is read again.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, hash_map::RandomState},
@@ -32,6 +34,7 @@ use std::{
 use super::{
     disk::{self, Found, Identity, Stamp},
     documents::{self, Definition, Parsed},
+    notices::{LONGEST_WRITING, Notices},
 };
 use crate::{model::Event, objects::ObjectKey, transaction::Problem};
 
@@ -41,8 +44,8 @@ pub(super) const SETTLE: Duration = Duration::from_secs(1);
 /// The result of the last read of a file.
 #[derive(Debug, Default)]
 struct File {
-    /// Stamp, and hash of the content; `None` if the file does not exist or must be read.
-    read: Option<(Stamp, u64)>,
+    /// The stamp; `None` if the file does not exist or must be read.
+    read: Option<Stamp>,
     /// Objects that the file defines, and objects that it defined before and still holds in use.
     keys: BTreeSet<Arc<ObjectKey>>,
     /// Since when the file does not define objects any more that it holds until [`SETTLE`].
@@ -62,7 +65,7 @@ fn missing<'a>(before: &Missing, lost: impl Iterator<Item = &'a Arc<ObjectKey>>,
 /// Whether a file must be read: its stamp differs from the last read, or it has disappeared.
 fn is_changed(found: &Found, path: &Path, known: Option<&File>) -> bool {
     match found.files.get(path) {
-        Some(stamp) => known.and_then(|file| file.read).is_none_or(|(read, _)| read != *stamp),
+        Some(stamp) => known.and_then(|file| file.read).is_none_or(|read| read != *stamp),
         None => known.is_some_and(|file| file.read.is_some() || file.fault.is_some()),
     }
 }
@@ -167,45 +170,49 @@ impl Folder {
     /// being written, and removes what has been missing for [`SETTLE`]. Passes the changes of each
     /// file to `hand_on` before reading the next file. So the memory never holds the content of a
     /// whole large folder.
-    pub(super) fn scan(
-        &mut self,
-        now: Instant,
-        is_being_written: impl Fn(&Path) -> bool,
-        mut hand_on: impl FnMut(Update),
-    ) {
-        let found = self.walk();
+    pub(super) fn scan(&mut self, now: Instant, notices: &mut Notices, mut hand_on: impl FnMut(Update)) {
         let consequence = if self.objects.is_empty() { "" } else { "; what it defined before stays in use" };
-        let problem = |(path, reason): &(PathBuf, String)| Problem {
-            object: self.root.join(path).display().to_string(),
-            field: String::new(),
-            message: format!("{reason}{consequence}"),
-            origin: String::new(),
-        };
-        let problems = found.unreadable.iter().map(problem).collect();
-        hand_on(Update { problems: vec![(String::new(), "unreadable_folder", problems)], ..Update::default() });
-        let base = self.base.clone();
-        let is_readable = |path: &Path| !found.is_unreadable(path) && !is_being_written(&base.join(path));
-        let all: BTreeSet<&PathBuf> = self.files.keys().chain(found.files.keys()).collect();
-        let changed =
-            all.into_iter().filter(|path| is_changed(&found, path, self.files.get(*path)) && is_readable(path));
-        let mut due: BTreeSet<PathBuf> = changed.cloned().collect();
+        notices.begin_scan(now);
+        let mut found = self.walk(notices);
+        notices.unread.retain(|path, _| path.strip_prefix(&self.base).is_ok_and(|path| found.files.contains_key(path)));
+        let unread = notices.unread.keys().filter_map(|path| path.strip_prefix(&self.base).ok().map(Path::to_owned));
+        let all = self.files.keys().chain(found.files.keys());
+        let changed = all.filter(|path| is_changed(&found, path, self.files.get(*path))).cloned();
+        let mut due: BTreeSet<PathBuf> = changed.chain(unread).filter(|path| !found.is_unreadable(path)).collect();
+        let mut left_out: BTreeMap<PathBuf, Instant> = BTreeMap::new();
         while let Some(path) = due.pop_first() {
-            let mut update = self.read(&path, now);
-            due.extend(std::mem::take(&mut update.wanted).into_iter().filter(|path| is_readable(path)));
-            hand_on(update);
+            match self.read(&path, &found, now, notices) {
+                Ok(mut update) => {
+                    let wanted = std::mem::take(&mut update.wanted).into_iter();
+                    due.extend(wanted.filter(|path| !found.is_unreadable(path)));
+                    hand_on(update);
+                }
+                Err(since) => left_out.extend([(path, since)]),
+            }
         }
-        hand_on(self.remove_missing(now, is_readable));
-        self.files.retain(|path, file| !file.keys.is_empty() || found.files.contains_key(path));
+        found.unreadable.extend(left_out.keys().map(|path| (path.clone(), WRITTEN.to_owned())));
+        let has_just_changed = |path: &Path| left_out.get(path).is_some_and(|since| now < *since + LONGEST_WRITING);
+        let shown = found.unreadable.iter().filter(|(path, _)| !has_just_changed(path));
+        let problem = |(path, reason): &(PathBuf, String)| Problem {
+            // Without the separator that ends the path of a root.
+            object: self.base.join(path).components().collect::<PathBuf>().display().to_string(),
+            message: format!("{reason}{consequence}"),
+            ..Problem::default()
+        };
+        let problems = vec![(String::new(), "unreadable_folder", shown.map(problem).collect())];
+        hand_on(Update { problems, ..Update::default() });
+        hand_on(self.remove_missing(now, |path| !found.is_unreadable(path)));
+        self.files.retain(|_, file| !file.keys.is_empty() || file.read.is_some() || file.fault.is_some());
         self.unreadable = found.unreadable;
     }
 
     /// Finds all manifests. A root that is a file is the only manifest.
-    fn walk(&mut self) -> Found {
+    fn walk(&mut self, notices: &mut Notices) -> Found {
         let mut found = Found::default();
         self.base.clone_from(&self.root);
         match fs::metadata(&self.root) {
             Ok(root) if root.is_dir() => {
-                disk::walk(&self.root, Path::new(""), &mut Vec::new(), &mut found);
+                disk::walk(&self.root, Path::new(""), &mut found, &mut |folder: &Path| notices.watch(folder));
                 if !found.files.is_empty() {
                     self.filled = Some(disk::identity(&root));
                 } else if found.unreadable.is_empty() && self.filled != Some(disk::identity(&root)) {
@@ -221,23 +228,23 @@ impl Folder {
         found
     }
 
-    /// Reads a file, and compares its content with its known definitions.
-    fn read(&mut self, path: &Path, now: Instant) -> Update {
-        let (read, content) = match disk::read_file(&self.base.join(path)) {
-            Ok(Some((stamp, content))) => (Some((stamp, self.hasher.hash_one(&content))), Ok(content)),
-            Ok(None) => (None, Ok(Vec::new())),
-            Err(error) => (None, Err(format!("the file {}", disk::unreadable(&error)))),
+    /// Reads a file, and compares its content with its known definitions. A file that was not found
+    /// is empty: another file may have its path now that does not belong to the root. The error
+    /// says since when the file has changes that cannot be read, because a program writes it.
+    fn read(&mut self, path: &Path, found: &Found, now: Instant, notices: &mut Notices) -> Result<Update, Instant> {
+        let (name, absolute) = (path.display().to_string(), self.base.join(path));
+        let is_found = found.files.contains_key(path);
+        let content = if is_found { notices.read(&absolute, now, || disk::read_file(&absolute))? } else { Ok(None) };
+        let (read, reason, parsed) = match &content {
+            Ok(Some((stamp, content))) => (Some(*stamp), "malformed_file", documents::parse(&name, content)),
+            Ok(None) => (None, "malformed_file", Parsed::default()),
+            Err(error) => {
+                let message = format!("the file {}", disk::unreadable(error));
+                (None, "unreadable_file", Parsed::unreadable(&name, message))
+            }
         };
-        let hash = |read: Option<(Stamp, u64)>| read.map(|(_, hash)| hash);
-        let before = std::mem::replace(&mut self.files.entry(path.to_owned()).or_default().read, read);
-        if read.is_some() && hash(read) == hash(before) {
-            return Update::default();
-        }
-        let name = path.display().to_string();
-        match &content {
-            Ok(content) => self.take(path, "malformed_file", documents::parse(&name, content), now),
-            Err(message) => self.take(path, "unreadable_file", Parsed::unreadable(&name, message.clone()), now),
-        }
+        self.files.entry(path.to_owned()).or_default().read = read;
+        Ok(self.take(path, reason, parsed, now))
     }
 
     /// Compares the content of a file with its known definitions.
@@ -346,6 +353,10 @@ impl Folder {
 /// Why a folder without manifests is not used, unless it contained manifests before.
 const EMPTY: &str = "contains no manifest, so it may not be mounted or cloned yet: if it is meant to be empty, write an \
                      empty List into it (apiVersion: v1, kind: List)";
+
+/// Why a file is left out.
+const WRITTEN: &str = "has changes that were not read yet, because a program has it open for writing, or writes it \
+                       again and again: write another file, and rename it to this one";
 
 fn duplicate(key: &ObjectKey, origin: &str, first: &str) -> Problem {
     let message =

@@ -1,9 +1,9 @@
 //! Reads objects from a folder of manifests, and follows the changes of the files.
 //!
 //! A scan compares the names and metadata of all files, and reads the files that have changed.
-//! inotify reports when to scan. A scan every [`RESCAN`] finds changes that inotify does not
-//! report: behind symlinks that lead out of the folder, and on network file systems. `folder.rs`
-//! describes when an edit removes an object.
+//! inotify reports when to scan, and which files are being written. A scan every [`RESCAN`] finds
+//! changes that inotify does not report: behind symlinks to files, and on network file systems.
+//! `folder.rs` describes when an edit removes an object.
 
 mod disk;
 mod documents;
@@ -11,8 +11,9 @@ mod folder;
 mod notices;
 
 use std::{
+    os::unix::net::UnixStream,
     path::{Path, PathBuf},
-    sync::{Arc, mpsc},
+    sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -20,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::{
     folder::{Folder, Update},
-    notices::{Notices, Watch},
+    notices::Notices,
 };
 use super::SourceError;
 use crate::{
@@ -31,22 +32,6 @@ use crate::{
 /// Time between scans.
 const RESCAN: Duration = Duration::from_secs(10);
 
-/// A message for the reading thread.
-enum Message {
-    Noticed(notify::Result<notify::Event>),
-    Stop,
-}
-
-/// Stops the reading thread, also when the future that waits for the thread is dropped.
-struct StopOnDrop(mpsc::Sender<Message>);
-
-impl Drop for StopOnDrop {
-    fn drop(&mut self) {
-        // Sending fails only if the thread has already ended.
-        let _ = self.0.send(Message::Stop);
-    }
-}
-
 /// Reads a folder until `shutdown`, and passes its changes to `sink`. While the folder cannot be
 /// used, `sink` learns that the source is cut off, and the objects that were read before stay in
 /// use.
@@ -56,10 +41,9 @@ pub(super) async fn run(
     sink: Arc<dyn Sink>,
     shutdown: CancellationToken,
 ) -> Result<(), SourceError> {
-    let (sender, messages) = mpsc::channel();
-    let stop = StopOnDrop(sender.clone());
-    let mut reading =
-        tokio::task::spawn_blocking(move || Reader::start(&folder, agent_nodes, sink, sender).run(&messages));
+    // The reading thread ends when `stop` is closed, also when this future is dropped.
+    let (stop, stopped) = UnixStream::pair().map_err(|error| SourceError::WatchEnded(error.to_string()))?;
+    let mut reading = tokio::task::spawn_blocking(move || Reader::start(&folder, agent_nodes, sink).run(&stopped));
     let ended = tokio::select! {
         () = shutdown.cancelled() => {
             drop(stop);
@@ -75,8 +59,6 @@ struct Reader {
     folder: Folder,
     intake: Intake,
     notices: Notices,
-    watch: Watch,
-    sender: mpsc::Sender<Message>,
     next_scan: Instant,
 }
 
@@ -93,54 +75,39 @@ struct Intake {
 
 impl Reader {
     /// Starts to watch the folder, and reads all its files once.
-    fn start(root: &Path, agent_nodes: NodeSelector, sink: Arc<dyn Sink>, sender: mpsc::Sender<Message>) -> Self {
+    fn start(root: &Path, agent_nodes: NodeSelector, sink: Arc<dyn Sink>) -> Self {
         // Notifications name files by absolute paths.
         let root = std::path::absolute(root).unwrap_or_else(|_| root.to_owned());
         let model = Model::default().with_agent_nodes(agent_nodes);
         let mut reader = Self {
-            watch: Watch::start(&root, sender.clone(), &*sink),
+            notices: Notices::new(root.clone()),
             folder: Folder::new(root),
             intake: Intake { model, shown_problems: Vec::new(), sink, position_ms: 0, is_synced: false, cut_off: None },
-            notices: Notices::default(),
-            sender,
             next_scan: Instant::now(),
         };
         reader.scan(Instant::now());
         reader
     }
 
-    fn run(mut self, messages: &mpsc::Receiver<Message>) {
+    fn run(mut self, stopped: &UnixStream) {
         loop {
             let now = Instant::now();
             let due =
                 [self.notices.due(), self.folder.next_look].into_iter().flatten().fold(self.next_scan, Instant::min);
             if due <= now {
                 self.scan(now);
-                continue;
             }
-            match messages.recv_timeout(due - now) {
-                Ok(Message::Stop) | Err(mpsc::RecvTimeoutError::Disconnected) => return,
-                Ok(Message::Noticed(Ok(event))) => self.notices.note(&event, Instant::now()),
-                Ok(Message::Noticed(Err(error))) => {
-                    self.intake.sink.count_error(SourceKind::Files, "notification_error");
-                    tracing::warn!("a notification of changed files was lost ({error}); the folder is scanned");
-                    self.notices.note_all(Instant::now());
-                }
-                Err(mpsc::RecvTimeoutError::Timeout) => {}
+            if self.notices.wait(due - now, stopped) {
+                return;
             }
         }
     }
 
     /// Reads the files that have changed, and commits their changes.
     fn scan(&mut self, now: Instant) {
-        // A new watch starts before the scan, so that no change after the scan is missed.
-        if !self.watch.is_current(&self.folder.root) {
-            self.watch = Watch::start(&self.folder.root, self.sender.clone(), &*self.intake.sink);
-        }
-        self.notices.clear(now);
         self.next_scan = now + RESCAN;
         let Self { folder, intake, notices, .. } = self;
-        folder.scan(now, |path| notices.is_being_written(path), |update| intake.take_in(update));
+        folder.scan(now, notices, |update| intake.take_in(update));
         intake.commit(folder, now);
     }
 }

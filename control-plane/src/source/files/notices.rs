@@ -1,27 +1,30 @@
-//! Notifications of changed files: when to scan the folder, and which files not to read yet.
+//! Notifications of the kernel (inotify): when to scan the folder, and which files are written.
 //!
-//! The folder is scanned [`QUIET`] after the last notification. A file that a program has open for
-//! writing is left out until the program closes the file, but at most for [`LONGEST_WRITING`],
-//! because the first half of a manifest may be a valid manifest.
+//! The folder is scanned [`QUIET`] after the last notification. The first half of a manifest may be
+//! a valid manifest. So a file counts as read only if no program has written into it from its last
+//! close to the end of the read. The kernel queues a notification before the program's call
+//! returns, so the queue shows this after the read.
+//!
+//! A program may write a file again as soon as it has closed it. If a file has changes that were
+//! not read for [`LONGEST_UNREST`], the folder is scanned at the moment when the file is closed.
 
 use std::{
-    collections::BTreeMap,
-    fs,
-    path::{Component, Path, PathBuf},
-    sync::mpsc,
+    collections::{BTreeMap, HashMap},
+    os::{fd::AsFd, unix::net::UnixStream},
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
-use notify::{
-    Event, EventKind, RecursiveMode, Watcher as _,
-    event::{AccessKind, AccessMode, CreateKind, ModifyKind, RemoveKind},
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, poll},
+    sys::inotify::{AddWatchFlags as Mask, InitFlags, Inotify, InotifyEvent, WatchDescriptor},
 };
 
 use super::{
-    Message, RESCAN,
-    disk::{Identity, identity, is_hidden, is_manifest},
+    RESCAN,
+    disk::{is_hidden, is_manifest},
 };
-use crate::transaction::{Sink, SourceKind};
 
 /// The folder is scanned this long after the last notification.
 const QUIET: Duration = Duration::from_millis(50);
@@ -29,182 +32,268 @@ const QUIET: Duration = Duration::from_millis(50);
 /// A folder that changes again and again is scanned this long after the first notification.
 const LONGEST_UNREST: Duration = Duration::from_millis(500);
 
-/// A file that a program keeps open for writing is read this long after the first notification.
-const LONGEST_WRITING: Duration = Duration::from_secs(5);
+/// A file whose changes cannot be read for so long is a problem.
+pub(super) const LONGEST_WRITING: Duration = Duration::from_secs(5);
 
 /// The number of files that may be left out.
 const WRITING_LIMIT: usize = 10_000;
 
-/// All pending notifications.
-#[derive(Debug, Default)]
+/// The notifications of a folder, and what follows from them.
+#[derive(Debug)]
 pub(super) struct Notices {
-    /// The first and the last notification.
+    root: PathBuf,
+    /// `None` if the system gives no notifications.
+    inotify: Option<Inotify>,
+    /// The path of each watch.
+    watched: HashMap<WatchDescriptor, PathBuf>,
+    /// The first and the last notification since the last scan.
     pending: Option<(Instant, Instant)>,
-    /// The files that programs have open for writing, since when.
-    writing: BTreeMap<PathBuf, Instant>,
+    /// When the folder was last scanned because of [`LONGEST_UNREST`].
+    hurried: Option<Instant>,
+    /// The files with changes that were not read: since when, and whether a program has the file
+    /// open for writing.
+    pub(super) unread: BTreeMap<PathBuf, (Instant, bool)>,
 }
 
 impl Notices {
-    /// Records a notification.
-    pub(super) fn note(&mut self, event: &Event, now: Instant) {
-        self.note_all(now);
-        for path in &event.paths {
-            match event.kind {
-                EventKind::Modify(ModifyKind::Data(_)) if self.writing.len() < WRITING_LIMIT => {
-                    self.writing.entry(path.clone()).or_insert(now);
-                }
-                EventKind::Modify(ModifyKind::Metadata(_) | ModifyKind::Data(_)) => {}
-                // The file was closed, or another file has this name now.
-                _ => drop(self.writing.remove(path)),
+    pub(super) fn new(root: PathBuf) -> Self {
+        let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).inspect_err(warn).ok();
+        let (watched, unread) = (HashMap::new(), BTreeMap::new());
+        Self { root, inotify, watched, pending: None, hurried: None, unread }
+    }
+
+    /// Forgets the notifications before a scan, and watches the root and the folders above it, in
+    /// which the root may appear, disappear, or be replaced.
+    pub(super) fn begin_scan(&mut self, now: Instant) {
+        self.take_in(now);
+        let is_hurried = self.pending.take().is_some_and(|(first, _)| first + LONGEST_UNREST <= now);
+        self.hurried = if is_hurried { Some(now) } else { self.hurried };
+        self.watched.clear();
+        let root = self.root.clone();
+        root.ancestors().for_each(|path| self.watch(path));
+    }
+
+    /// Watches a file or a folder until the next scan, which renews the watch.
+    pub(super) fn watch(&mut self, path: &Path) {
+        let reads = Mask::IN_ACCESS | Mask::IN_OPEN | Mask::IN_CLOSE_NOWRITE;
+        match self.inotify.as_ref().map(|inotify| inotify.add_watch(path, Mask::IN_ALL_EVENTS - reads)) {
+            Some(Ok(watch)) => drop(self.watched.insert(watch, path.to_owned())),
+            Some(Err(error @ Errno::ENOSPC)) => {
+                warn(&error);
+                (self.inotify, self.unread) = (None, BTreeMap::new());
             }
+            _ => {}
         }
     }
 
-    /// Records that every file may have changed.
-    pub(super) fn note_all(&mut self, now: Instant) {
-        self.pending = Some((self.pending.map_or(now, |(first, _)| first), now));
+    /// Waits for a notification, at most for `time`. Returns true if the other end of `stopped` is
+    /// closed.
+    pub(super) fn wait(&mut self, time: Duration, stopped: &UnixStream) -> bool {
+        let files = [stopped.as_fd()].into_iter().chain(self.inotify.as_ref().map(AsFd::as_fd));
+        let mut files: Vec<_> = files.map(|file| PollFd::new(file, PollFlags::POLLIN)).collect();
+        // A part of a millisecond would be no wait at all.
+        let milliseconds = u16::try_from(time.as_millis() + 1).unwrap_or(u16::MAX);
+        // After an error, the caller looks again what is due.
+        let is_stopped = poll(&mut files, milliseconds).is_ok() && files[0].any() == Some(true);
+        self.take_in(Instant::now());
+        is_stopped
     }
 
-    /// Whether a program has the file open for writing.
-    pub(super) fn is_being_written(&self, path: &Path) -> bool {
-        self.writing.contains_key(path)
+    /// Takes in all notifications so far.
+    fn take_in(&mut self, now: Instant) {
+        while let Some(Ok(events)) = self.inotify.as_ref().map(Inotify::read_events) {
+            events.into_iter().for_each(|event| self.note(event, now));
+        }
+    }
+
+    fn note(&mut self, event: InotifyEvent, now: Instant) {
+        let folder = match self.watched.get(&event.wd) {
+            // Notifications were lost, so every file may have changed.
+            _ if event.mask.contains(Mask::IN_Q_OVERFLOW) => &self.root,
+            Some(folder) => folder,
+            // The folder has another name now.
+            None => {
+                let _ = self.inotify.as_ref().map(|inotify| inotify.rm_watch(event.wd));
+                return;
+            }
+        };
+        let path = event.name.map_or_else(|| folder.clone(), |name| folder.join(name));
+        if !is_relevant(event.mask, &path, &self.root) {
+            return;
+        }
+        if event.mask.contains(Mask::IN_MODIFY) {
+            if self.unread.len() < WRITING_LIMIT {
+                self.unread.entry(path).or_insert((now, true)).1 = true;
+            }
+            // The folder is scanned when the file is closed.
+            return;
+        }
+        let mut first = now;
+        if !event.mask.contains(Mask::IN_ATTRIB) {
+            // The file was closed, or another file or folder has this name now. A file that changes all
+            // the time does not make the reader scan all the time.
+            let has_rested = self.hurried.is_none_or(|hurried| hurried + QUIET <= now);
+            let at_path = self.unread.range_mut(path.clone()..).take_while(|(file, _)| file.starts_with(&path));
+            for (_, (since, is_open)) in at_path {
+                *is_open = false;
+                first = if has_rested { first.min(*since) } else { first };
+            }
+        }
+        self.pending = Some((self.pending.map_or(first, |(before, _)| before.min(first)), now));
     }
 
     /// When the folder is to be scanned; `None` if no notification is pending.
     pub(super) fn due(&self) -> Option<Instant> {
-        let pending = self.pending.map(|(first, last)| (last + QUIET).min(first + LONGEST_UNREST));
-        self.writing.values().map(|since| *since + LONGEST_WRITING).chain(pending).min()
+        self.pending.map(|(first, last)| (last + QUIET).min(first + LONGEST_UNREST))
     }
 
-    /// Forgets the notifications before a scan.
-    pub(super) fn clear(&mut self, now: Instant) {
-        self.pending = None;
-        self.writing.retain(|_, since| now < *since + LONGEST_WRITING);
-    }
-}
-
-/// Watches the root, all that is below it, and the folders above it, in which the root may appear,
-/// disappear, or be replaced.
-pub(super) struct Watch {
-    /// `None` if the system gives no notifications. The thread of the watcher runs until the
-    /// watcher is dropped.
-    _watcher: Option<notify::RecommendedWatcher>,
-    /// The root and the folders above it.
-    watched: Vec<Option<Identity>>,
-}
-
-fn identities(root: &Path) -> Vec<Option<Identity>> {
-    root.ancestors().map(|path| fs::metadata(path).ok().as_ref().map(identity)).collect()
-}
-
-impl Watch {
-    pub(super) fn start(root: &Path, sender: mpsc::Sender<Message>, sink: &dyn Sink) -> Self {
-        let watched = identities(root);
-        let watcher = watch(root, sender).map_err(|error| {
-            sink.count_error(SourceKind::Files, "no_notifications");
-            let seconds = RESCAN.as_secs();
-            tracing::warn!(
-                "the system gives no notifications of changed files, so the folder is only scanned every {seconds} seconds: {error}"
-            );
-        });
-        Self { _watcher: watcher.ok(), watched }
-    }
-
-    /// Whether the root and the folders above it are still those that are watched.
-    pub(super) fn is_current(&self, root: &Path) -> bool {
-        self.watched == identities(root)
-    }
-}
-
-fn watch(root: &Path, sender: mpsc::Sender<Message>) -> notify::Result<notify::RecommendedWatcher> {
-    let of_root = root.to_owned();
-    let mut watcher = notify::recommended_watcher(move |noticed: notify::Result<Event>| {
-        if noticed.as_ref().map_or(true, |event| is_relevant(event, &of_root)) {
-            // Sending fails only if the reading thread has ended.
-            let _ = sender.send(Message::Noticed(noticed));
+    /// Calls `read` for a file. Returns its result if the file was whole all the time. The error
+    /// says since when the file has changes that were not read.
+    pub(super) fn read<T>(&mut self, path: &Path, now: Instant, read: impl FnOnce() -> T) -> Result<T, Instant> {
+        self.take_in(now);
+        let before = self.unread.get(path).copied();
+        if let Some((since, true)) = before {
+            return Err(since);
         }
-    })?;
-    for above in root.ancestors().skip(1) {
-        // Without this watch, the next scan finds a root that has been replaced.
-        let _ = watcher.watch(above, RecursiveMode::NonRecursive);
+        self.unread.remove(path);
+        let result = read();
+        self.take_in(now);
+        let Some((since, _)) = self.unread.get_mut(path) else { return Ok(result) };
+        *since = before.map_or(*since, |(first, _)| first);
+        Err(*since)
     }
-    match watcher.watch(root, RecursiveMode::Recursive) {
-        Err(error) if root.exists() => Err(error),
-        _ => Ok(watcher),
-    }
+}
+
+fn warn(error: &Errno) {
+    let seconds = RESCAN.as_secs();
+    tracing::warn!("no notifications of changed files, so the folder is only scanned every {seconds} seconds: {error}");
 }
 
 /// Whether a notification may be about a manifest, a folder, or the root. Kubernetes replaces the
 /// symlink `..data` when a mounted ConfigMap changes, so names that begin with `..` count.
-fn is_relevant(event: &Event, root: &Path) -> bool {
-    let is_of_file = matches!(
-        event.kind,
-        EventKind::Access(_)
-            | EventKind::Create(CreateKind::File)
-            | EventKind::Modify(ModifyKind::Data(_))
-            | EventKind::Remove(RemoveKind::File)
-    );
-    let is_read = matches!(event.kind, EventKind::Access(access) if access != AccessKind::Close(AccessMode::Write));
-    let is_of_interest = |path: &PathBuf| {
-        let Ok(inside) = path.strip_prefix(root) else { return root.starts_with(path) };
-        let is_ignored = |component| matches!(component, Component::Normal(name) if is_hidden(name) && !name.as_encoded_bytes().starts_with(b".."));
-        !inside.components().any(is_ignored) && (!is_of_file || is_manifest(inside) || inside.as_os_str().is_empty())
-    };
-    event.need_rescan() || (!is_read && event.paths.iter().any(is_of_interest))
+fn is_relevant(mask: Mask, path: &Path, root: &Path) -> bool {
+    let Ok(inside) = path.strip_prefix(root) else { return root.starts_with(path) };
+    let Some(name) = inside.file_name() else { return true };
+    let of_files = Mask::IN_MODIFY | Mask::IN_CLOSE_WRITE | Mask::IN_CREATE | Mask::IN_DELETE;
+    let is_of_file = mask.intersects(of_files) && !mask.contains(Mask::IN_ISDIR);
+    let is_ignored = is_hidden(name) && !name.as_encoded_bytes().starts_with(b"..");
+    !is_ignored && (!is_of_file || is_manifest(inside))
 }
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use notify::event::DataChange;
+    use std::{
+        fs::{self, File},
+        io::Write as _,
+    };
 
     use super::*;
 
-    fn event(kind: EventKind, path: &str) -> Event {
-        Event::new(kind).add_path(Path::new("/some/where").join(path))
+    /// The notices of a new folder that was scanned at `start`, and a file in the folder.
+    fn started(start: Instant) -> (tempfile::TempDir, PathBuf, Notices) {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, mut notices) = (folder.path().join("a.yaml"), Notices::new(folder.path().to_owned()));
+        fs::write(&file, "old").unwrap();
+        notices.begin_scan(start);
+        assert_eq!(notices.due(), None);
+        (folder, file, notices)
     }
-
-    const WROTE: EventKind = EventKind::Modify(ModifyKind::Data(DataChange::Any));
-    const CLOSED: EventKind = EventKind::Access(AccessKind::Close(AccessMode::Write));
 
     #[test]
     fn a_file_is_read_when_its_writer_has_closed_it() {
-        let (start, file) = (Instant::now(), Path::new("/some/where/a.yaml"));
-        let mut notices = Notices::default();
-        notices.note(&event(EventKind::Create(CreateKind::File), "a.yaml"), start);
-        notices.note(&event(WROTE, "a.yaml"), start);
-        assert_eq!(notices.due(), Some(start + QUIET));
-        notices.clear(start + QUIET);
-        assert!(notices.is_being_written(file), "the file is still open");
-        assert_eq!(notices.due(), Some(start + LONGEST_WRITING));
-        let closed = start + Duration::from_secs(1);
-        notices.note(&event(CLOSED, "a.yaml"), closed);
-        assert!(!notices.is_being_written(file));
-        assert_eq!(notices.due(), Some(closed + QUIET));
-        notices.note(&event(WROTE, "a.yaml"), closed);
-        notices.clear(closed + LONGEST_WRITING);
-        assert!(!notices.is_being_written(file), "the file was never closed");
+        let start = Instant::now();
+        let (_folder, file, mut notices) = started(start);
+        let read = |notices: &mut Notices, now| notices.read(&file, now, || fs::read_to_string(&file).unwrap());
+        assert_eq!(read(&mut notices, start), Ok("old".to_owned()));
+        // As a shell does before it starts the program that writes.
+        let mut writer = File::create(&file).unwrap();
+        assert_eq!(read(&mut notices, start), Err(start));
+        writer.write_all(b"new").unwrap();
+        assert_eq!(read(&mut notices, start + LONGEST_WRITING), Err(start), "the file is still open");
         assert_eq!(notices.due(), None);
+        drop(writer);
+        assert_eq!(read(&mut notices, start + QUIET), Ok("new".to_owned()));
+        assert_eq!(notices.due(), Some(start + QUIET * 2));
+        assert!(notices.unread.is_empty());
+    }
+
+    #[test]
+    fn what_was_written_meanwhile_was_not_read() {
+        let start = Instant::now();
+        let (folder, file, mut notices) = started(start);
+        let write = || fs::write(&file, "new").unwrap();
+        assert_eq!(notices.read(&file, start, write), Err(start), "the file is closed again");
+        assert_eq!(notices.read(&file, start + QUIET, write), Err(start));
+        let write_other = || fs::write(folder.path().join("b.yaml"), "new").unwrap();
+        assert_eq!(notices.read(&file, start + QUIET, write_other), Ok(()));
+        // Another file has the name, or none.
+        for is_renamed in [true, false] {
+            let _writer = File::create(&file).unwrap();
+            assert_eq!(notices.read(&file, start, || {}), Err(start));
+            if is_renamed {
+                fs::rename(folder.path().join("b.yaml"), &file).unwrap();
+            } else {
+                fs::remove_file(&file).unwrap();
+            }
+            assert_eq!(notices.read(&file, start, || {}), Ok(()));
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_written_again_and_again_is_read_at_once_when_it_is_closed() {
+        let start = Instant::now();
+        let (_folder, file, mut notices) = started(start);
+        // Each scan finds the file open, some of them just before it is closed.
+        let mut now = start;
+        for after in [QUIET, QUIET * 3, QUIET, QUIET * 3, QUIET * 2] {
+            let writer = File::create(&file).unwrap();
+            now += QUIET * 2;
+            notices.begin_scan(now);
+            assert!(notices.read(&file, now, || {}).is_err());
+            now += after / 2;
+            drop(writer);
+            notices.take_in(now);
+        }
+        assert!(notices.due().unwrap() <= now, "the first change was not read for LONGEST_UNREST");
+        // It is written again before it could be read.
+        notices.begin_scan(now);
+        assert!(notices.read(&file, now, || fs::write(&file, "new").unwrap()).is_err());
+        notices.take_in(now + QUIET / 2);
+        assert!(notices.due().unwrap() > now + QUIET / 2, "the next scan is not too soon");
+        fs::write(&file, "new").unwrap();
+        notices.take_in(now + QUIET);
+        assert!(notices.due().unwrap() <= now + QUIET);
+        notices.begin_scan(now + QUIET);
+        assert_eq!(notices.read(&file, now + QUIET, || {}), Ok(()));
     }
 
     #[test]
     fn a_folder_that_never_rests_is_scanned() {
-        let (start, mut notices) = (Instant::now(), Notices::default());
+        let start = Instant::now();
+        let (_folder, file, mut notices) = started(start);
         for number in 0..100 {
-            notices.note(&event(CLOSED, "a.yaml"), start + QUIET / 2 * number);
+            fs::write(&file, "new").unwrap();
+            notices.take_in(start + QUIET / 2 * number);
         }
         assert_eq!(notices.due(), Some(start + LONGEST_UNREST));
     }
 
     #[test]
     fn notifications_about_other_files_are_ignored() {
-        let is_relevant = |kind, path: &str| is_relevant(&event(kind, path), Path::new("/some/where"));
-        for path in [".a.yaml.swp", "notes.txt", ".git/x.yaml", "/some/other/x.yaml", "/some/wherever"] {
-            assert!(!is_relevant(WROTE, path), "{path}");
+        let is_relevant = |mask, path: &str| {
+            let root = Path::new("/some/where");
+            is_relevant(mask, &root.join(path), root)
+        };
+        for path in [".a.yaml.swp", "notes.txt", "/some/other/x.yaml", "/some/wherever"] {
+            assert!(!is_relevant(Mask::IN_MODIFY, path), "{path}");
         }
-        assert!(!is_relevant(EventKind::Access(AccessKind::Open(AccessMode::Read)), "a.yaml"));
-        for path in ["..data", "..2026/a.yaml", "a.yaml", "folder.d", "", "/some"] {
-            assert!(is_relevant(EventKind::Create(CreateKind::Any), path), "{path}");
+        assert!(!is_relevant(Mask::IN_CREATE | Mask::IN_ISDIR, ".git"));
+        for path in ["..data", "folder.d", "a.yaml", "", "/some"] {
+            assert!(is_relevant(Mask::IN_MOVED_TO, path), "{path}");
+        }
+        for path in ["folder", ""] {
+            assert!(is_relevant(Mask::IN_CREATE | Mask::IN_ISDIR, path), "{path}");
         }
     }
 }

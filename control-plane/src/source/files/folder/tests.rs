@@ -1,5 +1,10 @@
 #![allow(clippy::unwrap_used)]
-use std::os::unix::{fs::symlink, net::UnixListener};
+use std::{
+    fs::File as Writer,
+    io::Write as _,
+    os::unix::{fs::symlink, net::UnixListener},
+    time::UNIX_EPOCH,
+};
 
 use headgate_core::{Dirty, State};
 use proptest::prelude::*;
@@ -14,6 +19,7 @@ use crate::{
 /// A replica that reads a folder. Time passes only in [`Replica::scan`].
 struct Replica {
     folder: Folder,
+    notices: Notices,
     model: Model,
     state: State,
     nodes: BTreeMap<String, String>,
@@ -24,9 +30,10 @@ struct Replica {
 
 impl Replica {
     fn new(root: &Path) -> Self {
-        let (folder, model, state) = (Folder::new(root.to_owned()), Model::default(), State::default());
+        let (folder, notices) = (Folder::new(root.to_owned()), Notices::new(root.to_owned()));
+        let (model, state) = (Model::default(), State::default());
         let (nodes, problems, now) = (BTreeMap::new(), BTreeMap::new(), Instant::now());
-        Self { folder, model, state, nodes, problems, parsed_files: 0, now }
+        Self { folder, notices, model, state, nodes, problems, parsed_files: 0, now }
     }
 
     fn started(root: &Path) -> Self {
@@ -38,15 +45,10 @@ impl Replica {
     /// Scans the folder after this time. Returns the names of the objects that have changed, in
     /// order, each with `+` or `-`.
     fn scan(&mut self, after: Duration) -> Vec<String> {
-        self.scan_except(after, None)
-    }
-
-    fn scan_except(&mut self, after: Duration, written: Option<&Path>) -> Vec<String> {
         self.now += after;
         let mut changed = Vec::new();
-        let Self { folder, model, problems, parsed_files, now, .. } = self;
-        let is_being_written = |path: &Path| Some(path) == written;
-        folder.scan(*now, is_being_written, |update| {
+        let Self { folder, notices, model, problems, parsed_files, now, .. } = self;
+        folder.scan(*now, notices, |update| {
             for (location, reason, of_location) in update.problems {
                 *parsed_files += usize::from(reason == "malformed_file");
                 problems.insert(location, of_location);
@@ -125,7 +127,11 @@ const NOTHING: [&str; 0] = [];
 fn only_changed_files_are_parsed_and_reported() {
     let root = tempfile::tempdir().unwrap();
     for number in 0..100 {
-        put(&root, &format!("{number}.yaml"), &(node(&format!("a{number}")) + &node(&format!("b{number}"))));
+        let name = format!("{number}.yaml");
+        put(&root, &name, &(node(&format!("a{number}")) + &node(&format!("b{number}"))));
+        // A file that has just changed is read again.
+        let file = Writer::options().append(true).open(root.path().join(name)).unwrap();
+        file.set_modified(UNIX_EPOCH).unwrap();
     }
     let mut replica = Replica::new(root.path());
     assert_eq!(replica.scan(Duration::ZERO).len(), 200);
@@ -151,14 +157,67 @@ fn objects_that_a_file_no_longer_defines_are_removed_after_a_while() {
     put(&root, "a.yaml", &node("a"));
     assert_eq!(replica.scan(SETTLE / 4), NOTHING);
     assert_eq!(replica.scan(SETTLE), NOTHING);
-    remove(&root, "a.yaml");
+    put(&root, "a.yaml", "# nothing\n");
     assert_eq!(replica.scan(SETTLE), NOTHING);
     // While the file is being written, nothing is removed.
-    let path = root.path().join("a.yaml");
-    assert_eq!(replica.scan_except(SETTLE, Some(&path)), NOTHING);
+    let writer = Writer::create(root.path().join("a.yaml")).unwrap();
+    assert_eq!(replica.scan(SETTLE), NOTHING);
     assert_eq!(replica.folder.next_look, None, "the end of the write wakes the reader");
+    drop(writer);
     assert_eq!(replica.scan(SETTLE), ["-a"]);
+    remove(&root, "a.yaml");
+    assert_eq!(replica.scan(SETTLE), NOTHING);
     assert!(replica.folder.files.is_empty() && replica.folder.objects.is_empty());
+}
+
+#[test]
+fn a_file_that_is_being_written_is_left_out_and_becomes_a_problem() {
+    let root = tempfile::tempdir().unwrap();
+    put(&root, "a.yaml", &(node("a") + &node("b")));
+    let mut replica = Replica::started(root.path());
+    let mut writer = Writer::create(root.path().join("a.yaml")).unwrap();
+    assert_eq!(replica.scan(SETTLE), NOTHING);
+    writer.write_all(node("a").as_bytes()).unwrap();
+    assert_eq!(replica.scan(SETTLE), NOTHING);
+    assert_eq!((replica.scan(SETTLE), replica.problem_texts()), (Vec::new(), Vec::new()));
+    assert_eq!(replica.scan(LONGEST_WRITING), NOTHING);
+    let problems = replica.problem_texts().join("\n");
+    assert!(problems.contains("/a.yaml: has changes that were not read yet"), "{problems}");
+    assert!(problems.ends_with("; what it defined before stays in use"), "{problems}");
+    writer.write_all(node("c").as_bytes()).unwrap();
+    drop(writer);
+    assert_eq!(replica.scan(Duration::ZERO), ["+c"]);
+    assert_eq!(replica.problem_texts(), NOTHING);
+    assert_eq!(replica.scan(SETTLE), ["-b"]);
+    // A replica that starts meanwhile does not know what the file defines.
+    let mut replica = Replica::new(root.path());
+    replica.notices.begin_scan(replica.now);
+    let mut writer = Writer::create(root.path().join("a.yaml")).unwrap();
+    replica.scan(Duration::ZERO);
+    assert!(!replica.is_ready() && replica.nodes.is_empty());
+    writer.write_all(node("d").as_bytes()).unwrap();
+    drop(writer);
+    assert_eq!(replica.scan(Duration::ZERO), ["+d"]);
+    assert!(replica.is_ready());
+}
+
+#[test]
+fn the_problem_of_a_file_ends_with_the_file_also_if_its_folder_could_not_be_read() {
+    let root = tempfile::tempdir().unwrap();
+    let sub = root.path().join("sub");
+    fs::create_dir(&sub).unwrap();
+    put(&root, "sub/a.yaml", "kind: [\n");
+    let mut replica = Replica::started(root.path());
+    assert_eq!(replica.problem_texts().len(), 1);
+    // A symlink to itself cannot be read, even by root.
+    fs::rename(&sub, root.path().join(".away")).unwrap();
+    symlink("sub", &sub).unwrap();
+    replica.scan(SETTLE);
+    assert_eq!(replica.problem_texts().len(), 2);
+    fs::remove_file(&sub).unwrap();
+    put(&root, "b.yaml", &node("b"));
+    assert_eq!(replica.scan(SETTLE), ["+b"]);
+    assert_eq!(replica.problem_texts(), NOTHING);
 }
 
 #[test]
@@ -286,6 +345,7 @@ fn a_folder_is_empty_only_if_it_had_manifests_or_says_so() {
     let root = above.path().join("root");
     let mut replica = Replica::started(&root);
     assert!(replica.folder.unreadable().unwrap().contains("create it"), "{:?}", replica.folder.unreadable());
+    assert!(replica.problem_texts()[0].starts_with(&format!(": {}: cannot be read", root.display())));
     fs::create_dir(&root).unwrap();
     replica.scan(SETTLE);
     assert!(replica.folder.unreadable().unwrap().contains("no manifest"), "{:?}", replica.folder.unreadable());
@@ -320,6 +380,8 @@ fn the_root_may_be_a_file_or_a_symlink_and_may_change() {
         fs::write(above.path().join(name).join("n.yaml"), text).unwrap();
     }
     fs::write(above.path().join("file"), node("c") + &node("d")).unwrap();
+    // This file has a name of the folder, and is never a part of the root.
+    fs::write(above.path().join("n.yaml"), node("foreign")).unwrap();
     let root = above.path().join("root");
     let become_link = |to: &str| {
         symlink(to, above.path().join("new")).unwrap();
