@@ -140,22 +140,21 @@ async fn every_replica_shows_that_two_agents_of_one_replica_replace_each_other()
     }
     for replica in &pair.replicas {
         let mut inspect = inspect(replica).await;
+        let (mut status, mut degraded) = (v1::GetStatusResponse::default(), Vec::new());
         // The other replica may not be joined yet.
-        let mut status = v1::GetStatusResponse::default();
         for _ in 0..600 {
             status = inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
-            if !status.problems.is_empty() {
+            let mut agents = inspect.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
+            while let Some(agent) = agents.message().await.unwrap() {
+                degraded.extend(agent.degraded);
+            }
+            if !status.problems.is_empty() && !degraded.is_empty() {
                 break;
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         let [problem] = &status.problems[..] else { panic!("{status:?}") };
         assert_eq!(problem.object, "Node a", "{problem:?}");
-        let mut agents = inspect.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
-        let mut degraded = Vec::new();
-        while let Some(agent) = agents.message().await.unwrap() {
-            degraded.extend(agent.degraded);
-        }
         assert_eq!(degraded, [problem.message.as_str()]);
     }
 }
