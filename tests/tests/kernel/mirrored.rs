@@ -115,7 +115,7 @@ fn random_service(number: usize, rng: &mut fastrand::Rng) -> Service {
         // Without a fixed number, the API server may choose a health-check node port that a later
         // Service asks for.
         service.patch =
-            Some(|service| json!({ "spec": { "healthCheckNodePort": 32_000 + u16::from(service.number) } }));
+            Some(|service| json!({ "spec": { "healthCheckNodePort": 32_500 + u16::from(service.number) } }));
     }
     service
 }
