@@ -141,10 +141,11 @@ async fn every_replica_shows_that_two_agents_of_one_replica_replace_each_other()
     for replica in &pair.replicas {
         let mut inspect = inspect(replica).await;
         let (mut status, mut degraded) = (v1::GetStatusResponse::default(), Vec::new());
-        // The other replica may not be joined yet.
+        // The other replica may not have heard of the agents yet.
         for _ in 0..600 {
             status = inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
             let mut agents = inspect.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
+            degraded.clear();
             while let Some(agent) = agents.message().await.unwrap() {
                 degraded.extend(agent.degraded);
             }

@@ -130,8 +130,8 @@ impl Notices {
         }
         let mut first = now;
         if !event.mask.contains(Mask::IN_ATTRIB) {
-            // The file was closed, or another file or folder has this name now. A file that changes
-            // all the time does not make the reader scan all the time.
+            // The file was closed, or another file or folder has this name now. A pause between
+            // scans remains, however often that happens.
             let has_rested = self.hurried.is_none_or(|hurried| hurried + QUIET <= now);
             let at_path = self.unread.range_mut(path.clone()..).take_while(|(file, _)| file.starts_with(&path));
             for (_, (since, is_open)) in at_path {
