@@ -3,9 +3,8 @@
 //!
 //! For the nft variant, the kernel announces what is deleted. For the legacy variant, a thread
 //! compares the sizes of the built-in chains, which hold the jumps to the chains of the agent. The
-//! agent itself deletes nothing there. Its full syncs add jumps, and with the nft variant so many
-//! rules that notifications are lost: neither counts while a full sync runs, so the agent's own
-//! syncs wake nobody.
+//! agent itself deletes nothing there. While its full sync runs, new jumps and lost notifications
+//! do not count, so the agent's own syncs wake nobody.
 
 use std::{
     any::Any,
