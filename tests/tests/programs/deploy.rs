@@ -10,6 +10,7 @@ use std::process::{Command, Stdio};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
+use data_encoding::BASE64;
 use headgate_tests::{
     apiserver::ApiUnderTest,
     testbed::{
@@ -491,7 +492,7 @@ fn run_without_cluster(commands: &str, folder: &Path) -> usize {
                 format!("{command} --help")
             }
             "helm" if command.starts_with("helm install") => command.replace("helm install", "helm template"),
-            "docker" | "helm" | "kubectl" | "mkdir" => continue,
+            "docker" | "helm" | "kubectl" | "mkdir" | "(umask" | "deploy/back-to-kube-proxy" => continue,
             other => panic!("{other} is neither a known program nor a tool of clusters: {command}"),
         };
         run(Command::new("sh").args(["-ec", &checked]).env("PATH", &path).current_dir(folder));
@@ -508,9 +509,13 @@ fn programs_accept_the_commands_of_the_pages() {
     let section = install.split("\n## ").find(|section| section.starts_with("Install\n")).unwrap();
     assert!(section.contains("All commands of this section need a cluster."));
     assert_eq!(install.matches("```sh").count(), section.matches("```sh").count(), "commands outside of the section");
+    let readme = page("README.md");
+    let short = readme.split("\n## ").find(|section| section.starts_with("Try it in a cluster\n")).unwrap();
     let migration = page("docs/migration.md");
     assert!(migration.contains("The commands with `kubectl` and `helm` need a cluster."));
-    for (text, count) in [(section, 4), (&migration, 5), (&page("docs/security.md"), 2), (&page("docs/tls.md"), 1)] {
+    for (text, count) in
+        [(section, 4), (short, 1), (&migration, 5), (&page("docs/security.md"), 2), (&page("docs/tls.md"), 1)]
+    {
         assert_eq!(run_without_cluster(&commands(text), &repository), count, "{text}");
     }
 }
@@ -592,8 +597,51 @@ fn certificates_contain_the_identities_that_the_control_plane_expects() {
 #[test]
 fn the_control_plane_accepts_only_clients_with_its_certificates() {
     let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| folder.path().join(name).display().to_string();
     run(certs(folder.path()).args(["--server-ip", "127.0.0.1", "--reader", "me"]));
+    accepts_only_its_clients(&folder);
+}
+
+/// The chart makes an authority and the certificate of the control plane if `certificates.create` is
+/// set. `headgatectl certs` continues with the files of this authority.
+#[test]
+fn certificates_of_the_chart_serve_the_programs() {
+    let settings = json!({ "data": { "controlPlane": "https://127.0.0.1:7443", "apiServerHost": "192.0.2.10",
+        "apiServerPort": "6443", "clusterCidr": "10.244.0.0/16" } });
+    let rendered = |value: &str| {
+        let output = chart(&settings).args(["--set", "certificates.create=true", "--set", value]).output().unwrap();
+        (output.status.success(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
+    };
+    let (is_rendered, error) =
+        rendered("controlPlane.replicas=2,controlPlane.extraArgs={--peers=replicas.example:7443}");
+    assert!(!is_rendered && error.contains("certificates.create serves one replica: make the certificates"), "{error}");
+
+    let (is_rendered, yaml) = rendered("image.repository=registry.example/headgate");
+    assert!(is_rendered, "{yaml}");
+    for version in KUBERNETES {
+        let (is_valid, report) = validate(version, &yaml);
+        assert!(is_valid, "Kubernetes {version}: {report}");
+    }
+    let objects = by_name(&yaml);
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("control-plane")).unwrap();
+    let write = |secret: &str, key: &str, file: &str| {
+        let text = objects[&("Secret".to_owned(), secret.to_owned())]["data"][key].as_str().unwrap();
+        std::fs::write(folder.path().join(file), BASE64.decode(text.as_bytes()).unwrap()).unwrap();
+    };
+    write("headgate-authority", "tls.crt", "ca.crt");
+    write("headgate-authority", "tls.key", "ca.key");
+    for key in ["ca.crt", "tls.crt", "tls.key"] {
+        write("headgate-control-plane-tls", key, &format!("control-plane/{key}"));
+    }
+    let authority = &objects[&("ConfigMap".to_owned(), "headgate-authority".to_owned())]["data"]["ca.crt"];
+    assert_eq!(authority.as_str().unwrap(), std::fs::read_to_string(folder.path().join("ca.crt")).unwrap());
+    run(certs(folder.path()).args(["--reader", "me"]));
+    accepts_only_its_clients(&folder);
+}
+
+/// `folder` has the certificates of an authority, of the control plane, and of the reader `me`.
+fn accepts_only_its_clients(folder: &tempfile::TempDir) {
+    let path = |name: &str| folder.path().join(name).display().to_string();
     std::fs::create_dir(folder.path().join("manifests")).unwrap();
     std::fs::write(path("manifests/none.yaml"), "apiVersion: v1\nkind: List\nitems: []\n").unwrap();
     let port = ReservedPort::reserve().unwrap();

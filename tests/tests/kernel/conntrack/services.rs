@@ -120,26 +120,25 @@ fn follows_its_service(bed: &Testbed) -> Result<()> {
 }
 
 /// The Service is deleted while no agent runs. The next agents know its flows from the state of the
-/// last run, or, without this state, from the rules.
+/// last run, or, after a crash and without this state, from the rules.
 fn forgets_what_was_removed_meanwhile(bed: &Testbed) -> Result<()> {
-    let nodes = ["node-a", "node-b"];
     let folder = bed.machines().folder().join("no-state");
-    for has_state in [true, false] {
+    for case in ["agents stopped", "agents crashed", "agents have no state"] {
         let flows = open_all(bed, "dns", &WAYS)?;
-        all_answered_by(&flows, "b1")?;
-        for node in nodes {
-            bed.stop_agent(node)?;
+        all_answered_by(&flows, "b1").context(case)?;
+        for node in ["node-a", "node-b"] {
+            if case == "agents crashed" { bed.kill_agent(node)? } else { bed.stop_agent(node)? }
         }
-        bed.write(|manifests| manifests.remove("dns").map(drop))?;
-        for node in nodes {
+        bed.update(|manifests| manifests.remove("dns").map(drop))?;
+        for node in ["node-a", "node-b"] {
             let state = folder.join(node);
             let state = state.to_str().context("the folder's name is not UTF-8")?;
-            let setup = if has_state { AgentSetup::default() } else { AgentSetup::with(&["--state-dir", state]) };
+            let has_no_state = case == "agents have no state";
+            let setup = if has_no_state { AgentSetup::with(&["--state-dir", state]) } else { AgentSetup::default() };
             bed.start_agent_with(node, &setup)?;
         }
         bed.wait_programmed()?;
-        let after = if has_state { "with the state of the last run" } else { "without a state" };
-        flows.iter().try_for_each(Flow::until_unanswered).with_context(|| format!("agents started {after}"))?;
+        flows.iter().try_for_each(Flow::until_unanswered).context(case)?;
         bed.update(|manifests| manifests.add(Service::new("dns", &["b1"])).map(drop))?;
     }
     Ok(())
