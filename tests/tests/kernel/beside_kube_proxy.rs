@@ -18,12 +18,15 @@ use headgate_node_agent::{
     dataplane_choice::leftovers,
     options::Options,
 };
-use headgate_tests::testbed::{
-    Backend, Machines, Manifests, iptables as programs,
-    kube_proxy::{self, Mode, RealKubeProxies},
-    manifests::{Service, ServiceType, Via},
-    plan::{self, CLUSTER_CIDR, CONTROL, CONTROL_PORT},
-    process::{Process, program},
+use headgate_tests::{
+    testbed::{
+        Backend, Machines, Manifests, iptables as programs,
+        kube_proxy::{self, Mode, RealKubeProxies},
+        manifests::{Service, ServiceType, Via},
+        plan::{self, CLUSTER_CIDR, CONTROL, CONTROL_PORT},
+        process::{Process, program},
+    },
+    uml,
 };
 
 use ipset_netlink::IpSets;
@@ -35,6 +38,8 @@ use crate::{
 
 /// The number of random Services without `HEADGATE_PAIRS`. Each also has a mirror image.
 const PAIRS: usize = 24;
+/// The same inside User-Mode Linux.
+const PAIRS_INSIDE: usize = 6;
 
 struct Programs {
     agent: Process,
@@ -98,9 +103,16 @@ fn random_services_are_served_as_kube_proxy_serves_them_in_mode_userspace() {
     compare_random_services(Backend::Userspace, Mode::Nftables, is_from_the_proxy);
 }
 
+/// User-Mode Linux has IPVS and legacy iptables. It is slow, so there are fewer Services.
+#[test]
+fn random_services_are_served_as_kube_proxy_serves_them_in_mode_ipvs() {
+    uml::inside(|| compare_random_services(Backend::Ipvs, Mode::IptablesLegacy, is_refused_to_the_node));
+}
+
 fn compare_random_services(backend: Backend, mode: Mode, is_known: mirrored::IsKnown) {
     let Some(assets) = kube_proxy::assets() else { return };
-    let pairs = env::var("HEADGATE_PAIRS").map_or(PAIRS, |pairs| pairs.parse().unwrap());
+    let pairs = if uml::guest::is_here() { PAIRS_INSIDE } else { PAIRS };
+    let pairs = env::var("HEADGATE_PAIRS").map_or(pairs, |pairs| pairs.parse().unwrap());
     let mut rng = mirrored::rng();
     let mut manifests = Manifests::default();
     // The API server assigns the first address of the range to the Service `kubernetes`. The first
