@@ -2,7 +2,7 @@
 
 use crate::{
     AddressFamily, DataType, Direction, DynamicSet, DynamicSetOperation, Element, Expression, Family, Fault, FibFlags,
-    FibResult, Generator, Kernel, Malformed, MetaKey, NatFlags, NatKind, NftablesError, Register, Reject, Rule, Set,
+    FibResult, Generator, Malformed, MetaKey, NatFlags, NatKind, Nftables, NftablesError, Register, Reject, Rule, Set,
     SocketKey, Table, TableName, Transaction, Value,
     model::{Chain, CtKey},
 };
@@ -93,7 +93,7 @@ pub struct Support {
 ///
 /// # Errors
 /// The kernel does not answer.
-pub fn probe(kernel: &mut impl Kernel, family: Family, features: &[Feature]) -> Result<Vec<Support>, NftablesError> {
+pub fn probe(kernel: &mut Nftables, family: Family, features: &[Feature]) -> Result<Vec<Support>, NftablesError> {
     let mut all = Vec::new();
     for feature in features {
         let fault = refusals(kernel, &attempt(*feature, family))?.into_iter().next();
@@ -108,7 +108,7 @@ pub fn probe(kernel: &mut impl Kernel, family: Family, features: &[Feature]) -> 
 ///
 /// # Errors
 /// The kernel does not answer.
-pub fn refusals(kernel: &mut impl Kernel, transaction: &Transaction) -> Result<Vec<Fault>, NftablesError> {
+pub fn refusals(kernel: &mut Nftables, transaction: &Transaction) -> Result<Vec<Fault>, NftablesError> {
     let mut attempt = transaction.clone();
     // No table can have a name of this length (`NFT_NAME_MAXLEN` is 256), so the kernel always
     // rejects the deletion, and with it the whole transaction.
@@ -224,28 +224,4 @@ fn expression(feature: Feature, of_table: Family) -> Option<Expression> {
         Feature::TransparentProxy => Expression::TransparentProxy { family, address: None, port: Some(to) },
         _ => return None,
     })
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-    use crate::fake::FakeKernel;
-
-    #[test]
-    fn a_probe_leaves_every_table_as_it_is() {
-        let mut kernel = FakeKernel::new().connect();
-        let names = ["nftables-netlink-probe", "nftables-netlink-probe-refused-on-purpose"];
-        for name in names {
-            let mut transaction = Transaction::new();
-            transaction.add_table(&Table::new(TableName::new(Family::Inet, name)));
-            kernel.commit(&transaction).unwrap();
-        }
-        let before = kernel.tables(None).unwrap();
-        for family in [Family::Ip, Family::Ip6, Family::Inet] {
-            let support = probe(&mut kernel, family, &Feature::ALL).unwrap();
-            assert!(support.iter().all(|one| one.fault.is_none()), "{support:?}");
-        }
-        assert_eq!(kernel.tables(None).unwrap(), before);
-    }
 }

@@ -163,7 +163,7 @@ impl Transaction {
         }
         let elements = wire::decode::elements(request.payload()).ok()?;
         let element = elements.list?.into_iter().nth(fault.element?)?;
-        Some((elements.table, elements.set.name, element))
+        Some((elements.table, elements.set, element))
     }
 
     pub(crate) fn requests(&self) -> &[Request] {

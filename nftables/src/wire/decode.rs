@@ -3,8 +3,6 @@
 
 use headgate_netlink::{Malformed, checked_attributes, netfilter, read_be32, read_text, read_u8};
 
-#[cfg(any(test, feature = "fake"))]
-pub(crate) use super::decode_set::{Elements, offset_of_element, set_id};
 pub(crate) use super::decode_set::{element_at, element_count, elements, new_set};
 use super::{
     attributes::{DATA_VALUE, DATA_VERDICT, VERDICT_CHAIN, VERDICT_CODE, chain, generation, rule, table},
@@ -135,12 +133,6 @@ pub(crate) fn rule_part(payload: &[u8]) -> Result<RulePart, Malformed> {
         expressions: expressions(fields.get(rule::EXPRESSIONS).unwrap_or_default())?,
         user_data: fields.bytes(rule::USER_DATA),
     })
-}
-
-/// The rule before or after which a new rule is inserted.
-#[cfg(any(test, feature = "fake"))]
-pub(crate) fn rule_position(payload: &[u8]) -> Result<Option<u64>, Malformed> {
-    split(payload)?.1.u64(rule::POSITION)
 }
 
 /// Decodes a rule of a list.

@@ -7,9 +7,7 @@ use std::{
 };
 
 use anyhow::{Result, ensure};
-use nftables_netlink::{
-    Chain, DataType, Element, Family, Kernel as _, Nftables, Set, Table, TableName, Transaction, Value,
-};
+use nftables_netlink::{Chain, DataType, Element, Family, Nftables, Set, Table, TableName, Transaction, Value};
 
 use super::{in_namespace, table_name};
 

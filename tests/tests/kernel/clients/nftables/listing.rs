@@ -4,7 +4,7 @@
 use std::{io::Write as _, process::Stdio};
 
 use anyhow::Result;
-use nftables_netlink::{Chain, Element, Kernel as _, Nftables, Rule, Set};
+use nftables_netlink::{Chain, Element, Nftables, Rule, Set};
 
 use super::{in_namespace, specimen, table_name};
 use headgate_tests::testbed::process::output;
