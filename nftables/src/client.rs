@@ -179,16 +179,6 @@ impl Nftables {
         self.get(wire::get_set(table, name), decode::new_set)
     }
 
-    /// Returns the number of elements in a set, without listing them. `None` if the set does not
-    /// exist, or if the kernel does not report the number (before Linux 6.16). Expired elements
-    /// that the kernel has not removed yet count.
-    ///
-    /// # Errors
-    /// The kernel rejects the query or does not answer.
-    pub fn element_count(&mut self, table: &TableName, set: &str) -> Result<Option<u32>, NftablesError> {
-        Ok(self.get(wire::get_set(table, set), decode::element_count)?.flatten())
-    }
-
     /// Passes each element of a set to `each` without storing the list. If the result is
     /// [`Dumped::Interrupted`], another transaction in the network namespace interfered, and
     /// elements may be missing or listed twice. After a transaction has added many elements to a

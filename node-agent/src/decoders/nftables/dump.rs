@@ -243,13 +243,14 @@ mod tests {
                 };
                 let other_name = format!("{name}, incomplete");
                 for chain in self.chains.values_mut() {
-                    let finds = |expression: &Expression| matches!(expression, Expression::Lookup { set, .. } if set.name == name);
+                    let finds =
+                        |expression: &Expression| matches!(expression, Expression::Lookup { set, .. } if *set == name);
                     let rules = chain.rules.iter_mut().filter(|rule| rule.iter().any(finds));
                     for expression in rules.take(if only_first { 1 } else { usize::MAX }).flatten() {
                         if let Expression::Lookup { set, .. } = expression
-                            && set.name == name
+                            && *set == name
                         {
-                            *set = other_name.as_str().into();
+                            set.clone_from(&other_name);
                         }
                     }
                 }

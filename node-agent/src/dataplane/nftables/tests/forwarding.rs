@@ -10,7 +10,7 @@ use headgate_core::{
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
 };
-use nftables_netlink::{Chain, Element, Expression, Generator, Register, Rule, RulePosition, Transaction, Verdict};
+use nftables_netlink::{Chain, Element, Expression, Generator, Register, Rule, Transaction, Verdict};
 
 use super::{
     super::{elements::has_node_addresses, layout::table_name},
@@ -140,19 +140,21 @@ fn the_decoder_gives_up_if_foreign_rules_branch_too_often() {
                 transaction.add_rule(&jump(&chain, format!("foreign-{}", number + 1)));
             });
         }
-        transaction.put_rule(&jump("nat-prerouting", "foreign-0".to_owned()), RulePosition::First);
+        jump("nat-prerouting", "foreign-0".to_owned())
     };
     // Random numbers that are not used to look up an element.
-    let numbers = |transaction: &mut Transaction| {
+    let numbers = |_: &mut Transaction| {
         let generator = Generator::Random;
         let number = Expression::NumberGenerator { generator, modulus: 1 << 16, offset: 0, to: Register::R1 };
-        let rule = Rule::new(&table, "nat-prerouting", vec![number.clone(), number.clone(), number]);
-        transaction.put_rule(&rule, RulePosition::First);
+        Rule::new(&table, "nat-prerouting", vec![number.clone(), number.clone(), number])
     };
-    for add in [&chains as &dyn Fn(&mut Transaction), &numbers] {
+    for add in [&chains as &dyn Fn(&mut Transaction) -> Rule, &numbers] {
         let mut rig = programmed(Family::V4, true);
         let mut transaction = Transaction::new();
-        add(&mut transaction);
+        let first = add(&mut transaction);
+        let others = rig.kernel.rules(&table, Some("nat-prerouting")).unwrap().into_iter().map(|rule| rule.object);
+        transaction.flush_chain(&table, "nat-prerouting");
+        [first].into_iter().chain(others).for_each(|rule| transaction.add_rule(&rule));
         rig.kernel.commit(&transaction).unwrap();
         let comparison = verify(&mut rig);
         assert!(comparison.differences.is_empty() && comparison.frontends == 0, "{:?}", sentences(&comparison));

@@ -49,15 +49,12 @@ fn wanted() -> Listed {
     let table = table_name();
     let specimen = specimen::specimen(&table);
     let mut sets = specimen.sets;
-    let (mut set, elements) = specimen.anonymous;
-    set.name = "__map0".into();
-    sets.push((set, elements));
     for (set, elements) in &mut sets {
         set.user_data.clear();
         elements.sort_by(|a, b| a.key.cmp(&b.key));
     }
     sets.sort_by(|(a, _), (b, _)| a.name.cmp(&b.name));
-    Listed { chains: specimen.chains, sets, rules: (specimen.rules)(&table, &"__map0".into()) }
+    Listed { chains: specimen.chains, sets, rules: specimen.rules }
 }
 
 fn compare(found: &Listed, wanted: &Listed) {
