@@ -33,3 +33,10 @@ pub use model::{
 };
 pub use node_facts::NodeFacts;
 pub use state::{Demand, Dirty, Endpoints, FamilyDemand, ServiceEntry, State, digest, frontends, reference};
+
+// The kernels in memory, which tests of other crates also use, know this crate by its name.
+#[cfg(test)]
+extern crate self as headgate_core;
+#[cfg(test)]
+#[path = "../tests/fake_kernel/mod.rs"]
+mod fake_kernel;

@@ -8,21 +8,20 @@ use std::{
     sync::Arc,
 };
 
+use fake_kernel::iptables::FakeKernel;
 use headgate_core::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol, ProxyProtocol,
     Service, ServiceKey, ServicePort, State, TrafficPolicy,
     digest::Digests,
     explain::{Mode, NodeSettings},
     forwarding::{self, Comparison, compare, expected, iptables, unverified},
-    iptables::{
-        ExistingTables, Layout, Ledger, NodePortAddresses, RenderConfig, Table, fake_kernel::FakeKernel,
-        names::GateChain, ruleset,
-    },
+    iptables::{ExistingTables, Layout, Ledger, NodePortAddresses, RenderConfig, Table, names::GateChain, ruleset},
     masquerade::{LocalDetector, MasqueradeConfig},
 };
 use proptest::prelude::*;
 
 mod changes;
+mod fake_kernel;
 use changes::{any_event, node};
 
 fn settings(mode: Mode, node_ports: NodePortAddresses) -> NodeSettings {

@@ -4,6 +4,7 @@
 
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
+use fake_kernel::ipvs::FakeKernel;
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol, Service, ServiceKey, ServicePort,
     State, TrafficPolicy,
@@ -16,12 +17,13 @@ use headgate_core::{
     },
     frontends::Frontend,
     iptables::{NodePortAddresses, Table},
-    ipvs::{Element, IpvsConfig, Ledger, Set, fake_kernel::FakeKernel},
+    ipvs::{Element, IpvsConfig, Ledger, Set},
     masquerade::{LocalDetector, MasqueradeConfig},
 };
 use proptest::prelude::*;
 
 mod changes;
+mod fake_kernel;
 use changes::{any_event, node};
 
 fn addresses() -> Vec<IpAddr> {

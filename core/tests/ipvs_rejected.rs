@@ -5,13 +5,15 @@
 
 use std::{collections::BTreeSet, net::SocketAddr};
 
+use fake_kernel::ipvs::FakeKernel;
 use headgate_core::{
     Dirty, Family, NodeFacts, Protocol, State,
-    ipvs::{IpvsConfig, Ledger, Object, Op, Plan, Set, fake_kernel::FakeKernel},
+    ipvs::{IpvsConfig, Ledger, Object, Op, Plan, Set},
 };
 use proptest::prelude::*;
 
 mod changes;
+mod fake_kernel;
 use changes::{Event, any_event, node};
 
 /// The operations that the kernel rejects.

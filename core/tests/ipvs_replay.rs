@@ -6,16 +6,18 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 
+use fake_kernel::ipvs::FakeKernel;
 use headgate_core::{
     Change, Dirty, Family, NodeFacts, Protocol, State, TrafficPolicy,
     iptables::Script,
-    ipvs::{Element, IpvsConfig, Ledger, Op, Plan, Scheduler, ServerKey, Set, Settings, fake_kernel::FakeKernel},
+    ipvs::{Element, IpvsConfig, Ledger, Op, Plan, Scheduler, ServerKey, Set, Settings},
     masquerade::LocalDetector,
     view::service_views,
 };
 use proptest::prelude::*;
 
 mod changes;
+mod fake_kernel;
 use changes::{Event, any_event, node, squash};
 
 const FAR_FUTURE_MS: u64 = 1 << 40;

@@ -4,13 +4,15 @@
 
 use std::net::IpAddr;
 
+use fake_kernel::iptables::FakeKernel;
 use headgate_core::{
     Change, Dirty, Family, NodeFacts, ServiceKey, State,
-    iptables::{Existing, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel, ruleset},
+    iptables::{Existing, Layout, Ledger, RenderConfig, Table, ruleset},
 };
 use proptest::prelude::*;
 
 mod changes;
+mod fake_kernel;
 use changes::{any_change, last_of_each, node, subject};
 
 mod flat;

@@ -2,14 +2,15 @@
 //! rules of other services are programmed.
 #![allow(clippy::unwrap_used)]
 
+mod fake_kernel;
+
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
+use fake_kernel::iptables::FakeKernel;
 use headgate_core::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Protocol, Service, ServiceKey,
     ServicePort, State,
-    iptables::{
-        ExistingTables, Layout, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel, names::CANARY, ruleset,
-    },
+    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Script, Table, names::CANARY, ruleset},
 };
 
 /// A kernel that rejects the match `recent`, with a ledger.

@@ -4,11 +4,11 @@
 
 use std::{net::IpAddr, sync::Arc};
 
+use fake_kernel::iptables::FakeKernel;
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Protocol, Service, ServiceKey, ServicePort, State,
     iptables::{
         ExistingTables, Layout, Ledger, RenderConfig, Table,
-        fake_kernel::FakeKernel,
         names::GateChain,
         ruleset,
         script::{Piece, Writing},
@@ -18,6 +18,7 @@ use headgate_core::{
 use proptest::prelude::*;
 
 mod changes;
+mod fake_kernel;
 use changes::{Event, any_event, node, squash};
 
 mod flat;

@@ -2,11 +2,14 @@
 //! stay empty until the foreign rules are removed. Verification does not report these chains.
 #![allow(clippy::unwrap_used)]
 
+mod fake_kernel;
+
 use std::net::IpAddr;
 
+use fake_kernel::iptables::FakeKernel;
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Protocol, Service, ServiceKey, ServicePort, State,
-    iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel, ruleset},
+    iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, ruleset},
 };
 
 struct Rig {

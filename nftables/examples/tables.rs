@@ -1,7 +1,7 @@
 //! Prints all tables of this network namespace and their contents in the representation of this
 //! crate.
 
-use nftables_netlink::{Kernel as _, Nftables, NftablesError, comment_of};
+use nftables_netlink::{Nftables, NftablesError, comment_of};
 
 fn main() -> Result<(), NftablesError> {
     let mut nftables = Nftables::open()?;

@@ -5,7 +5,7 @@ use std::{cell::Cell, cmp::Ordering, thread, time::Duration};
 use headgate_netlink::{Connection, Dumped, Malformed, NetlinkError, Refusal, Request, netfilter};
 
 use crate::{
-    Chain, Element, ElementData, Family, Fault, Generation, Kernel, Listed, NftablesError, Rule, Set, Table, TableName,
+    Chain, Element, ElementData, Family, Fault, Generation, Listed, NftablesError, Rule, Set, Table, TableName,
     Transaction, Value, describe,
     wire::{self, decode, message},
 };
@@ -47,6 +47,122 @@ impl Nftables {
         self.port
     }
 
+    /// The current generation. A changed number means that some program changed the rules.
+    ///
+    /// # Errors
+    /// The kernel rejects the query or does not answer.
+    pub fn generation(&mut self) -> Result<Generation, NftablesError> {
+        let mut found = Err(Malformed("no answer has the generation"));
+        self.connection.ask(wire::get_generation(), |_, payload| found = decode::new_generation(payload))?;
+        Ok(found?)
+    }
+
+    /// Executes a transaction completely or not at all.
+    ///
+    /// # Errors
+    /// [`NftablesError::Refused`] if the kernel rejects the transaction. In this case the kernel
+    /// changed nothing. After other errors it is unknown whether the kernel executed the
+    /// transaction.
+    pub fn commit(&mut self, transaction: &Transaction) -> Result<(), NftablesError> {
+        let mut faults = Vec::new();
+        let requests = transaction.requests();
+        let subsystem = libc::c_int::from(wire::SUBSYSTEM);
+        let result = netfilter::transact(&mut self.connection, subsystem, requests, |message, refusal| {
+            faults.push(fault(transaction, message, refusal));
+        });
+        // The kernel drops answers only if the receive buffer is full. Only many rejections can
+        // fill the buffer, and the rejections that were received suffice.
+        if faults.is_empty() { Ok(result?) } else { Err(NftablesError::Refused(faults)) }
+    }
+
+    /// Lists the tables of one family or of all families.
+    ///
+    /// # Errors
+    /// The kernel does not return the list. Retry if [`NftablesError::is_transient`]; this also
+    /// holds for the other methods that list objects.
+    pub fn tables(&mut self, family: Option<Family>) -> Result<Vec<Listed<Table>>, NftablesError> {
+        self.list(&wire::list(message::GET_TABLE, family, None, None), decode::new_table)
+    }
+
+    /// Lists the chains of a table in the order of their creation. The list is empty if the table
+    /// does not exist.
+    ///
+    /// # Errors
+    /// The kernel does not return the list.
+    pub fn chains(&mut self, table: &TableName) -> Result<Vec<Listed<Chain>>, NftablesError> {
+        // The kernel lists the chains of all tables in the family.
+        self.list_some(&wire::list(message::GET_CHAIN, None, Some(table), None), |payload| {
+            Ok(Some(decode::new_chain(payload)?).filter(|chain| chain.object.table == *table))
+        })
+    }
+
+    /// Lists the rules of a table, or of one of its chains, in order. The list is empty if the
+    /// table or chain does not exist.
+    ///
+    /// # Errors
+    /// The kernel does not return the list.
+    pub fn rules(&mut self, table: &TableName, chain: Option<&str>) -> Result<Vec<Listed<Rule>>, NftablesError> {
+        self.list(&wire::list(message::GET_RULE, None, Some(table), chain), decode::new_rule)
+    }
+
+    /// Lists the sets of a table without their elements.
+    ///
+    /// # Errors
+    /// The kernel does not return the list: `ENOENT` if the table does not exist.
+    pub fn sets(&mut self, table: &TableName) -> Result<Vec<Listed<Set>>, NftablesError> {
+        self.list(&wire::list(message::GET_SET, None, Some(table), None), decode::new_set)
+    }
+
+    /// Lists the elements of a set, in no particular order. The list may contain expired elements
+    /// that the kernel has not removed yet.
+    ///
+    /// # Errors
+    /// The kernel does not return the list: `ENOENT` if the set does not exist, `EINTR` if the set
+    /// changed during every attempt. Changes of other tables do not prevent the list.
+    pub fn elements(&mut self, table: &TableName, set: &str) -> Result<Vec<Element>, NftablesError> {
+        Ok(self.elements_as(table, set, InSet)?.into_iter().map(|element| element.0).collect())
+    }
+
+    /// Lists the elements of a set like [`Self::elements`], and stores what `read` returns for
+    /// each element. The list is sorted. A compact form saves memory: an element in the general
+    /// form takes some 250 bytes. `read` must return different values for different elements.
+    ///
+    /// # Errors
+    /// The errors of [`Self::elements`].
+    pub fn elements_as<T: Ord>(
+        &mut self,
+        table: &TableName,
+        set: &str,
+        read: impl Fn(Element) -> T,
+    ) -> Result<Vec<T>, NftablesError> {
+        let request = wire::list_elements(table, set);
+        let mut before: Option<Vec<T>> = None;
+        for attempt in 0..ATTEMPTS {
+            pause(attempt);
+            let catch_all = Cell::new(0);
+            let (mut found, dumped) = self.dump(&request, |all, payload| {
+                for element in decode::elements(payload)?.list.unwrap_or_default() {
+                    catch_all.set(catch_all.get() + usize::from(element.catch_all));
+                    all.push(read(element));
+                }
+                Ok(())
+            })?;
+            found.sort_unstable();
+            let is_unique = found.windows(2).all(|pair| pair[0] != pair[1]);
+            // The kernel does not count the catch-all element.
+            let counted = found.len() - catch_all.get();
+            let is_as_before = before.as_ref() == Some(&found);
+            // If changes of other tables interrupt every list, the list that repeats is complete.
+            let is_settled = dumped == Dumped::Whole || is_as_before;
+            match self.expected_count(table, set)? {
+                Expected::Stable if is_settled => return Ok(found),
+                Expected::Count(count) if is_settled && is_unique && count == counted => return Ok(found),
+                Expected::Unknown if is_as_before && is_unique => return Ok(found),
+                _ => before = Some(found),
+            }
+        }
+        Err(Refusal::of_code(libc::EINTR).into())
+    }
     /// Returns a table, or `None` if the table does not exist.
     ///
     /// # Errors
@@ -63,22 +179,12 @@ impl Nftables {
         self.get(wire::get_set(table, name), decode::new_set)
     }
 
-    /// Returns the number of elements in a set, without listing them. `None` if the set does not
-    /// exist, or if the kernel does not report the number (before Linux 6.16). Expired elements
-    /// that the kernel has not removed yet count.
-    ///
-    /// # Errors
-    /// The kernel rejects the query or does not answer.
-    pub fn element_count(&mut self, table: &TableName, set: &str) -> Result<Option<u32>, NftablesError> {
-        Ok(self.get(wire::get_set(table, set), decode::element_count)?.flatten())
-    }
-
     /// Passes each element of a set to `each` without storing the list. If the result is
     /// [`Dumped::Interrupted`], another transaction in the network namespace interfered, and
     /// elements may be missing or listed twice. After a transaction has added many elements to a
     /// set without a size, the kernel continues to grow the set's hash table. During this time, the
     /// list may be incomplete or contain an element twice even if the result is [`Dumped::Whole`].
-    /// [`Kernel::elements`] detects both cases.
+    /// [`Self::elements`] detects both cases.
     ///
     /// # Errors
     /// The kernel does not list the elements: `ENOENT` if the set does not exist. The elements that
@@ -224,7 +330,7 @@ impl PartialEq for InSet {
 
 impl Eq for InSet {}
 
-pub(crate) fn fault(transaction: &Transaction, message: Option<usize>, refusal: Refusal) -> Fault {
+fn fault(transaction: &Transaction, message: Option<usize>, refusal: Refusal) -> Fault {
     let offset = refusal.offset_bytes;
     let request = message.and_then(|message| transaction.requests().get(message));
     let at = request.zip(offset.and_then(|offset| usize::try_from(offset).ok()));
@@ -238,93 +344,6 @@ pub(crate) fn fault(transaction: &Transaction, message: Option<usize>, refusal: 
     }
 }
 
-impl Kernel for Nftables {
-    fn generation(&mut self) -> Result<Generation, NftablesError> {
-        let mut found = Err(Malformed("no answer has the generation"));
-        self.connection.ask(wire::get_generation(), |_, payload| found = decode::new_generation(payload))?;
-        Ok(found?)
-    }
-
-    fn commit(&mut self, transaction: &Transaction) -> Result<(), NftablesError> {
-        let mut faults = Vec::new();
-        let requests = transaction.requests();
-        let subsystem = libc::c_int::from(wire::SUBSYSTEM);
-        let result = netfilter::transact(&mut self.connection, subsystem, requests, |message, refusal| {
-            faults.push(fault(transaction, message, refusal));
-        });
-        // The kernel drops answers only if the receive buffer is full. Only many rejections can
-        // fill the buffer, and the rejections that were received suffice.
-        if faults.is_empty() { Ok(result?) } else { Err(NftablesError::Refused(faults)) }
-    }
-
-    fn tables(&mut self, family: Option<Family>) -> Result<Vec<Listed<Table>>, NftablesError> {
-        self.list(&wire::list(message::GET_TABLE, family, None, None), decode::new_table)
-    }
-
-    fn chains(&mut self, table: &TableName) -> Result<Vec<Listed<Chain>>, NftablesError> {
-        // The kernel lists the chains of all tables in the family.
-        self.list_some(&wire::list(message::GET_CHAIN, None, Some(table), None), |payload| {
-            Ok(Some(decode::new_chain(payload)?).filter(|chain| chain.object.table == *table))
-        })
-    }
-
-    fn rules(&mut self, table: &TableName, chain: Option<&str>) -> Result<Vec<Listed<Rule>>, NftablesError> {
-        self.list(&wire::list(message::GET_RULE, None, Some(table), chain), decode::new_rule)
-    }
-
-    fn sets(&mut self, table: &TableName) -> Result<Vec<Listed<Set>>, NftablesError> {
-        self.list(&wire::list(message::GET_SET, None, Some(table), None), decode::new_set)
-    }
-
-    fn elements(&mut self, table: &TableName, set: &str) -> Result<Vec<Element>, NftablesError> {
-        Ok(self.elements_as(table, set, InSet)?.into_iter().map(|element| element.0).collect())
-    }
-}
-
-impl Nftables {
-    /// Lists the elements of a set like [`Kernel::elements`], and stores what `read` returns for
-    /// each element. The list is sorted. A compact form saves memory: an element in the general
-    /// form takes some 250 bytes. `read` must return different values for different elements.
-    ///
-    /// # Errors
-    /// The errors of [`Kernel::elements`].
-    pub fn elements_as<T: Ord>(
-        &mut self,
-        table: &TableName,
-        set: &str,
-        read: impl Fn(Element) -> T,
-    ) -> Result<Vec<T>, NftablesError> {
-        let request = wire::list_elements(table, set);
-        let mut before: Option<Vec<T>> = None;
-        for attempt in 0..ATTEMPTS {
-            pause(attempt);
-            let catch_all = Cell::new(0);
-            let (mut found, dumped) = self.dump(&request, |all, payload| {
-                for element in decode::elements(payload)?.list.unwrap_or_default() {
-                    catch_all.set(catch_all.get() + usize::from(element.catch_all));
-                    all.push(read(element));
-                }
-                Ok(())
-            })?;
-            found.sort_unstable();
-            let is_unique = found.windows(2).all(|pair| pair[0] != pair[1]);
-            // The kernel does not count the catch-all element.
-            let counted = found.len() - catch_all.get();
-            let is_as_before = before.as_ref() == Some(&found);
-            // If changes of other tables interrupt every list, the list that repeats is complete.
-            let is_settled = dumped == Dumped::Whole || is_as_before;
-            match self.expected_count(table, set)? {
-                Expected::Stable if is_settled => return Ok(found),
-                Expected::Count(count) if is_settled && is_unique && count == counted => return Ok(found),
-                Expected::Unknown if is_as_before && is_unique => return Ok(found),
-                _ => before = Some(found),
-            }
-        }
-        Err(Refusal::of_code(libc::EINTR).into())
-    }
-}
-
-/// Converts rejections for real connections and for the fake.
 impl From<Refusal> for NftablesError {
     fn from(refusal: Refusal) -> Self {
         Self::Netlink(NetlinkError::Kernel(refusal))

@@ -4,7 +4,7 @@ use headgate_netlink::{Refusal, Request};
 
 use crate::{
     Element,
-    wire::{self, CREATE, decode, message},
+    wire::{self, decode, message},
 };
 
 /// Describes a request. If `offset_bytes` lies within an element, the text names that element.
@@ -27,7 +27,6 @@ fn describe(
         | message::DELETE_RULE
         | message::DELETE_SET
         | message::DELETE_ELEMENTS => "deleting",
-        _ if request.flags() & CREATE == 0 => "changing",
         _ => "adding",
     };
     Ok(match command {
@@ -39,15 +38,10 @@ fn describe(
             format!("{verb} chain {} of table {}", chain.name, chain.table)
         }
         message::NEW_RULE | message::DELETE_RULE => {
-            let rule = decode::rule_part(payload)?;
-            let chain = rule.chain.map(|chain| format!("chain {chain} of ")).unwrap_or_default();
-            let which = match rule.handle {
-                Some(handle) => format!("the rule {handle}"),
-                None if command == message::NEW_RULE => "a rule".into(),
-                None => "all rules".into(),
-            };
+            let rule = decode::new_rule(payload)?.object;
+            let which = if command == message::NEW_RULE { "a rule" } else { "all rules" };
             let comment = crate::comment_of(&rule.user_data).map(|text| format!(" \"{text}\"")).unwrap_or_default();
-            format!("{verb} {which}{comment} of {chain}table {}", rule.table)
+            format!("{verb} {which}{comment} of chain {} of table {}", rule.chain, rule.table)
         }
         message::NEW_SET | message::DELETE_SET => {
             let set = decode::new_set(payload)?.object;

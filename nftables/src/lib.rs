@@ -3,9 +3,6 @@
 mod client;
 mod describe;
 mod error;
-#[cfg(any(test, feature = "fake"))]
-pub mod fake;
-mod kernel;
 mod model;
 mod monitor;
 mod probe;
@@ -15,7 +12,6 @@ mod wire;
 pub use client::Nftables;
 pub use error::{Fault, NftablesError};
 pub use headgate_netlink::{Dumped, Malformed, NetlinkError, Refusal};
-pub use kernel::Kernel;
 pub use model::*;
 pub use monitor::{Changed, Event, Monitor, Observed, Presence};
 pub use probe::{Feature, Support, probe, refusals};

@@ -7,10 +7,10 @@ mod value;
 
 pub use expression::{DynamicSet, Expression};
 pub use operand::{
-    AddressFamily, Bytes, Comparison, Conversion, CtKey, Direction, DynamicSetOperation, FibFlags, FibResult,
-    Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, RegisterRange, Reject, SocketKey,
+    AddressFamily, Bytes, Comparison, CtKey, Direction, DynamicSetOperation, FibFlags, FibResult, Generator,
+    LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, RegisterRange, Reject,
 };
-pub use set::{DataType, Element, ElementData, Set, SetData, SetFlags, SetName, ValueType};
+pub use set::{DataType, Element, ElementData, Set, SetData, SetFlags, ValueType};
 pub use value::{Register, Value, Verdict};
 
 use std::fmt;
@@ -316,33 +316,4 @@ pub struct Generation {
     pub thread_id: Option<u32>,
     /// The name of that thread, at most 15 bytes.
     pub thread_name: Option<String>,
-}
-
-/// What happens if the object already exists.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Existing {
-    /// The kernel keeps the object and changes the properties that can change. If the object is
-    /// missing, the kernel creates it. If a map has the key with other data, the kernel rejects the
-    /// element with `EEXIST`: delete the old element first, in the same transaction.
-    Kept,
-    /// The kernel rejects the message with `EEXIST`.
-    Refused,
-    /// The kernel changes the object, and rejects the message with `ENOENT` if the object is
-    /// missing.
-    Required,
-}
-
-/// The position of a rule in its chain.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum RulePosition {
-    /// After all other rules.
-    Last,
-    /// Before all other rules.
-    First,
-    /// After the rule with this handle.
-    Behind(u64),
-    /// Before the rule with this handle.
-    Before(u64),
-    /// Replaces the rule with this handle.
-    InsteadOf(u64),
 }

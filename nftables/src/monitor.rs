@@ -152,7 +152,7 @@ pub(crate) fn changed(command: u8, payload: &[u8]) -> Result<Changed, Malformed>
             let presence = if command == message::NEW_ELEMENTS { Present } else { Absent };
             let found = decode::elements(payload)?;
             let elements = found.list.unwrap_or_default();
-            Changed::Elements { presence, table: found.table, set: found.set.name, elements }
+            Changed::Elements { presence, table: found.table, set: found.set, elements }
         }
         message::NEW_GENERATION => Changed::Generation(decode::new_generation(payload)?),
         command => Changed::Other { command },

@@ -1,10 +1,9 @@
 //! Detects the features of a kernel by trials, not by the version of the kernel.
 
 use crate::{
-    AddressFamily, DataType, Direction, DynamicSet, DynamicSetOperation, Element, Expression, Family, Fault, FibFlags,
-    FibResult, Generator, Kernel, Malformed, MetaKey, NatFlags, NatKind, NftablesError, Register, Reject, Rule, Set,
-    SocketKey, Table, TableName, Transaction, Value,
-    model::{Chain, CtKey},
+    AddressFamily, Chain, CtKey, DataType, Direction, DynamicSet, DynamicSetOperation, Expression, Family, Fault,
+    FibFlags, FibResult, Generator, Malformed, MetaKey, NatFlags, NatKind, Nftables, NftablesError, Register, Reject,
+    Rule, Set, Table, TableName, Transaction, Value,
 };
 
 /// A feature that some kernels lack because of their version or configuration.
@@ -20,62 +19,18 @@ pub enum Feature {
     Nat,
     /// `masq` (module `nft_masq`).
     Masquerade,
-    /// `redir` (module `nft_redir`).
-    Redirect,
     /// `reject` (module `nft_reject_inet` and similar).
     Reject,
-    /// `ct` (module `nft_ct`).
-    Conntrack,
     /// `ct` keys for IPv4 addresses and for IPv6 addresses, in tables of any family (Linux 4.17).
     ConntrackAddresses,
-    /// `dynset`.
-    DynamicSet,
     /// `dynset` that deletes elements (Linux 5.1).
     DynamicSetDelete,
     /// `limit` (module `nft_limit`).
     Limit,
-    /// `log` (module `nft_log`).
-    Log,
-    /// `socket` (module `nft_socket`).
-    Socket,
-    /// `tproxy` (module `nft_tproxy`).
-    TransparentProxy,
-    /// Sets of concatenated ranges (Linux 5.6).
-    ConcatenatedRanges,
     /// Expressions that each element of a set has, such as counters (Linux 5.7).
     SetExpressions,
-    /// Catch-all elements, which match all other keys (Linux 5.13).
-    CatchAll,
-    /// Owned tables (Linux 5.12).
-    Owner,
     /// Owned tables that persist after their connection closes (Linux 6.9).
     OwnerAndPersist,
-}
-
-impl Feature {
-    /// All features.
-    pub const ALL: [Self; 20] = [
-        Self::Fib,
-        Self::NumberGenerator,
-        Self::Hash,
-        Self::Nat,
-        Self::Masquerade,
-        Self::Redirect,
-        Self::Reject,
-        Self::Conntrack,
-        Self::ConntrackAddresses,
-        Self::DynamicSet,
-        Self::DynamicSetDelete,
-        Self::Limit,
-        Self::Log,
-        Self::Socket,
-        Self::TransparentProxy,
-        Self::ConcatenatedRanges,
-        Self::SetExpressions,
-        Self::CatchAll,
-        Self::Owner,
-        Self::OwnerAndPersist,
-    ];
 }
 
 /// Whether the kernel supports a feature.
@@ -93,7 +48,7 @@ pub struct Support {
 ///
 /// # Errors
 /// The kernel does not answer.
-pub fn probe(kernel: &mut impl Kernel, family: Family, features: &[Feature]) -> Result<Vec<Support>, NftablesError> {
+pub fn probe(kernel: &mut Nftables, family: Family, features: &[Feature]) -> Result<Vec<Support>, NftablesError> {
     let mut all = Vec::new();
     for feature in features {
         let fault = refusals(kernel, &attempt(*feature, family))?.into_iter().next();
@@ -108,7 +63,7 @@ pub fn probe(kernel: &mut impl Kernel, family: Family, features: &[Feature]) -> 
 ///
 /// # Errors
 /// The kernel does not answer.
-pub fn refusals(kernel: &mut impl Kernel, transaction: &Transaction) -> Result<Vec<Fault>, NftablesError> {
+pub fn refusals(kernel: &mut Nftables, transaction: &Transaction) -> Result<Vec<Fault>, NftablesError> {
     let mut attempt = transaction.clone();
     // No table can have a name of this length (`NFT_NAME_MAXLEN` is 256), so the kernel always
     // rejects the deletion, and with it the whole transaction.
@@ -125,15 +80,12 @@ pub fn refusals(kernel: &mut impl Kernel, transaction: &Transaction) -> Result<V
 
 fn attempt(feature: Feature, family: Family) -> Transaction {
     let name = TableName::new(family, format!("nftables-netlink-probe-{}", std::process::id()));
-    let mut table = Table::new(name.clone());
-    table.owned = matches!(feature, Feature::Owner | Feature::OwnerAndPersist);
-    table.persistent = feature == Feature::OwnerAndPersist;
+    let table = Table::new(name.clone());
     let mut all = Transaction::new();
-    all.add_table(&table);
+    all.add_table(&if feature == Feature::OwnerAndPersist { table.owned_and_persistent() } else { table });
     all.add_chain(&Chain::regular(&name, "chain"));
-    if let Some((set, elements)) = set(feature, &name) {
+    if let Some(set) = set(feature, &name) {
         all.add_set(&set);
-        all.add_elements(&name, set.name.as_str(), elements);
     }
     if let Some(expression) = expression(feature, family) {
         all.add_rule(&Rule::new(&name, "chain", before(feature).into_iter().chain([expression]).collect()));
@@ -143,49 +95,31 @@ fn attempt(feature: Feature, family: Family) -> Transaction {
 
 /// Expressions that must precede an expression of the feature in its rule.
 fn before(feature: Feature) -> Vec<Expression> {
-    let meta =
-        |key, value: Value| vec![Expression::Meta { key, to: Register::R1 }, Expression::equal(Register::R1, value)];
+    let to = Register::R1;
     match feature {
-        Feature::Hash | Feature::DynamicSet | Feature::DynamicSetDelete => {
-            vec![Expression::Immediate { to: Register::R1, value: Value::host_u32(1) }]
+        Feature::Hash | Feature::DynamicSetDelete => {
+            vec![Expression::Immediate { to, value: Value::host_u32(1) }]
         }
-        Feature::TransparentProxy | Feature::Redirect | Feature::Masquerade | Feature::Nat => {
-            let mut all = meta(MetaKey::L4Protocol, Value::byte(6));
-            all.push(Expression::Immediate { to: Register::R1, value: Value::port(1) });
-            all
-        }
+        Feature::Masquerade | Feature::Nat => vec![
+            Expression::Meta { key: MetaKey::L4Protocol, to },
+            Expression::equal(to, Value::byte(6)),
+            Expression::Immediate { to, value: Value::port(1) },
+        ],
         _ => Vec::new(),
     }
 }
 
-fn set(feature: Feature, table: &TableName) -> Option<(Set, Vec<Element>)> {
-    let ports = [DataType::Port, DataType::Port];
-    let key = |port| Value::concatenation(&[Value::port(port), Value::port(port)]);
+fn set(feature: Feature, table: &TableName) -> Option<Set> {
     let set = Set::new(table, "set", &[DataType::Mark]);
-    Some(match feature {
-        Feature::ConcatenatedRanges => {
-            let set = Set::new(table, "set", &ports).with_ranges(&ports);
-            (set, vec![Element::range(key(1), key(2))])
-        }
-        Feature::SetExpressions => (Set { expressions: vec![Expression::counter()], ..set }, vec![]),
-        Feature::CatchAll => (set, vec![Element { catch_all: true, ..Element::default() }]),
-        Feature::DynamicSet | Feature::DynamicSetDelete => (set.with_size(16).with_timeout_ms(1000).dynamic(), vec![]),
-        _ => return None,
-    })
+    match feature {
+        Feature::SetExpressions => Some(Set { expressions: vec![Expression::counter()], ..set }),
+        Feature::DynamicSetDelete => Some(set.with_size(16).with_timeout_ms(1000).dynamic()),
+        _ => None,
+    }
 }
 
 fn expression(feature: Feature, of_table: Family) -> Option<Expression> {
     let to = Register::R1;
-    let dynamic = |operation| {
-        Expression::DynamicSet(DynamicSet {
-            set: "set".into(),
-            operation,
-            key: to,
-            data: None,
-            timeout_ms: None,
-            expressions: Vec::new(),
-        })
-    };
     let family = match of_table {
         Family::Ip => AddressFamily::Ip,
         Family::Ip6 => AddressFamily::Ip6,
@@ -202,50 +136,27 @@ fn expression(feature: Feature, of_table: Family) -> Option<Expression> {
             Expression::Nat { kind, family, address: None, port: Some(to.into()), flags }
         }
         Feature::Masquerade => Expression::Masquerade { port: None, flags: NatFlags::FULLY_RANDOM },
-        Feature::Redirect => Expression::Redirect { port: Some(to.into()), flags: NatFlags::NONE },
         // `ICMP_PORT_UNREACH` and `ICMPV6_PORT_UNREACH`
         Feature::Reject => Expression::Reject(match of_table {
             Family::Ip => Reject::Icmp(3),
             Family::Ip6 => Reject::Icmp(4),
             _ => Reject::TcpReset,
         }),
-        Feature::Conntrack => Expression::Conntrack { key: CtKey::Status, direction: None, to },
         Feature::ConntrackAddresses => {
             let key = if of_table == Family::Ip6 { CtKey::DestinationIp6 } else { CtKey::DestinationIp };
             Expression::Conntrack { key, direction: Some(Direction::Original), to }
         }
-        Feature::DynamicSet => dynamic(DynamicSetOperation::Update),
-        Feature::DynamicSetDelete => dynamic(DynamicSetOperation::Delete),
+        Feature::DynamicSetDelete => Expression::DynamicSet(DynamicSet {
+            set: "set".into(),
+            operation: DynamicSetOperation::Delete,
+            key: to,
+            data: None,
+            timeout_ms: None,
+            expressions: Vec::new(),
+        }),
         Feature::Limit => {
             Expression::Limit { rate: 1, seconds: 1, burst: 5, bytes: crate::Bytes::Ignored, inverted: false }
         }
-        Feature::Log => Expression::Log { prefix: Some("probe".into()), level: None, group: None },
-        Feature::Socket => Expression::Socket { key: SocketKey::Transparent, to },
-        Feature::TransparentProxy => Expression::TransparentProxy { family, address: None, port: Some(to) },
         _ => return None,
     })
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-    use crate::fake::FakeKernel;
-
-    #[test]
-    fn a_probe_leaves_every_table_as_it_is() {
-        let mut kernel = FakeKernel::new().connect();
-        let names = ["nftables-netlink-probe", "nftables-netlink-probe-refused-on-purpose"];
-        for name in names {
-            let mut transaction = Transaction::new();
-            transaction.add_table(&Table::new(TableName::new(Family::Inet, name)));
-            kernel.commit(&transaction).unwrap();
-        }
-        let before = kernel.tables(None).unwrap();
-        for family in [Family::Ip, Family::Ip6, Family::Inet] {
-            let support = probe(&mut kernel, family, &Feature::ALL).unwrap();
-            assert!(support.iter().all(|one| one.fault.is_none()), "{support:?}");
-        }
-        assert_eq!(kernel.tables(None).unwrap(), before);
-    }
 }

@@ -2,7 +2,7 @@
 
 use headgate_netlink::Request;
 
-use crate::{Chain, Element, Existing, Fault, Rule, RulePosition, Set, SetName, Table, TableName, describe, wire};
+use crate::{Chain, Element, Fault, Rule, Set, Table, TableName, describe, wire};
 
 /// An ordered list of changes. The kernel executes either all changes or none, and packets see only
 /// the state before or after the transaction. Each change sees the earlier changes of the
@@ -42,14 +42,10 @@ impl Transaction {
         self.requests.iter().map(Request::length).sum()
     }
 
-    /// Adds a table.
+    /// Adds a table. An existing table is kept. If it has no owner, a persistent table gets the
+    /// connection as its owner.
     pub fn add_table(&mut self, table: &Table) {
-        self.put_table(table, Existing::Kept);
-    }
-
-    /// Adds or changes a table.
-    pub fn put_table(&mut self, table: &Table, existing: Existing) {
-        self.requests.push(wire::new_table(table, existing));
+        self.requests.push(wire::new_table(table));
     }
 
     /// Deletes a table with its contents. Fails with `ENOENT` if the table does not exist.
@@ -59,12 +55,7 @@ impl Transaction {
 
     /// Adds a chain. If a base chain exists, its policy is changed.
     pub fn add_chain(&mut self, chain: &Chain) {
-        self.put_chain(chain, Existing::Kept);
-    }
-
-    /// Adds or changes a chain.
-    pub fn put_chain(&mut self, chain: &Chain, existing: Existing) {
-        self.requests.push(wire::new_chain(chain, existing));
+        self.requests.push(wire::new_chain(chain));
     }
 
     /// Deletes a chain with its rules. Fails with `EBUSY` if a rule or an element jumps to the
@@ -75,40 +66,18 @@ impl Transaction {
 
     /// Adds a rule at the end of its chain.
     pub fn add_rule(&mut self, rule: &Rule) {
-        self.put_rule(rule, RulePosition::Last);
-    }
-
-    /// Adds a rule.
-    pub fn put_rule(&mut self, rule: &Rule, position: RulePosition) {
-        self.requests.push(wire::new_rule(rule, position));
-    }
-
-    /// Deletes the rule with this handle.
-    pub fn delete_rule(&mut self, table: &TableName, chain: &str, handle: u64) {
-        self.requests.push(wire::delete_rules(table, Some(chain), Some(handle)));
+        self.requests.push(wire::new_rule(rule));
     }
 
     /// Deletes all rules of a chain.
     pub fn flush_chain(&mut self, table: &TableName, chain: &str) {
-        self.requests.push(wire::delete_rules(table, Some(chain), None));
+        self.requests.push(wire::flush_chain(table, chain));
     }
 
-    /// Deletes all rules of a table. Its chains and sets are kept.
-    pub fn flush_table(&mut self, table: &TableName) {
-        self.requests.push(wire::delete_rules(table, None, None));
-    }
-
-    /// Adds a set or map and returns a reference to it. Rules and elements of the same transaction
-    /// need this reference if the set is anonymous.
-    pub fn add_set(&mut self, set: &Set) -> SetName {
-        self.put_set(set, Existing::Kept)
-    }
-
-    /// Adds a set or map.
-    pub fn put_set(&mut self, set: &Set, existing: Existing) -> SetName {
+    /// Adds a set or map. An existing set is kept, and must have the same properties.
+    pub fn add_set(&mut self, set: &Set) {
         self.sets += 1;
-        self.requests.push(wire::new_set(set, self.sets, existing));
-        SetName { name: set.name.clone(), id: set.flags.anonymous.then_some(self.sets) }
+        self.requests.push(wire::new_set(set, self.sets));
     }
 
     /// Deletes a set with its elements. Fails with `EBUSY` if a rule refers to the set.
@@ -121,31 +90,20 @@ impl Transaction {
     pub fn add_elements(
         &mut self,
         table: &TableName,
-        set: impl Into<SetName>,
+        set: impl AsRef<str>,
         elements: impl IntoIterator<Item = Element>,
     ) {
-        self.put_elements(table, set, elements, Existing::Kept);
-    }
-
-    /// Adds elements to a set.
-    pub fn put_elements(
-        &mut self,
-        table: &TableName,
-        set: impl Into<SetName>,
-        elements: impl IntoIterator<Item = Element>,
-        existing: Existing,
-    ) {
-        self.requests.extend(wire::new_elements(table, &set.into(), existing, elements));
+        self.requests.extend(wire::new_elements(table, set.as_ref(), elements));
     }
 
     /// Deletes elements by their keys. Fails with `ENOENT` if an element does not exist.
     pub fn delete_elements(
         &mut self,
         table: &TableName,
-        set: impl Into<SetName>,
+        set: impl AsRef<str>,
         elements: impl IntoIterator<Item = Element>,
     ) {
-        self.requests.extend(wire::delete_elements(table, &set.into(), elements));
+        self.requests.extend(wire::delete_elements(table, set.as_ref(), elements));
     }
 
     /// Deletes all elements of a set.
@@ -163,7 +121,7 @@ impl Transaction {
         }
         let elements = wire::decode::elements(request.payload()).ok()?;
         let element = elements.list?.into_iter().nth(fault.element?)?;
-        Some((elements.table, elements.set.name, element))
+        Some((elements.table, elements.set, element))
     }
 
     pub(crate) fn requests(&self) -> &[Request] {

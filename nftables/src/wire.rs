@@ -22,10 +22,6 @@ pub(crate) const SUBSYSTEM: u8 = 10;
 /// `NFNLGRP_NFTABLES`.
 pub(crate) const GROUP: u32 = 7;
 
-/// `NLM_F_REPLACE`.
-pub(crate) const REPLACE: u16 = 0x100;
-/// `NLM_F_EXCL`.
-pub(crate) const EXCLUSIVE: u16 = 0x200;
 /// `NLM_F_CREATE`.
 pub(crate) const CREATE: u16 = 0x400;
 /// `NLM_F_APPEND`.

@@ -6,7 +6,8 @@ mod context;
 mod enrolment;
 mod everywhere;
 mod fleet;
-pub(crate) mod fuzz;
+#[doc(hidden)]
+pub mod fuzz;
 mod readiness;
 mod stream;
 mod transport;

@@ -1,9 +1,8 @@
 //! Expressions, the parts of rules.
 
 use super::{
-    AddressFamily, Bytes, Comparison, Conversion, CtKey, Direction, DynamicSetOperation, FibFlags, FibResult,
-    Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register, RegisterRange, Reject, SetName,
-    SocketKey, Value, Verdict,
+    AddressFamily, Bytes, Comparison, CtKey, Direction, DynamicSetOperation, FibFlags, FibResult, Generator,
+    LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register, RegisterRange, Reject, Value, Verdict,
 };
 
 /// A change of a set by a packet. The rule continues if the change succeeds. The rule ends if the
@@ -12,7 +11,7 @@ use super::{
 pub struct DynamicSet {
     /// The set. The kernel rejects verdict maps, and sets with a size that are neither dynamic nor
     /// have timeouts.
-    pub set: SetName,
+    pub set: String,
     /// The operation.
     pub operation: DynamicSetOperation,
     /// The register that holds the key.
@@ -61,13 +60,6 @@ pub enum Expression {
         /// The destination register.
         to: Register,
     },
-    /// `meta … set`: sets a property, such as the mark.
-    SetMeta {
-        /// The property.
-        key: MetaKey,
-        /// The register that holds the value.
-        from: Register,
-    },
     /// `ct`: loads a property of the connection. For packets without a connection only the state is
     /// available. Expressions that load other properties do not match.
     Conntrack {
@@ -78,13 +70,6 @@ pub enum Expression {
         /// The destination register.
         to: Register,
     },
-    /// `ct … set`: sets a property, such as the mark.
-    SetConntrack {
-        /// The property.
-        key: CtKey,
-        /// The register that holds the value.
-        from: Register,
-    },
     /// `cmp`: compares a register with a value.
     Compare {
         /// The register.
@@ -93,17 +78,6 @@ pub enum Expression {
         comparison: Comparison,
         /// The value.
         value: Value,
-    },
-    /// `range`: compares a register with an inclusive range.
-    Range {
-        /// The register.
-        register: Register,
-        /// Whether the value must lie outside the range.
-        inverted: bool,
-        /// The first value of the range.
-        first: Value,
-        /// The last value of the range.
-        last: Value,
     },
     /// `bitwise`: `to = (from & mask) ^ xor`, over the length of the mask.
     Bitwise {
@@ -116,23 +90,10 @@ pub enum Expression {
         /// The bits to flip, as long as the mask.
         xor: Value,
     },
-    /// `byteorder`: converts numbers between byte orders.
-    ByteOrder {
-        /// The source register.
-        from: Register,
-        /// The destination register.
-        to: Register,
-        /// The direction of the conversion.
-        conversion: Conversion,
-        /// The length of the value in bytes.
-        length: u32,
-        /// The size of each number in bytes: 2, 4 or 8.
-        size: u32,
-    },
     /// `lookup`: looks a key up in a set or map.
     Lookup {
         /// The set.
-        set: SetName,
+        set: String,
         /// The register that holds the key.
         key: Register,
         /// How the result of the lookup is used.
@@ -206,13 +167,6 @@ pub enum Expression {
         /// How a port is selected.
         flags: NatFlags,
     },
-    /// `redir`: translates the destination to this host, and ends the rule with a verdict.
-    Redirect {
-        /// The registers that hold the ports.
-        port: Option<RegisterRange>,
-        /// How a port is selected.
-        flags: NatFlags,
-    },
     /// `reject`: answers with an error and drops the packet.
     Reject(Reject),
     /// `dynset`: adds, updates or deletes an element of a set.
@@ -249,23 +203,6 @@ pub enum Expression {
     /// `notrack`: exempts the packet from connection tracking. Allowed only in hooks before
     /// connection tracking.
     NoTrack,
-    /// `tproxy`: delivers the packet to a transparent socket. Allowed only in prerouting.
-    TransparentProxy {
-        /// The family of the address.
-        family: AddressFamily,
-        /// The register that holds the socket's address.
-        address: Option<Register>,
-        /// The register that holds the socket's port.
-        port: Option<Register>,
-    },
-    /// `socket`: loads a property of the socket that the packet belongs to. Packets without a
-    /// socket do not match.
-    Socket {
-        /// The property.
-        key: SocketKey,
-        /// The destination register.
-        to: Register,
-    },
     /// An expression that this crate does not know, as the kernel lists it.
     Unknown {
         /// The name of the expression.

@@ -111,15 +111,6 @@ pub enum Comparison {
     GreaterOrEqual,
 }
 
-/// The direction of a conversion between network and machine byte order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Conversion {
-    /// From network to machine.
-    ToHost,
-    /// From machine to network.
-    ToNetwork,
-}
-
 /// How a lookup's result is used. With [`Self::Absent`] the rule continues if the key is not found.
 /// In all other cases the rule ends if the key is not found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -278,17 +269,6 @@ pub enum DynamicSetOperation {
     Update,
     /// Deletes an element (Linux 5.1).
     Delete,
-}
-
-/// The property of a packet's socket that [`super::Expression::Socket`] loads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum SocketKey {
-    /// Whether the socket is transparent (`IP_TRANSPARENT`), 1 byte.
-    Transparent,
-    /// The mark of the socket, 4 bytes.
-    Mark,
-    /// Whether the socket is bound to the wildcard address, 1 byte (Linux 5.9).
-    Wildcard,
 }
 
 /// Whether a limit counts bytes or packets.

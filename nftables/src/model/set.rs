@@ -1,7 +1,5 @@
 //! Sets, maps and their elements.
 
-use std::fmt;
-
 use super::{Expression, TableName, Value, Verdict};
 
 /// Data types with the numbers of the `nft` program. The kernel stores the number but needs only
@@ -101,11 +99,6 @@ pub enum SetData {
     Verdicts,
 }
 
-/// `NFTNL_UDATA_SET_KEYBYTEORDER`
-const KEY_BYTE_ORDER: u8 = 0;
-/// `NFTNL_UDATA_SET_DATABYTEORDER`
-const DATA_BYTE_ORDER: u8 = 1;
-
 /// The flags of a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SetFlags {
@@ -125,40 +118,12 @@ pub struct SetFlags {
     pub concatenated_ranges: bool,
 }
 
-/// A reference to a set in rules and elements.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct SetName {
-    /// The name. For an anonymous set that does not exist yet, its name pattern.
-    pub name: String,
-    /// The ID of a set in the same transaction. Only anonymous sets need the ID.
-    pub id: Option<u32>,
-}
-
-impl From<&str> for SetName {
-    fn from(name: &str) -> Self {
-        Self { name: name.into(), id: None }
-    }
-}
-
-impl From<String> for SetName {
-    fn from(name: String) -> Self {
-        Self { name, id: None }
-    }
-}
-
-impl fmt::Display for SetName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name)
-    }
-}
-
 /// A set, or a map if [`Set::data`] is present.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Set {
     /// The table of the set.
     pub table: TableName,
-    /// The name, which is unique among the sets of the table. For an anonymous set, a pattern such
-    /// as `__set%d`.
+    /// The name, which is unique among the sets of the table.
     pub name: String,
     /// The type of the keys.
     pub key: ValueType,
@@ -215,38 +180,6 @@ impl Set {
         Self { data: Some(SetData::Verdicts), ..Self::new(table, name, key) }
     }
 
-    /// Adds user data that marks keys for `nft` as numbers in the machine's byte order. Without
-    /// this user data, `nft` prints the bytes of keys in reverse order. Concatenations do not need
-    /// the user data. Every version of `nft` supports this kind of user data.
-    #[must_use]
-    pub fn with_key_in_host_order(self) -> Self {
-        self.with_byte_order(KEY_BYTE_ORDER)
-    }
-
-    /// Adds user data that marks data for `nft` as numbers in the machine's byte order.
-    #[must_use]
-    pub fn with_data_in_host_order(self) -> Self {
-        self.with_byte_order(DATA_BYTE_ORDER)
-    }
-
-    fn with_byte_order(mut self, of: u8) -> Self {
-        /// `BYTEORDER_HOST_ENDIAN` of `nft`.
-        const HOST: u32 = 1;
-        self.user_data.extend([of, 4]);
-        self.user_data.extend(HOST.to_ne_bytes());
-        self
-    }
-
-    /// Makes the set anonymous, for use by one rule of the same transaction. The name becomes a
-    /// pattern.
-    #[must_use]
-    pub fn anonymous(mut self) -> Self {
-        self.name = if self.data.is_some() { "__map%d" } else { "__set%d" }.into();
-        self.flags.anonymous = true;
-        self.flags.constant = true;
-        self
-    }
-
     /// Sets the maximum number of elements.
     #[must_use]
     pub fn with_size(self, size: u32) -> Self {
@@ -265,19 +198,6 @@ impl Set {
     #[must_use]
     pub fn dynamic(mut self) -> Self {
         self.flags.dynamic = true;
-        self
-    }
-
-    /// Makes the keys ranges. In sets with a single key type, the two ends of a range are separate
-    /// elements ([`Element::interval`]). In concatenations each part is a range
-    /// ([`Element::range`]).
-    #[must_use]
-    pub fn with_ranges(mut self, key: &[DataType]) -> Self {
-        self.flags.interval = true;
-        if key.len() > 1 {
-            self.flags.concatenated_ranges = true;
-            self.field_lengths = key.iter().map(|part| part.length_bytes()).collect();
-        }
         self
     }
 }
@@ -339,26 +259,5 @@ impl Element {
     #[must_use]
     pub fn with_timeout_ms(self, timeout_ms: u64) -> Self {
         Self { timeout_ms: Some(timeout_ms), ..self }
-    }
-
-    /// Adds an expression, such as a counter.
-    #[must_use]
-    pub fn with_expression(mut self, expression: Expression) -> Self {
-        self.expressions.push(expression);
-        self
-    }
-
-    /// A range of concatenations: every part lies between the corresponding parts of both keys,
-    /// inclusive.
-    #[must_use]
-    pub fn range(first: Value, last: Value) -> Self {
-        Self { key: first, key_end: Some(last), ..Self::default() }
-    }
-
-    /// The two elements of a range that includes `first` and excludes `end`, for sets with a single
-    /// key type.
-    #[must_use]
-    pub fn interval(first: Value, end: Value) -> [Self; 2] {
-        [Self::new(first), Self { interval_end: true, ..Self::new(end) }]
     }
 }

@@ -28,12 +28,6 @@ impl Value {
         Self(number.to_ne_bytes().to_vec())
     }
 
-    /// A number in network byte order.
-    #[must_use]
-    pub fn network_u32(number: u32) -> Self {
-        Self(number.to_be_bytes().to_vec())
-    }
-
     /// A port.
     #[must_use]
     pub fn port(port: u16) -> Self {

@@ -56,7 +56,6 @@ pub(super) mod rule {
     pub(crate) const CHAIN: u16 = 2;
     pub(crate) const HANDLE: u16 = 3;
     pub(crate) const EXPRESSIONS: u16 = 4;
-    pub(crate) const POSITION: u16 = 6;
     pub(crate) const USER_DATA: u16 = 7;
 }
 
@@ -100,7 +99,6 @@ pub(super) mod element {
     pub(crate) const LIST_TABLE: u16 = 1;
     pub(crate) const LIST_SET: u16 = 2;
     pub(crate) const LIST_ELEMENTS: u16 = 3;
-    pub(crate) const LIST_SET_ID: u16 = 4;
 
     pub(crate) const KEY: u16 = 1;
     pub(crate) const DATA: u16 = 2;

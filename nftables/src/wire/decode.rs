@@ -3,8 +3,6 @@
 
 use headgate_netlink::{Malformed, checked_attributes, netfilter, read_be32, read_text, read_u8};
 
-#[cfg(any(test, feature = "fake"))]
-pub(crate) use super::decode_set::{Elements, offset_of_element, set_id};
 pub(crate) use super::decode_set::{element_at, element_count, elements, new_set};
 use super::{
     attributes::{DATA_VALUE, DATA_VERDICT, VERDICT_CHAIN, VERDICT_CODE, chain, generation, rule, table},
@@ -116,39 +114,16 @@ fn base_chain(family: Family, fields: &Fields<'_>, hook: &Fields<'_>) -> Result<
     }))
 }
 
-/// The decoded attributes of a rule. Messages that delete rules may omit chain and handle.
-#[derive(Debug)]
-pub(crate) struct RulePart {
-    pub(crate) table: TableName,
-    pub(crate) chain: Option<String>,
-    pub(crate) handle: Option<u64>,
-    pub(crate) expressions: Vec<crate::Expression>,
-    pub(crate) user_data: Vec<u8>,
-}
-
-pub(crate) fn rule_part(payload: &[u8]) -> Result<RulePart, Malformed> {
+/// Decodes a rule.
+pub(crate) fn new_rule(payload: &[u8]) -> Result<Listed<Rule>, Malformed> {
     let (family, fields) = split(payload)?;
-    Ok(RulePart {
+    let object = Rule {
         table: table_name(family, &fields)?,
-        chain: fields.text(rule::CHAIN)?,
-        handle: fields.u64(rule::HANDLE)?,
+        chain: fields.text(rule::CHAIN)?.ok_or(Malformed("a rule without a chain"))?,
         expressions: expressions(fields.get(rule::EXPRESSIONS).unwrap_or_default())?,
         user_data: fields.bytes(rule::USER_DATA),
-    })
-}
-
-/// The rule before or after which a new rule is inserted.
-#[cfg(any(test, feature = "fake"))]
-pub(crate) fn rule_position(payload: &[u8]) -> Result<Option<u64>, Malformed> {
-    split(payload)?.1.u64(rule::POSITION)
-}
-
-/// Decodes a rule of a list.
-pub(crate) fn new_rule(payload: &[u8]) -> Result<Listed<Rule>, Malformed> {
-    let part = rule_part(payload)?;
-    let chain = part.chain.ok_or(Malformed("a rule without a chain"))?;
-    let object = Rule { table: part.table, chain, expressions: part.expressions, user_data: part.user_data };
-    Ok(Listed { handle: part.handle.unwrap_or_default(), object })
+    };
+    Ok(Listed { handle: fields.u64(rule::HANDLE)?.unwrap_or_default(), object })
 }
 
 /// Decodes a generation and the thread that created it.

@@ -9,9 +9,9 @@ use super::{
     expression::{IN_LIST, IN_PSEUDO_HEADER},
 };
 use crate::{
-    AddressFamily, Bytes, Comparison, Conversion, CtKey, Direction, DynamicSet, DynamicSetOperation, ElementData,
-    Expression, FibFlags, FibResult, Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register,
-    RegisterRange, Reject, SetName, SocketKey, Value,
+    AddressFamily, Bytes, Comparison, CtKey, Direction, DynamicSet, DynamicSetOperation, ElementData, Expression,
+    FibFlags, FibResult, Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register, RegisterRange,
+    Reject, Value,
 };
 
 /// Decodes a list of expressions.
@@ -66,9 +66,8 @@ impl Fields<'_> {
         value(self.get(kind).ok_or(Malformed("an expression without a value"))?)
     }
 
-    fn set_name(&self, name: u16, id: u16) -> Result<SetName, Malformed> {
-        let name = self.text(name)?.ok_or(Malformed("an expression without its set"))?;
-        Ok(SetName { name, id: self.u32(id)? })
+    fn set_name(&self) -> Result<String, Malformed> {
+        self.text(1)?.ok_or(Malformed("an expression without its set"))
     }
 
     fn nat_flags(&self, kind: u16) -> Result<NatFlags, Malformed> {
@@ -106,23 +105,14 @@ fn known(name: &str, bytes: &[u8]) -> Result<Option<Expression>, Malformed> {
             }
         }
         "meta" => {
-            let Some(key) = MetaKey::of_number(f.number(2)?) else { return Ok(None) };
-            match f.register(1)? {
-                Some(to) => Expression::Meta { key, to },
-                None => Expression::SetMeta { key, from: f.needed_register(3)? },
-            }
+            let (Some(key), Some(to)) = (MetaKey::of_number(f.number(2)?), f.register(1)?) else { return Ok(None) };
+            Expression::Meta { key, to }
         }
         "ct" => return conntrack(f),
         "cmp" => {
             let Some(comparison) = Comparison::of_number(f.number(2)?) else { return Ok(None) };
             Expression::Compare { register: f.needed_register(1)?, comparison, value: f.value(3)? }
         }
-        "range" => Expression::Range {
-            register: f.needed_register(1)?,
-            inverted: f.number(2)? != 0,
-            first: f.value(3)?,
-            last: f.value(4)?,
-        },
         // `bitwise` can also shift. Since Linux 6.13 it can read a second source register. This
         // crate represents neither of these operations.
         "bitwise" if f.number_or_zero(6)? == 0 && f.get(8).is_none() => Expression::Bitwise {
@@ -131,11 +121,6 @@ fn known(name: &str, bytes: &[u8]) -> Result<Option<Expression>, Malformed> {
             mask: f.value(4)?,
             xor: f.value(5)?,
         },
-        "byteorder" => {
-            let Some(conversion) = Conversion::of_number(f.number(3)?) else { return Ok(None) };
-            let (from, to) = (f.needed_register(1)?, f.needed_register(2)?);
-            Expression::ByteOrder { from, to, conversion, length: f.number(4)?, size: f.number(5)? }
-        }
         "lookup" => {
             let result = match (f.u32(3)?, f.number_or_zero(5)? & 1) {
                 (Some(0), _) => LookupResult::Verdict,
@@ -143,7 +128,7 @@ fn known(name: &str, bytes: &[u8]) -> Result<Option<Expression>, Malformed> {
                 (None, 0) => LookupResult::Present,
                 (None, _) => LookupResult::Absent,
             };
-            Expression::Lookup { set: f.set_name(1, 4)?, key: f.needed_register(2)?, result }
+            Expression::Lookup { set: f.set_name()?, key: f.needed_register(2)?, result }
         }
         "immediate" => match data(f.get(2).ok_or(Malformed("an expression without a value"))?)? {
             ElementData::Value(value) => Expression::Immediate { to: f.needed_register(1)?, value },
@@ -172,7 +157,6 @@ fn known(name: &str, bytes: &[u8]) -> Result<Option<Expression>, Malformed> {
             Expression::Nat { kind, family, address: f.registers(3)?, port: f.registers(5)?, flags: f.nat_flags(7)? }
         }
         "masq" => Expression::Masquerade { flags: f.nat_flags(1)?, port: f.registers(2)? },
-        "redir" => Expression::Redirect { port: f.registers(1)?, flags: f.nat_flags(3)? },
         "reject" => {
             let code = f.u8(2)?.unwrap_or_default();
             Expression::Reject(match f.number(1)? {
@@ -200,27 +184,12 @@ fn known(name: &str, bytes: &[u8]) -> Result<Option<Expression>, Malformed> {
             Expression::Log { prefix: f.text(2)?, level: f.u32(5)?, group }
         }
         "notrack" => Expression::NoTrack,
-        "tproxy" => {
-            let family = match f.number(1)? {
-                0 => Some(AddressFamily::Inet),
-                number => AddressFamily::of_number(number),
-            };
-            let Some(family) = family else { return Ok(None) };
-            Expression::TransparentProxy { family, address: f.register(2)?, port: f.register(3)? }
-        }
-        "socket" => {
-            let Some(key) = SocketKey::of_number(f.number(1)?) else { return Ok(None) };
-            Expression::Socket { key, to: f.needed_register(2)? }
-        }
         _ => return Ok(None),
     }))
 }
 
 fn conntrack(f: &Fields<'_>) -> Result<Option<Expression>, Malformed> {
-    let Some(key) = CtKey::of_number(f.number(2)?) else { return Ok(None) };
-    let Some(to) = f.register(1)? else {
-        return Ok(Some(Expression::SetConntrack { key, from: f.needed_register(4)? }));
-    };
+    let (Some(key), Some(to)) = (CtKey::of_number(f.number(2)?), f.register(1)?) else { return Ok(None) };
     let direction = f.u8(3)?.map(u32::from);
     let Some(direction) = direction.map(Direction::of_number) else {
         return Ok(Some(Expression::Conntrack { key, direction: None, to }));
@@ -240,7 +209,7 @@ fn dynamic_set(f: &Fields<'_>) -> Result<Option<Expression>, Malformed> {
         (None, all) => expressions(all.unwrap_or_default())?,
     };
     Ok(Some(Expression::DynamicSet(DynamicSet {
-        set: f.set_name(1, 2)?,
+        set: f.set_name()?,
         operation,
         key: f.needed_register(4)?,
         data: f.register(5)?,

@@ -7,7 +7,7 @@ use super::{
     decode::{Fields, data, split, table_name, value},
     decode_expression::{expression, expressions},
 };
-use crate::{Element, Expression, Listed, Set, SetData, SetFlags, SetName, TableName, ValueType};
+use crate::{Element, Expression, Listed, Set, SetData, SetFlags, TableName, ValueType};
 
 /// Decodes a set.
 pub(crate) fn new_set(payload: &[u8]) -> Result<Listed<Set>, Malformed> {
@@ -51,12 +51,6 @@ pub(crate) fn new_set(payload: &[u8]) -> Result<Listed<Set>, Malformed> {
     Ok(Listed { handle: fields.u64(set::HANDLE)?.unwrap_or_default(), object })
 }
 
-/// The ID of a set in the transaction that creates it.
-#[cfg(any(test, feature = "fake"))]
-pub(crate) fn set_id(payload: &[u8]) -> Result<Option<u32>, Malformed> {
-    split(payload)?.1.u32(set::ID)
-}
-
 /// The number of elements in a set, if the kernel reports it (Linux 6.16).
 pub(crate) fn element_count(payload: &[u8]) -> Result<Option<u32>, Malformed> {
     split(payload)?.1.u32(set::COUNT)
@@ -89,14 +83,14 @@ fn some_expressions(fields: &Fields<'_>, single: u16, several: u16) -> Result<Ve
 #[derive(Debug)]
 pub(crate) struct Elements {
     pub(crate) table: TableName,
-    pub(crate) set: SetName,
+    pub(crate) set: String,
     pub(crate) list: Option<Vec<Element>>,
 }
 
 /// Decodes elements.
 pub(crate) fn elements(payload: &[u8]) -> Result<Elements, Malformed> {
     let (family, fields) = split(payload)?;
-    let name = fields.text(element::LIST_SET)?.ok_or(Malformed("elements without a set"))?;
+    let set = fields.text(element::LIST_SET)?.ok_or(Malformed("elements without a set"))?;
     let mut list = None;
     if let Some(all) = fields.get(element::LIST_ELEMENTS) {
         let mut found = Vec::new();
@@ -107,7 +101,6 @@ pub(crate) fn elements(payload: &[u8]) -> Result<Elements, Malformed> {
         }
         list = Some(found);
     }
-    let set = SetName { name, id: fields.u32(element::LIST_SET_ID)? };
     Ok(Elements { table: table_name(family, &fields)?, set, list })
 }
 
@@ -143,14 +136,4 @@ pub(crate) fn element_at(payload: &[u8], offset: usize) -> Option<(usize, Elemen
         }
     }
     None
-}
-
-/// The offset of an element in a request, from the start of the message header.
-#[cfg(any(test, feature = "fake"))]
-pub(crate) fn offset_of_element(payload: &[u8], index: usize) -> Option<u32> {
-    let (_, fields) = split(payload).ok()?;
-    let one = checked_attributes(fields.get(element::LIST_ELEMENTS)?).nth(index)?.ok()?.1;
-    // Add the message header of 16 bytes, and subtract the element's own attribute header of 4
-    // bytes.
-    u32::try_from(one.as_ptr().addr() - payload.as_ptr().addr() + 16 - 4).ok()
 }

@@ -3,7 +3,7 @@
 use headgate_netlink::Request;
 
 use super::{
-    APPEND, CREATE, EXCLUSIVE, REPLACE,
+    APPEND, CREATE,
     attributes::{
         DATA_VALUE, DATA_VERDICT, LIST_ELEMENT, VERDICT_CHAIN, VERDICT_CODE, chain, element, message, rule, set, table,
     },
@@ -11,8 +11,7 @@ use super::{
     request,
 };
 use crate::{
-    Chain, Element, ElementData, Existing, Expression, Family, Policy, Rule, RulePosition, Set, SetData, SetName,
-    Table, TableName, Value, Verdict,
+    Chain, Element, ElementData, Expression, Family, Policy, Rule, Set, SetData, Table, TableName, Value, Verdict,
 };
 
 /// The size in bytes after which elements continue in another message. The attribute that holds
@@ -44,20 +43,12 @@ fn put_user_data(request: Request, kind: u16, user_data: &[u8]) -> Request {
     if user_data.is_empty() { request } else { request.attribute(kind, user_data) }
 }
 
-fn mode(existing: Existing) -> u16 {
-    match existing {
-        Existing::Kept => CREATE,
-        Existing::Refused => CREATE | EXCLUSIVE,
-        Existing::Required => 0,
-    }
-}
-
-pub(crate) fn new_table(wanted: &Table, existing: Existing) -> Request {
+pub(crate) fn new_table(wanted: &Table) -> Request {
     let flag = |is_set: bool, flag: u32| if is_set { flag } else { 0 };
     let flags = flag(wanted.dormant, table::DORMANT)
         | flag(wanted.owned, table::OWNED)
         | flag(wanted.persistent, table::PERSISTENT);
-    let request = request(message::NEW_TABLE, mode(existing), Some(wanted.name.family));
+    let request = request(message::NEW_TABLE, CREATE, Some(wanted.name.family));
     let request = put_u32(request.text(table::NAME, &wanted.name.name), table::FLAGS, flags);
     put_user_data(request, table::USER_DATA, &wanted.user_data)
 }
@@ -66,8 +57,8 @@ pub(crate) fn delete_table(name: &TableName) -> Request {
     request(message::DELETE_TABLE, 0, Some(name.family)).text(table::NAME, &name.name)
 }
 
-pub(crate) fn new_chain(wanted: &Chain, existing: Existing) -> Request {
-    let request = request(message::NEW_CHAIN, mode(existing), Some(wanted.table.family))
+pub(crate) fn new_chain(wanted: &Chain) -> Request {
+    let request = request(message::NEW_CHAIN, CREATE, Some(wanted.table.family))
         .text(chain::TABLE, &wanted.table.name)
         .text(chain::NAME, &wanted.name);
     let request = match wanted.base {
@@ -91,18 +82,10 @@ pub(crate) fn delete_chain(of: &TableName, name: &str) -> Request {
     request(message::DELETE_CHAIN, 0, Some(of.family)).text(chain::TABLE, &of.name).text(chain::NAME, name)
 }
 
-pub(crate) fn new_rule(wanted: &Rule, position: RulePosition) -> Request {
-    let (flags, attribute) = match position {
-        RulePosition::Last => (CREATE | APPEND, None),
-        RulePosition::First => (CREATE, None),
-        RulePosition::Behind(handle) => (CREATE | APPEND, Some((rule::POSITION, handle))),
-        RulePosition::Before(handle) => (CREATE, Some((rule::POSITION, handle))),
-        RulePosition::InsteadOf(handle) => (REPLACE, Some((rule::HANDLE, handle))),
-    };
-    let request = request(message::NEW_RULE, flags, Some(wanted.table.family))
+pub(crate) fn new_rule(wanted: &Rule) -> Request {
+    let request = request(message::NEW_RULE, CREATE | APPEND, Some(wanted.table.family))
         .text(rule::TABLE, &wanted.table.name)
         .text(rule::CHAIN, &wanted.chain);
-    let request = attribute.iter().fold(request, |request, (kind, handle)| put_u64(request, *kind, *handle));
     let request = put_expressions(request, rule::EXPRESSIONS, &wanted.expressions);
     put_user_data(request, rule::USER_DATA, &wanted.user_data)
 }
@@ -125,14 +108,12 @@ fn put_some_expressions(request: Request, single: u16, several: u16, expressions
     }
 }
 
-/// Deletes a rule, or all rules of a chain, or all rules of a table.
-pub(crate) fn delete_rules(of: &TableName, chain: Option<&str>, handle: Option<u64>) -> Request {
-    let request = request(message::DELETE_RULE, 0, Some(of.family)).text(rule::TABLE, &of.name);
-    let request = chain.iter().fold(request, |request, chain| request.text(rule::CHAIN, chain));
-    handle.iter().fold(request, |request, handle| put_u64(request, rule::HANDLE, *handle))
+/// Deletes all rules of a chain.
+pub(crate) fn flush_chain(of: &TableName, chain: &str) -> Request {
+    request(message::DELETE_RULE, 0, Some(of.family)).text(rule::TABLE, &of.name).text(rule::CHAIN, chain)
 }
 
-pub(crate) fn new_set(wanted: &Set, id: u32, existing: Existing) -> Request {
+pub(crate) fn new_set(wanted: &Set, id: u32) -> Request {
     let flag = |is_set: bool, flag: u32| if is_set { flag } else { 0 };
     let flags = wanted.flags;
     let bits = flag(flags.anonymous, set::ANONYMOUS)
@@ -142,7 +123,7 @@ pub(crate) fn new_set(wanted: &Set, id: u32, existing: Existing) -> Request {
         | flag(flags.timeout, set::HAS_TIMEOUT)
         | flag(flags.dynamic, set::DYNAMIC)
         | flag(flags.concatenated_ranges, set::CONCATENATION);
-    let request = request(message::NEW_SET, mode(existing), Some(wanted.table.family))
+    let request = request(message::NEW_SET, CREATE, Some(wanted.table.family))
         .text(set::TABLE, &wanted.table.name)
         .text(set::NAME, &wanted.name);
     let request = put_u32(request, set::FLAGS, bits);
@@ -185,16 +166,13 @@ pub(crate) fn delete_set(of: &TableName, name: &str) -> Request {
     request(message::DELETE_SET, 0, Some(of.family)).text(set::TABLE, &of.name).text(set::NAME, name)
 }
 
-fn elements_request(command: u8, flags: u16, of: &TableName, name: &SetName) -> Request {
-    let request = request(command, flags, Some(of.family))
-        .text(element::LIST_TABLE, &of.name)
-        .text(element::LIST_SET, &name.name);
-    name.id.iter().fold(request, |request, id| put_u32(request, element::LIST_SET_ID, *id))
+fn elements_request(command: u8, flags: u16, of: &TableName, name: &str) -> Request {
+    request(command, flags, Some(of.family)).text(element::LIST_TABLE, &of.name).text(element::LIST_SET, name)
 }
 
 /// Deletes all elements of a set.
 pub(crate) fn flush_set(of: &TableName, name: &str) -> Request {
-    elements_request(message::DELETE_ELEMENTS, 0, of, &name.into())
+    elements_request(message::DELETE_ELEMENTS, 0, of, name)
 }
 
 /// Divides elements among messages with about [`ELEMENT_BYTES`] of elements each.
@@ -202,7 +180,7 @@ fn elements(
     command: u8,
     flags: u16,
     of: &TableName,
-    name: &SetName,
+    name: &str,
     elements: impl IntoIterator<Item = Element>,
 ) -> Vec<Request> {
     let mut elements = elements.into_iter().peekable();
@@ -222,16 +200,11 @@ fn elements(
     requests
 }
 
-pub(crate) fn new_elements(
-    of: &TableName,
-    name: &SetName,
-    existing: Existing,
-    all: impl IntoIterator<Item = Element>,
-) -> Vec<Request> {
-    elements(message::NEW_ELEMENTS, mode(existing), of, name, all)
+pub(crate) fn new_elements(of: &TableName, name: &str, all: impl IntoIterator<Item = Element>) -> Vec<Request> {
+    elements(message::NEW_ELEMENTS, CREATE, of, name, all)
 }
 
-pub(crate) fn delete_elements(of: &TableName, name: &SetName, all: impl IntoIterator<Item = Element>) -> Vec<Request> {
+pub(crate) fn delete_elements(of: &TableName, name: &str, all: impl IntoIterator<Item = Element>) -> Vec<Request> {
     elements(message::DELETE_ELEMENTS, 0, of, name, all)
 }
 
@@ -283,7 +256,7 @@ pub(crate) fn get_set(of: &TableName, name: &str) -> Request {
 
 /// Queries all elements of a set.
 pub(crate) fn list_elements(of: &TableName, name: &str) -> Request {
-    elements_request(message::GET_ELEMENTS, super::DUMP, of, &name.into())
+    elements_request(message::GET_ELEMENTS, super::DUMP, of, name)
 }
 
 /// Queries the number of the current generation.

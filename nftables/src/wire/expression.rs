@@ -9,9 +9,8 @@ use super::{
     encode::{put_expressions, put_u32, put_u64, put_value, put_verdict},
 };
 use crate::{
-    AddressFamily, Bytes, Comparison, Conversion, CtKey, Direction, DynamicSet, DynamicSetOperation, Expression,
-    FibResult, Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register, RegisterRange, Reject,
-    SetName, SocketKey,
+    AddressFamily, Bytes, Comparison, CtKey, Direction, DynamicSet, DynamicSetOperation, Expression, FibResult,
+    Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register, RegisterRange, Reject,
 };
 
 /// `NFT_REG_VERDICT`.
@@ -49,12 +48,10 @@ numbers!(Direction, number, of_number, { Original = 0, Reply = 1 });
 numbers!(Comparison, number, of_number, {
     Equal = 0, NotEqual = 1, Less = 2, LessOrEqual = 3, Greater = 4, GreaterOrEqual = 5,
 });
-numbers!(Conversion, number, of_number, { ToHost = 0, ToNetwork = 1 });
 numbers!(Generator, number, of_number, { Incremental = 0, Random = 1 });
 numbers!(FibResult, number, of_number, { Interface = 1, InterfaceName = 2, AddressType = 3 });
 numbers!(NatKind, number, of_number, { Source = 0, Destination = 1 });
 numbers!(DynamicSetOperation, number, of_number, { Add = 0, Update = 1, Delete = 2 });
-numbers!(SocketKey, number, of_number, { Transparent = 0, Mark = 1, Wildcard = 2 });
 numbers!(Bytes, number, of_number, { Ignored = 0, Counted = 1 });
 
 impl Expression {
@@ -63,12 +60,10 @@ impl Expression {
     pub fn name(&self) -> &str {
         match self {
             Self::Payload { .. } | Self::SetPayload { .. } => "payload",
-            Self::Meta { .. } | Self::SetMeta { .. } => "meta",
-            Self::Conntrack { .. } | Self::SetConntrack { .. } => "ct",
+            Self::Meta { .. } => "meta",
+            Self::Conntrack { .. } => "ct",
             Self::Compare { .. } => "cmp",
-            Self::Range { .. } => "range",
             Self::Bitwise { .. } => "bitwise",
-            Self::ByteOrder { .. } => "byteorder",
             Self::Lookup { .. } => "lookup",
             Self::Immediate { .. } | Self::Verdict(_) => "immediate",
             Self::NumberGenerator { .. } => "numgen",
@@ -76,15 +71,12 @@ impl Expression {
             Self::Fib { .. } => "fib",
             Self::Nat { .. } => "nat",
             Self::Masquerade { .. } => "masq",
-            Self::Redirect { .. } => "redir",
             Self::Reject(_) => "reject",
             Self::DynamicSet(_) => "dynset",
             Self::Counter { .. } => "counter",
             Self::Limit { .. } => "limit",
             Self::Log { .. } => "log",
             Self::NoTrack => "notrack",
-            Self::TransparentProxy { .. } => "tproxy",
-            Self::Socket { .. } => "socket",
             Self::Unknown { name, .. } => name,
         }
     }
@@ -114,10 +106,6 @@ fn put_registers(request: Request, first: u16, range: Option<RegisterRange>) -> 
     if range.last == range.first { request } else { put_register(request, first + 1, range.last) }
 }
 
-fn put_set(request: Request, name: u16, id: u16, set: &SetName) -> Request {
-    put_optional(request.text(name, &set.name), id, set.id)
-}
-
 fn put_attributes(data: Request, expression: &Expression) -> Request {
     match expression {
         Expression::Payload { base, offset, length, to } => {
@@ -134,29 +122,19 @@ fn put_attributes(data: Request, expression: &Expression) -> Request {
             if *in_pseudo_header { put_u32(data, 8, IN_PSEUDO_HEADER) } else { data }
         }
         Expression::Meta { key, to } => put_register(put_u32(data, 2, key.number()), 1, *to),
-        Expression::SetMeta { key, from } => put_register(put_u32(data, 2, key.number()), 3, *from),
         Expression::Conntrack { key, direction, to } => {
             let data = put_register(put_u32(data, 2, key.number()), 1, *to);
             let direction = direction.and_then(|direction| u8::try_from(direction.number()).ok());
             direction.iter().fold(data, |data, direction| data.attribute(3, &[*direction]))
         }
-        Expression::SetConntrack { key, from } => put_register(put_u32(data, 2, key.number()), 4, *from),
         Expression::Compare { register, comparison, value } => {
             put_value(put_u32(put_register(data, 1, *register), 2, comparison.number()), 3, value)
-        }
-        Expression::Range { register, inverted, first, last } => {
-            let data = put_u32(put_register(data, 1, *register), 2, u32::from(*inverted));
-            put_value(put_value(data, 3, first), 4, last)
         }
         Expression::Bitwise { from, to, mask, xor } => {
             let length = u32::try_from(mask.0.len()).unwrap_or(u32::MAX);
             let data = put_u32(put_register(put_register(data, 1, *from), 2, *to), 3, length);
             // The operation NFT_BITWISE_MASK_XOR.
             put_value(put_value(put_u32(data, 6, 0), 4, mask), 5, xor)
-        }
-        Expression::ByteOrder { from, to, conversion, length, size } => {
-            let data = put_register(put_register(data, 1, *from), 2, *to);
-            put_u32(put_u32(put_u32(data, 3, conversion.number()), 4, *length), 5, *size)
         }
         Expression::Lookup { set, key, result } => {
             let data = put_register(data, 2, *key);
@@ -165,7 +143,7 @@ fn put_attributes(data: Request, expression: &Expression) -> Request {
                 LookupResult::Into(to) => put_register(data, 3, *to),
                 LookupResult::Verdict => put_u32(data, 3, VERDICT_REGISTER),
             };
-            let data = put_set(data, 1, 4, set);
+            let data = data.text(1, set);
             if *result == LookupResult::Absent { put_u32(data, 5, 1) } else { data }
         }
         Expression::Immediate { to, value } => put_value(put_register(data, 1, *to), 2, value),
@@ -188,7 +166,6 @@ fn put_attributes(data: Request, expression: &Expression) -> Request {
             put_flags(put_registers(put_registers(data, 3, *address), 5, *port), 7, *flags)
         }
         Expression::Masquerade { port, flags } => put_registers(put_flags(data, 1, *flags), 2, *port),
-        Expression::Redirect { port, flags } => put_flags(put_registers(data, 1, *port), 3, *flags),
         Expression::Reject(reject) => match reject {
             Reject::Icmp(code) => put_u32(data, 1, 0).attribute(2, &[*code]),
             Reject::TcpReset => put_u32(data, 1, 1).attribute(2, &[0]),
@@ -206,18 +183,7 @@ fn put_attributes(data: Request, expression: &Expression) -> Request {
             put_optional(data, 5, *level)
         }
         Expression::NoTrack | Expression::Unknown { .. } => data,
-        Expression::TransparentProxy { family, address, port } => {
-            let data = put_optional(put_u32(data, 1, proxy_family(*family)), 2, address.map(Register::number));
-            put_optional(data, 3, port.map(Register::number))
-        }
-        Expression::Socket { key, to } => put_register(put_u32(data, 1, key.number()), 2, *to),
     }
-}
-
-/// The family number of a transparent proxy. Here `NFPROTO_UNSPEC` means both families; in
-/// translations, `NFPROTO_INET` means both families.
-fn proxy_family(family: AddressFamily) -> u32 {
-    if family == AddressFamily::Inet { 0 } else { family.number() }
 }
 
 fn put_flags(data: Request, kind: u16, flags: NatFlags) -> Request {
@@ -231,7 +197,7 @@ fn put_dynamic_set(data: Request, change: &DynamicSet) -> Request {
     let data = put_optional(data, 5, change.data.map(Register::number));
     let data = put_u32(data, 3, change.operation.number());
     let data = change.timeout_ms.iter().fold(data, |data, timeout| put_u64(data, 6, *timeout));
-    let data = put_set(data, 1, 2, &change.set);
+    let data = data.text(1, &change.set);
     match change.expressions.as_slice() {
         [] => data,
         [expression] => data.nested(7, |inner| put_expression(inner, expression)),

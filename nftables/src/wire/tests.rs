@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::{
     AddressFamily, BaseChain, Chain, ChainType, DataType, Direction, DynamicSet, DynamicSetOperation, Element,
-    Existing, Expression, Generator, Hook, LookupResult, NatFlags, NatKind, PayloadBase, Policy, Register, Rule, Set,
+    Expression, Generator, Hook, LookupResult, NatFlags, NatKind, PayloadBase, Policy, Register, Rule, Set, SetFlags,
     Table, TableName, Transaction, Value, Verdict, comment, comment_of, model::CtKey,
 };
 
@@ -24,10 +24,10 @@ fn hex(request: &headgate_netlink::Request) -> String {
 #[test]
 fn messages_equal_the_messages_of_nft() {
     let name = "01000000 06000100 74000000 ";
-    assert_eq!(hex(&new_table(&Table::new(table()), Existing::Kept)), format!("{name}08000200 00000000 "));
+    assert_eq!(hex(&new_table(&Table::new(table()))), format!("{name}08000200 00000000 "));
     let pre = BaseChain { kind: ChainType::Nat, hook: Hook::Prerouting, priority: -100, policy: Policy::Accept };
     assert_eq!(
-        hex(&new_chain(&Chain::base(&table(), "a", pre), Existing::Kept)),
+        hex(&new_chain(&Chain::base(&table(), "a", pre))),
         format!(
             "{name}06000300 61000000 08000700 6e617400 08000500 00000001 14000480 08000100 00000000 08000200 ffffff9c "
         )
@@ -35,27 +35,27 @@ fn messages_equal_the_messages_of_nft() {
     let (mark, ip, port) = (DataType::Mark, DataType::Ipv4Address, DataType::Port);
     let set = Set::map(&table(), "eps", &[mark, mark], &[ip, port]).with_size(1024);
     assert_eq!(
-        hex(&new_set(&set, 2, Existing::Kept)),
+        hex(&new_set(&set, 2)),
         format!(
             "{name}08000200 65707300 08000300 00000008 08000400 000004d3 08000500 00000008 08000600 000001cd \
              08000700 00000008 08000a00 00000002 0c000980 08000100 00000400 "
         )
     );
-    let ranges = Set::new(&table(), "iv", &[ip, port]).with_ranges(&[ip, port]);
+    let flags = SetFlags { interval: true, concatenated_ranges: true, ..SetFlags::default() };
+    let ranges = Set { flags, field_lengths: vec![4, 2], ..Set::new(&table(), "iv", &[ip, port]) };
     assert_eq!(
-        hex(&new_set(&ranges, 5, Existing::Kept)),
+        hex(&new_set(&ranges, 5)),
         format!(
             "{name}07000200 69760000 08000300 00000084 08000400 000001cd 08000500 00000008 08000a00 00000005 \
              20000980 1c000280 0c000180 08000100 00000004 0c000180 08000100 00000002 "
         )
     );
     let key = |address: [u8; 4], number| Value::concatenation(&[Value(address.to_vec()), Value::port(number)]);
-    let element = Element::range(key([10, 0, 0, 0], 80), key([10, 255, 255, 255], 90));
-    let set = crate::SetName { name: "iv".into(), id: Some(5) };
+    let element = Element { key_end: Some(key([10, 255, 255, 255], 90)), ..Element::new(key([10, 0, 0, 0], 80)) };
     assert_eq!(
-        hex(&new_elements(&table(), &set, Existing::Kept, [element])[0]),
+        hex(&new_elements(&table(), "iv", [element])[0]),
         format!(
-            "{name}07000200 69760000 08000400 00000005 28000380 24000180 10000180 0c000100 0a000000 00500000 \
+            "{name}07000200 69760000 28000380 24000180 10000180 0c000100 0a000000 00500000 \
              10000a80 0c000100 0affffff 005a0000 "
         )
     );
@@ -84,19 +84,29 @@ fn rule() -> Rule {
     .with_comment("hello")
 }
 
+/// The offset of an element in a request, from the start of the message header.
+fn offset_of_element(payload: &[u8], index: usize) -> usize {
+    let (_, fields) = decode::split(payload).unwrap();
+    let list = fields.get(attributes::element::LIST_ELEMENTS).unwrap();
+    let one = headgate_netlink::checked_attributes(list).nth(index).unwrap().unwrap().1;
+    // Add the message header of 16 bytes, and subtract the element's own attribute header of 4
+    // bytes.
+    one.as_ptr().addr() - payload.as_ptr().addr() + 16 - 4
+}
+
 #[test]
 fn long_lists_of_elements_are_divided_without_loss() {
     let elements = (0..10_000_u32).map(|key| Element::new(Value::host_u32(key)).with_value(Value::port(1)));
-    let requests = new_elements(&table(), &"m".into(), Existing::Kept, elements.clone());
+    let requests = new_elements(&table(), "m", elements.clone());
     assert!(requests.len() > 5 && requests.iter().all(|request| request.length() < 60_000));
     let read = requests.iter().flat_map(|request| decode::elements(request.payload()).unwrap().list.unwrap());
     assert!(read.eq(elements));
     for index in [0, 7, 500] {
         let payload = requests[0].payload();
-        let offset = decode::offset_of_element(payload, index).unwrap();
+        let offset = offset_of_element(payload, index);
         // The offset of an error points to the element or to an attribute within it.
         for within in [0, 4, 12] {
-            let (found, _) = decode::element_at(payload, offset as usize + within).unwrap();
+            let (found, _) = decode::element_at(payload, offset + within).unwrap();
             assert_eq!(found, index);
         }
     }
@@ -143,8 +153,8 @@ fn requests() -> Vec<headgate_netlink::Request> {
             ],
         })],
     ));
-    let set = all.add_set(&Set::verdict_map(&table(), "", &[DataType::Mark; 2]).with_size(3).anonymous());
-    all.add_elements(&table(), set, [Element::new(Value(vec![0; 8])).with_verdict(Verdict::Jump("b".into()))]);
+    all.add_set(&Set::verdict_map(&table(), "m", &[DataType::Mark; 2]).with_size(3));
+    all.add_elements(&table(), "m", [Element::new(Value(vec![0; 8])).with_verdict(Verdict::Jump("b".into()))]);
     all.requests().to_vec()
 }
 

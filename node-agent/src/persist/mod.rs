@@ -71,8 +71,11 @@ pub fn remove(folder: &Path) -> io::Result<()> {
     names.into_iter().try_for_each(|name| file::remove_file(&folder.join(name)))
 }
 
-/// Reads a file with this content and the right checksum. For [`crate::fuzz`].
-pub(crate) fn state_of(content: &[u8], node_name: &str) -> Option<headgate_core::State> {
+/// Reads a file with this content and the right checksum, for fuzzing. `None` if the content is
+/// invalid.
+#[doc(hidden)]
+#[must_use]
+pub fn state_of(content: &[u8], node_name: &str) -> Option<headgate_core::State> {
     let bytes = [content, &Sha256::digest(content)[..]].concat();
     load::read_from(&bytes, node_name).ok().map(|restored| restored.held.into_state())
 }

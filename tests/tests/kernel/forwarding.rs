@@ -25,7 +25,7 @@ use headgate_node_agent::{
     node_inputs::NodeInputs,
 };
 use headgate_tests::testbed::{Namespace, iptables as programs, netns, plan};
-use nftables_netlink::{Element, ElementData, Kernel as _, Nftables, TableName, Transaction};
+use nftables_netlink::{Element, ElementData, Nftables, TableName, Transaction};
 
 use crate::mirrored;
 

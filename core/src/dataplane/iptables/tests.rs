@@ -7,14 +7,13 @@ use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use super::{
     Existing, ExistingTables, Layout, Ledger, RenderConfig, Table,
-    fake_kernel::FakeKernel,
     names::{ChainKind, ChainName},
     ruleset,
 };
 use crate::{
     Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service,
     ServiceKey, ServicePort, State, TrafficPolicy, Weight, behaviours::masquerade::LocalDetector,
-    node_facts::NodeFacts,
+    fake_kernel::iptables::FakeKernel, node_facts::NodeFacts,
 };
 
 fn ip(text: &str) -> IpAddr {

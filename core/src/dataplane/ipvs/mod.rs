@@ -56,8 +56,6 @@
 pub mod config;
 mod deferred;
 pub mod existing;
-#[doc(hidden)]
-pub mod fake_kernel;
 pub mod ledger;
 mod objects;
 pub mod plan;

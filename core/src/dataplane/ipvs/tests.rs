@@ -12,8 +12,8 @@ use std::{
 use super::*;
 use crate::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
-    ServicePort, State, TrafficPolicy, Weight, behaviours::masquerade::LocalDetector,
-    dataplane::ipvs::fake_kernel::FakeKernel, node_facts::NodeFacts,
+    ServicePort, State, TrafficPolicy, Weight, behaviours::masquerade::LocalDetector, fake_kernel::ipvs::FakeKernel,
+    node_facts::NodeFacts,
 };
 
 fn ip(text: &str) -> IpAddr {

@@ -14,8 +14,6 @@ pub mod beside_ipvs;
 pub mod config;
 pub mod dispatch;
 pub mod existing;
-#[doc(hidden)]
-pub mod fake_kernel;
 pub mod ledger;
 pub(super) mod line;
 pub mod names;

@@ -63,7 +63,8 @@ mod tests {
     use super::*;
     use crate::{
         dataplane::iptables::ruleset,
-        dataplane::rules::{ExistingTables, Layout, Ledger, RenderConfig, fake_kernel::FakeKernel},
+        dataplane::rules::{ExistingTables, Layout, Ledger, RenderConfig},
+        fake_kernel::iptables::FakeKernel,
         model::{Change, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
         node_facts::NodeFacts,
         state::{Dirty, State},

@@ -12,7 +12,7 @@ fn new_addresses_of_interfaces_are_used_at_once() {
     let node_ports = NodePortSelector { primary: false, cidrs: vec!["10.0.0.0/8".parse().unwrap()] };
     let (addresses, interfaces) = watch::channel(None);
     let shared = Arc::new(AgentState::new("node-1"));
-    let dataplane = Box::new(InMemoryDataplane::new().0);
+    let dataplane = Box::new(in_memory::dataplane().0);
     let (reconciler, _progress) = Reconciler::new(dataplane, Arc::clone(&shared), SyncMetrics::default(), timing());
     let settings = NodeSettings { node_ports, ..NodeSettings::default() };
     let reconciler = reconciler.with_node_settings(settings).with_interfaces(interfaces);

@@ -11,7 +11,7 @@ use headgate_core::{
     Change, Conditions, Endpoint, EndpointPort, Hints, Placement, Protocol, Service, ServiceCidr, ServiceKey,
     ServicePort,
 };
-use headgate_node_agent::{fuzz, persist};
+use headgate_node_agent::persist;
 use headgate_proto::{ChangesBuilder, frame::frame, v1};
 use prost::Message as _;
 use v1::server_message::Body;
@@ -129,7 +129,7 @@ fn state_file() -> Vec<u8> {
 #[test]
 fn corpus_of_bytes_is_written_when_asked_for() {
     let (stream, state) = (stream(), state_file());
-    assert!(fuzz::state_file(&state) && !super::messages_of(&stream).is_empty());
+    assert!(super::node_agent::state_file(&state) && !super::messages_of(&stream).is_empty());
     if std::env::var_os("HEADGATE_WRITE_CORPUS").is_some() {
         let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
         fs::write(corpus.join("server_stream/snapshot-and-batches.bin"), stream).unwrap();

@@ -4,13 +4,12 @@
 use std::{fs, path::Path};
 
 use clap::Parser as _;
-use headgate_node_agent::{
-    dataplane::in_memory::{Control, InMemoryDataplane},
-    options::Options,
-    run_with,
-};
+use headgate_node_agent::{options::Options, run_with};
 use headgate_proto::v1::{ListAgentsRequest, inspect_client::InspectClient};
-use headgate_tests::testbed::{port::ReservedPort, process::program};
+use headgate_tests::{
+    in_memory::{self, Control},
+    testbed::{port::ReservedPort, process::program},
+};
 use serde_json::Value;
 use tokio::{process::Command, time::timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -55,7 +54,7 @@ impl Agent {
         ];
         let (options, shutdown) =
             (Options::try_parse_from(arguments.iter().chain(options)).unwrap(), CancellationToken::new());
-        let (backend, kernel) = InMemoryDataplane::new();
+        let (backend, kernel) = in_memory::dataplane();
         tokio::spawn(run_with(options, Box::new(backend), shutdown.clone()));
         Self { metrics, kernel, _stops: shutdown.drop_guard() }
     }

@@ -15,9 +15,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use headgate_node_agent::dataplane::in_memory::Call;
 use headgate_tests::{
     apiserver::{ApiServer, Options, Token, objects},
+    in_memory::Call,
     testbed::port::ReservedPort,
 };
 use serde_json::{Value, json};

@@ -1,5 +1,4 @@
-//! Entry points for fuzzers. Each function passes bytes to the code that the agent uses for input
-//! from a replica, the disk or an operator.
+//! Passes bytes to the code that the agent uses for input from a replica, the disk or an operator.
 //!
 //! A function must return for every input, and its memory is bounded by the size of the input. The
 //! result shows whether the input was valid. A test uses the result to check that its inputs pass
@@ -8,15 +7,14 @@
 use std::sync::Arc;
 
 use headgate_core::{Change, Dirty, State, reference::Referable};
-use headgate_proto::{MAX_SERVER_MESSAGE_BYTES, v1};
-use prost::Message as _;
-
-use crate::{
+use headgate_node_agent::{
     persist,
     session::machine::{Effect, Machine},
     state::held::Held,
 };
+use headgate_proto::{MAX_SERVER_MESSAGE_BYTES, v1};
 use headgate_settings as settings;
+use prost::Message as _;
 
 /// Processes messages of a replica as one stream, until a message breaks the protocol. Returns the
 /// number of steps that were applied.
@@ -24,8 +22,7 @@ use headgate_settings as settings;
 /// # Panics
 /// The digests of the resulting state are wrong. With wrong digests, an agent would resume wrongly
 /// until it starts again.
-#[must_use]
-pub fn server_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
+pub(super) fn server_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
     let mut held = Held::default();
     let mut machine = Machine::new(Arc::from("node-a"));
     machine.begin(held.position());
@@ -52,8 +49,7 @@ pub fn server_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize 
 ///
 /// # Panics
 /// The digests of the resulting state are wrong.
-#[must_use]
-pub fn state_file(content: &[u8]) -> bool {
+pub(super) fn state_file(content: &[u8]) -> bool {
     let state = persist::state_of(content, "node-a");
     state.iter().for_each(assert_digests);
     state.is_some()
@@ -61,8 +57,7 @@ pub fn state_file(content: &[u8]) -> bool {
 
 /// Reads a `KubeProxyConfiguration`. Returns true when the agent would start with this
 /// configuration.
-#[must_use]
-pub fn configuration(text: &str) -> bool {
+pub(super) fn configuration(text: &str) -> bool {
     settings::parse("config.yaml", text.to_owned()).is_ok()
 }
 

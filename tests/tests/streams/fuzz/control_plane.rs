@@ -1,5 +1,5 @@
-//! Entry points for fuzzers and their tests. Each function takes bytes that would come from an API
-//! server, a file or a peer, and processes them like the control plane.
+//! Takes bytes that would come from an API server, a file or a peer, and processes them like the
+//! control plane.
 //!
 //! Each function must return for any input. The memory that it uses must be bounded by the size of
 //! the input. The result shows whether the input was valid, so that a test can check that its input
@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use crate::{
+use headgate_control_plane::{
     identity,
     metrics::Metrics,
     model::{Event, Model},
@@ -19,22 +19,19 @@ use crate::{
 
 /// Reads a manifest like the source `files`, and serves its objects. `is_json` says whether the
 /// file has the extension `.json`. Returns the number of objects.
-#[must_use]
-pub fn manifest(bytes: &[u8], is_json: bool) -> usize {
+pub(super) fn manifest(bytes: &[u8], is_json: bool) -> usize {
     let events = source::manifest_events(if is_json { "web.json" } else { "web.yaml" }, bytes);
     serve_events(events)
 }
 
 /// Reads the lines of a watch up to the first line that cannot be decoded, and serves the events.
 /// Returns the number of events.
-#[must_use]
-pub fn watch(kind: ObjectKind, bytes: &[u8]) -> usize {
+pub(super) fn watch(kind: ObjectKind, bytes: &[u8]) -> usize {
     serve_events(source::watch_events(kind, bytes))
 }
 
 /// Reads a page of a list, and serves its objects. Returns the number of objects.
-#[must_use]
-pub fn list(kind: ObjectKind, bytes: &[u8]) -> usize {
+pub(super) fn list(kind: ObjectKind, bytes: &[u8]) -> usize {
     serve_events(source::list_events(kind, bytes))
 }
 
@@ -47,16 +44,14 @@ const SERVED: &str = "
 
 /// Passes the messages of an agent, without their gRPC prefixes, to a stream. Returns the number of
 /// accepted messages.
-#[must_use]
-pub fn agent_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
+pub(super) fn agent_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
     let (store, _) = store_of(source::manifest_events("web.yaml", SERVED.as_bytes()));
     serve::fuzz::stream(Arc::new(store), messages)
 }
 
 /// Reads the identity in a certificate (DER), without verifying the certificate chain. Returns
 /// whether the certificate names its holder.
-#[must_use]
-pub fn certificate(der: &[u8]) -> bool {
+pub(super) fn certificate(der: &[u8]) -> bool {
     identity::from_certificate(der)
         .is_ok_and(|(identity, _)| !matches!(identity, identity::Identity::Unusable(_) | identity::Identity::Unchecked))
 }

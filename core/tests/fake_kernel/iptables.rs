@@ -1,10 +1,12 @@
 //! A kernel in memory for tests. It runs scripts for `iptables-restore` and is as strict as a real
 //! kernel: the target of a jump must exist, a chain can be deleted only if it is empty and no rule
 //! jumps to it, and the part of a script for one table takes effect completely or not at all.
+// Each program of tests uses some of the functions.
+#![allow(dead_code)]
 
 use std::collections::BTreeMap;
 
-use super::Table;
+use headgate_core::iptables::Table;
 
 type Chains = BTreeMap<String, Vec<String>>;
 
@@ -13,7 +15,7 @@ const VERDICTS: [&str; 7] = ["ACCEPT", "DROP", "REJECT", "RETURN", "MARK", "MASQ
 
 /// The three tables. At first they contain only the built-in chains.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FakeKernel {
+pub(crate) struct FakeKernel {
     tables: BTreeMap<Table, Chains>,
 }
 
@@ -36,7 +38,7 @@ impl FakeKernel {
     /// # Errors
     /// Returns the faulty line and the reason. Tables that were committed before this line stay
     /// changed.
-    pub fn restore(&mut self, script: &str) -> Result<(), String> {
+    pub(crate) fn restore(&mut self, script: &str) -> Result<(), String> {
         let mut working: Option<(Table, Chains)> = None;
         for line in script.lines() {
             let fault = |what: &str| format!("{what}: `{line}`");
@@ -59,7 +61,7 @@ impl FakeKernel {
 
     /// Returns a table as `iptables-save` prints it.
     #[must_use]
-    pub fn save(&self, table: Table) -> String {
+    pub(crate) fn save(&self, table: Table) -> String {
         let mut text = format!("*{table}\n");
         for name in self.tables[&table].keys() {
             text.push_str(&format!(":{name} - [0:0]\n"));
@@ -72,7 +74,7 @@ impl FakeKernel {
 
     /// Number of rules in a table.
     #[must_use]
-    pub fn rule_count(&self, table: Table) -> usize {
+    pub(crate) fn rule_count(&self, table: Table) -> usize {
         self.tables[&table].values().map(Vec::len).sum()
     }
 }

@@ -3,44 +3,41 @@
 //! object that does not exist, it accepts only loaded schedulers, and it does not destroy a set
 //! that a rule refers to. In one point this kernel is stricter: it does not remove a virtual server
 //! with destinations, because the removal would break connections.
+// Each program of tests uses some of the functions.
+#![allow(dead_code)]
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
 };
 
-use super::{
-    super::ipsets::{Element, Set},
-    config::IpvsConfig,
-    existing::{Existing, ExistingServer},
-    objects::{ServerKey, Settings},
-    plan::{Op, Plan},
-    scheduler::Scheduler,
+use headgate_core::{
+    Family,
+    iptables::{ExistingTables, Table},
+    ipvs::{Element, Existing, IpvsConfig, Op, Plan, Scheduler, ServerKey, Set, Settings, existing::ExistingServer},
 };
-use crate::{
-    dataplane::rules::{ExistingTables, Table, fake_kernel::FakeKernel as FakeIptables},
-    model::Family,
-};
+
+use super::iptables::FakeKernel as FakeIptables;
 
 /// One family of the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FakeKernel {
+pub(crate) struct FakeKernel {
     family: Family,
     schedulers: BTreeSet<Scheduler>,
     /// The sets with their elements.
-    pub sets: BTreeMap<Set, BTreeSet<Element>>,
+    pub(crate) sets: BTreeMap<Set, BTreeSet<Element>>,
     /// Addresses of the device.
-    pub device_addresses: BTreeSet<IpAddr>,
+    pub(crate) device_addresses: BTreeSet<IpAddr>,
     /// Virtual servers.
-    pub servers: BTreeMap<ServerKey, (Settings, BTreeMap<SocketAddr, u32>)>,
+    pub(crate) servers: BTreeMap<ServerKey, (Settings, BTreeMap<SocketAddr, u32>)>,
     /// iptables.
-    pub iptables: FakeIptables,
+    pub(crate) iptables: FakeIptables,
 }
 
 impl FakeKernel {
     /// Creates an empty kernel with the schedulers that are available in the configuration.
     #[must_use]
-    pub fn new(config: &IpvsConfig) -> Self {
+    pub(crate) fn new(config: &IpvsConfig) -> Self {
         Self {
             family: config.family,
             schedulers: config.available_schedulers.clone(),
@@ -56,7 +53,7 @@ impl FakeKernel {
     /// # Errors
     /// Returns the operation that the kernel rejected and the reason. Earlier operations stay in
     /// effect.
-    pub fn apply(&mut self, plan: &Plan) -> Result<(), String> {
+    pub(crate) fn apply(&mut self, plan: &Plan) -> Result<(), String> {
         for op in &plan.before {
             self.step(*op).map_err(|what| format!("{what}: {op:?}"))?;
         }
@@ -81,7 +78,7 @@ impl FakeKernel {
     ///
     /// # Errors
     /// Returns an operation or a rule that fails for another reason, and that reason.
-    pub fn apply_rejecting(&mut self, plan: &Plan, rejects: impl Fn(&Op) -> bool) -> Result<Vec<Op>, String> {
+    pub(crate) fn apply_rejecting(&mut self, plan: &Plan, rejects: impl Fn(&Op) -> bool) -> Result<Vec<Op>, String> {
         let mut rejected = Vec::new();
         for op in &plan.before {
             rejected.extend(self.carry_out(*op, &rejects)?);
@@ -128,7 +125,7 @@ impl FakeKernel {
     }
 
     /// Loads or unloads a scheduler.
-    pub fn set_scheduler(&mut self, scheduler: Scheduler, is_loaded: bool) {
+    pub(crate) fn set_scheduler(&mut self, scheduler: Scheduler, is_loaded: bool) {
         if is_loaded {
             self.schedulers.insert(scheduler);
         } else {
@@ -138,7 +135,7 @@ impl FakeKernel {
 
     /// Returns the objects that the agent would read from the kernel.
     #[must_use]
-    pub fn existing(&self) -> Existing {
+    pub(crate) fn existing(&self) -> Existing {
         let servers = self.servers.iter().map(|(key, (settings, destinations))| {
             (*key, ExistingServer { settings: Some(*settings), destinations: destinations.clone() })
         });

@@ -16,12 +16,12 @@ use headgate_core::{
     masquerade::MasqueradeConfig,
     view::{ServicePortView, service_views},
 };
+use headgate_node_agent::dataplane::{
+    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, FindFaults, Leftover, Maintain, Report,
+    StateSource,
+};
 
 use self::control::{Script, Table};
-use super::{
-    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, FindFaults, Maintain, Report, StateSource,
-    leftovers::Leftover,
-};
 
 /// One IP family. It records its calls in a [`Control`].
 #[derive(Debug)]
@@ -31,19 +31,15 @@ pub struct InMemoryFamily {
     programmed: Table,
 }
 
-/// The dataplane. It programs only IPv4, because both families would share one table.
-pub type InMemoryDataplane = DualStack<InMemoryFamily>;
-
-impl DualStack<InMemoryFamily> {
-    /// A dataplane and its control.
-    #[must_use]
-    pub fn new() -> (Self, Control) {
-        let control = Control::default();
-        let make = |_| InMemoryFamily { control: control.clone(), programmed: Table::new() };
-        let kernel = control.clone();
-        let own = Leftover::new("memory", move || kernel.work(Call::Cleanup).map(|mut script| script.table.clear()));
-        (Self::assemble("memory", control.clone(), vec![own], vec![Family::V4], make), control)
-    }
+/// A dataplane and its control. The dataplane programs only IPv4, because both families would share
+/// one table.
+#[must_use]
+pub fn dataplane() -> (DualStack<InMemoryFamily>, Control) {
+    let control = Control::default();
+    let make = |_| InMemoryFamily { control: control.clone(), programmed: Table::new() };
+    let kernel = control.clone();
+    let own = Leftover::new("memory", move || kernel.work(Call::Cleanup).map(|mut script| script.table.clear()));
+    (DualStack::assemble("memory", control.clone(), vec![own], vec![Family::V4], make), control)
 }
 
 /// Changes of the table. An entry without ports removes the service.

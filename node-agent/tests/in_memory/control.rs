@@ -8,8 +8,7 @@ use std::{
 };
 
 use headgate_core::{NodeFacts, ServiceKey, digest::Digests, view::ServicePortView};
-
-use super::super::{ConnectionProxy, DataplaneError, Fault, KernelHandle};
+use headgate_node_agent::dataplane::{ConnectionProxy, DataplaneError, Fault, KernelHandle};
 
 /// A call of the dataplane that reached the kernel. Services are written as `namespace/name`.
 #[derive(Debug, Clone, PartialEq, Eq)]
