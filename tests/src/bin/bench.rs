@@ -29,6 +29,9 @@ struct Arguments {
     /// Run the measurements of the bench ipvs inside User-Mode Linux
     #[arg(long, hide = true)]
     inside: bool,
+    /// Make this number of changes, for `make path`
+    #[arg(long, hide = true, value_name = "N")]
+    path: Option<u32>,
     /// Folder for the JSON files
     #[arg(long, default_value = "target/bench", value_name = "DIR")]
     out: PathBuf,
@@ -108,6 +111,9 @@ fn main() -> Result<()> {
     let arguments = Arguments::parse();
     if arguments.inside {
         return ipvs::measure_inside(arguments.services);
+    }
+    if let Some(changes) = arguments.path {
+        return nft_latency::path(changes);
     }
     if arguments.list {
         BENCHES.iter().for_each(|(name, what, _)| println!("{name:<24} {what}"));
