@@ -267,8 +267,7 @@ fn service(number: u32) -> Change {
 
 /// The watch event that a kube-proxy receives for a change of a slice. The event contains the whole
 /// slice.
-#[must_use]
-pub fn slice_event(key: &ServiceKey, endpoints: &[Endpoint]) -> Value {
+fn slice_event(key: &ServiceKey, endpoints: &[Endpoint]) -> Value {
     let name = key.name.as_str();
     let endpoint = |(i, endpoint): (usize, &Endpoint)| {
         json!({

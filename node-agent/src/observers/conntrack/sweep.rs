@@ -18,7 +18,7 @@ use crate::observers::NodePorts;
 
 /// Maximum number of filters per family. If a pass needs more filters, it lists all UDP entries of
 /// the family once instead: in a table of a million entries, one filtered list takes a quarter to a
-/// third of the time of a complete list (bench `conntrack`).
+/// third of the time of a complete list (decision 19).
 const FILTER_LIMIT: usize = 3;
 /// Maximum number of attempts to get one list that the kernel does not interrupt. After the last
 /// attempt, the pass continues with the entries that it has read.

@@ -19,10 +19,9 @@ use headgate_node_agent::{
         conntrack::{NodeAddresses, Swept, sweep, wire},
     },
 };
-use headgate_tests::{
-    bench::conntrack::{Flow, entries, insert},
-    testbed::{Namespace, netns},
-};
+use headgate_tests::testbed::{Namespace, netns};
+
+use super::table::{Flow, entries, insert};
 
 const UDP: u8 = 17;
 
