@@ -1,7 +1,5 @@
 //! Faults that a test can turn on at any time, and the requests that the server has seen.
 
-use std::time::Duration;
-
 use bytes::Bytes;
 use http::Method;
 use serde_json::Value;
@@ -59,8 +57,6 @@ pub enum RequestFault {
     /// The request waits until `ApiServer::clear_faults` is called, and is then answered without a
     /// fault.
     Stall,
-    /// The request is answered without a fault after this time.
-    Delay(Duration),
     /// The connection is cut before any answer.
     Cut(Cut),
     /// The answer has code 200 and these bytes as the body.

@@ -9,7 +9,6 @@ use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
 use hyper::body::Incoming;
 use serde_json::{Value, json};
 use socket2::Socket;
-use tokio::time::sleep;
 
 use super::{
     Options,
@@ -48,14 +47,11 @@ pub(super) async fn answer(
         Some(RequestFault::Status { code, retry_after_seconds }) => Err(status::injected(code, retry_after_seconds)),
         Some(RequestFault::Garbage(bytes)) => Ok(respond(StatusCode::OK, bytes)),
         Some(RequestFault::Cut(how)) => return Err(cut(&socket, how)),
-        delayed => {
-            match delayed {
-                Some(RequestFault::Delay(time)) => sleep(time).await,
-                Some(_) => until_cleared(&shared).await,
-                None => {}
-            }
+        Some(RequestFault::Stall) => {
+            until_cleared(&shared).await;
             serve(&shared, &socket, &head, body).await
         }
+        None => serve(&shared, &socket, &head, body).await,
     };
     let response = answer.unwrap_or_else(|failure| refusal(&failure));
     shared.change(|state| {

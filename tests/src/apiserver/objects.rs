@@ -83,18 +83,6 @@ impl ServiceBuilder {
         self
     }
 
-    /// Sets the type to NodePort, and adds a node port to the first port.
-    pub fn node_port(mut self, node_port: u16) -> Self {
-        self.value["spec"]["type"] = json!("NodePort");
-        self.value["spec"]["ports"][0]["nodePort"] = json!(node_port);
-        self
-    }
-
-    /// Sets ClientIP affinity with this time-out in seconds.
-    pub fn client_ip_affinity(self, timeout_seconds: u32) -> Self {
-        let config = json!({"clientIP": {"timeoutSeconds": timeout_seconds}});
-        self.field("spec.sessionAffinity", "ClientIP").field("spec.sessionAffinityConfig", config)
-    }
 }
 
 /// Begins an IPv4 EndpointSlice of a Service, with the labels of the EndpointSlice controller.
@@ -186,10 +174,6 @@ impl NodeBuilder {
         self.field("spec.podCIDR", cidr).field("spec.podCIDRs", json!([cidr]))
     }
 
-    /// Sets the zone label.
-    pub fn zone(self, zone: &str) -> Self {
-        self.label("topology.kubernetes.io/zone", zone)
-    }
 }
 
 /// Begins a ServiceCIDR that is ready, with one range for each IP family.
