@@ -156,9 +156,8 @@ fn list(state: &mut State, kind: Kind, params: &Params) -> Result<Response<Body>
         return Err(status::expired("The provided continue parameter is too old to display a consistent list result."));
     }
     let (version, objects) = state.list(kind, token.map(|(version, ..)| *version))?;
-    let is_listed = |(key, object): &(String, Arc<Value>)| {
-        token.is_none_or(|(_, _, after)| key > after) && params.selects(object)
-    };
+    let is_listed =
+        |(key, object): &(String, Arc<Value>)| token.is_none_or(|(_, _, after)| key > after) && params.selects(object);
     let mut objects = objects.into_iter().filter(is_listed).peekable();
     let (mut items, mut metadata) = (Vec::new(), json!({"resourceVersion": version.to_string()}));
     while let Some((key, object)) = objects.next() {

@@ -82,7 +82,6 @@ impl ServiceBuilder {
         push(&mut self.value["spec"]["ports"], item);
         self
     }
-
 }
 
 /// Begins an IPv4 EndpointSlice of a Service, with the labels of the EndpointSlice controller.
@@ -173,7 +172,6 @@ impl NodeBuilder {
     pub fn pod_cidr(self, cidr: &str) -> Self {
         self.field("spec.podCIDR", cidr).field("spec.podCIDRs", json!([cidr]))
     }
-
 }
 
 /// Begins a ServiceCIDR that is ready, with one range for each IP family.

@@ -254,7 +254,8 @@ impl State {
     /// current version if `at` is `None` or newer than the current version. Returns 410 if the
     /// version is compacted.
     pub(super) fn list(&self, kind: Kind, at: Option<u64>) -> Result<(u64, BTreeMap<String, Arc<Value>>), Failure> {
-        let mut objects: BTreeMap<_, _> = self.of_kind(kind).map(|(key, object)| (key.clone(), object.clone())).collect();
+        let mut objects: BTreeMap<_, _> =
+            self.of_kind(kind).map(|(key, object)| (key.clone(), object.clone())).collect();
         let at = at.unwrap_or(self.version);
         if at < self.compacted {
             return Err(status::expired("The resourceVersion for the provided list is too old."));
@@ -278,7 +279,8 @@ impl State {
         }
         let mut watch = Watch { kind, params, from, cut_next: None, queue: VecDeque::new() };
         if resumed.is_none() {
-            for (_, object) in self.of_kind(kind).filter(|(_, object)| watch.params.selects(object)).collect::<Vec<_>>() {
+            for (_, object) in self.of_kind(kind).filter(|(_, object)| watch.params.selects(object)).collect::<Vec<_>>()
+            {
                 watch.push_event("ADDED", object);
             }
             if watch.params.send_initial_events && watch.params.bookmarks {
