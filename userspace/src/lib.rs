@@ -11,6 +11,7 @@ mod stats;
 pub mod tcp;
 mod threads;
 pub mod udp;
+mod unsafe_calls;
 mod wheel;
 
 pub use balance::Algorithm;

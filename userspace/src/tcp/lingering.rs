@@ -2,16 +2,11 @@
 //!
 //! A socket that is reset at once loses the bytes in its send buffer. Without a proxy, the bytes
 //! that an endpoint sends before its RST arrive.
-#![allow(unsafe_code)]
 
-use std::{
-    ffi::c_int,
-    os::fd::{AsRawFd as _, OwnedFd},
-};
-
-use nix::libc;
+use std::os::fd::OwnedFd;
 
 use super::open::reset;
+use crate::unsafe_calls::has_unacknowledged_bytes;
 
 /// The time between two looks at the sockets.
 pub(super) const CHECK_MS: u64 = 20;
@@ -57,13 +52,4 @@ impl Drop for Lingering {
     fn drop(&mut self) {
         self.sockets.drain(..).for_each(|(socket, _)| reset(socket));
     }
-}
-
-/// Whether the send buffer has bytes (SIOCOUTQ, tcp(7)). False for a socket that has failed, which
-/// has no bytes left.
-fn has_unacknowledged_bytes(socket: &OwnedFd) -> bool {
-    let mut bytes: c_int = 0;
-    // SAFETY: the descriptor is open, and TIOCOUTQ, which equals SIOCOUTQ, writes one int.
-    let result = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
-    result == 0 && bytes > 0
 }

@@ -3,13 +3,9 @@
 use std::{
     io::{self, IoSliceMut},
     net::{IpAddr, SocketAddr},
-    os::fd::{AsRawFd as _, OwnedFd},
+    os::fd::OwnedFd,
 };
 
-use nix::{
-    cmsg_space,
-    sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, setsockopt, sockopt::Ipv6DontFrag},
-};
 use quinn_udp::{RecvMeta, Transmit, UdpSocketState};
 use rustix::{
     io::Errno,
@@ -19,14 +15,16 @@ use rustix::{
     },
 };
 
+use crate::unsafe_calls::allow_fragments;
+
 /// The datagrams or GRO batches of one receive.
 const BATCH: usize = quinn_udp::BATCH_SIZE;
 /// The largest GRO batch.
 const BUFFER_BYTES: usize = 65_535;
 /// The most bytes of joined datagrams.
 const JOINED_BYTES: usize = 32_000;
-/// The most datagrams or GRO batches that are counted when a socket closes.
-const MOST_DISCARDED: usize = 100_000;
+/// The most receives when a socket closes.
+const MOST_DISCARDS: usize = 3_000;
 /// The wanted size of the kernel's receive buffer. `net.core.rmem_max` limits it.
 const RECEIVE_BUFFER_BYTES: usize = 2 << 20;
 
@@ -118,7 +116,7 @@ impl Socket {
         } else {
             sockopt::set_ipv6_mtu_discover(&fd, Ipv6PathMtuDiscovery::DONT)?;
             // quinn-udp sets this option.
-            setsockopt(&fd, Ipv6DontFrag, &false)?;
+            allow_fragments(&fd)?;
         }
         // The kernel sets a smaller size if its limit is lower.
         sockopt::set_socket_recv_buffer_size(&fd, RECEIVE_BUFFER_BYTES)?;
@@ -136,25 +134,17 @@ impl Socket {
     }
 
     /// Takes what waits, and returns the number of datagrams. For a socket that closes.
-    pub(super) fn discard(&self) -> u64 {
+    pub(super) fn discard(&self, buffers: &mut Buffers) -> u64 {
         let mut count = 0;
-        // Room for all messages, because the stride comes last.
-        let mut control = cmsg_space!([u64; 32]);
-        for _ in 0..MOST_DISCARDED {
-            let (mut byte, flags) = ([0], MsgFlags::MSG_TRUNC | MsgFlags::MSG_DONTWAIT);
-            let mut buffers = [IoSliceMut::new(&mut byte)];
-            match recvmsg::<()>(self.fd.as_raw_fd(), &mut buffers, Some(&mut control), flags) {
-                // The length of all datagrams, and the length of one of them.
-                Ok(message) => {
-                    let stride = message.cmsgs().ok().and_then(|mut found| {
-                        found.find_map(|found| match found {
-                            ControlMessageOwned::UdpGroSegments(bytes) => usize::try_from(bytes).ok(),
-                            _ => None,
-                        })
-                    });
-                    count += stride.map_or(1, |stride| message.bytes.div_ceil(stride.max(1)).max(1) as u64);
+        for _ in 0..MOST_DISCARDS {
+            match self.receive(buffers) {
+                Ok(()) => {
+                    let mut at = 0;
+                    while let Some(batch) = buffers.next_batch(&mut at) {
+                        count += batch.count();
+                    }
                 }
-                Err(nix::Error::EAGAIN) => break,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 // The ICMP error of an earlier datagram.
                 Err(_) => {}
             }

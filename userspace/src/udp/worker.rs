@@ -169,6 +169,8 @@ pub(super) struct Worker {
     /// The times of all threads, and the number of this thread.
     heartbeat: (Arc<Heartbeats>, usize),
     reporter: Reporter,
+    /// For the datagrams of sessions that end, while other datagrams are in use.
+    discarded: Buffers,
     next_generation: u32,
     random_state: u64,
     is_ending: bool,
@@ -198,6 +200,7 @@ impl Worker {
             now_ms: 0,
             heartbeat,
             reporter: Reporter::open(),
+            discarded: Buffers::new(),
             next_generation: 0,
             random_state,
             is_ending: false,
@@ -266,7 +269,7 @@ impl Worker {
             Command::StopListening(id) => {
                 self.serve_clients(id, buffers);
                 if let Some(listener) = self.listeners.remove(&id) {
-                    self.counters.unknown_destination.add(listener.socket.discard());
+                    self.counters.unknown_destination.add(listener.socket.discard(buffers));
                 }
             }
             Command::List(filter, answer) => {
@@ -620,7 +623,7 @@ impl Worker {
         let stats = &session.service.account.stats;
         stats.open.subtract(1);
         stats.udp_sessions.subtract(1);
-        stats.dropped_after_end.add(session.socket.discard());
+        stats.dropped_after_end.add(session.socket.discard(&mut self.discarded));
     }
 
     fn random(&mut self) -> u64 {

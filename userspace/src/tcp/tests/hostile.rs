@@ -222,5 +222,5 @@ fn without_descriptors_open_connections_work_and_the_others_wait() {
 
 /// The processor time of this process so far. It needs no descriptor.
 fn cpu_time() -> Duration {
-    nix::time::clock_gettime(nix::time::ClockId::CLOCK_PROCESS_CPUTIME_ID).unwrap().into()
+    rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime).try_into().unwrap()
 }
