@@ -84,7 +84,7 @@ impl Replica {
         let until = Instant::now() + GUARD;
         loop {
             let log = fs::read_to_string(self.log()).unwrap();
-            if let Some([listen, _]) = control_plane_addresses(&log) {
+            if let Some([listen, ..]) = control_plane_addresses(&log) {
                 return listen;
             }
             let ended = self.child.as_mut().and_then(|child| child.try_wait().unwrap());
