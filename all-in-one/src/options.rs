@@ -9,7 +9,7 @@ use headgate_node_agent::options::{Options as AgentOptions, with_dashes};
 
 /// The options of the control plane that one node needs.
 const OF_CONTROL_PLANE: [&str; 6] =
-    ["source", "kubeconfig", "watch_silence_seconds", "listen", "metrics_listen", "replica_name"];
+    ["source", "kubeconfig", "watch_silence_seconds", "inspect_listen", "metrics_listen", "replica_name"];
 
 /// The options of the agent that have no meaning here, because the agent uses the control plane of
 /// its process. `--kubeconfig` is an option of the control plane.
@@ -27,7 +27,10 @@ const NOT_OF_AGENT: [&str; 8] = [
 /// The options of the agent that run one task. They need no source.
 const TASKS: [&str; 3] = ["cleanup", "init_only", "write_config_to"];
 
-const LISTEN: &str = "127.0.0.1:7443";
+/// Where the agent of this process connects: any free port.
+const LISTEN: &str = "127.0.0.1:0";
+
+const INSPECT_LISTEN: &str = "127.0.0.1:7444";
 
 /// The options of both parts.
 #[derive(Debug)]
@@ -48,11 +51,14 @@ impl Options {
         of_agent.extend(["--insecure-loopback".into(), format!("--control-plane=http://{LISTEN}").into()]);
         of_agent.extend(given(&matches, agent_arguments()));
         let mut of_control_plane: Vec<OsString> = vec!["headgate".into()];
-        of_control_plane.extend(["--insecure-loopback".into(), "--peers=none".into(), "--drain-grace-ms=0".into()]);
+        of_control_plane.extend(["--insecure-loopback".into(), format!("--listen={LISTEN}").into()]);
+        of_control_plane.extend(["--peers=none".into(), "--drain-grace-ms=0".into()]);
         // A task uses neither the source nor the address.
-        for (option, default) in [("source", "kubernetes"), ("listen", LISTEN)] {
+        for (option, name, default) in
+            [("source", "source", "kubernetes"), ("inspect_listen", "inspect-listen", INSPECT_LISTEN)]
+        {
             if matches.value_source(option).is_none() {
-                of_control_plane.push(format!("--{option}={default}").into());
+                of_control_plane.push(format!("--{name}={default}").into());
             }
         }
         of_control_plane.extend(given(&matches, control_plane_arguments()));
@@ -78,8 +84,8 @@ fn agent_arguments() -> impl Iterator<Item = Arg> {
 fn command() -> Command {
     let control_plane = control_plane_arguments().map(|argument| match argument.get_id().as_str() {
         "source" => argument.required(false).required_unless_present_any(TASKS),
-        "listen" => argument.help(format!(
-            "Where headgatectl and grpcurl connect, without TLS, so the address must be a loopback address [default: {LISTEN}]"
+        "inspect_listen" => argument.help(format!(
+            "Where headgatectl and grpcurl connect, without TLS, so the address must be a loopback address [default: {INSPECT_LISTEN}]"
         )),
         _ => argument,
     });
@@ -135,7 +141,8 @@ mod tests {
         assert_eq!(control_plane.source.to_string(), "files:/tmp");
         assert_eq!(control_plane.metrics_listen.port(), 1);
         assert_eq!(control_plane.kubeconfig.as_deref(), Some("file".as_ref()));
-        assert_eq!(control_plane.listen().to_string(), LISTEN);
+        assert_eq!(control_plane.listen().agents.to_string(), LISTEN);
+        assert_eq!(control_plane.listen().inspect.to_string(), INSPECT_LISTEN);
         control_plane.security().unwrap();
         agent.control_planes().unwrap();
         assert_eq!(agent.node_name.as_deref(), Some("a"));
@@ -152,7 +159,7 @@ mod tests {
             let error = read(&["--source=kubernetes", option]).unwrap_err().to_string();
             assert!(error.contains("unexpected argument"), "{error}");
         }
-        let elsewhere = read(&["--source=kubernetes", "--listen=10.0.0.1:7443"]).unwrap();
-        assert!(elsewhere.control_plane.security().is_err_and(|error| error.to_string().contains("10.0.0.1:7443")));
+        let elsewhere = read(&["--source=kubernetes", "--inspect-listen=10.0.0.1:7444"]).unwrap();
+        assert!(elsewhere.control_plane.security().is_err_and(|error| error.to_string().contains("10.0.0.1:7444")));
     }
 }

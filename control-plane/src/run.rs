@@ -56,7 +56,6 @@ impl ControlPlane {
         let shutdown = shutdown.child_token();
         let running = serve::start(
             options.listen(),
-            Some(options.metrics_listen),
             security,
             options.settings(),
             Arc::clone(&store),
@@ -65,7 +64,7 @@ impl ControlPlane {
         )
         .await?;
         let metrics = running.metrics_addr.map(tracing::field::display);
-        tracing::info!(listen = %running.local_addr, metrics, source = %options.source, epoch = format!("{:016x}", store.epoch()), "control plane runs");
+        tracing::info!(listen = %running.local_addr, inspect = %running.inspect_addr, metrics, source = %options.source, epoch = format!("{:016x}", store.epoch()), "control plane runs");
         let sink: Arc<dyn Sink> = Arc::<Store>::clone(&store);
         let run = source::run(options.source.clone(), options.source_settings(), sink, shutdown.clone());
         Ok(Self { running, store, source: tokio::spawn(run), shutdown })

@@ -34,15 +34,16 @@ pub fn stream<'a>(store: Arc<Store>, messages: impl IntoIterator<Item = &'a [u8]
         {
             resume.epoch = streams.context.store.epoch();
         }
+        let now = Instant::now();
         let taken = match &mut session {
-            Some(session) => session.take(message),
-            None => Session::open(&streams, &peer, &message, &signal).map(|opened| session = Some(opened)),
+            Some(session) => session.take(message, now),
+            None => Session::open(&streams, &peer, &message, &signal, now).map(|opened| session = Some(opened)),
         };
         if taken.is_err() {
             break;
         }
         accepted += 1;
-        let sends = |session: &mut Session| matches!(session.next(Instant::now()), Ok(Some(_)));
+        let sends = |session: &mut Session| matches!(session.next(now), Ok(Some(_)));
         while session.as_mut().is_some_and(sends) {}
     }
     accepted

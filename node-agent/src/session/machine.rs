@@ -292,6 +292,8 @@ impl Machine {
             Body::Heartbeat(heartbeat) => Ok(self.on_heartbeat(heartbeat)),
             Body::Query(query) => Ok(vec![Effect::Query(query)]),
             Body::Barrier(answer) => Ok(vec![Effect::Barrier(answer)]),
+            // Only a stream of its own has this answer.
+            Body::Standing(_) => Ok(Vec::new()),
             Body::Drain(drain) => Ok(vec![Effect::Drain {
                 within: Duration::from_millis(drain.reconnect_within_ms.into()),
                 reason: drain.reason,

@@ -86,7 +86,7 @@ async fn agents_of_a_replica_that_never_lists_are_shown_as_waiting() {
     }
     let headgatectl = |arguments: &[&str]| {
         let mut command = Command::new(program("headgatectl").unwrap());
-        let output = command.args(["--server", &replica.url()]).args(arguments).output().unwrap();
+        let output = command.args(["--server", &replica.inspect_url()]).args(arguments).output().unwrap();
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
     };
     let text = headgatectl(&["agents"]);

@@ -34,7 +34,8 @@ impl ControlPlane {
         let port = ReservedPort::reserve().unwrap();
         let process = Command::new(program("headgate-control-plane").unwrap())
             .args(["--source", &format!("files:{}", manifests.display()), "--insecure-loopback"])
-            .args(["--listen", &port.address().to_string(), "--metrics-listen", "127.0.0.1:0"])
+            .args(["--listen", "127.0.0.1:0", "--inspect-listen", &port.address().to_string()])
+            .args(["--metrics-listen", "127.0.0.1:0"])
             .args(["--replica-name", "example"])
             .stdin(Stdio::null())
             .stdout(Stdio::null())

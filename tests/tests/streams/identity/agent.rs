@@ -95,7 +95,7 @@ async fn invalid_files_are_reported_and_keep_the_open_stream_but_prevent_a_new_o
     let authority = Authority::new("authority");
     let server = Server::start(&authority).await;
     let reader = Client::new(&authority, &authority.client(&["headgate://reader/me"], |_| {}));
-    let reader = reader.connect(server.running.local_addr).await.unwrap();
+    let reader = reader.connect(server.running.inspect_addr).await.unwrap();
     let (folder, own) = (tempfile::tempdir().unwrap(), authority.node("n1"));
     own.write(folder.path(), &[&authority]);
     let agent = Agent::start(&server, folder.path());

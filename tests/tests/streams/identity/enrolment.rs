@@ -97,6 +97,7 @@ impl<A> Cluster<A> {
         let [listen, enrolment] = [(); 2].map(|()| ReservedPort::reserve().unwrap());
         let mut all = vec![
             format!("--listen={}", listen.address()),
+            "--inspect-listen=127.0.0.1:0".to_owned(),
             "--source=kubernetes".to_owned(),
             format!("--kubeconfig={}", path("kubeconfig").display()),
             format!("--enrolment-listen={}", enrolment.address()),
