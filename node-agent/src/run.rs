@@ -39,7 +39,7 @@ use crate::{
         enrolment::Enrolment,
         tls::AgentTls,
     },
-    state::{AgentState, NodePolicy},
+    state::{AgentState, NodePolicy, Wake},
     sysctl::{SysctlError, Sysctls},
 };
 
@@ -179,14 +179,12 @@ async fn run_configured(
     let state = Arc::new(AgentState::restored(&node_name, restored.unwrap_or_default()));
     let Settings { bind_address, allow_external_ips, min_sync_period, sync_period, .. } = settings;
     let Settings { masquerade_all, localhost_node_ports, .. } = settings;
-    state.set_policy(NodePolicy { bind_address, ignores_external_ips: !allow_external_ips });
     if settings.node_ports.names_ipv6_loopback() {
         warn!("NodePorts do not answer on ::1, which nodePortAddresses names: clients on this node can use 127.0.0.1");
     }
     let node_settings = NodeSettings::of(&settings);
-    if node_settings.needs_node() {
-        state.await_node(Instant::now() + NODE_TIMEOUT);
-    }
+    let node_awaited_until = node_settings.needs_node().then(|| Instant::now() + NODE_TIMEOUT);
+    state.set_policy(NodePolicy { bind_address, ignores_external_ips: !allow_external_ips, node_awaited_until });
     let counts_services = options.nftables_service_counters && proxy_mode(dataplane.name()) == "nftables";
     let service_counters = counts_services.then(|| Arc::new(ServiceCounters::new(Arc::clone(&state))));
     let proxy = dataplane.proxy();
@@ -326,7 +324,7 @@ async fn report_interfaces(mut interfaces: Interfaces, state: Arc<AgentState>) {
     while interfaces.changed().await.is_ok() {
         let state = Arc::clone(&state);
         // The call may wait long for the lock of the state.
-        let _ = task::spawn_blocking(move || state.interfaces_changed()).await;
+        let _ = task::spawn_blocking(move || state.signal(Wake::Interfaces)).await;
     }
 }
 
