@@ -91,8 +91,7 @@ fn all_flows_to_a_new_service_are_suspects() {
     let cleanup = world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let rule = rule(&cleanup, cluster_ip(1));
     assert_eq!((&*rule.keep, &rule.suspects), (&[source(1)][..], &Suspects::Any));
-    let v4: Vec<_> = cleanup.filters(8).into_iter().filter(|filter| filter.family == Family::V4).collect();
-    assert_eq!(v4, [Filter::to(NODE_PORT), Filter::to(cluster_ip(1))]);
+    assert!(Family::BOTH.into_iter().all(|family| cleanup.concerns(family)));
 }
 
 #[test]
@@ -108,15 +107,16 @@ fn additional_endpoints_make_no_flow_stale() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let cleanup = world.step([endpoint(1, 2), endpoint(1, 3)]);
-    assert_eq!(cleanup.filters(8).into_iter().filter(|filter| filter.family == Family::V4).count(), 0);
+    assert!(!cleanup.concerns(Family::V4));
 }
 
 #[test]
-fn flows_of_a_replaced_endpoint_are_found_by_its_address() {
+fn flows_of_a_replaced_endpoint_are_stale() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1), endpoint(1, 2)]);
     let cleanup = world.step([removal(1, 1), endpoint(1, 3)]);
-    assert!(cleanup.filters(8).contains(&Filter::answered_by(source(1))), "{cleanup:?}");
+    assert_eq!(rule(&cleanup, cluster_ip(1)).suspects, suspects(&[1]));
+    assert!(cleanup.concerns(Family::V4) && !cleanup.concerns(Family::V6));
     let to = |source: SocketAddr| cleanup.is_stale("10.96.0.1:53".parse().unwrap(), source, |_| false);
     assert!(to(source(1)) && !to(source(2)) && !to(source(3)));
 }
@@ -236,36 +236,6 @@ fn flows_of_the_new_owner_of_an_address_are_kept() {
 }
 
 #[test]
-fn one_filter_selects_many_destinations() {
-    let mut world = World::default();
-    let services = (1..20).flat_map(|i| {
-        let mut service = dns(i);
-        service.ports[0].port = 1000 + u16::from(i);
-        [Change::from(service), endpoint(i, 1)]
-    });
-    assert_eq!(world.step(services).filters(8), Family::BOTH.map(Filter::all));
-    // Many endpoints of one service are found by the destinations of the service.
-    let mut world = World::default();
-    world.step([Change::from(dns(1))].into_iter().chain((1..100).map(|last| endpoint(1, last))));
-    let filters = world.step((1..90).map(|last| removal(1, last))).filters(8);
-    assert_eq!(filters, [Filter::to(NODE_PORT), Filter::to(cluster_ip(1))]);
-}
-
-#[test]
-fn one_filter_selects_addresses_with_equal_ports() {
-    let mut world = World::default();
-    let mut service = dns(1);
-    service.cluster_ips.truncate(1);
-    service.external_ips = vec!["192.0.2.100".parse().unwrap()];
-    let filters = world.step([Change::from(service), endpoint(1, 1)]).filters(8);
-    let port_only = Filter { original_port: Some(53), ..Filter::all(Family::V4) };
-    assert_eq!(
-        filters,
-        [Filter::to(NODE_PORT), port_only].into_iter().collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>()
-    );
-}
-
-#[test]
 fn all_flows_are_suspects_when_all_rules_are_programmed() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1)]);
@@ -301,13 +271,12 @@ impl ConntrackTable {
         }
     }
 
-    /// Deletes the stale flows that the filters of `cleanup` select.
+    /// Deletes the stale flows of the families that `cleanup` concerns.
     fn clean(&mut self, cleanup: &Cleanup) {
-        let filters = cleanup.filters(3);
         self.flows.retain(|(destination, source)| {
             let to = address_of(*destination);
-            let is_listed = filters.iter().any(|filter| filter.admits(to, *source));
-            !(is_listed && cleanup.is_stale(to, *source, |address| address_of(*destination).ip() == address))
+            let is_listed = cleanup.concerns(destination.family());
+            !(is_listed && cleanup.is_stale(to, *source, |address| to.ip() == address))
         });
     }
 }
