@@ -324,8 +324,8 @@ fn until(running: &CancellationToken, task: impl Future<Output = ()> + Send + 's
     running.clone().run_until_cancelled_owned(task).map(drop).boxed()
 }
 
-/// Gets certificates for a token, and reads new TLS files. Cancels `has_certificate` once the session
-/// can connect.
+/// Gets certificates for a token, and reads new TLS files. Cancels `has_certificate` once the
+/// session can connect.
 async fn certificates(enrolment: Option<Enrolment>, tls: Option<Arc<AgentTls>>, has_certificate: CancellationToken) {
     let Some(tls) = tls else { return has_certificate.cancel() };
     let enrol = async {

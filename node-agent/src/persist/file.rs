@@ -15,7 +15,7 @@ use sha2::{Digest as _, Sha256};
 use tracing::debug;
 
 use super::{
-    last_run,
+    last_run::{self, remove_file},
     load::{self, LoadError, MAGIC, Part},
 };
 use crate::state::{AgentState, SavePoint, held::Restored};
@@ -155,11 +155,6 @@ impl StateFile {
         self.lock = Some(folder);
         Ok(())
     }
-}
-
-/// Removes a file, if it exists.
-pub(super) fn remove_file(path: &Path) -> io::Result<()> {
-    fs::remove_file(path).or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })
 }
 
 fn at(path: &Path, error: &io::Error) -> io::Error {

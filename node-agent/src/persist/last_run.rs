@@ -11,8 +11,6 @@ use std::{fs, io, path::Path};
 
 use headgate_proto::v1::SourcePosition;
 
-use super::file::remove_file;
-
 /// The name of the file with the record: the id of the boot, and pairs of a kind and its position.
 pub(super) const FILE: &str = "run";
 pub(super) const TEMPORARY: &str = "run.new";
@@ -49,6 +47,11 @@ pub(super) fn record(folder: &Path, positions: Option<&[SourcePosition]>) -> io:
     let temporary = folder.join(TEMPORARY);
     fs::write(&temporary, record)?;
     fs::rename(temporary, folder.join(FILE))
+}
+
+/// Removes a file, if it exists.
+pub(super) fn remove_file(path: &Path) -> io::Result<()> {
+    fs::remove_file(path).or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })
 }
 
 #[cfg(test)]

@@ -67,7 +67,7 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>) -> (Option<Restored>, Sta
 /// One of the files exists and cannot be removed.
 pub fn remove(folder: &Path) -> io::Result<()> {
     let names = [file::FILE, file::TEMPORARY, last_run::FILE, last_run::TEMPORARY];
-    names.into_iter().try_for_each(|name| file::remove_file(&folder.join(name)))
+    names.into_iter().try_for_each(|name| last_run::remove_file(&folder.join(name)))
 }
 
 /// Reads a file with this content and the right checksum. For [`crate::fuzz`].

@@ -40,8 +40,9 @@ pub(crate) struct Saver {
 }
 
 impl Saver {
-    /// Creates a saver for `file`. If `is_restored` is true, the file holds generation 0 of `state`.
-    /// Otherwise the file holds no usable state. The saver writes at most once per `interval`.
+    /// Creates a saver for `file`. If `is_restored` is true, the file holds generation 0 of
+    /// `state`. Otherwise the file holds no usable state. The saver writes at most once per
+    /// `interval`.
     pub(crate) fn new(
         file: StateFile,
         is_restored: bool,

@@ -5,13 +5,15 @@
 use std::{collections::VecDeque, ops::RangeInclusive, time::Duration};
 
 use headgate_proto::v1::{self, agent_message::Body};
-use tokio::{sync::mpsc, time::Instant};
+use tokio::{
+    sync::mpsc,
+    time::{Instant, sleep_until},
+};
 
 use super::{
     answers::Answers,
     machine::Machine,
     rejections::{MAX_TEXT_BYTES, Rejections, shorten},
-    stream::passed,
     verified::Reported,
 };
 use crate::progress::{Programmed, Progress};
@@ -38,8 +40,8 @@ const URGENT_INTERVAL: Duration = Duration::from_millis(20);
 /// list count as programmed at the time of the oldest listed version.
 const MAX_EARLIER: usize = 64;
 
-/// The messages of one stream. A newer status, ACK or failure replaces a waiting message of the same
-/// kind.
+/// The messages of one stream. A newer status, ACK or failure replaces a waiting message of the
+/// same kind.
 pub(super) struct Outbox {
     /// The number of the stream, from [`crate::state::AgentState::begin_stream`].
     stream: u64,
@@ -249,6 +251,14 @@ impl Outbox {
         ack.programmed_ago_microseconds = earlier.pop().map_or(0, |own| own.ago_microseconds);
         ack.earlier = earlier;
         Some(Body::Ack(ack))
+    }
+}
+
+/// Waits until this time. Waits for ever if there is none.
+pub(super) async fn passed(at: Option<Instant>) {
+    match at {
+        Some(at) => sleep_until(at).await,
+        None => std::future::pending().await,
     }
 }
 

@@ -1,7 +1,7 @@
 //! One open stream: reads messages, applies their effects to the state, and sends what the agent
-//! reports. [`Stream::run`] reads and writes, [`Stream::on_message`] and the [`Outbox`] decide. They
-//! get the time from the caller, and draw random numbers from `fastrand`'s generator of the thread,
-//! which a simulation can seed.
+//! reports. [`Stream::run`] reads and writes; [`Stream::on_message`] and the [`Outbox`] decide.
+//! They get the time from the caller, and draw random numbers from `fastrand`'s generator of the
+//! thread, which a simulation can seed.
 
 use std::{pin::pin, sync::Arc, time::Duration};
 
@@ -11,7 +11,7 @@ use headgate_proto::v1::{self, server_message::Body as ServerBody};
 use tokio::{
     sync::{mpsc, watch},
     task::spawn_blocking,
-    time::{Instant, sleep, sleep_until},
+    time::{Instant, sleep},
 };
 use tonic::Status;
 use tracing::{debug, info, warn};
@@ -21,7 +21,7 @@ use super::{
     failover::{Failover, HeldState, Trouble, choose},
     machine::{Effect, Violation, Welcomed},
     metrics::SessionMetrics,
-    outbox::Outbox,
+    outbox::{Outbox, passed},
     renewal::Renewal,
     replicas::{Replicas, Target},
     standings::{Standings, StandingsQuery},
@@ -96,7 +96,9 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
                     let Some(message) = message.transpose()? else { return Ok(StreamEnd::Closed) };
                     let now = Instant::now();
                     let effects = self.on_message(context, replica, message, now)?;
-                    welcomed_at.get_or_insert(now);
+                    if self.outbox.epoch.is_some() {
+                        welcomed_at.get_or_insert(now);
+                    }
                     for effect in effects {
                         change_state(&context.state, &context.metrics, effect).await?;
                     }
@@ -248,14 +250,6 @@ fn brings_state(body: &ServerBody) -> bool {
         body,
         ServerBody::Welcome(_) | ServerBody::Batch(_) | ServerBody::SnapshotChunk(_) | ServerBody::SnapshotEnd(_)
     )
-}
-
-/// Waits until this time. Waits for ever if there is none.
-pub(super) async fn passed(at: Option<Instant>) {
-    match at {
-        Some(at) => sleep_until(at).await,
-        None => std::future::pending().await,
-    }
 }
 
 /// The state that the agent held when it asked the other replicas, and their answers.

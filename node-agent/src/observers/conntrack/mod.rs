@@ -126,7 +126,8 @@ impl Observer for ConntrackCleaner {
     }
 }
 
-/// The thread that deletes stale flows. Dropping the worker stops the thread after the current pass.
+/// The thread that deletes stale flows. Dropping the worker stops the thread after the current
+/// pass.
 #[derive(Debug)]
 struct Worker {
     cleanups: Option<mpsc::Sender<Cleanup>>,
