@@ -17,9 +17,8 @@
 //! - keeps flows of all endpoints that are serving or ready. Such endpoints may be terminating,
 //!   ready without serving (publishNotReadyAddresses), or excluded by policy or topology.
 //!
-//! The work is proportional to the change. A service that only gained endpoints causes no search.
-//! If a service lost a few endpoints, the search is for flows of these endpoints, not for all flows
-//! to the service. Only services with UDP ports use memory.
+//! A service that only gained endpoints causes no search. A search reads all UDP entries of a
+//! family. Only services with UDP ports use memory.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -38,8 +37,8 @@ use crate::{
 /// service port share one list.
 pub type Sources = Arc<[SocketAddr]>;
 
-/// The flows to a destination that may be stale. A cleanup searches only for these flows; the
-/// [`Rule`] decides whether a flow is stale.
+/// The flows to a destination that may be stale. Without any, no search is needed; the [`Rule`]
+/// decides whether a flow is stale.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Suspects {
     /// All flows, because the earlier endpoints are unknown.
@@ -66,53 +65,6 @@ pub struct Cleanup {
     rules: BTreeMap<Frontend, Rule>,
 }
 
-/// Selects the UDP entries that the kernel lists. An entry must match all fields that are set.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Filter {
-    /// The family of the entry.
-    pub family: Family,
-    /// The original destination address.
-    pub original_address: Option<IpAddr>,
-    /// The original destination port.
-    pub original_port: Option<u16>,
-    /// The source of replies, which is the endpoint.
-    pub reply_source: Option<SocketAddr>,
-}
-
-impl Filter {
-    /// Selects all UDP entries of a family.
-    #[must_use]
-    pub fn all(family: Family) -> Self {
-        Self { family, original_address: None, original_port: None, reply_source: None }
-    }
-
-    /// Selects the entries to a destination. For a NodePort the filter also selects entries to
-    /// addresses of other machines.
-    #[must_use]
-    pub fn to(destination: Frontend) -> Self {
-        let (original_address, port) = match destination {
-            Frontend::Address(address, _, port) => (Some(address), port),
-            Frontend::NodePort(.., port) => (None, port),
-        };
-        Self { original_address, original_port: Some(port), ..Self::all(destination.family()) }
-    }
-
-    /// Selects the entries whose replies come from an endpoint.
-    #[must_use]
-    pub fn answered_by(source: SocketAddr) -> Self {
-        Self { reply_source: Some(source), ..Self::all(Family::of(source.ip())) }
-    }
-
-    /// True if the filter selects an entry.
-    #[must_use]
-    pub fn admits(&self, original: SocketAddr, reply_source: SocketAddr) -> bool {
-        Family::of(original.ip()) == self.family
-            && self.original_address.is_none_or(|address| address == original.ip())
-            && self.original_port.is_none_or(|port| port == original.port())
-            && self.reply_source.is_none_or(|source| source == reply_source)
-    }
-}
-
 impl Cleanup {
     /// True if no flow can be stale.
     #[must_use]
@@ -131,13 +83,6 @@ impl Cleanup {
         self.rules.keys().any(|destination| matches!(destination, Frontend::NodePort(..)))
     }
 
-    /// Merges newer rules into queued rules on which no search has started. Unlike [`Self::merge`],
-    /// it keeps rules without suspects, because such a rule may later replace a rule of a search
-    /// that is running.
-    pub fn merge_queued(&mut self, newer: Self) {
-        newer.rules.into_iter().for_each(|(destination, rule)| self.add(destination, rule));
-    }
-
     /// Merges newer rules into the rules of a search that is running. The newer rule of a
     /// destination replaces the older rule and inherits its suspects.
     pub fn merge(&mut self, newer: Self) {
@@ -150,35 +95,10 @@ impl Cleanup {
         self.rules.retain(|_, rule| !rule.is_idle());
     }
 
-    /// Returns filters that together select every stale flow. For each filter the kernel walks its
-    /// whole table, so a few filters can take as long as returning all entries. If a family needs
-    /// more than `limit` filters, one filter for the whole family replaces them.
+    /// True if a flow of this family may be stale.
     #[must_use]
-    pub fn filters(&self, limit: usize) -> Vec<Filter> {
-        Family::BOTH.into_iter().flat_map(|family| self.family_filters(family, limit)).collect()
-    }
-
-    fn family_filters(&self, family: Family, limit: usize) -> Vec<Filter> {
-        let (mut unknown, mut known, mut sources) = (Vec::new(), Vec::new(), BTreeSet::new());
-        for (destination, rule) in self.rules().filter(|(destination, _)| destination.family() == family) {
-            match &rule.suspects {
-                Suspects::Any => unknown.push(destination),
-                Suspects::Sources(suspects) if suspects.is_empty() => {}
-                Suspects::Sources(suspects) => {
-                    known.push(destination);
-                    sources.extend(suspects.iter().copied());
-                }
-            }
-        }
-        // Search either for the flows of suspect endpoints or for all flows to the destinations,
-        // whichever needs fewer filters.
-        let mut filters = by_destination(unknown.iter().copied());
-        let of_all = by_destination(unknown.into_iter().chain(known));
-        filters.extend(sources.into_iter().map(Filter::answered_by));
-        if of_all.len() < filters.len() {
-            filters = of_all;
-        }
-        if filters.len() > limit { vec![Filter::all(family)] } else { filters.into_iter().collect() }
+    pub fn concerns(&self, family: Family) -> bool {
+        self.rules().any(|(destination, rule)| destination.family() == family && !rule.is_idle())
     }
 
     /// True if an entry must be deleted: a rule exists for its original destination, and the rule
@@ -216,19 +136,6 @@ impl Cleanup {
         }
         self.rules.insert(destination, rule);
     }
-}
-
-/// Returns filters that select all flows to the destinations. Destinations with equal ports share a
-/// filter.
-fn by_destination(destinations: impl Iterator<Item = Frontend>) -> BTreeSet<Filter> {
-    let mut by_port: BTreeMap<Option<u16>, Filter> = BTreeMap::new();
-    for filter in destinations.map(Filter::to) {
-        let merged = by_port.entry(filter.original_port).or_insert(filter);
-        if *merged != filter {
-            merged.original_address = None;
-        }
-    }
-    by_port.into_values().collect()
 }
 
 impl Rule {

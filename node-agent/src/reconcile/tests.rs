@@ -319,7 +319,7 @@ fn a_failure_says_whether_programmed_rules_may_be_lost_until_a_sync_succeeds() {
         let has_failed = |failure: &Failure| failure.target.version == version;
         let is_reached = |progress: &Progress| {
             if version == 1 {
-                run.shared.rules_changed();
+                run.shared.signal(Wake::Rules);
             }
             progress.failure.as_ref().is_some_and(has_failed)
         };

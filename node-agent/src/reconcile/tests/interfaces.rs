@@ -23,7 +23,7 @@ fn new_addresses_of_interfaces_are_used_at_once() {
         let known: Vec<IpAddr> = known.iter().map(|address| address.parse().unwrap()).collect();
         let selected = known.iter().copied().filter(|address| address.to_string().starts_with("10.")).collect();
         addresses.send_replace(Some(known.into()));
-        shared.interfaces_changed();
+        shared.signal(Wake::Interfaces);
         let expected = NodePortAddresses::Only(selected);
         let resolved = inputs.wait_for(|inputs| inputs.node_ports_v4 == expected);
         runtime.block_on(async { tokio::time::timeout(GUARD, resolved).await.unwrap().map(drop) }).unwrap();
