@@ -12,15 +12,16 @@ use std::{
     sync::Arc,
 };
 
+use fake_kernel::iptables::FakeKernel;
 use headgate_core::{
     Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol,
     ProxyProtocol, Service, ServiceKey, ServicePort, State, TrafficPolicy, Weight,
-    iptables::{
-        ExistingTables, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel, names::GateChain, ruleset,
-    },
+    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, names::GateChain, ruleset},
     ipvs::{self, IpvsConfig},
     masquerade::LocalDetector,
 };
+
+mod fake_kernel;
 
 fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
@@ -144,7 +145,7 @@ fn virtual_servers_and_sets() {
     config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap()));
     config.node_port_addresses = facts().addresses;
     config.other_addresses = config.node_port_addresses.iter().copied().collect();
-    let mut kernel = ipvs::fake_kernel::FakeKernel::new(&config);
+    let mut kernel = fake_kernel::ipvs::FakeKernel::new(&config);
     let plan = ipvs::Ledger::new(config).full(&state(), &facts(), &kernel.existing(), 0);
     kernel.apply(&plan).unwrap();
     let mut text = Table::ALL.map(|table| kernel.iptables.save(table)).concat();

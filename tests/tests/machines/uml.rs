@@ -37,7 +37,6 @@ mod kernel {
             assert!(std::env::temp_dir().starts_with("/run"));
         });
     }
-
 }
 
 /// The runner's reports of tests that fail, hang or crash inside User-Mode Linux.

@@ -6,8 +6,7 @@ use tokio::{sync::mpsc, task::JoinHandle};
 use super::*;
 
 /// The time without a message is short, so that the tests are fast.
-const SMALL: Limits =
-    Limits { running: 4, running_of_network: 2, waiting: 8, silence: Duration::from_millis(200) };
+const SMALL: Limits = Limits { running: 4, running_of_network: 2, waiting: 8, silence: Duration::from_millis(200) };
 
 struct Rig(Arc<Handshakes>);
 
