@@ -320,7 +320,7 @@ impl Store {
         }
         let references = |change: &Change| match is_spelt_out {
             true => References::default(),
-            false => inner.names.references(start, change),
+            false => inner.references(start, change),
         };
         let changes = present_all(&inner.state, entries, references);
         let positions = positions_to_wire(inner.shared_positions());

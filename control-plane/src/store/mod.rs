@@ -21,8 +21,8 @@ mod gates;
 mod inspect;
 mod interests;
 mod log;
-mod names;
 mod nodes;
+mod placements;
 mod pods;
 mod resume;
 #[cfg(test)]
@@ -39,7 +39,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{Change, Dirty, Endpoint, ServiceKey, State, digest::Digests, node_state::SourceState};
+use headgate_core::{Change, Dirty, Placement, ServiceKey, State, digest::Digests, node_state::SourceState, reference};
+use headgate_proto::References;
 use tokio::sync::watch;
 
 pub use cursor::{Cursor, Resume, ResumeMode};
@@ -60,9 +61,9 @@ pub(crate) use gates::WaitingPod;
 use interests::Interests;
 pub(crate) use interests::Topic;
 use log::{Log, LogKey};
-use names::Names;
 use nodes::Nodes;
 pub use nodes::{NodeObserver, OwnNode};
+use placements::Placements;
 use pods::Pods;
 pub(crate) use pods::{NoPod, PodEndpoints, PodName};
 use usage::Witnesses;
@@ -149,7 +150,7 @@ pub struct Store {
 struct Inner {
     state: State,
     log: Log,
-    names: Names,
+    placements: Placements,
     buckets: Buckets,
     ring: Ring,
     nodes: Nodes,
@@ -171,14 +172,6 @@ struct Inner {
     commit_times: VecDeque<Instant>,
 }
 
-/// The value that a change replaces.
-enum Before {
-    /// Whether the Service existed.
-    Service(bool),
-    Endpoint(Option<Endpoint>),
-    Nothing,
-}
-
 impl Store {
     /// Creates an empty store with a new epoch.
     #[must_use]
@@ -187,7 +180,7 @@ impl Store {
         let inner = Inner {
             state: State::default(),
             log: Log::new(limits.max_tombstones.saturating_add(limits.max_delta_changes), limits.max_tombstones),
-            names: Names::new(epoch),
+            placements: Placements::default(),
             buckets: Buckets::new(limits.part_bytes),
             ring: Ring::new(limits.ring_bytes),
             nodes: Nodes::default(),
@@ -434,7 +427,7 @@ impl Store {
         let is_whole = inner.log.floor() < version;
         let delta = if encode && is_whole {
             let entries = inner.log.since(log::after(previous_version)).map(|(_, entry)| entry);
-            let references = |change: &Change| inner.names.references(previous_version, change);
+            let references = |change: &Change| inner.references(previous_version, change);
             let changes = encode::present_all(&inner.state, entries, references);
             let span = Span { previous_version, version, is_urgent: self.is_in_hurry() };
             Delta::encode(span, &positions, changes, self.limits.part_bytes, &self.split_budget)
@@ -468,9 +461,9 @@ impl Inner {
         let mut effective = 0_u32;
         for TriggeredChange { change, trigger_unix_ms } in changes {
             let (key, bucket) = self.log.intern(&change, &self.state);
-            let before = self.before(&key);
+            let before = self.placement(&key).cloned();
             if self.state.apply(change, &mut scratch) {
-                self.update_names(version, &key, before);
+                self.update_placements(version, &key, before);
                 self.buckets.record(bucket, version, &key, &self.state);
                 let removed = self.is_removed(&key);
                 self.log.record((version, effective), key, bucket, trigger_unix_ms, removed);
@@ -492,37 +485,37 @@ impl Inner {
         positions.find(|(kind, _)| kind.has_nodes())
     }
 
-    /// The parts of the present value of `key` that references can stand for (see [`names`]).
-    fn before(&self, key: &LogKey) -> Before {
-        match key {
-            LogKey::Service(key) => Before::Service(self.has_service(key)),
-            LogKey::Endpoint(key, address) => {
-                Before::Endpoint(self.state.entry(key).and_then(|entry| entry.endpoints().get(address)).cloned())
-            }
-            LogKey::Cidr(_) => Before::Nothing,
-        }
+    /// The placement of an endpoint.
+    fn placement(&self, key: &LogKey) -> Option<&Arc<Placement>> {
+        let LogKey::Endpoint(key, address) = key else { return None };
+        Some(&self.state.entry(key)?.endpoints().get(address)?.placement)
+    }
+
+    /// Records the placement of an endpoint that has changed. The new value is added before the old
+    /// value is released, so that an equal placement keeps its version.
+    fn update_placements(&mut self, version: u64, key: &LogKey, before: Option<Arc<Placement>>) {
+        let now = self.placement(key).cloned();
+        now.into_iter().for_each(|placement| self.placements.take(version, &placement));
+        before.into_iter().for_each(|placement| self.placements.release(&placement));
     }
 
     fn has_service(&self, key: &ServiceKey) -> bool {
         self.state.entry(key).is_some_and(|entry| entry.service().is_some())
     }
 
-    /// Updates the values that changes may refer to from `version` on. The new value is added
-    /// before the old value is released, so that a part which both values contain keeps its
-    /// version.
-    fn update_names(&mut self, version: u64, key: &LogKey, before: Before) {
-        match (key, before) {
-            (LogKey::Service(key), Before::Service(was_there)) => match (was_there, self.has_service(key)) {
-                (false, true) => self.names.take_service(version, key),
-                (true, false) => self.names.release_service(key),
-                _ => {}
-            },
-            (LogKey::Endpoint(key, address), Before::Endpoint(old)) => {
-                let new = self.state.entry(key).and_then(|entry| entry.endpoints().get(address));
-                new.into_iter().for_each(|endpoint| self.names.take_endpoint(version, endpoint));
-                old.into_iter().for_each(|endpoint| self.names.release_endpoint(&endpoint));
-            }
-            _ => {}
+    /// The references that can replace parts of a change for a receiver at `version`, which must
+    /// not be before the floor of the log.
+    fn references(&self, version: u64, change: &Change) -> References {
+        let (key, placement) = match change {
+            Change::Endpoint(key, endpoint) => (key, Some(&endpoint.placement)),
+            Change::RemoveEndpoint(key, _) => (key, None),
+            _ => return References::default(),
+        };
+        let has_service = self.has_service(key) && self.log.service_version(key) <= version;
+        let placement = placement.filter(|placement| self.placements.has_held_since(version, placement));
+        References {
+            service: has_service.then(|| reference::service(key)),
+            placement: placement.map(|placement| reference::placement(placement)),
         }
     }
 

@@ -110,12 +110,6 @@ impl Weight {
         u32::from(self.0.div_ceil(100))
     }
 
-    /// Returns the weight if it is a whole number from 1 to [`Self::MAX`].
-    #[must_use]
-    pub fn whole(self) -> Option<u32> {
-        Some(self.get()).filter(|number| !self.is_zero() && Self::new(*number) == Some(self))
-    }
-
     /// True if the endpoint gets no new connections.
     #[must_use]
     pub fn is_zero(self) -> bool {

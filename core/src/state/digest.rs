@@ -245,11 +245,9 @@ impl Form {
     pub(crate) fn placement(&mut self, placement: &Placement) {
         let Placement { node, zone, hints, weight } = placement;
         if *weight != Weight::default() {
-            // No text has these lengths, so a weight cannot be confused with the name of a node.
-            let hundredths = || (u64::MAX - 1, weight.hundredths().into());
-            let (kind, number) = weight.whole().map_or_else(hundredths, |number| (u64::MAX, number.into()));
-            self.number(kind);
-            self.number(number);
+            // No text has this length, so a weight cannot be confused with the name of a node.
+            self.number(u64::MAX);
+            self.number(weight.hundredths().into());
         }
         self.text(node.as_deref().unwrap_or_default());
         self.text(zone.as_deref().unwrap_or_default());

@@ -12,7 +12,7 @@ use headgate_core::{
     Change, Family,
     digest::{self, BUCKETS},
     node_state::SourceState,
-    reference::{Referable, Referrer},
+    reference::Referable,
 };
 use headgate_proto::{
     Decoder, UnknownReference, node_from_wire,
@@ -248,7 +248,6 @@ impl Machine {
         self.phase = Phase::AwaitingWelcome;
         self.staged = Staged::default();
         self.needs_referable = false;
-        self.decoder.forget_references();
     }
 
     /// True once the agent holds a complete state on this stream, and only changes follow.
@@ -264,13 +263,11 @@ impl Machine {
         self.needs_referable
     }
 
-    /// Sets the resources to which later batches may refer: the contents of the agent's state
+    /// Adds the resources to which later batches may refer: the contents of the agent's state
     /// (discovery.proto, section 13).
     pub fn refer_to(&mut self, referable: Referable) {
-        if let Phase::Following { epoch } = self.phase {
-            self.needs_referable = false;
-            self.decoder.refer_to(Referrer::new(epoch), referable);
-        }
+        self.needs_referable = false;
+        self.decoder.refer_to(referable);
     }
 
     /// Processes the next message and returns its effects, in order. Ignores messages of an unknown

@@ -105,7 +105,7 @@ async fn after_an_unknown_reference_the_next_stream_resumes_by_digests() {
     let store = store();
     let (mut connection, _) = serve(&mut replica, &store).await;
     assert_eq!(connection.ack().await.version, 1);
-    let group = v1::ServiceEndpoints { service: 1, ..Default::default() };
+    let group = v1::ServiceEndpoints { service: vec![1].into(), ..Default::default() };
     let changes = Some(v1::Changes { endpoints: vec![group], ..Default::default() });
     connection
         .send(message(server_message::Body::Batch(v1::Batch { version: 2, changes, ..Default::default() })))

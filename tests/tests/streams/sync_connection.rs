@@ -16,10 +16,7 @@ use headgate_control_plane::{
     serve::{Security, Settings},
     transaction::Sink as _,
 };
-use headgate_core::{
-    Change, Dirty, State,
-    reference::{Referable, Referrer},
-};
+use headgate_core::{Change, Dirty, State, reference::Referable};
 use headgate_proto::{
     frame::{PREFIX_BYTES, frame},
     v1::{self, inspect_client::InspectClient, server_message::Body},
@@ -46,7 +43,6 @@ struct Stream {
     state: State,
     staged: Vec<Change>,
     decoder: headgate_proto::Decoder,
-    epoch: u64,
     version: u64,
 }
 
@@ -69,7 +65,6 @@ impl Stream {
             state: State::default(),
             staged: Vec::new(),
             decoder: headgate_proto::Decoder::default(),
-            epoch: 0,
             version: 0,
         }
     }
@@ -90,10 +85,9 @@ impl Stream {
         while self.version < version {
             match self.message().await.expect("the stream ended") {
                 Body::SnapshotChunk(chunk) => self.stage(chunk.changes.unwrap()),
-                Body::Welcome(welcome) => self.epoch = welcome.epoch,
                 Body::SnapshotEnd(end) => {
                     self.apply(end.version);
-                    self.decoder.refer_to(Referrer::new(self.epoch), Referable::of(&self.state));
+                    self.decoder.refer_to(Referable::of(&self.state));
                 }
                 Body::Batch(batch) => {
                     self.stage(batch.changes.unwrap());

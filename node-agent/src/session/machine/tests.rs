@@ -1,5 +1,6 @@
 #![allow(clippy::unwrap_used)]
-use headgate_core::{Dirty, Endpoint, digest::service_bucket};
+use headgate_core::{Dirty, Endpoint, digest::service_bucket, reference};
+use headgate_proto::{ChangesBuilder, References};
 use proptest::prelude::*;
 
 use super::*;
@@ -352,19 +353,15 @@ fn an_unusable_resource_of_a_snapshot_keeps_its_last_good_value() {
     assert_eq!(addresses, ["10.1.0.1", "10.1.0.2"], "the snapshot did not contain the third address, so it is removed");
 }
 
-/// A batch that uses only references to give a new endpoint the service, ports and placement of
-/// `like`.
-fn referring(replica: &Replica, version: u64, like: &Change) -> v1::ServerMessage {
-    let (Change::Endpoint(key, other), referrer) = (like, Referrer::new(replica.epoch)) else { unreachable!() };
-    let moved = v1::Endpoint { address: vec![10, 1, 0, 77].into(), ..Default::default() };
-    let group = v1::ServiceEndpoints { service: referrer.service(key), changed: vec![moved], ..Default::default() };
-    let changes = v1::Changes {
-        endpoints: vec![group],
-        known_port_lists: vec![referrer.ports(&other.ports)],
-        known_placements: vec![referrer.placement(&other.placement)],
-        ..Default::default()
-    };
-    message(Body::Batch(v1::Batch { version, changes: Some(changes), ..Default::default() }))
+/// A batch that uses references to give a new endpoint the service and placement of `like`.
+fn referring(version: u64, like: &Change) -> v1::ServerMessage {
+    let Change::Endpoint(key, like) = like else { unreachable!() };
+    let moved = Endpoint { address: [10, 1, 0, 77].into(), ..like.clone() };
+    let references =
+        References { service: Some(reference::service(key)), placement: Some(reference::placement(&like.placement)) };
+    let mut builder = ChangesBuilder::default();
+    builder.push(&Change::Endpoint(key.clone(), moved), 0, references);
+    message(Body::Batch(v1::Batch { version, changes: Some(builder.finish()), ..Default::default() }))
 }
 
 #[test]
@@ -373,7 +370,7 @@ fn references_resolve_to_resources_that_the_agent_holds() {
     let mut agent = Agent::following(&replica);
     replica.commit(vec![service("new", 80), endpoint("new", 9, 7777)]);
     replica.batches_after(replica.version() - 1).into_iter().for_each(|batch| agent.receive(batch).unwrap());
-    agent.receive(referring(&replica, replica.version() + 1, &endpoint("new", 9, 7777))).unwrap();
+    agent.receive(referring(replica.version() + 1, &endpoint("new", 9, 7777))).unwrap();
     let entry = agent.held.state().entry(&key("new")).unwrap();
     let Change::Endpoint(_, like) = endpoint("new", 9, 7777) else { unreachable!() };
     let moved = Endpoint { address: [10, 1, 0, 77].into(), ..like };
@@ -381,7 +378,7 @@ fn references_resolve_to_resources_that_the_agent_holds() {
     // References also work after a resume by log, because they resolve to the held state.
     agent.hello();
     agent.receive(replica.welcome(ResumeMode::Log)).unwrap();
-    agent.receive(referring(&replica, replica.version() + 2, &endpoint("new", 9, 7777))).unwrap();
+    agent.receive(referring(replica.version() + 2, &endpoint("new", 9, 7777))).unwrap();
     assert_eq!(agent.held.position(), Some((1, replica.version() + 2)));
 }
 
@@ -390,7 +387,7 @@ fn an_unknown_reference_is_a_violation_and_changes_nothing() {
     let replica = replica(1);
     let mut agent = Agent::following(&replica);
     let other = endpoint("elsewhere", 9, 7777);
-    let violation = agent.receive(referring(&replica, replica.version() + 1, &other)).unwrap_err();
+    let violation = agent.receive(referring(replica.version() + 1, &other)).unwrap_err();
     assert!(matches!(violation, Violation::Reference(_)), "{violation}");
     assert!(violation.to_string().contains("is missing in this agent's state; resuming by digests"), "{violation}");
     agent.assert_holds(&replica);
@@ -408,10 +405,10 @@ fn a_batch_may_refer_to_rejected_resources() {
     agent.receive(message).unwrap();
     assert_eq!(agent.nacks[0].rejections.len(), 2);
     let other = endpoint("bad", 9, 7777);
-    agent.receive(referring(&replica, version + 2, &other)).unwrap();
+    agent.receive(referring(version + 2, &other)).unwrap();
     // This snapshot removes all resources. References to the rejected resources still resolve.
     agent.receive(end(version + 2, vec![], 0)).unwrap();
-    agent.receive(referring(&replica, version + 3, &other)).unwrap();
+    agent.receive(referring(version + 3, &other)).unwrap();
 }
 
 #[test]

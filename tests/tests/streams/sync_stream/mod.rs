@@ -3,7 +3,6 @@
 
 mod crowd;
 mod own_node;
-mod references;
 mod refusals;
 mod standing;
 mod tls;
