@@ -70,7 +70,6 @@ fn stream() -> Vec<u8> {
     let message = |body| frame(&v1::ServerMessage { body: Some(body) }).to_vec();
     let mut bytes = message(Body::Welcome(v1::Welcome {
         replica: "replica-0".into(),
-        // Batches refer to resources of the snapshot by hashes that include the epoch.
         epoch: store.epoch(),
         resume: v1::welcome::ResumeMode::Full.into(),
         heartbeat_interval_ms: 10_000,
