@@ -41,14 +41,9 @@ pub struct ChangesBuilder {
 }
 
 impl ChangesBuilder {
-    /// Adds one change without references. For an endpoint's change, `trigger_unix_ms` is its
+    /// Adds one change with the given references. For an endpoint's change, `trigger_unix_ms` is its
     /// oldest trigger time in milliseconds since the Unix epoch, or 0 if unknown.
-    pub fn push(&mut self, change: &Change, trigger_unix_ms: u64) {
-        self.push_with(change, trigger_unix_ms, References::default());
-    }
-
-    /// Adds one change like [`Self::push`], but with the given references.
-    pub fn push_with(&mut self, change: &Change, trigger_unix_ms: u64, references: References) {
+    pub fn push(&mut self, change: &Change, trigger_unix_ms: u64, references: References) {
         match change {
             Change::Service(service) => self.service(service),
             Change::RemoveService(key) => {

@@ -23,13 +23,13 @@ pub(crate) struct Known {
     services: HashMap<Reference, Arc<ServiceKey>>,
     placements: HashMap<Reference, Arc<Placement>>,
     /// Number of values in the state of the last [`Known::add`].
-    held: usize,
+    held: Option<usize>,
 }
 
 impl Known {
     /// Adds the values in a state. Forgets all others if many have been learned.
     pub(crate) fn add(&mut self, referable: Referable) {
-        self.held = referable.services.len() + referable.placements.len();
+        self.held = Some(referable.services.len() + referable.placements.len());
         if self.has_learned_much() {
             self.services.clear();
             self.placements.clear();
@@ -42,7 +42,7 @@ impl Known {
     /// Returns true if a [`Known::add`] is due. Until then, values of removed resources stay in the
     /// tables.
     pub(crate) fn has_learned_much(&self) -> bool {
-        self.services.len() + self.placements.len() > 2 * self.held + LEARNED_MUCH
+        self.services.len() + self.placements.len() > 2 * self.held.unwrap_or_default() + LEARNED_MUCH
     }
 
     pub(crate) fn learn_service(&mut self, key: &ServiceKey) {
@@ -53,8 +53,11 @@ impl Known {
         self.services.remove(&reference::service(key));
     }
 
+    /// Learns a placement, except from the first snapshot: the state will have nearly all of these.
     pub(crate) fn learn_placement(&mut self, placement: &Arc<Placement>) {
-        self.placements.insert(reference::placement(placement), Arc::clone(placement));
+        if self.held.is_some() {
+            self.placements.insert(reference::placement(placement), Arc::clone(placement));
+        }
     }
 
     pub(crate) fn service(&self, reference: &[u8]) -> Result<ServiceKey, UnknownReference> {

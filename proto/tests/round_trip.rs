@@ -90,7 +90,7 @@ proptest! {
                 endpoint.placement = Arc::clone(&known.placement);
                 references.placement = Some(reference::placement(&known.placement));
             }
-            builder.push_with(&Change::Endpoint(key(), endpoint.clone()), 0, references);
+            builder.push(&Change::Endpoint(key(), endpoint.clone()), 0, references);
             wanted.push(endpoint);
         }
         let estimated = builder.estimated_bytes();

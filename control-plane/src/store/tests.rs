@@ -53,7 +53,7 @@ fn remove_endpoint(service: u8, host: u16) -> Change {
 }
 
 #[test]
-fn a_new_reader_gets_everything_then_single_batches() {
+fn a_new_reader_gets_everything_then_only_changes() {
     let store = store(Limits::default());
     store.put((1..=20).flat_map(|number| [service(number, 80), endpoint(number, 1, 8080), endpoint(number, 2, 8080)]));
     let (mode, mut cursor) = store.cursor(None);
@@ -67,7 +67,7 @@ fn a_new_reader_gets_everything_then_single_batches() {
     store.put([endpoint(3, 1, 9090)]);
     store.put([remove_endpoint(3, 2)]);
     reader.read_all(&store, &mut cursor);
-    assert_eq!((reader.batches, reader.resources, reader.removals), (2, 61, 1));
+    assert_eq!((reader.batches, reader.resources, reader.removals), (1, 61, 1));
     reader.assert_holds_all_of(&store);
 }
 
@@ -124,12 +124,12 @@ fn streams_at_the_same_version_get_the_same_bytes() {
     assert_eq!(snapshots[0][..snapshots[0].len() - 1], snapshots[1][..snapshots[1].len() - 1]);
     store.put([endpoint(1, 1, 9090)]);
     let batches = read();
-    assert_eq!((batches[0].len(), &batches[0]), (1, &batches[1]), "both streams receive the batch of the ring");
+    assert_eq!((batches[0].len(), &batches[0]), (1, &batches[1]), "both streams receive the same batch");
     for port in 1..=100 {
         store.put([endpoint(1, 1, port)]);
     }
-    let compacted = read();
-    assert_eq!((compacted[0].len(), &compacted[0]), (1, &compacted[1]), "both streams receive the same compacted step");
+    let skipping = read();
+    assert_eq!((skipping[0].len(), &skipping[0]), (1, &skipping[1]), "both streams receive the same step");
 }
 
 #[test]
@@ -150,7 +150,7 @@ fn snapshots_encode_a_bucket_again_only_after_a_change_in_it() {
 
 #[test]
 fn tombstones_are_bounded_and_move_the_floor() {
-    let store = store(Limits { max_tombstones: 10, ring_bytes: 0, ..Limits::default() });
+    let store = store(Limits { max_tombstones: 10, ..Limits::default() });
     store.put((0..100).map(|host| endpoint(1, host, 80)));
     store.put([service(1, 80), service(2, 80)]);
     let mut readers = [Reader::default(), Reader::default()];
@@ -272,7 +272,7 @@ fn a_stream_in_the_middle_of_a_split_step_receives_the_rest_despite_other_stream
 
 #[test]
 fn streams_that_stop_in_split_steps_use_bounded_memory_and_others_receive_buckets() {
-    let limits = Limits { part_bytes: 1000, split_bytes: 8 * 30_000, ring_bytes: 0, ..Limits::default() };
+    let limits = Limits { part_bytes: 1000, split_bytes: 8 * 30_000, ..Limits::default() };
     let store = store(limits.clone());
     (0..64).for_each(|port| store.put([service(2, port + 1)]));
     let mut readers: Vec<(Reader, Cursor)> = (0..64).map(|_| (Reader::default(), store.cursor(None).1)).collect();
@@ -308,7 +308,6 @@ fn a_cursor_far_behind_the_head_receives_buckets() {
     let mut reader = Reader::default();
     reader.read_all(&store, &mut cursor);
     store.put((0..101).map(|host| endpoint(1, host, 80)));
-    // The ring contains the large batch, but the cursor falls too far behind to use it.
     store.put([endpoint(1, 0, 81)]);
     (0..20).for_each(|port| store.put([service(2, port + 1)]));
     reader.read_all(&store, &mut cursor);
@@ -388,11 +387,7 @@ fn a_reader_at_the_head_receives_references_to_values_that_it_holds() {
     assert_eq!(reader.references, 1, "the service is known, the node is new");
     (0..50).for_each(|round| store.put([endpoint(1, 3 + round % 2 * 4, 80), remove_endpoint(1, 6)]));
     reader.read_all(&store, &mut cursor);
-    assert_eq!(
-        (reader.batches, reader.references),
-        (3, 3),
-        "a compacted step refers only to values older than its start"
-    );
+    assert_eq!((reader.batches, reader.references), (3, 3), "a step refers only to values older than its start");
 
     // A service that was removed and added again is sent without references, even to readers that
     // have received the service before.

@@ -9,7 +9,7 @@ use headgate_core::{
     digest,
 };
 use headgate_proto::{
-    ChangesBuilder, digests_from_wire,
+    ChangesBuilder, References, digests_from_wire,
     v1::{self, server_message::Body, welcome::ResumeMode},
 };
 
@@ -164,7 +164,7 @@ pub(crate) fn end(version: u64, buckets: Vec<u32>, resource_count: u64) -> v1::S
 
 pub(crate) fn wire(changes: &[Change]) -> v1::Changes {
     let mut builder = ChangesBuilder::default();
-    changes.iter().for_each(|change| builder.push(change, 0));
+    changes.iter().for_each(|change| builder.push(change, 0, References::default()));
     builder.finish()
 }
 

@@ -68,13 +68,12 @@ proptest! {
     fn every_reader_reaches_the_state_of_the_store(
         actions in prop::collection::vec(any_action(), 1..80),
         max_tombstones in 0..8_usize,
-        ring_bytes in prop_oneof![Just(0_usize), Just(300), Just(1 << 20)],
         max_delta_changes in prop_oneof![Just(0_usize), Just(5), Just(1000)],
         part_bytes in prop_oneof![Just(1_usize), Just(100), Just(1 << 18)],
         split_bytes in prop_oneof![Just(0_usize), Just(8 * 400), Just(1 << 20)],
     ) {
         let limits =
-            Limits { max_tombstones, ring_bytes, delta_cache_bytes: 500, max_delta_changes, part_bytes, split_bytes };
+            Limits { max_tombstones, delta_cache_bytes: 500, max_delta_changes, part_bytes, split_bytes };
         let store = store(limits);
         let mut readers: Vec<(Reader, Cursor)> = (0..READERS).map(|_| (Reader::default(), store.cursor(None).1)).collect();
         for action in actions {
@@ -114,7 +113,6 @@ proptest! {
 fn readers_on_other_threads_reach_the_state_of_the_store_during_commits() {
     let store = store(Limits {
         max_tombstones: 20,
-        ring_bytes: 2000,
         delta_cache_bytes: 500,
         max_delta_changes: 40,
         part_bytes: 100,

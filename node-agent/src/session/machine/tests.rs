@@ -359,7 +359,7 @@ fn referring(version: u64, like: &Change) -> v1::ServerMessage {
     let references =
         References { service: Some(reference::service(key)), placement: Some(reference::placement(&like.placement)) };
     let mut builder = ChangesBuilder::default();
-    builder.push_with(&Change::Endpoint(key.clone(), moved), 0, references);
+    builder.push(&Change::Endpoint(key.clone(), moved), 0, references);
     message(Body::Batch(v1::Batch { version, changes: Some(builder.finish()), ..Default::default() }))
 }
 
