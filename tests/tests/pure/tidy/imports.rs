@@ -57,7 +57,7 @@ impl Crate {
         krate.modules.retain(|module| !is_test(module));
         for (module, name, path) in readers.iter().flat_map(|reader| &reader.uses) {
             if let Some(target) = krate.absolute(module, path) {
-                krate.names.insert([module.as_slice(), &[name.clone()]].concat(), target);
+                krate.names.insert([module.as_slice(), std::slice::from_ref(name)].concat(), target);
             }
         }
         for Reader { file, paths, .. } in readers {
