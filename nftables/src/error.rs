@@ -45,7 +45,7 @@ impl NftablesError {
 pub struct Fault {
     /// The index of the message in the transaction, from 0. None if the kernel rejects the
     /// transaction as a whole. Each change is one message, except that long lists of elements span
-    /// several messages. Some errors, such as an anonymous set that no rule uses, are detected at
+    /// several messages. Some errors, such as a loop of jumps, are detected at
     /// the end of a transaction. The kernel reports these errors for the first message.
     pub message: Option<usize>,
     /// The index of the element in the message, if the kernel reports it (extended

@@ -1,7 +1,5 @@
 //! Operands of expressions: headers, properties, comparisons and flags.
 
-use std::ops::BitOr;
-
 use super::Register;
 
 /// The header that a payload expression reads.
@@ -137,10 +135,10 @@ pub enum Generator {
 /// The result that a routing query returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FibResult {
-    /// The index of the interface, 4 bytes. With [`FibFlags::PRESENT`]: whether a route exists, 1
+    /// The index of the interface, 4 bytes. With `NFTA_FIB_F_PRESENT`: whether a route exists, 1
     /// byte.
     Interface,
-    /// The name of the interface, 16 bytes. With [`FibFlags::PRESENT`]: whether a route exists, 1
+    /// The name of the interface, 16 bytes. With `NFTA_FIB_F_PRESENT`: whether a route exists, 1
     /// byte.
     InterfaceName,
     /// The type of the address (`RTN_LOCAL` is 2), 4 bytes.
@@ -156,26 +154,11 @@ impl FibFlags {
     pub const SOURCE: Self = Self(1);
     /// The destination address.
     pub const DESTINATION: Self = Self(2);
-    /// The packet's mark.
-    pub const MARK: Self = Self(4);
-    /// The incoming interface.
-    pub const INPUT: Self = Self(8);
-    /// The outgoing interface.
-    pub const OUTPUT: Self = Self(16);
-    /// Return only whether a route exists.
-    pub const PRESENT: Self = Self(32);
 
     /// Whether all flags of `other` are set.
     #[must_use]
     pub fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
-    }
-}
-
-impl BitOr for FibFlags {
-    type Output = Self;
-    fn bitor(self, other: Self) -> Self {
-        Self(self.0 | other.0)
     }
 }
 
@@ -218,19 +201,10 @@ pub struct NatFlags(pub u32);
 impl NatFlags {
     /// The kernel's default.
     pub const NONE: Self = Self(0);
-    /// A random port.
-    pub const RANDOM: Self = Self(4);
     /// All connections of a client are translated to the same address.
     pub const PERSISTENT: Self = Self(8);
     /// A random port from a generator whose results are unpredictable.
     pub const FULLY_RANDOM: Self = Self(16);
-}
-
-impl BitOr for NatFlags {
-    type Output = Self;
-    fn bitor(self, other: Self) -> Self {
-        Self(self.0 | other.0)
-    }
 }
 
 /// The registers that hold the first and the last address or port of a range. Both may be the same

@@ -7,26 +7,16 @@ use super::{Expression, TableName, Value, Verdict};
 /// set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DataType {
-    /// `nf_proto`: 1 byte.
-    NfProtocol,
     /// `ipv4_addr`: 4 bytes.
     Ipv4Address,
     /// `ipv6_addr`: 16 bytes.
     Ipv6Address,
-    /// `ether_addr`: 6 bytes.
-    EthernetAddress,
     /// `inet_proto`: 1 byte.
     Protocol,
     /// `inet_service`, a port: 2 bytes.
     Port,
     /// `mark`: 4 bytes in the machine's byte order. Also suitable for your own numbers.
     Mark,
-    /// `iface_index`: 4 bytes in the machine's byte order.
-    InterfaceIndex,
-    /// `ct_state`: 4 bytes in the machine's byte order.
-    CtState,
-    /// `ifname`: 16 bytes.
-    InterfaceName,
 }
 
 impl DataType {
@@ -34,16 +24,11 @@ impl DataType {
     #[must_use]
     pub fn id(self) -> u32 {
         match self {
-            Self::NfProtocol => 2,
             Self::Ipv4Address => 7,
             Self::Ipv6Address => 8,
-            Self::EthernetAddress => 9,
             Self::Protocol => 12,
             Self::Port => 13,
             Self::Mark => 19,
-            Self::InterfaceIndex => 20,
-            Self::CtState => 26,
-            Self::InterfaceName => 41,
         }
     }
 
@@ -51,11 +36,10 @@ impl DataType {
     #[must_use]
     pub fn length_bytes(self) -> u32 {
         match self {
-            Self::NfProtocol | Self::Protocol => 1,
+            Self::Protocol => 1,
             Self::Port => 2,
-            Self::EthernetAddress => 6,
-            Self::Ipv4Address | Self::Mark | Self::InterfaceIndex | Self::CtState => 4,
-            Self::Ipv6Address | Self::InterfaceName => 16,
+            Self::Ipv4Address | Self::Mark => 4,
+            Self::Ipv6Address => 16,
         }
     }
 }

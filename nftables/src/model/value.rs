@@ -95,10 +95,6 @@ impl Register {
     pub const R1: Self = Self(0);
     /// `NFT_REG_2`, word 4.
     pub const R2: Self = Self(4);
-    /// `NFT_REG_3`, word 8.
-    pub const R3: Self = Self(8);
-    /// `NFT_REG_4`, word 12.
-    pub const R4: Self = Self(12);
 
     /// The register that starts at a word: `NFT_REG32_00` to `NFT_REG32_15`.
     #[must_use]

@@ -230,9 +230,14 @@ mod tests {
             replaced
         }
 
-        /// Makes lookups miss these elements: all lookups, or in each chain only the first rule
-        /// that looks for an element of the set.
-        pub(crate) fn miss(&mut self, elements: &BTreeSet<(String, Vec<u8>)>, only_first: bool) {
+        /// Makes lookups miss these elements: in the rules of a set for which `misses` returns true,
+        /// given the set, the chain, and the number of the rule among those of the chain that look
+        /// for an element of the set.
+        pub(crate) fn miss(
+            &mut self,
+            elements: &BTreeSet<(String, Vec<u8>)>,
+            misses: impl Fn(&str, &str, usize) -> bool,
+        ) {
             for name in elements.iter().map(|(set, _)| set.clone()).collect::<BTreeSet<_>>() {
                 let Some(set) = self.sets.get(&name) else { continue };
                 let is_kept = |element: &&Packed| !elements.contains(&(name.clone(), set.key_of(element).to_vec()));
@@ -242,15 +247,17 @@ mod tests {
                     ..*set
                 };
                 let other_name = format!("{name}, incomplete");
-                for chain in self.chains.values_mut() {
+                for (chain_name, chain) in &mut self.chains {
                     let finds =
                         |expression: &Expression| matches!(expression, Expression::Lookup { set, .. } if *set == name);
-                    let rules = chain.rules.iter_mut().filter(|rule| rule.iter().any(finds));
-                    for expression in rules.take(if only_first { 1 } else { usize::MAX }).flatten() {
-                        if let Expression::Lookup { set, .. } = expression
-                            && *set == name
-                        {
-                            set.clone_from(&other_name);
+                    let rules = chain.rules.iter_mut().filter(|rule| rule.iter().any(finds)).enumerate();
+                    for (_, rule) in rules.filter(|(number, _)| misses(&name, chain_name, *number)) {
+                        for expression in rule {
+                            if let Expression::Lookup { set, .. } = expression
+                                && *set == name
+                            {
+                                set.clone_from(&other_name);
+                            }
                         }
                     }
                 }
