@@ -4,8 +4,8 @@ mod model;
 mod refusal;
 mod wire;
 
-pub use headgate_netlink::{Malformed, NetlinkError, Refusal};
-pub use model::{Change, Element, Entry, Family, Header, Protocol, Set, SetType, Specification};
+pub use headgate_netlink::{Family, Malformed, NetlinkError, Protocol, Refusal, Refused};
+pub use model::{Change, Element, Entry, Header, Set, SetType, Specification};
 pub use refusal::HASH_FULL;
 
 use std::collections::HashMap;
@@ -65,15 +65,6 @@ fn module(set_type: SetType) -> String {
     format!("{kind}_{}", rest.replace(',', ""))
 }
 
-/// A change that the kernel rejected. The kernel executed the other changes of the batch.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refused {
-    /// The index of the change in the batch.
-    pub index: usize,
-    /// The kernel's answer. [`Change::explain`] describes it in words.
-    pub refusal: Refusal,
-}
-
 /// A connection to IP sets in the network namespace of the thread that opened it.
 #[derive(Debug)]
 pub struct IpSets {
@@ -90,16 +81,12 @@ impl IpSets {
     /// supports no version that this crate supports.
     pub fn open() -> Result<Self, IpSetError> {
         let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
-        let mut versions = Err(Malformed("an answer without protocol versions"));
-        let asked = connection.ask(wire::get_protocol(PROTOCOL), |_, payload| {
-            versions = wire::protocol_versions(payload);
-        });
-        match asked {
+        let versions = connection.ask_one::<_, IpSetError>(wire::get_protocol(PROTOCOL), wire::protocol_versions);
+        let (least, most) = match versions {
             // Netfilter answers EINVAL if the subsystem does not exist.
             Err(error) if error.refusal_code() == Some(libc::EINVAL) => return Err(IpSetError::Missing),
-            result => result?,
-        }
-        let (least, most) = versions?;
+            versions => versions?,
+        };
         if least > PROTOCOL || most < PROTOCOL_MIN {
             return Err(IpSetError::Protocol(least, most));
         }
@@ -117,14 +104,11 @@ impl IpSets {
         }
         /// `IPSET_ERR_FIND_TYPE`.
         const FIND_TYPE: i32 = 4098;
-        let mut versions = Err(Malformed("an answer without revisions of the set type"));
         let request = wire::get_type(self.protocol, set_type, family);
-        let asked = self.connection.ask(request, |_, payload| versions = wire::revisions(payload));
-        match asked {
+        let (least, most) = match self.connection.ask_one::<_, IpSetError>(request, wire::revisions) {
             Err(error) if error.refusal_code() == Some(FIND_TYPE) => return Err(IpSetError::MissingType(set_type)),
-            result => result?,
-        }
-        let (least, most) = versions?;
+            versions => versions?,
+        };
         let revision = set_type.wanted_revision().clamp(least.min(most), most);
         self.revisions.insert((set_type, family), revision);
         Ok(revision)
@@ -159,17 +143,14 @@ impl IpSets {
     }
 
     /// Executes changes of entries in order, many in one send. Each change is independent. The
-    /// result lists, in order, the changes that the kernel rejected. The kernel has executed all
-    /// other changes.
+    /// result lists, in order, the changes that the kernel rejected, which [`Change::explain`]
+    /// describes. The kernel has executed all other changes.
     ///
     /// # Errors
     /// The kernel may have executed none, some or all of the changes.
     pub fn execute<'a>(&mut self, changes: impl IntoIterator<Item = &'a Change>) -> Result<Vec<Refused>, IpSetError> {
-        let mut all_refused = Vec::new();
         let protocol = self.protocol;
-        let requests = changes.into_iter().map(|change| wire::change(protocol, change));
-        self.connection.execute(requests, |index, refusal| all_refused.push(Refused { index, refusal }))?;
-        Ok(all_refused)
+        Ok(self.connection.execute_all(changes.into_iter().map(|change| wire::change(protocol, change)))?)
     }
 
     /// Returns the header of a set, or `None` if no set has this name.

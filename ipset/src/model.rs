@@ -2,24 +2,7 @@
 
 use std::{fmt, net::IpAddr};
 
-/// An address family.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Family {
-    /// `NFPROTO_IPV4`.
-    V4,
-    /// `NFPROTO_IPV6`.
-    V6,
-}
-
-/// Formats the family like the `ipset` program.
-impl fmt::Display for Family {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::V4 => "inet",
-            Self::V6 => "inet6",
-        })
-    }
-}
+use headgate_netlink::{Family, Protocol};
 
 /// The type of a set, which determines the fields of its entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -80,19 +63,6 @@ impl fmt::Display for SetType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
-}
-
-/// A transport protocol in an entry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Protocol {
-    /// TCP.
-    Tcp,
-    /// UDP.
-    Udp,
-    /// SCTP.
-    Sctp,
-    /// Another protocol, by its number.
-    Other(u8),
 }
 
 /// The properties of a set to create.
@@ -158,17 +128,6 @@ pub enum Element {
     Net(IpAddr, u8),
     /// An entry of `bitmap:port`.
     Port(u16),
-}
-
-impl fmt::Display for Protocol {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Tcp => f.write_str("tcp"),
-            Self::Udp => f.write_str("udp"),
-            Self::Sctp => f.write_str("sctp"),
-            Self::Other(number) => write!(f, "{number}"),
-        }
-    }
 }
 
 /// Formats the entry like the `ipset` program.

@@ -76,37 +76,13 @@ const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
 const FLAG_EXCLUSIVE: u16 = libc::NLM_F_EXCL as u16;
 const FLAG_CREATE: u16 = libc::NLM_F_CREATE as u16;
 
-const IPV4: u8 = libc::NFPROTO_IPV4 as u8;
-const IPV6: u8 = libc::NFPROTO_IPV6 as u8;
-
-impl Protocol {
-    fn number(self) -> u8 {
-        match self {
-            Self::Tcp => libc::IPPROTO_TCP as u8,
-            Self::Udp => libc::IPPROTO_UDP as u8,
-            Self::Sctp => libc::IPPROTO_SCTP as u8,
-            Self::Other(number) => number,
-        }
-    }
-
-    fn of_number(number: u8) -> Self {
-        [Self::Tcp, Self::Udp, Self::Sctp]
-            .into_iter()
-            .find(|protocol| protocol.number() == number)
-            .unwrap_or(Self::Other(number))
-    }
-}
-
 fn family_number(set_type: SetType, family: Family) -> u8 {
-    match (set_type, family) {
-        (SetType::BitmapPort, _) => 0,
-        (_, Family::V4) => IPV4,
-        (_, Family::V6) => IPV6,
-    }
+    if set_type == SetType::BitmapPort { 0 } else { family.number() }
 }
 
 fn request(command: u8, flags: u16, protocol: u8) -> Request {
-    netfilter::request(libc::NFNL_SUBSYS_IPSET, command, flags, IPV4).attribute(top::PROTOCOL, &[protocol])
+    netfilter::request(libc::NFNL_SUBSYS_IPSET, command, flags, Family::V4.number())
+        .attribute(top::PROTOCOL, &[protocol])
 }
 
 /// Begins a request for a set. Without `NLM_F_EXCL` the kernel reports no error when it adds an

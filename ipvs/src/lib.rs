@@ -5,13 +5,13 @@ mod model;
 mod wire;
 
 pub use command::Command;
-pub use headgate_netlink::{Malformed, NetlinkError, Refusal};
+pub use headgate_netlink::{Family, Malformed, NetlinkError, Protocol, Refusal, Refused};
 pub use model::{
-    Destination, DestinationEntry, Family, Forwarding, Netmask, Persistence, Protocol, SchedulerFlags, Service,
-    ServiceEntry, ServiceId, Timeouts,
+    Destination, DestinationEntry, Forwarding, Netmask, Persistence, SchedulerFlags, Service, ServiceEntry, ServiceId,
+    Timeouts,
 };
 
-use headgate_netlink::{Connection, Request, generic};
+use headgate_netlink::{Connection, generic};
 
 /// `IPVS_GENL_NAME`.
 const FAMILY: &str = "IPVS";
@@ -30,15 +30,6 @@ pub enum IpvsError {
     /// The kernel's answer has an unexpected format.
     #[error("IPVS: the kernel's answer is malformed: {0}")]
     Malformed(#[from] Malformed),
-}
-
-/// A command that the kernel rejected. The kernel executed the other commands of the batch.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refused {
-    /// The index of the command in the batch.
-    pub index: usize,
-    /// The kernel's answer. [`Command::explain`] describes it in words.
-    pub refusal: Refusal,
 }
 
 /// A connection to IPVS in the network namespace of the thread that opened it.
@@ -76,7 +67,10 @@ impl Ipvs {
     /// # Errors
     /// The kernel does not return the list. Retry if [`NetlinkError::is_transient`].
     pub fn services(&mut self) -> Result<Vec<ServiceEntry>, IpvsError> {
-        self.list(&wire::list_services(self.family), wire::service)
+        self.connection.list(&wire::list_services(self.family), |found: &mut Vec<_>, payload| {
+            found.push(wire::service(payload)?);
+            Ok(())
+        })
     }
 
     /// Returns a virtual service, or `None` if the service does not exist.
@@ -84,7 +78,7 @@ impl Ipvs {
     /// # Errors
     /// The kernel rejects the query or does not answer.
     pub fn service(&mut self, id: ServiceId) -> Result<Option<ServiceEntry>, IpvsError> {
-        match self.ask(wire::get_service(self.family, id), wire::service) {
+        match self.connection.ask_one(wire::get_service(self.family, id), wire::service) {
             Err(IpvsError::Netlink(error)) if error.refusal_code() == Some(libc::ESRCH) => Ok(None),
             result => result.map(Some),
         }
@@ -96,36 +90,20 @@ impl Ipvs {
     /// # Errors
     /// The kernel does not return the list. Retry if [`NetlinkError::is_transient`].
     pub fn destinations(&mut self, id: ServiceId) -> Result<Vec<DestinationEntry>, IpvsError> {
-        self.list(&wire::list_destinations(self.family, id), |payload| wire::destination(payload, id.family()))
+        self.connection.list(&wire::list_destinations(self.family, id), |found: &mut Vec<_>, payload| {
+            found.push(wire::destination(payload, id.family())?);
+            Ok(())
+        })
     }
 
     /// Executes commands in order, many in one send. Each command is independent. The result lists,
-    /// in order, the commands that the kernel rejected. The kernel has executed all other commands.
+    /// in order, the commands that the kernel rejected, which [`Command::explain`] describes. The
+    /// kernel has executed all other commands.
     ///
     /// # Errors
     /// The kernel may have executed none, some or all of the commands.
     pub fn execute<'a>(&mut self, commands: impl IntoIterator<Item = &'a Command>) -> Result<Vec<Refused>, IpvsError> {
-        let mut all_refused = Vec::new();
         let family = self.family;
-        let requests = commands.into_iter().map(|command| wire::command(family, command));
-        self.connection.execute(requests, |index, refusal| all_refused.push(Refused { index, refusal }))?;
-        Ok(all_refused)
-    }
-
-    fn ask<T>(&mut self, request: Request, read: impl Fn(&[u8]) -> Result<T, Malformed>) -> Result<T, IpvsError> {
-        let mut found = Err(Malformed("an answer without a message"));
-        self.connection.ask(request, |_, payload| found = read(payload))?;
-        Ok(found?)
-    }
-
-    fn list<T>(
-        &mut self,
-        request: &Request,
-        read: impl Fn(&[u8]) -> Result<T, Malformed>,
-    ) -> Result<Vec<T>, IpvsError> {
-        self.connection.list(request, |found: &mut Vec<T>, payload| {
-            found.push(read(payload)?);
-            Ok(())
-        })
+        Ok(self.connection.execute_all(commands.into_iter().map(|command| wire::command(family, command)))?)
     }
 }

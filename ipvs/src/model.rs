@@ -2,38 +2,10 @@
 
 use std::{
     fmt,
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::{Ipv4Addr, SocketAddr},
 };
 
-/// An address family.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Family {
-    /// `AF_INET`.
-    V4,
-    /// `AF_INET6`.
-    V6,
-}
-
-impl Family {
-    /// The family of an address.
-    #[must_use]
-    pub fn of(address: IpAddr) -> Self {
-        if address.is_ipv4() { Self::V4 } else { Self::V6 }
-    }
-}
-
-/// A transport protocol. IPVS supports TCP, UDP and SCTP.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Protocol {
-    /// `IPPROTO_TCP`.
-    Tcp,
-    /// `IPPROTO_UDP`.
-    Udp,
-    /// `IPPROTO_SCTP`.
-    Sctp,
-    /// Another protocol, by its number.
-    Other(u16),
-}
+use headgate_netlink::{Family, Protocol};
 
 /// The key of a virtual service. A key from the kernel never uses [`Protocol::Other`] for TCP, UDP
 /// or SCTP.

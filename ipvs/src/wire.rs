@@ -15,7 +15,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use headgate_netlink::{Request, generic};
 
-use crate::{Command, Destination, Family, Forwarding, Netmask, Protocol, Service, ServiceId, Timeouts};
+use crate::{Command, Destination, Family, Forwarding, Netmask, Service, ServiceId, Timeouts};
 
 /// `IPVS_CMD_…`.
 mod commands {
@@ -78,40 +78,6 @@ mod flag {
 
 const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
 
-impl Family {
-    fn number(self) -> u16 {
-        let number = match self {
-            Self::V4 => libc::AF_INET,
-            Self::V6 => libc::AF_INET6,
-        };
-        u16::try_from(number).unwrap_or_default()
-    }
-}
-
-const TCP: u16 = libc::IPPROTO_TCP as u16;
-const UDP: u16 = libc::IPPROTO_UDP as u16;
-const SCTP: u16 = libc::IPPROTO_SCTP as u16;
-
-impl Protocol {
-    fn number(self) -> u16 {
-        match self {
-            Self::Tcp => TCP,
-            Self::Udp => UDP,
-            Self::Sctp => SCTP,
-            Self::Other(number) => number,
-        }
-    }
-
-    fn of_number(number: u16) -> Self {
-        match number {
-            TCP => Self::Tcp,
-            UDP => Self::Udp,
-            SCTP => Self::Sctp,
-            other => Self::Other(other),
-        }
-    }
-}
-
 impl Forwarding {
     fn number(self) -> u32 {
         match self {
@@ -148,10 +114,10 @@ fn inet_addr(address: IpAddr) -> [u8; 16] {
 /// Adds the nested attribute of a service with its key. `fill` adds the other attributes inside it.
 fn put_service(request: Request, id: ServiceId, fill: impl FnOnce(Request) -> Request) -> Request {
     request.nested(top::SERVICE, |service| {
-        let service = service.attribute(svc::AF, &id.family().number().to_ne_bytes());
+        let service = service.attribute(svc::AF, &u16::from(id.family().number()).to_ne_bytes());
         fill(match id {
             ServiceId::Address { protocol, address } => service
-                .attribute(svc::PROTOCOL, &protocol.number().to_ne_bytes())
+                .attribute(svc::PROTOCOL, &u16::from(protocol.number()).to_ne_bytes())
                 .attribute(svc::ADDR, &inet_addr(address.ip()))
                 .attribute(svc::PORT, &address.port().to_be_bytes()),
             ServiceId::FirewallMark { mark, .. } => service.attribute(svc::FWMARK, &mark.to_ne_bytes()),
@@ -197,7 +163,7 @@ fn service_flags(service: &Service) -> u32 {
 
 fn put_address(destination: Request, address: SocketAddr) -> Request {
     destination
-        .attribute(dest::ADDR_FAMILY, &Family::of(address.ip()).number().to_ne_bytes())
+        .attribute(dest::ADDR_FAMILY, &u16::from(Family::of(address.ip()).number()).to_ne_bytes())
         .attribute(dest::ADDR, &inet_addr(address.ip()))
         .attribute(dest::PORT, &address.port().to_be_bytes())
 }

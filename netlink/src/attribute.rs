@@ -28,6 +28,20 @@ pub fn checked_attributes(bytes: &[u8]) -> impl Iterator<Item = Result<(u16, &[u
     checked(bytes, split, Malformed("a truncated attribute"))
 }
 
+/// The value of the first attribute of a type.
+///
+/// # Errors
+/// An attribute before it is truncated, or there is none.
+pub fn find<'a>(bytes: &'a [u8], kind: u16, missing: &'static str) -> Result<&'a [u8], Malformed> {
+    for attribute in checked_attributes(bytes) {
+        let (found, value) = attribute?;
+        if found == kind {
+            return Ok(value);
+        }
+    }
+    Err(Malformed(missing))
+}
+
 /// Iterates over the parts that `split` takes from the front of `bytes`. If `split` returns `None`
 /// before the end, the iterator yields the error `truncated` and ends.
 pub(super) fn checked<'a, T>(

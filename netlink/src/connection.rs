@@ -31,6 +31,15 @@ pub enum Dumped {
     Interrupted,
 }
 
+/// A request that the kernel rejected. The kernel executed the other requests of the batch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refused {
+    /// The index of the request in the batch.
+    pub index: usize,
+    /// The kernel's answer.
+    pub refusal: Refusal,
+}
+
 /// The sequence numbers of the requests in one send.
 #[derive(Debug)]
 pub(super) struct Sent {
@@ -64,26 +73,8 @@ impl Connection {
     /// # Errors
     /// Messages already passed to `each` are valid. After an error the dump is incomplete and the
     /// connection is unusable: open another connection.
-    pub fn dump(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<Dumped, NetlinkError> {
-        let sequence = self.reserve(1);
-        self.socket.send(&request.finish(sequence)?).map_err(NetlinkError::Send)?;
-        let mut dumped = Dumped::Whole;
-        loop {
-            for message in message::messages(self.socket.receive(&mut self.buffer).map_err(NetlinkError::Receive)?) {
-                let message = message?;
-                if message.sequence != sequence {
-                    continue;
-                }
-                if message.is_interrupted() {
-                    dumped = Dumped::Interrupted;
-                }
-                match message.kind {
-                    message::DONE => return message.done_status().map_err(NetlinkError::Kernel).map(|()| dumped),
-                    message::ERROR => message.error_status()?.map_err(NetlinkError::Kernel)?,
-                    kind => each(kind, message.payload),
-                }
-            }
-        }
+    pub fn dump(&mut self, request: Request, each: impl FnMut(u16, &[u8])) -> Result<Dumped, NetlinkError> {
+        self.exchange(request, each)
     }
 
     /// Requests a list, and repeats the request a limited number of times until no change of the
@@ -124,19 +115,58 @@ impl Connection {
     ///
     /// # Errors
     /// The kernel rejects the request, or the answer is lost, so the result is unknown.
-    pub fn ask(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<(), NetlinkError> {
+    pub fn ask(&mut self, request: Request, each: impl FnMut(u16, &[u8])) -> Result<(), NetlinkError> {
+        self.exchange(request.acknowledged(), each).map(drop)
+    }
+
+    /// Sends a request and reads the answers until the acknowledgement or the end of the list.
+    fn exchange(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<Dumped, NetlinkError> {
         let sequence = self.reserve(1);
-        self.socket.send(&request.acknowledged().finish(sequence)?).map_err(NetlinkError::Send)?;
+        self.socket.send(&request.finish(sequence)?).map_err(NetlinkError::Send)?;
+        let mut dumped = Dumped::Whole;
         loop {
             for message in message::messages(self.socket.receive(&mut self.buffer).map_err(NetlinkError::Receive)?) {
                 let message = message?;
-                match message.kind {
-                    _ if message.sequence != sequence => {}
-                    message::ERROR => return message.error_status()?.map_err(NetlinkError::Kernel),
-                    kind => each(kind, message.payload),
+                if message.sequence != sequence {
+                    continue;
                 }
+                if message.is_interrupted() {
+                    dumped = Dumped::Interrupted;
+                }
+                let ended = match message.kind {
+                    message::DONE => message.done_status(),
+                    message::ERROR => message.error_status()?,
+                    kind => {
+                        each(kind, message.payload);
+                        continue;
+                    }
+                };
+                return ended.map(|()| dumped).map_err(NetlinkError::Kernel);
             }
         }
+    }
+
+    /// Sends a query for a single object, and reads the last message of the answer.
+    ///
+    /// # Errors
+    /// The errors of [`Connection::ask`], the error of `read`, or an answer without a message.
+    pub fn ask_one<T, E>(&mut self, request: Request, read: impl Fn(&[u8]) -> Result<T, Malformed>) -> Result<T, E>
+    where
+        E: From<NetlinkError> + From<Malformed>,
+    {
+        let mut found = Err(Malformed("an answer without a message"));
+        self.ask(request, |_, payload| found = read(payload))?;
+        Ok(found?)
+    }
+
+    /// Like [`Connection::execute`]. Returns the rejected requests in order.
+    ///
+    /// # Errors
+    /// The kernel may have executed none, some or all of the requests.
+    pub fn execute_all(&mut self, requests: impl IntoIterator<Item = Request>) -> Result<Vec<Refused>, NetlinkError> {
+        let mut all_refused = Vec::new();
+        self.execute(requests, |index, refusal| all_refused.push(Refused { index, refusal }))?;
+        Ok(all_refused)
     }
 
     /// Sends requests, many in one send ([`BATCH_REQUESTS`], [`BATCH_BYTES`]), and waits until the

@@ -1,7 +1,7 @@
 //! Generic netlink (`linux/genetlink.h`). Clients look up families by name, and requests begin with
 //! `struct genlmsghdr`.
 
-use super::{Connection, Malformed, NetlinkError, Request, attribute::checked_attributes, read_u16};
+use super::{Connection, Malformed, NetlinkError, Request, find, read_u16};
 
 /// `GENL_ID_CTRL`: the family that looks up other families.
 const CONTROLLER: u16 = 0x10;
@@ -33,9 +33,7 @@ impl Family {
     /// it.
     pub fn find(connection: &mut Connection, name: &str, version: u8) -> Result<Self, NetlinkError> {
         let request = Request::new(CONTROLLER, 0, &[GET_FAMILY, CONTROLLER_VERSION, 0, 0]).text(FAMILY_NAME, name);
-        let mut id = Err(Malformed("an answer without the family's number"));
-        connection.ask(request, |_, payload| id = family_id(payload))?;
-        Ok(Self { id: id?, version })
+        Ok(Self { id: connection.ask_one::<_, NetlinkError>(request, family_id)?, version })
     }
 
     /// Begins a request to the family, with flags in addition to `NLM_F_REQUEST`.
@@ -56,12 +54,7 @@ pub fn split(payload: &[u8]) -> Result<(u8, &[u8]), Malformed> {
 }
 
 fn family_id(payload: &[u8]) -> Result<u16, Malformed> {
-    for attribute in checked_attributes(split(payload)?.1) {
-        if let (FAMILY_ID, value) = attribute? {
-            return read_u16(value);
-        }
-    }
-    Err(Malformed("a family without a number"))
+    read_u16(find(split(payload)?.1, FAMILY_ID, "a family without a number")?)
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@
 mod attribute;
 mod connection;
 mod error;
+mod family;
 pub mod generic;
 mod listener;
 mod message;
@@ -23,10 +24,11 @@ pub mod route;
 mod socket;
 
 pub use attribute::{
-    NET_BYTE_ORDER, attributes, checked_attributes, read_be16, read_be32, read_i32, read_ip, read_text, read_u8,
+    NET_BYTE_ORDER, attributes, checked_attributes, find, read_be16, read_be32, read_i32, read_ip, read_text, read_u8,
     read_u16, read_u32, read_u64,
 };
-pub use connection::{BATCH_BYTES, BATCH_REQUESTS, Connection, Dumped};
+pub use connection::{BATCH_BYTES, BATCH_REQUESTS, Connection, Dumped, Refused};
 pub use error::{Malformed, NetlinkError, Refusal};
+pub use family::{Family, Protocol};
 pub use listener::{Heard, Listener, Notification};
 pub use message::Request;

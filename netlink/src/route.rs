@@ -150,10 +150,9 @@ impl Routing {
     /// # Errors
     /// The kernel rejects the query or does not answer.
     pub fn link(&mut self, name: &str) -> Result<Option<Link>, NetlinkError> {
-        let mut found = Err(Malformed("an answer without the link"));
-        match self.connection.ask(wire::get_link(name), |_, payload| found = wire::link(payload)) {
+        match self.connection.ask_one::<_, NetlinkError>(wire::get_link(name), wire::link) {
             Err(error) if error.refusal_code() == Some(libc::ENODEV) => Ok(None),
-            result => result.and_then(|()| Ok(Some(found?))),
+            result => result.map(Some),
         }
     }
 

@@ -3,14 +3,25 @@
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd},
+    num::NonZeroU32,
+    os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd},
+    time::Duration,
 };
 
 use libc::c_int;
+use rustix::{
+    io::{Errno, retry_on_intr},
+    net::{
+        AddressFamily, Protocol, RecvFlags, SendFlags, SocketFlags, SocketType, bind, getsockname,
+        netlink::SocketAddrNetlink,
+        recvfrom, send, socket_with,
+        sockopt::{self, Timeout},
+    },
+};
 
 /// The kernel queues its answers before `send` returns, so a read reaches this timeout only after
 /// an error.
-const RECEIVE_TIMEOUT_SECONDS: libc::time_t = 30;
+const RECEIVE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The initial size of the send buffer, and the size of the receive buffer of a connection, in
 /// bytes. Sizes above the kernel's limits of about 200 KB (`net.core.wmem_max`,
@@ -22,17 +33,14 @@ pub(super) const BUFFER_BYTES: u32 = 1 << 20;
 pub(super) struct Socket {
     fd: OwnedFd,
     /// The requested size of the send buffer.
-    send_buffer_bytes: u32,
+    send_buffer_bytes: usize,
 }
 
 impl Socket {
     pub(super) fn open(protocol: c_int, receive_buffer_bytes: u32) -> io::Result<Self> {
-        // SAFETY: the call takes and returns only integers.
-        let fd = unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, protocol) };
-        check(fd)?;
-        // SAFETY: the descriptor is open, and nothing else owns it.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        let socket = Self { fd, send_buffer_bytes: BUFFER_BYTES };
+        let number = u32::try_from(protocol).ok().and_then(NonZeroU32::new).map(Protocol::from_raw);
+        let fd = socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, number)?;
+        let mut socket = Self { fd, send_buffer_bytes: 0 };
         // Makes the kernel repeat only the header of a request in its error answers.
         socket.set_option(libc::SOL_NETLINK, libc::NETLINK_CAP_ACK, &1_i32)?;
         // Kernels before 4.12 have no extended acknowledgements, and kernels before 4.20 no strict
@@ -43,20 +51,24 @@ impl Socket {
         if protocol == libc::NETLINK_ROUTE {
             socket.set_option_if_known(libc::SOL_NETLINK, libc::NETLINK_GET_STRICT_CHK, 1)?;
         }
-        socket.set_buffer(libc::SO_SNDBUFFORCE, libc::SO_SNDBUF, BUFFER_BYTES)?;
-        socket.set_buffer(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF, receive_buffer_bytes)?;
-        let timeout = libc::timeval { tv_sec: RECEIVE_TIMEOUT_SECONDS, tv_usec: 0 };
-        socket.set_option(libc::SOL_SOCKET, libc::SO_RCVTIMEO, &timeout)?;
-        socket.bind()?;
+        socket.make_room(BUFFER_BYTES as usize)?;
+        let bytes = receive_buffer_bytes as usize;
+        limited(sockopt::set_socket_recv_buffer_size_force(&socket.fd, bytes), || {
+            sockopt::set_socket_recv_buffer_size(&socket.fd, bytes)
+        })?;
+        sockopt::set_socket_timeout(&socket.fd, Timeout::Recv, Some(RECEIVE_TIMEOUT))?;
+        // Without this call, the kernel assigns the port of the socket at the first send.
+        bind(&socket.fd, &SocketAddrNetlink::new(0, 0))?;
         Ok(socket)
     }
 
     fn set_option<T: Copy>(&self, level: c_int, name: c_int, value: &T) -> io::Result<()> {
         let length = libc::socklen_t::try_from(size_of::<T>()).map_err(io::Error::other)?;
         // SAFETY: the pointer and the length describe `value`, which lives until the call returns.
-        let result =
-            unsafe { libc::setsockopt(self.fd.as_raw_fd(), level, name, std::ptr::from_ref(value).cast(), length) };
-        check(result).map(drop)
+        match unsafe { libc::setsockopt(self.fd.as_raw_fd(), level, name, std::ptr::from_ref(value).cast(), length) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
     }
 
     fn set_option_if_known(&self, level: c_int, name: c_int, value: c_int) -> io::Result<()> {
@@ -66,22 +78,12 @@ impl Socket {
         }
     }
 
-    /// Sets a buffer size. Without `CAP_NET_ADMIN` the system's limit applies.
-    fn set_buffer(&self, forced: c_int, limited: c_int, bytes: u32) -> io::Result<()> {
-        let bytes = c_int::try_from(bytes).map_err(io::Error::other)?;
-        match self.set_option(libc::SOL_SOCKET, forced, &bytes) {
-            Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
-                self.set_option(libc::SOL_SOCKET, limited, &bytes)
-            }
-            result => result,
-        }
-    }
-
     /// Ensures that the send buffer has room for one send of `bytes`.
     pub(super) fn make_room(&mut self, bytes: usize) -> io::Result<()> {
-        let bytes = u32::try_from(bytes).map_err(io::Error::other)?;
         if bytes > self.send_buffer_bytes {
-            self.set_buffer(libc::SO_SNDBUFFORCE, libc::SO_SNDBUF, bytes)?;
+            limited(sockopt::set_socket_send_buffer_size_force(&self.fd, bytes), || {
+                sockopt::set_socket_send_buffer_size(&self.fd, bytes)
+            })?;
             self.send_buffer_bytes = bytes;
         }
         Ok(())
@@ -116,80 +118,38 @@ impl Socket {
 
     /// The port of the socket, which identifies it in its network namespace.
     pub(super) fn port(&self) -> io::Result<u32> {
-        // SAFETY: the structure consists of plain numbers, for which zero is valid.
-        let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
-        let mut length = libc::socklen_t::try_from(size_of::<libc::sockaddr_nl>()).unwrap_or_default();
-        // SAFETY: the pointers refer to `address` and its length. Nothing else uses them during the
-        // call.
-        check(unsafe {
-            libc::getsockname(self.fd.as_raw_fd(), std::ptr::from_mut(&mut address).cast(), &raw mut length)
-        })?;
-        Ok(address.nl_pid)
-    }
-
-    /// Assigns a port to the socket. Without this call, the kernel assigns the port at the first
-    /// send.
-    pub(super) fn bind(&self) -> io::Result<()> {
-        // SAFETY: the structure consists of plain numbers, for which zero is valid.
-        let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
-        address.nl_family = libc::sa_family_t::try_from(libc::AF_NETLINK).map_err(io::Error::other)?;
-        let length = libc::socklen_t::try_from(size_of::<libc::sockaddr_nl>()).map_err(io::Error::other)?;
-        // SAFETY: pointer and length describe `address`, which lives until the call returns.
-        check(unsafe { libc::bind(self.fd.as_raw_fd(), std::ptr::from_ref(&address).cast(), length) }).map(drop)
+        Ok(SocketAddrNetlink::try_from(getsockname(&self.fd)?)?.pid())
     }
 
     /// Sends to the kernel, which processes the requests before this function returns.
     pub(super) fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        retry(|| {
-            // SAFETY: pointer and length describe `bytes`, which lives until the call returns.
-            unsafe { libc::send(self.fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), 0) }
-        })
-        .map(drop)
+        Ok(retry_on_intr(|| send(&self.fd, bytes, SendFlags::empty())).map(drop)?)
     }
 
     /// Waits for the kernel's next answer and reads it into `buffer`. Returns the filled part.
     pub(super) fn receive<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
-        self.receive_with(0, buffer)
+        self.receive_with(RecvFlags::empty(), buffer)
     }
 
     /// Like [`Self::receive`], but without waiting. Fails with `EAGAIN` if no answer is available.
     pub(super) fn receive_now<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
-        self.receive_with(libc::MSG_DONTWAIT, buffer)
+        self.receive_with(RecvFlags::DONTWAIT, buffer)
     }
 
-    fn receive_with<'a>(&self, flags: c_int, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
+    fn receive_with<'a>(&self, flags: RecvFlags, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
         loop {
-            let (received, sender) = self.receive_from_anyone(flags, buffer)?;
+            let (_, received, sender) =
+                retry_on_intr(|| recvfrom(&self.fd, &mut buffer[..], RecvFlags::TRUNC | flags))?;
             if received > buffer.len() {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, "a netlink message longer than the buffer"));
             }
             // Other processes with sufficient privileges may send to this socket. Only the kernel
             // has port 0.
-            if sender == 0 {
+            let sender = sender.and_then(|sender| SocketAddrNetlink::try_from(sender).ok());
+            if sender.is_some_and(|sender| sender.pid() == 0) {
                 return buffer.get(..received).ok_or_else(|| io::ErrorKind::InvalidData.into());
             }
         }
-    }
-
-    fn receive_from_anyone(&self, flags: c_int, buffer: &mut [u8]) -> io::Result<(usize, u32)> {
-        // SAFETY: the structure consists of plain numbers, for which zero is valid.
-        let mut sender: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
-        let received = retry(|| {
-            let mut length = libc::socklen_t::try_from(size_of::<libc::sockaddr_nl>()).unwrap_or_default();
-            // SAFETY: pointers and lengths describe `buffer` and `sender`. Nothing else uses them
-            // during the call.
-            unsafe {
-                libc::recvfrom(
-                    self.fd.as_raw_fd(),
-                    buffer.as_mut_ptr().cast(),
-                    buffer.len(),
-                    libc::MSG_TRUNC | flags,
-                    std::ptr::from_mut(&mut sender).cast(),
-                    &raw mut length,
-                )
-            }
-        })?;
-        Ok((received, sender.nl_pid))
     }
 }
 
@@ -199,21 +159,10 @@ impl AsFd for Socket {
     }
 }
 
-fn retry(mut call: impl FnMut() -> isize) -> io::Result<usize> {
-    loop {
-        let result = call();
-        match usize::try_from(result) {
-            Ok(length) => return Ok(length),
-            Err(_) => {
-                let error = io::Error::last_os_error();
-                if error.kind() != io::ErrorKind::Interrupted {
-                    return Err(error);
-                }
-            }
-        }
-    }
-}
-
-fn check(result: c_int) -> io::Result<c_int> {
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+/// Without `CAP_NET_ADMIN`, the system's limits of buffer sizes apply.
+fn limited(forced: rustix::io::Result<()>, limit: impl FnOnce() -> rustix::io::Result<()>) -> io::Result<()> {
+    Ok(match forced {
+        Err(Errno::PERM) => limit(),
+        result => result,
+    }?)
 }

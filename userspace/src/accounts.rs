@@ -86,7 +86,7 @@ impl Accounts {
         self.removed.retain(|account| {
             let is_used = Arc::strong_count(account) > 1;
             if !is_used {
-                ended.add(&account.stats.read());
+                *ended += account.stats.read();
             }
             is_used
         });
@@ -96,10 +96,10 @@ impl Accounts {
     pub(crate) fn read(&mut self) -> (HashMap<Arc<str>, ServiceStats>, ServiceStats) {
         self.collect();
         let mut totals = self.ended;
-        self.removed.iter().for_each(|account| totals.add(&account.stats.read()));
+        self.removed.iter().for_each(|account| totals += account.stats.read());
         let of = |(name, account): (&Arc<str>, &Arc<Account>)| (Arc::clone(name), account.stats.read());
         let read: HashMap<Arc<str>, ServiceStats> = self.by_name.iter().map(of).collect();
-        read.values().for_each(|stats| totals.add(stats));
+        read.values().for_each(|stats| totals += *stats);
         (read, totals)
     }
 }

@@ -2,7 +2,7 @@
 
 mod accounts;
 pub mod balance;
-mod inbox;
+mod carried;
 mod list;
 mod proxy_header;
 pub mod relay;
@@ -18,6 +18,6 @@ pub use balance::Algorithm;
 pub use list::{ConnectionInfo, ConnectionList, ConnectionState, HowEnded, ListFilter};
 pub use proxy_header::ProxyVersion;
 pub use services::{Protocol, Scope, ServiceId, ServiceSettings, Services};
-pub use stats::ServiceStats;
-pub use tcp::{Destination, ListenerId, TcpProxy, TcpSettings, TcpStats};
-pub use udp::{UdpListenerId, UdpProxy, UdpSettings, UdpStats};
+pub use stats::{ServiceStats, TcpStats, UdpStats};
+pub use tcp::{Destination, ListenerId, TcpProxy, TcpSettings};
+pub use udp::{UdpListenerId, UdpProxy, UdpSettings};

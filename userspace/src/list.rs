@@ -2,7 +2,9 @@
 
 use std::{cmp::Reverse, net::SocketAddr, sync::Arc};
 
-use crate::services::Protocol;
+use slab::Slab;
+
+use crate::{carried::Carried, services::Protocol};
 
 /// Which connections a list has.
 #[derive(Debug, Clone)]
@@ -123,32 +125,44 @@ impl ConnectionInfo {
 
 /// What a thread carries and lists.
 pub(crate) trait Listed {
-    /// The name of the Service's account.
-    fn account(&self) -> &Arc<str>;
+    const PROTOCOL: Protocol;
 
-    /// The bytes in both directions.
-    fn bytes(&self) -> u64;
+    fn carried(&self) -> &Carried;
+
+    fn state(&self) -> ConnectionState;
 
     /// What lists and logs show.
-    fn info(&self, now_ms: u64) -> ConnectionInfo;
+    fn info(&self, now_ms: u64) -> ConnectionInfo {
+        let carried = self.carried();
+        ConnectionInfo {
+            protocol: Self::PROTOCOL,
+            service: Arc::clone(&carried.service.state().settings.name),
+            client: carried.client,
+            destination: carried.destination,
+            endpoint: carried.picked.address,
+            state: self.state(),
+            bytes_to_endpoint: carried.bytes[0],
+            bytes_to_client: carried.bytes[1],
+            datagrams_to_endpoint: carried.datagrams[0],
+            datagrams_to_client: carried.datagrams[1],
+            age_ms: now_ms.saturating_sub(carried.opened_ms),
+            idle_ms: now_ms.saturating_sub(carried.active_ms),
+        }
+    }
 }
 
 impl ConnectionList {
     /// The list of one thread. Apart from the result, it needs 16 bytes for each connection.
-    pub(crate) fn of<'a, L: Listed + 'a>(
-        connections: impl Iterator<Item = &'a L>,
-        filter: &ListFilter,
-        now_ms: u64,
-    ) -> Self {
-        let is_wanted = |connection: &&L| filter.account.as_ref().is_none_or(|name| connection.account() == name);
-        let mut wanted: Vec<(u64, &L)> =
-            connections.filter(is_wanted).map(|connection| (connection.bytes(), connection)).collect();
+    pub(crate) fn of<'a, L: Listed + 'a>(connections: &'a Slab<L>, filter: &ListFilter, now_ms: u64) -> Self {
+        let is_wanted = |of: &Carried| filter.account.as_ref().is_none_or(|name| of.service.account.name == *name);
+        let wanted = connections.iter().map(|(_, listed)| listed).filter(|listed| is_wanted(listed.carried()));
+        let mut wanted: Vec<(u64, &L)> = wanted.map(|listed| (listed.carried().bytes.iter().sum(), listed)).collect();
         let left_out = wanted.len().saturating_sub(filter.limit);
         if left_out > 0 {
             wanted.select_nth_unstable_by_key(filter.limit, |(bytes, _)| Reverse(*bytes));
             wanted.truncate(filter.limit);
         }
-        let connections = wanted.into_iter().map(|(_, connection)| connection.info(now_ms)).collect();
+        let connections = wanted.into_iter().map(|(_, listed)| listed.info(now_ms)).collect();
         Self { connections, left_out: left_out as u64 }
     }
 

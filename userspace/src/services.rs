@@ -8,7 +8,7 @@
 //! connection.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet, hash_map::Entry},
     fmt,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     sync::{
@@ -19,7 +19,7 @@ use std::{
 
 use crate::{
     accounts::{Account, Accounts},
-    balance::{Algorithm, Pool},
+    balance::{Algorithm, EndpointKey, Picked, Pool},
     proxy_header::ProxyVersion,
     stats::ServiceStats,
 };
@@ -104,6 +104,13 @@ impl Service {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Chooses an endpoint, and renews the affinity of the client: see [`Pool::pick`].
+    pub(crate) fn pick(&self, client: IpAddr, tried: &[EndpointKey], now_ms: u64, random: u64) -> Option<Picked> {
+        let mut state = self.state();
+        let affinity_ms = state.settings.affinity_seconds.map(|seconds| u64::from(seconds) * 1000);
+        state.pool.pick(client, tried, affinity_ms, now_ms, random)
+    }
+
     /// The number of changes that removed an endpoint, or that gave an address to another Service.
     pub(crate) fn removals(&self) -> u64 {
         self.removals.load(Ordering::Acquire)
@@ -128,8 +135,8 @@ pub struct Services {
     table: RwLock<Table>,
 }
 
-/// The Services of an address, at most one in each scope.
-type Owners = Vec<(Scope, Arc<Service>)>;
+/// The Services of an address, one in each scope.
+type Owners = BTreeMap<Scope, Arc<Service>>;
 
 #[derive(Debug, Default)]
 struct Table {
@@ -138,19 +145,6 @@ struct Table {
     addresses: HashMap<(Protocol, SocketAddr), Owners>,
     /// The addresses of the node.
     node_addresses: HashSet<IpAddr>,
-}
-
-impl Table {
-    fn remove_address(&mut self, key: (Protocol, SocketAddr), is_removed: impl Fn(Scope, &Service) -> bool) -> bool {
-        let Some(found) = self.addresses.get_mut(&key) else { return false };
-        let before = found.len();
-        found.retain(|(scope, service)| !is_removed(*scope, service));
-        let is_removed = found.len() < before;
-        if found.is_empty() {
-            self.addresses.remove(&key);
-        }
-        is_removed
-    }
 }
 
 impl Services {
@@ -189,21 +183,25 @@ impl Services {
     pub fn set_address(&self, id: ServiceId, scope: Scope, protocol: Protocol, address: SocketAddr) -> bool {
         let mut table = self.write();
         let Some(service) = table.services.get(&id).map(Arc::clone) else { return false };
-        let found = table.addresses.entry((protocol, address)).or_default();
-        found.retain(|(other, owner)| {
-            let is_replaced = *other == scope;
-            if is_replaced && owner.id != id {
-                owner.removals.fetch_add(1, Ordering::Release);
-            }
-            !is_replaced
-        });
-        found.push((scope, service));
+        let replaced = table.addresses.entry((protocol, address)).or_default().insert(scope, service);
+        if let Some(owner) = replaced.filter(|owner| owner.id != id) {
+            owner.removals.fetch_add(1, Ordering::Release);
+        }
         true
     }
 
     /// Removes an address if it belongs to this Service. Returns whether it did.
     pub fn remove_address(&self, id: ServiceId, scope: Scope, protocol: Protocol, address: SocketAddr) -> bool {
-        self.write().remove_address((protocol, address), |other, service| other == scope && service.id == id)
+        let mut table = self.write();
+        let Entry::Occupied(mut owners) = table.addresses.entry((protocol, address)) else { return false };
+        let is_owner = owners.get().get(&scope).is_some_and(|owner| owner.id == id);
+        if is_owner {
+            owners.get_mut().remove(&scope);
+        }
+        if owners.get().is_empty() {
+            owners.remove();
+        }
+        is_owner
     }
 
     /// Sets the addresses of the node. An endpoint at such an address is not tried if its port is a
@@ -244,9 +242,9 @@ impl Services {
         };
         for service in services {
             let counts = service.counts();
-            totals.add(&counts);
+            totals += counts;
             if let Some(account) = accounts.get_mut(&service.account.name) {
-                account.add(&counts);
+                *account += counts;
             }
         }
         (accounts, totals)
@@ -266,8 +264,7 @@ impl Services {
     ) -> Option<(Arc<Service>, u64)> {
         let table = self.read();
         let of = |address| {
-            let found = table.addresses.get(&(protocol, address))?;
-            let (_, service) = found.iter().find(|(other, _)| *other == scope)?;
+            let service = table.addresses.get(&(protocol, address))?.get(&scope)?;
             Some((Arc::clone(service), service.removals()))
         };
         of(address).or_else(|| of(any_address(address)))

@@ -1,6 +1,9 @@
-//! Counters of a Service.
+//! Counters of Services and of the proxies.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::{
+    ops::AddAssign,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 /// One counter or gauge that several threads change.
 #[derive(Debug, Default)]
@@ -20,38 +23,130 @@ impl Counter {
     }
 }
 
-macro_rules! stats {
-    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+/// Defines counters, and their values at one time.
+macro_rules! counters {
+    ($(#[$about:meta])* $counters:ident, $values:ident { $($(#[$doc:meta])* $name:ident,)* }) => {
         #[derive(Debug, Default)]
-        pub(crate) struct Stats {
+        pub(crate) struct $counters {
             $(pub(crate) $name: Counter,)*
         }
 
-        /// The counters of a Service at one time. Connections include UDP sessions.
-        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-        pub struct ServiceStats {
-            $($(#[$doc])* pub $name: u64,)*
-            /// Endpoints that rest after failures.
-            pub resting_endpoints: u64,
-            /// Clients with ClientIP affinity.
-            pub affinity_clients: u64,
-        }
-
-        impl ServiceStats {
-            /// Adds the counters of another Service, and the counts of its endpoints and clients.
-            pub(crate) fn add(&mut self, other: &Self) {
-                $(self.$name += other.$name;)*
-                self.resting_endpoints += other.resting_endpoints;
-                self.affinity_clients += other.affinity_clients;
+        impl $counters {
+            pub(crate) fn read(&self) -> $values {
+                $values { $($name: self.$name.get(),)* }
             }
         }
 
-        impl Stats {
-            pub(crate) fn read(&self) -> ServiceStats {
-                ServiceStats { $($name: self.$name.get(),)* ..ServiceStats::default() }
+        $(#[$about])*
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+        pub struct $values {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl AddAssign for $values {
+            fn add_assign(&mut self, other: Self) {
+                $(self.$name += other.$name;)*
             }
         }
     };
+}
+
+counters! {
+    /// The counters of a Service at one time. Connections include UDP sessions.
+    Stats, ServiceStats {
+        /// Accepted connections, including those that got no endpoint.
+        accepted,
+        /// Open connections.
+        open,
+        /// Connections that were reset because the Service had as many as its limit.
+        over_limit,
+        /// Connections that were reset because the Service had too large a part of all connections.
+        over_share,
+        /// Connections that were reset because the Service had no endpoint.
+        without_endpoint,
+        /// Connections that were reset because no endpoint that was tried accepted.
+        failed,
+        /// Attempts to connect to another endpoint, after an endpoint failed.
+        retries,
+        /// Endpoints that were not tried, because their address is the address of a Service.
+        loops,
+        /// Connections to endpoints.
+        connected,
+        /// The sum of the times that these connections took, in microseconds.
+        connect_microseconds,
+        /// Connections that ended with a RST, because a side failed or because of the idle timeout.
+        reset,
+        /// Connections that ended because they were idle for too long.
+        idle,
+        /// Bytes from clients to endpoints.
+        bytes_to_endpoints,
+        /// Bytes from endpoints to clients.
+        bytes_to_clients,
+        /// Open UDP sessions.
+        udp_sessions,
+        /// Datagrams from clients that were sent to endpoints.
+        datagrams_to_endpoints,
+        /// Datagrams from endpoints that were sent to clients.
+        datagrams_to_clients,
+        /// The bytes of the datagrams that were sent to endpoints.
+        datagram_bytes_to_endpoints,
+        /// The bytes of the datagrams that were sent to clients.
+        datagram_bytes_to_clients,
+        /// Datagrams that were dropped because a limit of sessions was reached.
+        dropped_by_limit,
+        /// Datagrams that were dropped because the Service had no endpoint.
+        dropped_without_endpoint,
+        /// Datagrams that were dropped because the address of the endpoint is the address of a Service.
+        dropped_by_loop,
+        /// Datagrams that were dropped because the kernel had no descriptor or memory for a session.
+        dropped_by_exhaustion,
+        /// Datagrams that were dropped because nobody listened at the endpoint, or no route led there.
+        dropped_unreachable,
+        /// Datagrams that were dropped because the buffer of the socket was full.
+        dropped_by_full_buffer,
+        /// Datagrams that were dropped because the kernel refused to send them for another reason.
+        dropped_by_refusal,
+        /// Datagrams of endpoints that were dropped because the session had ended.
+        dropped_after_end,
+        /// Clients whose affinity was forgotten early, because the table was full.
+        affinity_evicted,
+        /// Endpoints that rest after failures. [`crate::Services`] counts them when it is asked.
+        resting_endpoints,
+        /// Clients with ClientIP affinity, which are counted likewise.
+        affinity_clients,
+    }
+}
+
+counters! {
+    /// Counters of the TCP proxy that belong to no Service.
+    TcpCounters, TcpStats {
+        /// Open connections.
+        open,
+        /// Connections that were reset, because their destination is the address of no Service. A
+        /// client that connects to a listener directly is one of them.
+        unknown_destination,
+        /// How often the kernel had no descriptor or no memory for a connection.
+        exhausted,
+        /// How often accepting paused, because of exhaustion or because of `max_connections`.
+        accept_pauses,
+        /// Pipes, each with two descriptors.
+        pipes,
+        /// How often no pipe was left for a transfer, which then used a buffer.
+        pipes_refused,
+    }
+}
+
+counters! {
+    /// Counters of the UDP proxy that belong to no Service.
+    UdpCounters, UdpStats {
+        /// Open sessions.
+        open,
+        /// Datagrams that were dropped, because their destination is the address of no Service, or
+        /// of a Service that was removed.
+        unknown_destination,
+        /// How often the kernel had no descriptor or no memory for a session or for a listener.
+        exhausted,
+    }
 }
 
 impl ServiceStats {
@@ -67,63 +162,4 @@ impl ServiceStats {
             + self.dropped_by_refusal
             + self.dropped_after_end
     }
-}
-
-stats! {
-    /// Accepted connections, including those that got no endpoint.
-    accepted,
-    /// Open connections.
-    open,
-    /// Connections that were reset because the Service had as many as its limit.
-    over_limit,
-    /// Connections that were reset because the Service had too large a part of all connections.
-    over_share,
-    /// Connections that were reset because the Service had no endpoint.
-    without_endpoint,
-    /// Connections that were reset because no endpoint that was tried accepted.
-    failed,
-    /// Attempts to connect to another endpoint, after an endpoint failed.
-    retries,
-    /// Endpoints that were not tried, because their address is the address of a Service.
-    loops,
-    /// Connections to endpoints.
-    connected,
-    /// The sum of the times that these connections took, in microseconds.
-    connect_microseconds,
-    /// Connections that ended with a RST, because a side failed or because of the idle timeout.
-    reset,
-    /// Connections that ended because they were idle for too long.
-    idle,
-    /// Bytes from clients to endpoints.
-    bytes_to_endpoints,
-    /// Bytes from endpoints to clients.
-    bytes_to_clients,
-    /// Open UDP sessions.
-    udp_sessions,
-    /// Datagrams from clients that were sent to endpoints.
-    datagrams_to_endpoints,
-    /// Datagrams from endpoints that were sent to clients.
-    datagrams_to_clients,
-    /// The bytes of the datagrams that were sent to endpoints.
-    datagram_bytes_to_endpoints,
-    /// The bytes of the datagrams that were sent to clients.
-    datagram_bytes_to_clients,
-    /// Datagrams that were dropped because a limit of sessions was reached.
-    dropped_by_limit,
-    /// Datagrams that were dropped because the Service had no endpoint.
-    dropped_without_endpoint,
-    /// Datagrams that were dropped because the address of the endpoint is the address of a Service.
-    dropped_by_loop,
-    /// Datagrams that were dropped because the kernel had no descriptor or memory for a session.
-    dropped_by_exhaustion,
-    /// Datagrams that were dropped because nobody listened at the endpoint, or no route led there.
-    dropped_unreachable,
-    /// Datagrams that were dropped because the buffer of the socket was full.
-    dropped_by_full_buffer,
-    /// Datagrams that were dropped because the kernel refused to send them for another reason.
-    dropped_by_refusal,
-    /// Datagrams of endpoints that were dropped because the session had ended.
-    dropped_after_end,
-    /// Clients whose affinity was forgotten early, because the table was full.
-    affinity_evicted,
 }

@@ -16,7 +16,6 @@ mod worker;
 
 use std::{
     io,
-    net::SocketAddr,
     os::fd::OwnedFd,
     sync::{
         Arc,
@@ -26,13 +25,13 @@ use std::{
 };
 
 use rustix::net::sockopt;
-use worker::{Command, Worker};
+use worker::{Command, TcpWorker};
 
 use crate::{
     list::{ConnectionInfo, ConnectionList, HowEnded, ListFilter},
     services::{Scope, Services},
-    stats::Counter,
-    threads::{Threads, milliseconds},
+    stats::{TcpCounters, TcpStats},
+    threads::Threads,
 };
 
 /// The settings of the TCP proxy.
@@ -78,69 +77,17 @@ pub enum Destination {
     Original,
     /// The socket has the address, as with TPROXY and with a listener on the address itself.
     Local,
-    /// All connections are for this address.
-    Fixed(SocketAddr),
 }
 
 /// A listener of the proxy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ListenerId(u64);
 
-/// The counters of all threads.
-#[derive(Debug, Default)]
-struct Counters {
-    open: Counter,
-    unknown_destination: Counter,
-    exhausted: Counter,
-    accept_pauses: Counter,
-    pipes: Counter,
-    pipes_refused: Counter,
-}
-
-/// The last time at which any thread began a turn of its loop.
-#[derive(Debug)]
-struct Heartbeat {
-    began: Instant,
-    last_ms: AtomicU64,
-}
-
-impl Heartbeat {
-    fn now_ms(&self) -> u64 {
-        milliseconds(self.began.elapsed())
-    }
-
-    /// Records a turn. Returns the time of the turn.
-    fn beat(&self) -> u64 {
-        let now_ms = self.now_ms();
-        self.last_ms.store(now_ms, Ordering::Relaxed);
-        now_ms
-    }
-}
-
-/// Counters of the proxy that belong to no Service.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct TcpStats {
-    /// Open connections.
-    pub open: u64,
-    /// Connections that were reset, because their destination is the address of no Service. A
-    /// client that connects to a listener directly is one of them.
-    pub unknown_destination: u64,
-    /// How often the kernel had no descriptor or no memory for a connection.
-    pub exhausted: u64,
-    /// How often accepting paused, because of exhaustion or because of `max_connections`.
-    pub accept_pauses: u64,
-    /// Pipes, each with two descriptors.
-    pub pipes: u64,
-    /// How often no pipe was left for a transfer, which then used a buffer.
-    pub pipes_refused: u64,
-}
-
 /// A running TCP proxy. Dropping the proxy resets its connections.
 #[derive(Debug)]
 pub struct TcpProxy {
     threads: Threads<Command>,
-    counters: Arc<Counters>,
-    heartbeat: Arc<Heartbeat>,
+    counters: Arc<TcpCounters>,
     next_listener: AtomicU64,
 }
 
@@ -151,14 +98,11 @@ impl TcpProxy {
     ///
     /// The kernel refused a descriptor or a thread.
     pub fn start(settings: &TcpSettings, services: &Arc<Services>) -> io::Result<Self> {
-        let counters = Arc::new(Counters::default());
-        let heartbeat = Arc::new(Heartbeat { began: Instant::now(), last_ms: AtomicU64::new(0) });
-        let threads = Threads::start("tcp-proxy", settings.threads, |inbox, seed| {
-            let (services, counters) = (Arc::clone(services), Arc::clone(&counters));
-            let worker = Worker::new(settings.clone(), services, counters, inbox, Arc::clone(&heartbeat), seed)?;
-            Ok(|| worker.run())
+        let counters = Arc::<TcpCounters>::default();
+        let threads = Threads::start("tcp-proxy", settings.threads, |event_loop| {
+            TcpWorker::new(event_loop, settings.clone(), Arc::clone(services), Arc::clone(&counters))
         })?;
-        Ok(Self { threads, counters, heartbeat, next_listener: AtomicU64::new(0) })
+        Ok(Self { threads, counters, next_listener: AtomicU64::new(0) })
     }
 
     /// Accepts the connections of a listening socket, on all threads. The destinations of the
@@ -185,12 +129,11 @@ impl TcpProxy {
         all_done.iter().for_each(drop);
     }
 
-    /// The time since a thread last began a turn of its loop. While the proxy listens and no thread
-    /// hangs, this is little more than 100 ms.
+    /// The time since any thread last began a turn of its loop, because a connection does not wait
+    /// for a thread that hangs. While the proxy listens, this is little more than 100 ms.
     #[must_use]
     pub fn since_last_turn(&self) -> Duration {
-        let last_ms = self.heartbeat.last_ms.load(Ordering::Relaxed);
-        Duration::from_millis(self.heartbeat.now_ms().saturating_sub(last_ms))
+        self.threads.since_last_turns().min().unwrap_or_default()
     }
 
     /// Stops listening, and waits until all connections have ended or the deadline has passed.
@@ -209,22 +152,12 @@ impl TcpProxy {
     /// for people and not for a loop.
     #[must_use]
     pub fn connections(&self, filter: ListFilter) -> ConnectionList {
-        let filter = Arc::new(filter);
-        let lists = self.threads.ask(|answer| Command::List(Arc::clone(&filter), answer));
-        ConnectionList::join(lists.iter(), filter.limit)
+        self.threads.list(filter)
     }
 
     /// The counters that belong to no Service.
     #[must_use]
     pub fn stats(&self) -> TcpStats {
-        let counters = &*self.counters;
-        TcpStats {
-            open: counters.open.get(),
-            unknown_destination: counters.unknown_destination.get(),
-            exhausted: counters.exhausted.get(),
-            accept_pauses: counters.accept_pauses.get(),
-            pipes: counters.pipes.get(),
-            pipes_refused: counters.pipes_refused.get(),
-        }
+        self.counters.read()
     }
 }

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use headgate_netlink::{Malformed, checked_attributes, netfilter, read_be16, read_be32, read_ip, read_text, read_u8};
 
-use super::{IPADDR_V4, IPADDR_V6, IPV4, IPV6, NOMATCH, WITH_COMMENT, WITH_FORCEADD, data, top};
+use super::{IPADDR_V4, IPADDR_V6, NOMATCH, WITH_COMMENT, WITH_FORCEADD, data, top};
 use crate::{Element, Entry, Family, Header, Protocol, SetType};
 
 /// The lowest and the highest supported version.
@@ -84,11 +84,7 @@ pub(crate) fn read_part(payload: &[u8]) -> Result<Part, Malformed> {
 }
 
 fn read_header(name: String, type_name: String, family: u8, revision: u8, bytes: &[u8]) -> Result<Header, Malformed> {
-    let family = match family {
-        IPV4 => Some(Family::V4),
-        IPV6 => Some(Family::V6),
-        _ => None,
-    };
+    let family = Family::of_number(family.into());
     let is_bitmap = type_name == SetType::BitmapPort.name();
     let (mut hash_size, mut max_elements, mut elements) = (None, None, None);
     let (mut first, mut last) = (None, None);

@@ -87,7 +87,7 @@ fn sets_of_other_types_are_listed_by_their_headers() {
         .text(top::SETNAME, "macs")
         .text(top::TYPENAME, "hash:mac")
         .attribute(top::REVISION, &[7])
-        .attribute(top::FAMILY, &[IPV6])
+        .attribute(top::FAMILY, &[Family::V6.number()])
         .nested(top::DATA, |all| put_u32(put_u32(all, data::ELEMENTS, 9), data::REFERENCES, 2));
     let header = read_part(bytes.payload()).unwrap().header.unwrap();
     assert_eq!((header.type_name.as_str(), header.family, header.revision), ("hash:mac", Some(Family::V6), 7));

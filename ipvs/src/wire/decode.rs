@@ -3,7 +3,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
-use headgate_netlink::{Malformed, checked_attributes, generic, read_be16, read_text, read_u16, read_u32};
+use headgate_netlink::{Malformed, checked_attributes, find, generic, read_be16, read_text, read_u16, read_u32};
 
 use super::{dest, flag, svc, top};
 use crate::{
@@ -11,11 +11,13 @@ use crate::{
     ServiceEntry, ServiceId,
 };
 
-fn family(number: u16) -> Result<Family, Malformed> {
-    [Family::V4, Family::V6]
-        .into_iter()
-        .find(|family| family.number() == number)
-        .ok_or(Malformed("an address family that is neither IPv4 nor IPv6"))
+fn family(value: &[u8]) -> Result<Family, Malformed> {
+    Family::of_number(read_u16(value)?).ok_or(Malformed("an address family that is neither IPv4 nor IPv6"))
+}
+
+fn protocol(value: &[u8]) -> Result<Protocol, Malformed> {
+    let number = u8::try_from(read_u16(value)?).map_err(|_| Malformed("a protocol with a number above 255"))?;
+    Ok(Protocol::of_number(number))
 }
 
 /// Reads an address as `union nf_inet_addr`, or in the length of its family.
@@ -31,27 +33,18 @@ fn address(family: Family, value: &[u8]) -> Result<IpAddr, Malformed> {
     }
 }
 
-/// Returns the nested attribute of type `kind`, which holds all other attributes of a message.
-fn nested<'a>(payload: &'a [u8], kind: u16, missing: &'static str) -> Result<&'a [u8], Malformed> {
-    for attribute in checked_attributes(generic::split(payload)?.1) {
-        let (found, value) = attribute?;
-        if found == kind {
-            return Ok(value);
-        }
-    }
-    Err(Malformed(missing))
-}
-
 /// Reads a virtual service from a list or a single answer.
 pub(crate) fn service(payload: &[u8]) -> Result<ServiceEntry, Malformed> {
-    let (mut of, mut protocol, mut ip, mut port, mut mark) = (None, None, None, None, None);
+    let (mut of, mut transport, mut ip, mut port, mut mark) = (None, None, None, None, None);
     let (mut scheduler, mut engine) = (None, None);
     let (mut flags, mut timeout_seconds, mut netmask) = (0, 0, None);
-    for attribute in checked_attributes(nested(payload, top::SERVICE, "a message without its virtual service")?) {
+    for attribute in
+        checked_attributes(find(generic::split(payload)?.1, top::SERVICE, "a message without its virtual service")?)
+    {
         let (kind, value) = attribute?;
         match kind {
-            svc::AF => of = Some(family(read_u16(value)?)?),
-            svc::PROTOCOL => protocol = Some(Protocol::of_number(read_u16(value)?)),
+            svc::AF => of = Some(family(value)?),
+            svc::PROTOCOL => transport = Some(protocol(value)?),
             svc::ADDR => ip = Some(value),
             svc::PORT => port = Some(read_be16(value)?),
             svc::FWMARK => mark = Some(read_u32(value)?),
@@ -68,7 +61,7 @@ pub(crate) fn service(payload: &[u8]) -> Result<ServiceEntry, Malformed> {
     let id = match mark {
         Some(mark) => ServiceId::FirewallMark { family, mark },
         None => ServiceId::Address {
-            protocol: protocol.ok_or(Malformed("a virtual service without a protocol"))?,
+            protocol: transport.ok_or(Malformed("a virtual service without a protocol"))?,
             address: SocketAddr::new(
                 address(family, ip.ok_or(Malformed("a virtual service without an address"))?)?,
                 port.ok_or(Malformed("a virtual service without a port"))?,
@@ -112,10 +105,12 @@ pub(crate) fn destination(payload: &[u8], service: Family) -> Result<Destination
     let (mut of, mut ip, mut port, mut forwarding) = (None, None, None, None);
     let mut destination = Destination::new(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0)).weighing(0);
     let (mut active_connections, mut inactive_connections, mut persistent_connections) = (0, 0, 0);
-    for attribute in checked_attributes(nested(payload, top::DEST, "a message without its destination")?) {
+    for attribute in
+        checked_attributes(find(generic::split(payload)?.1, top::DEST, "a message without its destination")?)
+    {
         let (kind, value) = attribute?;
         match kind {
-            dest::ADDR_FAMILY => of = Some(family(read_u16(value)?)?),
+            dest::ADDR_FAMILY => of = Some(family(value)?),
             dest::ADDR => ip = Some(value),
             dest::PORT => port = Some(read_be16(value)?),
             dest::FWD_METHOD => forwarding = Some(Forwarding::of_number(read_u32(value)?)),

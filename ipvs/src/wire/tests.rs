@@ -1,5 +1,5 @@
 #![allow(clippy::unwrap_used)]
-use headgate_netlink::Malformed;
+use headgate_netlink::{Malformed, Protocol};
 use proptest::prelude::*;
 
 use super::*;

@@ -1,9 +1,7 @@
 //! One TCP connection: it carries out the actions of its [`Relay`] on the sockets.
 
 use std::{
-    net::SocketAddr,
     os::fd::{AsFd, OwnedFd},
-    sync::Arc,
     time::Instant,
 };
 
@@ -15,10 +13,11 @@ use rustix::{
 
 use super::pipes::{MIN_CAPACITY_BYTES, Pipe, Pipes};
 use crate::{
-    balance::{EndpointKey, Picked},
-    list::{ConnectionInfo, ConnectionState, Listed},
+    balance::EndpointKey,
+    carried::Carried,
+    list::{ConnectionState, Listed},
     relay::{Action, End, Moved, Relay, Side, SinkState, SourceState},
-    services::{Protocol, Service},
+    services::Protocol,
 };
 
 /// The size of the buffer that the connections of a thread share. A read that fills the buffer
@@ -40,21 +39,18 @@ pub(super) const ATTEMPTS: usize = 4;
 pub(super) struct Tools {
     pub(super) pipes: Pipes,
     pub(super) buffer: Box<[u8]>,
-    pub(super) now_ms: u64,
 }
 
 /// A TCP connection of a client.
 #[derive(Debug)]
 pub(super) struct Connection {
-    pub(super) service: Arc<Service>,
+    pub(super) carried: Carried,
     /// Boxed parts would cost more than they save: most connections need everything.
     pub(super) client: OwnedFd,
     /// The endpoint's socket, once `connect` was called.
     pub(super) endpoint: Option<OwnedFd>,
-    pub(super) client_address: SocketAddr,
-    pub(super) destination: SocketAddr,
-    pub(super) picked: Picked,
-    pub(super) tried: [Option<EndpointKey>; ATTEMPTS - 1],
+    /// The endpoints that failed.
+    pub(super) tried: Vec<EndpointKey>,
     pub(super) relay: Relay,
     pipes: [Option<Pipe>; 2],
     /// Whether the direction uses `splice`, by the source's side.
@@ -70,41 +66,22 @@ pub(super) struct Connection {
     pub(super) is_expired: bool,
     pub(super) generation: u32,
     pub(super) connect_began: Instant,
-    pub(super) active_ms: u64,
-    pub(super) opened_ms: u64,
-    pub(super) bytes: [u64; 2],
 }
 
 impl Listed for Connection {
-    fn account(&self) -> &Arc<str> {
-        &self.service.account.name
+    const PROTOCOL: Protocol = Protocol::Tcp;
+
+    fn carried(&self) -> &Carried {
+        &self.carried
     }
 
-    fn bytes(&self) -> u64 {
-        self.bytes.iter().sum()
-    }
-
-    fn info(&self, now_ms: u64) -> ConnectionInfo {
-        let state = match Side::BOTH.map(|side| self.relay.has_ended(side)) {
+    fn state(&self) -> ConnectionState {
+        match Side::BOTH.map(|side| self.relay.has_ended(side)) {
             _ if !self.is_connected => ConnectionState::Connecting,
             [false, false] => ConnectionState::Open,
             [true, false] => ConnectionState::ClientDone,
             [false, true] => ConnectionState::EndpointDone,
             [true, true] => ConnectionState::Closing,
-        };
-        ConnectionInfo {
-            protocol: Protocol::Tcp,
-            service: Arc::clone(&self.service.state().settings.name),
-            client: self.client_address,
-            destination: self.destination,
-            endpoint: self.picked.address,
-            state,
-            bytes_to_endpoint: self.bytes[Side::Client as usize],
-            bytes_to_client: self.bytes[Side::Endpoint as usize],
-            datagrams_to_endpoint: 0,
-            datagrams_to_client: 0,
-            age_ms: now_ms.saturating_sub(self.opened_ms),
-            idle_ms: now_ms.saturating_sub(self.active_ms),
         }
     }
 }
@@ -121,23 +98,12 @@ pub(super) enum Visit {
 }
 
 impl Connection {
-    pub(super) fn new(
-        service: Arc<Service>,
-        client: OwnedFd,
-        client_address: SocketAddr,
-        destination: SocketAddr,
-        picked: Picked,
-        generation: u32,
-        now_ms: u64,
-    ) -> Self {
+    pub(super) fn new(carried: Carried, client: OwnedFd, generation: u32) -> Self {
         Self {
-            service,
+            carried,
             client,
             endpoint: None,
-            client_address,
-            destination,
-            picked,
-            tried: [None; ATTEMPTS - 1],
+            tried: Vec::new(),
             relay: Relay::default(),
             pipes: [None, None],
             is_bulk: [false; 2],
@@ -148,9 +114,6 @@ impl Connection {
             is_expired: false,
             generation,
             connect_began: Instant::now(),
-            active_ms: now_ms,
-            opened_ms: now_ms,
-            bytes: [0; 2],
         }
     }
 
@@ -166,8 +129,8 @@ impl Connection {
     }
 
     /// Carries out actions until the connection waits, ends, or has had its share of the thread.
-    pub(super) fn visit(&mut self, tools: &mut Tools) -> Visit {
-        let before = self.bytes;
+    pub(super) fn visit(&mut self, tools: &mut Tools, now_ms: u64) -> Visit {
+        let before = self.carried.bytes;
         let mut result = Visit::Continues;
         for _ in 0..ACTIONS_PER_VISIT {
             let action = self.relay.next();
@@ -191,19 +154,20 @@ impl Connection {
                 }
             };
             if let Action::Carry(from) | Action::Flush(from) = action {
-                self.bytes[from as usize] += u64::from(moved.given);
+                self.carried.bytes[from as usize] += u64::from(moved.given);
             }
             self.relay.done(action, moved);
             self.return_pipes(tools);
         }
-        if self.bytes != before {
-            self.active_ms = tools.now_ms;
-            let [to_endpoint, to_client] = [0, 1].map(|side| self.bytes[side] - before[side]);
+        if self.carried.bytes != before {
+            self.carried.active_ms = now_ms;
+            let stats = self.carried.stats();
+            let [to_endpoint, to_client] = [0, 1].map(|side| self.carried.bytes[side] - before[side]);
             if to_endpoint > 0 {
-                self.service.account.stats.bytes_to_endpoints.add(to_endpoint);
+                stats.bytes_to_endpoints.add(to_endpoint);
             }
             if to_client > 0 {
-                self.service.account.stats.bytes_to_clients.add(to_client);
+                stats.bytes_to_clients.add(to_client);
             }
         }
         result
@@ -232,13 +196,14 @@ impl Connection {
 
     /// Renews the affinity of a client that used its connection since the last check.
     pub(super) fn renew_affinity(&mut self, now_ms: u64) {
-        let mut state = self.service.state();
+        let Carried { service, picked, client, active_ms, .. } = &self.carried;
+        let mut state = service.state();
         if let Some(seconds) = state.settings.affinity_seconds
-            && state.pool.contains(self.picked.key)
+            && state.pool.contains(picked.key)
         {
             let timeout_ms = u64::from(seconds) * 1000;
-            if self.active_ms.saturating_add(timeout_ms) > now_ms {
-                state.pool.renew(self.client_address.ip(), self.picked.address, timeout_ms, self.active_ms);
+            if active_ms.saturating_add(timeout_ms) > now_ms {
+                state.pool.renew(client.ip(), picked.address, timeout_ms, *active_ms);
             }
         }
     }

@@ -3,9 +3,10 @@
 //! A socket that is reset at once loses the bytes in its send buffer. Without a proxy, the bytes
 //! that an endpoint sends before its RST arrive.
 
-use std::os::fd::OwnedFd;
+use std::{os::fd::OwnedFd, time::Duration};
 
-use super::open::reset;
+use rustix::net::sockopt;
+
 use crate::unsafe_calls::has_unacknowledged_bytes;
 
 /// The time between two looks at the sockets.
@@ -15,6 +16,13 @@ const LONGEST_MS: u64 = 30_000;
 /// The most sockets of a thread. Further sockets are reset at once, so that their number and the
 /// cost of a look are bounded.
 const MOST: usize = 256;
+
+/// Closes a socket with a RST.
+pub(super) fn reset(fd: OwnedFd) {
+    // The option fails only on sockets that have no connection to reset.
+    let _ = sockopt::set_socket_linger(&fd, Some(Duration::ZERO));
+    drop(fd);
+}
 
 #[derive(Debug, Default)]
 pub(super) struct Lingering {

@@ -4,7 +4,7 @@ use std::{io, os::fd::OwnedFd, sync::Arc};
 
 use rustix::pipe::{PipeFlags, fcntl_getpipe_size, fcntl_setpipe_size, pipe_with};
 
-use super::Counters;
+use crate::stats::TcpCounters;
 
 /// The wanted capacity of a pipe. The kernel limits it by `fs.pipe-max-size` and, for users
 /// without `CAP_SYS_RESOURCE`, by `fs.pipe-user-pages-soft`.
@@ -28,11 +28,11 @@ pub(super) struct Pipes {
     /// All pipes, including the borrowed ones.
     count: usize,
     limit: usize,
-    counters: Arc<Counters>,
+    counters: Arc<TcpCounters>,
 }
 
 impl Pipes {
-    pub(super) fn new(limit: usize, counters: Arc<Counters>) -> Self {
+    pub(super) fn new(limit: usize, counters: Arc<TcpCounters>) -> Self {
         Self { empty: Vec::new(), count: 0, limit, counters }
     }
 

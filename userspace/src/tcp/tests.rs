@@ -2,7 +2,7 @@
 
 use std::{
     io::{Read as _, Write as _},
-    net::{Shutdown, TcpListener, TcpStream},
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
     sync::mpsc,
     thread,
 };
@@ -227,7 +227,7 @@ fn a_reset_of_the_client_reaches_the_endpoint() {
     let mut stream = bed.connect();
     stream.write_all(&[1]).unwrap();
     thread::sleep(Duration::from_millis(50));
-    open::reset(stream.into());
+    lingering::reset(stream.into());
     assert_eq!(results.recv().unwrap(), Err(io::ErrorKind::ConnectionReset));
     eventually("the connection closes", || bed.stats().open == 0);
 }

@@ -2,39 +2,33 @@
 
 use std::{
     io,
-    mem::MaybeUninit,
     os::fd::{AsFd, OwnedFd},
     sync::{Arc, mpsc},
 };
 
 use rustix::{
-    event::{
-        Timespec,
-        epoll::{self, EventData, EventFlags},
-    },
+    event::epoll::{self, EventFlags},
     io::Errno,
     net::{SocketFlags, acceptfrom_with},
 };
 use slab::Slab;
 
 use super::{
-    Counters, Destination, Heartbeat, HowEnded, ListenerId, TcpSettings,
+    Destination, HowEnded, ListenerId, TcpSettings,
     connection::{BUFFER_BYTES, Connection, Tools, Visit},
     lingering::{self, Lingering},
     pipes::Pipes,
 };
 use crate::{
-    inbox::Inbox,
     list::{ConnectionList, ListFilter},
     relay::{End, Side},
     services::{Scope, Services},
-    threads::{self, HEARTBEAT_MS, LISTENER, WAKE, epoll_timeout, epoll_with, milliseconds},
-    wheel::Wheel,
+    stats::TcpCounters,
+    threads::{EventLoop, LISTENER, Worker, milliseconds},
 };
 
 /// The connections that a listener accepts before others act.
 const ACCEPTS_PER_VISIT: usize = 64;
-const EVENTS: usize = 256;
 /// After the kernel refused to accept, listeners pause for this time.
 const ACCEPT_PAUSE_MS: u64 = 100;
 
@@ -57,13 +51,6 @@ pub(super) enum Command {
         id: Option<ListenerId>,
         done: mpsc::Sender<()>,
     },
-    List(Arc<ListFilter>, mpsc::Sender<ConnectionList>),
-    /// Resets all connections and ends the thread.
-    End,
-}
-
-impl threads::End for Command {
-    const END: Self = Self::End;
 }
 
 #[derive(Debug)]
@@ -76,12 +63,11 @@ struct Listener {
 
 /// A thread of the proxy.
 #[derive(Debug)]
-pub(super) struct Worker {
+pub(super) struct TcpWorker {
+    pub(super) event_loop: EventLoop<Command>,
     pub(super) settings: TcpSettings,
     pub(super) services: Arc<Services>,
-    pub(super) counters: Arc<Counters>,
-    inbox: Arc<Inbox<Command>>,
-    pub(super) epoll: OwnedFd,
+    pub(super) counters: Arc<TcpCounters>,
     pub(super) connections: Slab<Connection>,
     listeners: Slab<Listener>,
     /// A descriptor for the endpoint of an accepted connection, if the process has no other left.
@@ -89,110 +75,37 @@ pub(super) struct Worker {
     pub(super) reserve: Option<OwnedFd>,
     /// Listeners are out of epoll until then.
     paused_until_ms: Option<u64>,
-    pub(super) wheel: Wheel,
     pub(super) tools: Tools,
-    pub(super) next_generation: u32,
-    pub(super) random_state: u64,
     /// Connections with more to do.
     again: Vec<u64>,
     pub(super) lingering: Lingering,
-    heartbeat: Arc<Heartbeat>,
-    is_ending: bool,
 }
 
-impl Worker {
+impl TcpWorker {
     pub(super) fn new(
+        event_loop: EventLoop<Command>,
         settings: TcpSettings,
         services: Arc<Services>,
-        counters: Arc<Counters>,
-        inbox: Arc<Inbox<Command>>,
-        heartbeat: Arc<Heartbeat>,
-        random_state: u64,
+        counters: Arc<TcpCounters>,
     ) -> io::Result<Self> {
-        let epoll = epoll_with(&inbox)?;
-        let reserve = Some(epoll.try_clone()?);
+        let reserve = Some(event_loop.epoll.try_clone()?);
         let tools = Tools {
             pipes: Pipes::new(settings.pipes_per_thread, Arc::clone(&counters)),
             buffer: vec![0; BUFFER_BYTES].into_boxed_slice(),
-            now_ms: 0,
         };
         Ok(Self {
+            event_loop,
             settings,
             services,
             counters,
-            inbox,
-            epoll,
             connections: Slab::new(),
             listeners: Slab::new(),
             reserve,
             paused_until_ms: None,
-            wheel: Wheel::new(0),
             tools,
-            next_generation: 0,
-            random_state,
             again: Vec::new(),
             lingering: Lingering::default(),
-            heartbeat,
-            is_ending: false,
         })
-    }
-
-    /// Runs until [`Command::End`]. Returns an error only if epoll itself fails.
-    pub(super) fn run(mut self) -> io::Result<()> {
-        let mut events = [MaybeUninit::<epoll::Event>::uninit(); EVENTS];
-        let mut fired = Vec::new();
-        while !self.is_ending {
-            let timeout = self.timeout();
-            let ready = match epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()) {
-                Ok((ready, _)) => &*ready,
-                Err(Errno::INTR) => &[],
-                Err(error) => return Err(error.into()),
-            };
-            self.tools.now_ms = self.heartbeat.beat();
-            for event in ready {
-                self.handle(event.data.u64(), event.flags);
-            }
-            for token in std::mem::take(&mut self.again) {
-                self.with_connection(token, |worker, slot, _| worker.visit(slot));
-            }
-            self.resume_listeners();
-            self.lingering.check(self.tools.now_ms);
-            self.wheel.advance(self.tools.now_ms, &mut fired);
-            for token in fired.drain(..) {
-                self.with_connection(token, Self::timer);
-            }
-        }
-        Ok(())
-    }
-
-    fn timeout(&self) -> Option<Timespec> {
-        if !self.again.is_empty() {
-            return Some(Timespec { tv_sec: 0, tv_nsec: 0 });
-        }
-        let now_ms = self.heartbeat.now_ms();
-        let pause_ms = self.paused_until_ms.map(|until_ms| until_ms.saturating_sub(now_ms));
-        // A thread that accepts connections turns its loop often enough for its heartbeat.
-        let beat_ms = (!self.listeners.is_empty()).then_some(HEARTBEAT_MS);
-        let linger_ms = (!self.lingering.is_empty()).then_some(lingering::CHECK_MS);
-        pause_ms
-            .into_iter()
-            .chain(beat_ms)
-            .chain(linger_ms)
-            .chain(self.wheel.next_ms(now_ms))
-            .min()
-            .and_then(epoll_timeout)
-    }
-
-    fn handle(&mut self, token: u64, flags: EventFlags) {
-        if token == WAKE {
-            for command in self.inbox.take() {
-                self.obey(command);
-            }
-        } else if token & LISTENER != 0 {
-            self.accept(usize::try_from(token & !LISTENER).unwrap_or(usize::MAX), ACCEPTS_PER_VISIT);
-        } else {
-            self.with_connection(token, |worker, slot, side| worker.event(slot, side, flags));
-        }
     }
 
     /// Calls `act` if the token's connection still exists.
@@ -205,7 +118,7 @@ impl Worker {
         }
     }
 
-    fn event(&mut self, slot: usize, side: Side, flags: EventFlags) {
+    fn ready(&mut self, slot: usize, side: Side, flags: EventFlags) {
         let connection = &mut self.connections[slot];
         let has_failed = flags.intersects(EventFlags::ERR | EventFlags::HUP);
         if !connection.is_connected {
@@ -245,7 +158,7 @@ impl Worker {
     }
 
     fn visit(&mut self, slot: usize) {
-        let visit = self.connections[slot].visit(&mut self.tools);
+        let visit = self.connections[slot].visit(&mut self.tools, self.event_loop.now_ms);
         self.after(slot, visit);
     }
 
@@ -260,10 +173,10 @@ impl Worker {
     }
 
     /// The connect timeout or the idle timeout of a connection may have passed.
-    fn timer(&mut self, slot: usize, _: Side) {
+    fn check_timeout(&mut self, slot: usize) {
         let idle_ms = milliseconds(self.settings.idle_timeout);
         let connect_ms = milliseconds(self.settings.connect_timeout);
-        let now_ms = self.tools.now_ms;
+        let now_ms = self.event_loop.now_ms;
         let connection = &mut self.connections[slot];
         let token = token(slot, connection.generation, Side::Client);
         if !connection.is_connected {
@@ -272,12 +185,12 @@ impl Worker {
             if waited_ms >= connect_ms {
                 self.connect_failed(slot);
             } else {
-                self.wheel.add(token, now_ms + connect_ms - waited_ms);
+                self.event_loop.wheel.add(token, now_ms + connect_ms - waited_ms);
             }
             return;
         }
-        if now_ms >= connection.active_ms.saturating_add(idle_ms) {
-            connection.service.account.stats.idle.add(1);
+        if now_ms >= connection.carried.active_ms.saturating_add(idle_ms) {
+            connection.carried.stats().idle.add(1);
             connection.is_expired = true;
             connection.relay.expire();
             return self.visit(slot);
@@ -286,7 +199,7 @@ impl Worker {
             connection.keep_alive(&self.settings);
         }
         connection.renew_affinity(now_ms);
-        self.wheel.add(token, connection.active_ms.saturating_add(idle_ms));
+        self.event_loop.wheel.add(token, connection.carried.active_ms.saturating_add(idle_ms));
     }
 
     /// The number of further connections that the settings allow.
@@ -302,7 +215,7 @@ impl Worker {
                 return self.pause_listeners();
             }
             if self.reserve.is_none() {
-                self.reserve = self.epoll.try_clone().ok();
+                self.reserve = self.event_loop.epoll.try_clone().ok();
                 if self.reserve.is_none() {
                     self.counters.exhausted.add(1);
                     return self.pause_listeners();
@@ -339,14 +252,14 @@ impl Worker {
             self.counters.accept_pauses.add(1);
             for (_, listener) in &self.listeners {
                 // A listener that is not in epoll needs no removal.
-                let _ = epoll::delete(&self.epoll, &listener.socket);
+                let _ = epoll::delete(&self.event_loop.epoll, &listener.socket);
             }
         }
-        self.paused_until_ms = Some(self.tools.now_ms + ACCEPT_PAUSE_MS);
+        self.paused_until_ms = Some(self.event_loop.now_ms + ACCEPT_PAUSE_MS);
     }
 
     fn resume_listeners(&mut self) {
-        if self.paused_until_ms.is_some_and(|until_ms| self.tools.now_ms >= until_ms) {
+        if self.paused_until_ms.is_some_and(|until_ms| self.event_loop.now_ms >= until_ms) {
             self.paused_until_ms = None;
             let slots: Vec<usize> = self.listeners.iter().map(|(slot, _)| slot).collect();
             for slot in slots {
@@ -357,13 +270,32 @@ impl Worker {
 
     fn watch_listener(&mut self, slot: usize) {
         let Some(listener) = self.listeners.get(slot) else { return };
-        let data = EventData::new_u64(LISTENER | slot as u64);
         // With EXCLUSIVE, one connection wakes one thread.
-        if epoll::add(&self.epoll, listener.socket.as_fd(), data, EventFlags::IN | EventFlags::EXCLUSIVE).is_err() {
+        let flags = EventFlags::IN | EventFlags::EXCLUSIVE;
+        if self.event_loop.watch(listener.socket.as_fd(), LISTENER | slot as u64, flags).is_err() {
             // The kernel lacks memory. The listener returns after the pause.
             self.counters.exhausted.add(1);
             self.pause_listeners();
         }
+    }
+}
+
+impl Worker for TcpWorker {
+    type Command = Command;
+
+    fn event_loop(&mut self) -> &mut EventLoop<Command> {
+        &mut self.event_loop
+    }
+
+    fn is_listening(&self) -> bool {
+        !self.listeners.is_empty()
+    }
+
+    fn due_ms(&self, now_ms: u64) -> Option<u64> {
+        let again_ms = (!self.again.is_empty()).then_some(0);
+        let pause_ms = self.paused_until_ms.map(|until_ms| until_ms.saturating_sub(now_ms));
+        let linger_ms = (!self.lingering.is_empty()).then_some(lingering::CHECK_MS);
+        [again_ms, pause_ms, linger_ms].into_iter().flatten().min()
     }
 
     fn obey(&mut self, command: Command) {
@@ -380,16 +312,35 @@ impl Worker {
                 for slot in slots {
                     self.accept(slot, usize::MAX);
                     let listener = self.listeners.remove(slot);
-                    let _ = epoll::delete(&self.epoll, &listener.socket);
+                    let _ = epoll::delete(&self.event_loop.epoll, &listener.socket);
                 }
                 // The caller may have stopped waiting.
                 let _ = done.send(());
             }
-            Command::List(filter, answer) => {
-                let connections = self.connections.iter().map(|(_, connection)| connection);
-                let _ = answer.send(ConnectionList::of(connections, &filter, self.tools.now_ms));
-            }
-            Command::End => self.is_ending = true,
         }
+    }
+
+    fn list(&self, filter: &ListFilter) -> ConnectionList {
+        ConnectionList::of(&self.connections, filter, self.event_loop.now_ms)
+    }
+
+    fn event(&mut self, token: u64, flags: EventFlags) {
+        if token & LISTENER != 0 {
+            self.accept(usize::try_from(token & !LISTENER).unwrap_or(usize::MAX), ACCEPTS_PER_VISIT);
+        } else {
+            self.with_connection(token, |worker, slot, side| worker.ready(slot, side, flags));
+        }
+    }
+
+    fn after_events(&mut self) {
+        for token in std::mem::take(&mut self.again) {
+            self.with_connection(token, |worker, slot, _| worker.visit(slot));
+        }
+        self.resume_listeners();
+        self.lingering.check(self.event_loop.now_ms);
+    }
+
+    fn timer(&mut self, token: u64) {
+        self.with_connection(token, |worker, slot, _| worker.check_timeout(slot));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{
     io::{self, IoSliceMut},
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
     os::fd::OwnedFd,
 };
 
@@ -34,8 +34,6 @@ pub(super) struct Batch<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) stride: usize,
     pub(super) sender: SocketAddr,
-    /// The destination address of the datagrams, without the port.
-    pub(super) destination: Option<IpAddr>,
 }
 
 impl Batch<'_> {
@@ -49,7 +47,7 @@ impl Batch<'_> {
 #[derive(Debug)]
 pub(super) struct Buffers {
     bytes: Vec<[u8; BUFFER_BYTES]>,
-    metas: [RecvMeta; BATCH],
+    metas: Vec<RecvMeta>,
     /// The number of buffers of the last receive.
     count: usize,
     /// Joined datagrams of several buffers.
@@ -58,7 +56,7 @@ pub(super) struct Buffers {
 
 impl Buffers {
     pub(super) fn new() -> Self {
-        let (bytes, metas) = (vec![[0; BUFFER_BYTES]; BATCH], [RecvMeta::default(); BATCH]);
+        let (bytes, metas) = (vec![[0; BUFFER_BYTES]; BATCH], vec![RecvMeta::default(); BATCH]);
         Self { bytes, metas, count: 0, joined: Vec::with_capacity(JOINED_BYTES) }
     }
 
@@ -76,7 +74,7 @@ impl Buffers {
         while length > 0
             && length % meta.stride == 0
             && let Some(next) = self.metas[..self.count].get(end)
-            && (next.addr, next.dst_ip) == (meta.addr, meta.dst_ip)
+            && next.addr == meta.addr
             && next.len > 0
             // The last datagram of a batch may be shorter.
             && (next.stride == meta.stride || next.len < meta.stride)
@@ -95,7 +93,7 @@ impl Buffers {
             }
             &self.joined[..]
         };
-        Some(Batch { bytes, stride: meta.stride, sender: meta.addr, destination: meta.dst_ip })
+        Some(Batch { bytes, stride: meta.stride, sender: meta.addr })
     }
 }
 
@@ -152,13 +150,11 @@ impl Socket {
         count
     }
 
-    /// Sends the datagrams of a batch to `to`, from `source` if given.
-    pub(super) fn send_to(&self, batch: Batch<'_>, to: SocketAddr, source: Option<IpAddr>) -> Result<(), Lost> {
+    /// Sends the datagrams of a batch to `to`.
+    pub(super) fn send_to(&self, batch: Batch<'_>, to: SocketAddr) -> Result<(), Lost> {
         self.send_pieces(batch, |contents, segment_size| {
-            self.state.try_send(
-                (&self.fd).into(),
-                &Transmit { destination: to, ecn: None, contents, segment_size, src_ip: source },
-            )
+            let transmit = Transmit { destination: to, ecn: None, contents, segment_size, src_ip: None };
+            self.state.try_send((&self.fd).into(), &transmit)
         })
     }
 

@@ -3,35 +3,31 @@
 use std::{
     collections::{HashMap, VecDeque},
     io,
-    mem::MaybeUninit,
     net::{IpAddr, SocketAddr},
     os::fd::OwnedFd,
-    sync::{Arc, atomic::Ordering, mpsc},
+    sync::{Arc, mpsc},
 };
 
 use rustix::{
-    event::epoll::{self, EventData, EventFlags},
+    event::epoll::EventFlags,
     io::Errno,
     net::{AddressFamily, SocketFlags, SocketType, connect, socket_with},
 };
 use slab::Slab;
 
 use super::{
-    Counters, Heartbeats, UdpSettings,
+    UdpSettings,
     socket::{Batch, Buffers, Lost, Socket, is_unreachable},
     unreachable::Reporter,
 };
 use crate::{
-    balance::{Picked, mix},
-    inbox::Inbox,
-    list::{ConnectionInfo, ConnectionList, ConnectionState, ListFilter, Listed},
+    carried::Carried,
+    list::{ConnectionList, ConnectionState, ListFilter, Listed},
     services::{Protocol, Scope, Service, Services, plain},
-    stats::{Counter, Stats},
-    threads::{End, HEARTBEAT_MS, LISTENER, MAX_GENERATION, WAKE, epoll_timeout, epoll_with, milliseconds},
-    wheel::Wheel,
+    stats::{Counter, Stats, UdpCounters},
+    threads::{EventLoop, LISTENER, Worker, milliseconds},
 };
 
-const EVENTS: usize = 128;
 /// Receives of one socket before others act.
 const RECEIVES_PER_VISIT: usize = 8;
 /// For a new session, at most this many old sessions of the client's address end.
@@ -55,90 +51,58 @@ pub(super) enum Command {
         destination: SocketAddr,
     },
     StopListening(u64),
-    List(Arc<ListFilter>, mpsc::Sender<ConnectionList>),
     /// Asks for the number of sessions for which datagrams may still come.
     CountBusy(mpsc::Sender<u64>),
-    End,
 }
 
-impl End for Command {
-    const END: Self = Self::End;
-}
+/// The counter for datagrams that are dropped for a reason.
+type Reason = fn(&Stats) -> &Counter;
 
 #[derive(Debug)]
 struct Listener {
     socket: Socket,
     scope: Scope,
-    /// The address that the clients use. Its IP address is unspecified if the socket receives for
-    /// all addresses.
+    /// The address that the clients use.
     destination: SocketAddr,
 }
 
-/// The key of a session: the listener, the client, and the address that the client used.
-type Key = (u64, SocketAddr, IpAddr);
+/// The key of a session: the listener and the client.
+type Key = (u64, SocketAddr);
 
 #[derive(Debug)]
 struct Session {
     key: Key,
     scope: Scope,
-    /// The port of the Service.
-    port: u16,
-    service: Arc<Service>,
-    picked: Picked,
+    carried: Carried,
     socket: Socket,
     /// The Service's count of removals when the Service and the endpoint were last checked.
     removals: u64,
-    active_ms: u64,
-    began_ms: u64,
     generation: u32,
-    /// Bytes and datagrams that were sent to the endpoint, and to the client.
-    bytes: [u64; 2],
-    datagrams: [u64; 2],
     awaits_reply: bool,
 }
 
 impl Session {
-    /// The address of the Service that the client used.
-    fn destination(&self) -> SocketAddr {
-        SocketAddr::new(self.key.2, self.port)
-    }
-
     /// Whether the session may end for a new one of the same client. Answered questions are over
     /// soon, and a burst of them must not fill the node.
     fn may_end(&self, now_ms: u64) -> bool {
-        now_ms.saturating_sub(self.active_ms) >= if self.awaits_reply { QUIET_MS } else { ANSWERED_MS }
+        now_ms.saturating_sub(self.carried.active_ms) >= if self.awaits_reply { QUIET_MS } else { ANSWERED_MS }
     }
 
     /// Whether datagrams for the client may still come.
     fn is_busy(&self, now_ms: u64) -> bool {
-        now_ms.saturating_sub(self.active_ms) < if self.awaits_reply { REPLY_MS } else { QUIET_MS }
+        now_ms.saturating_sub(self.carried.active_ms) < if self.awaits_reply { REPLY_MS } else { QUIET_MS }
     }
 }
 
 impl Listed for Session {
-    fn account(&self) -> &Arc<str> {
-        &self.service.account.name
+    const PROTOCOL: Protocol = Protocol::Udp;
+
+    fn carried(&self) -> &Carried {
+        &self.carried
     }
 
-    fn bytes(&self) -> u64 {
-        self.bytes.iter().sum()
-    }
-
-    fn info(&self, now_ms: u64) -> ConnectionInfo {
-        ConnectionInfo {
-            protocol: Protocol::Udp,
-            service: Arc::clone(&self.service.state().settings.name),
-            client: self.key.1,
-            destination: self.destination(),
-            endpoint: self.picked.address,
-            state: if self.awaits_reply { ConnectionState::AwaitsReply } else { ConnectionState::Answered },
-            bytes_to_endpoint: self.bytes[0],
-            bytes_to_client: self.bytes[1],
-            datagrams_to_endpoint: self.datagrams[0],
-            datagrams_to_client: self.datagrams[1],
-            age_ms: now_ms.saturating_sub(self.began_ms),
-            idle_ms: now_ms.saturating_sub(self.active_ms),
-        }
+    fn state(&self) -> ConnectionState {
+        if self.awaits_reply { ConnectionState::AwaitsReply } else { ConnectionState::Answered }
     }
 }
 
@@ -152,137 +116,48 @@ struct OfClient {
 
 /// A thread of the proxy.
 #[derive(Debug)]
-pub(super) struct Worker {
+pub(super) struct UdpWorker {
+    event_loop: EventLoop<Command>,
     settings: UdpSettings,
     services: Arc<Services>,
-    counters: Arc<Counters>,
-    inbox: Arc<Inbox<Command>>,
-    epoll: OwnedFd,
+    counters: Arc<UdpCounters>,
     /// Numbers of listeners are not used again, so that sessions do not change their listener.
     listeners: HashMap<u64, Listener>,
     sessions: Slab<Session>,
     by_key: HashMap<Key, usize>,
     /// The number of sessions of each client.
     by_client: HashMap<IpAddr, OfClient>,
-    wheel: Wheel,
-    now_ms: u64,
-    /// The times of all threads, and the number of this thread.
-    heartbeat: (Arc<Heartbeats>, usize),
     reporter: Reporter,
-    /// For the datagrams of sessions that end, while other datagrams are in use.
-    discarded: Buffers,
-    next_generation: u32,
-    random_state: u64,
-    is_ending: bool,
+    /// Buffers that are not in use. A session may end while datagrams of others are in a buffer.
+    buffers: Vec<Buffers>,
 }
 
-impl Worker {
+impl UdpWorker {
     pub(super) fn new(
+        event_loop: EventLoop<Command>,
         settings: UdpSettings,
         services: Arc<Services>,
-        counters: Arc<Counters>,
-        inbox: Arc<Inbox<Command>>,
-        heartbeat: (Arc<Heartbeats>, usize),
-        random_state: u64,
-    ) -> io::Result<Self> {
-        let epoll = epoll_with(&inbox)?;
-        Ok(Self {
+        counters: Arc<UdpCounters>,
+    ) -> Self {
+        Self {
+            event_loop,
             settings,
             services,
             counters,
-            inbox,
-            epoll,
             listeners: HashMap::new(),
             sessions: Slab::new(),
             by_key: HashMap::new(),
             by_client: HashMap::new(),
-            wheel: Wheel::new(0),
-            now_ms: 0,
-            heartbeat,
             reporter: Reporter::open(),
-            discarded: Buffers::new(),
-            next_generation: 0,
-            random_state,
-            is_ending: false,
-        })
-    }
-
-    /// Runs until [`Command::End`]. Returns an error only if epoll itself fails.
-    pub(super) fn run(mut self) -> io::Result<()> {
-        let mut events = [MaybeUninit::<epoll::Event>::uninit(); EVENTS];
-        let (mut fired, mut buffers) = (Vec::new(), Buffers::new());
-        while !self.is_ending {
-            let timeout = self.wait_ms().and_then(epoll_timeout);
-            let ready = match epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()) {
-                Ok((ready, _)) => &*ready,
-                Err(Errno::INTR) => &[],
-                Err(error) => return Err(error.into()),
-            };
-            self.now_ms = self.heartbeat.0.now_ms();
-            for event in ready {
-                let token = event.data.u64();
-                if token == WAKE {
-                    for command in self.inbox.take() {
-                        self.obey(command, &mut buffers);
-                    }
-                } else if token & LISTENER != 0 {
-                    self.serve_clients(token & !LISTENER, &mut buffers);
-                } else if let Some(slot) = slot_of(&self.sessions, token) {
-                    self.serve_endpoint(slot, &mut buffers);
-                }
-            }
-            self.wheel.advance(self.now_ms, &mut fired);
-            for token in fired.drain(..) {
-                self.timer(token);
-            }
+            buffers: Vec::new(),
         }
-        Ok(())
     }
 
-    /// The time until something is due. Records that this thread does not hang, or, before a wait
-    /// that may be longer than a heartbeat, that it is idle.
-    fn wait_ms(&self) -> Option<u64> {
-        let (heartbeats, number) = &self.heartbeat;
-        let now_ms = heartbeats.now_ms();
-        let beat_ms = (!self.listeners.is_empty()).then_some(HEARTBEAT_MS);
-        heartbeats.last_ms[*number].store(beat_ms.map_or(u64::MAX, |_| now_ms), Ordering::Relaxed);
-        beat_ms.into_iter().chain(self.wheel.next_ms(now_ms)).min()
-    }
-
-    fn token(&self, slot: usize) -> u64 {
-        (u64::from(self.sessions[slot].generation) << 32) | slot as u64
-    }
-
-    fn obey(&mut self, command: Command, buffers: &mut Buffers) {
-        match command {
-            Command::Listen { id, socket, scope, destination } => {
-                let added = Socket::new(socket, destination.is_ipv4()).and_then(|socket| {
-                    epoll::add(&self.epoll, &socket.fd, EventData::new_u64(LISTENER | id), EventFlags::IN)?;
-                    self.listeners.insert(id, Listener { socket, scope, destination });
-                    Ok(())
-                });
-                if added.is_err() {
-                    self.counters.exhausted.add(1);
-                }
-            }
-            // The sessions of the listener end when they are idle, or when their endpoint answers.
-            Command::StopListening(id) => {
-                self.serve_clients(id, buffers);
-                if let Some(listener) = self.listeners.remove(&id) {
-                    self.counters.unknown_destination.add(listener.socket.discard(buffers));
-                }
-            }
-            Command::List(filter, answer) => {
-                let sessions = self.sessions.iter().map(|(_, session)| session);
-                // The caller may have stopped waiting.
-                let _ = answer.send(ConnectionList::of(sessions, &filter, self.now_ms));
-            }
-            Command::CountBusy(answer) => {
-                let busy = self.sessions.iter().filter(|(_, session)| session.is_busy(self.now_ms)).count();
-                let _ = answer.send(busy as u64);
-            }
-            Command::End => self.is_ending = true,
-        }
+    /// Calls `act` with buffers that nobody else uses.
+    fn with_buffers(&mut self, act: impl FnOnce(&mut Self, &mut Buffers)) {
+        let mut buffers = self.buffers.pop().unwrap_or_else(Buffers::new);
+        act(self, &mut buffers);
+        self.buffers.push(buffers);
     }
 
     /// Passes datagrams of clients to the endpoints of their sessions.
@@ -294,15 +169,7 @@ impl Worker {
             let Ok(()) = listener.socket.receive(buffers) else { return };
             let mut at = 0;
             while let Some(batch) = buffers.next_batch(&mut at) {
-                let sender = plain(batch.sender);
-                let is_for_all = destination.ip().is_unspecified();
-                let used = if is_for_all { batch.destination } else { Some(destination.ip()) };
-                let Some(used) = used else {
-                    self.counters.unknown_destination.add(batch.count());
-                    continue;
-                };
-                let key = (id, sender, used.to_canonical());
-                if let Some(slot) = self.session(key, scope, destination.port(), batch.count()) {
+                if let Some(slot) = self.session((id, plain(batch.sender)), scope, destination, batch.count()) {
                     self.send_to_endpoint(slot, batch);
                 }
             }
@@ -315,66 +182,54 @@ impl Worker {
     }
 
     /// The session of a client. A new one is opened if the limits allow it.
-    fn session(&mut self, key: Key, scope: Scope, port: u16, datagrams: u64) -> Option<usize> {
+    fn session(&mut self, key: Key, scope: Scope, destination: SocketAddr, datagrams: u64) -> Option<usize> {
         if let Some(slot) = self.by_key.get(&key).copied()
             && self.check(slot)
         {
             return Some(slot);
         }
-        let destination = SocketAddr::new(key.2, port);
         let Some((service, removals)) = self.services.find_with_removals(scope, Protocol::Udp, destination) else {
             self.counters.unknown_destination.add(datagrams);
             return None;
         };
+        let account = Arc::clone(&service.account);
+        let opened = self.open_session(key, scope, destination, service, removals);
+        opened
+            .inspect_err(|reason| {
+                reason(&account.stats).add(datagrams);
+            })
+            .ok()
+    }
+
+    /// Opens a session. The error is the counter for the dropped datagrams.
+    fn open_session(
+        &mut self,
+        key: Key,
+        scope: Scope,
+        destination: SocketAddr,
+        service: Arc<Service>,
+        removals: u64,
+    ) -> Result<usize, Reason> {
         let client = key.1.ip();
-        let has_place = self.take_place(&service, client);
-        let random = self.random();
-        let picked = {
-            let mut state = service.state();
-            let affinity_ms = state.settings.affinity_seconds.map(|seconds| u64::from(seconds) * 1000);
-            let stats = &service.account.stats;
-            if !has_place {
-                stats.dropped_by_limit.add(datagrams);
-                return None;
-            }
-            stats.accepted.add(1);
-            let Some(picked) = state.pool.pick(client, &[], affinity_ms, self.now_ms, random) else {
-                stats.open.subtract(1);
-                stats.without_endpoint.add(1);
-                stats.dropped_without_endpoint.add(datagrams);
-                return None;
-            };
-            picked
-        };
-        let socket = match self.open(&service, picked.address) {
-            Ok(socket) => socket,
-            Err(reason) => {
-                service.state().pool.release(picked.key);
-                service.account.stats.open.subtract(1);
-                reason(&service.account.stats).add(datagrams);
-                return None;
-            }
-        };
-        self.next_generation = self.next_generation.wrapping_add(1) & MAX_GENERATION;
-        let slot = self.sessions.insert(Session {
-            key,
-            scope,
-            port,
-            service,
-            picked,
-            socket,
-            removals,
-            active_ms: self.now_ms,
-            began_ms: self.now_ms,
-            generation: self.next_generation,
-            bytes: [0; 2],
-            datagrams: [0; 2],
-            awaits_reply: true,
-        });
+        if !self.take_place(&service, client) {
+            return Err(|stats| &stats.dropped_by_limit);
+        }
+        service.account.stats.accepted.add(1);
+        let (now_ms, random) = (self.event_loop.now_ms, self.event_loop.random());
+        let carried = Carried::begin(service, key.1, destination, now_ms, random);
+        let carried = carried.ok_or::<Reason>(|stats| &stats.dropped_without_endpoint)?;
+        let socket = self.open_socket(&carried)?;
+        let generation = self.event_loop.next_generation();
+        let entry = self.sessions.vacant_entry();
+        let (slot, token) = (entry.key(), token(entry.key(), generation));
+        if self.event_loop.watch(&socket.fd, token, EventFlags::IN).is_err() {
+            self.counters.exhausted.add(1);
+            return Err(|stats| &stats.dropped_by_exhaustion);
+        }
+        carried.stats().udp_sessions.add(1);
+        entry.insert(Session { key, scope, carried, socket, removals, generation, awaits_reply: true });
         self.by_key.insert(key, slot);
         self.counters.open.add(1);
-        self.sessions[slot].service.account.stats.udp_sessions.add(1);
-        let token = self.token(slot);
         let of_client = self.by_client.entry(client).or_default();
         of_client.count += 1;
         of_client.by_age.push_back(token);
@@ -382,14 +237,8 @@ impl Worker {
             let sessions = &self.sessions;
             of_client.by_age.retain(|token| slot_of(sessions, *token).is_some());
         }
-        self.wheel.add(token, self.now_ms + self.idle_ms());
-        if epoll::add(&self.epoll, &self.sessions[slot].socket.fd, EventData::new_u64(token), EventFlags::IN).is_err() {
-            self.counters.exhausted.add(1);
-            self.sessions[slot].service.account.stats.dropped_by_exhaustion.add(datagrams);
-            self.close(slot);
-            return None;
-        }
-        Some(slot)
+        self.event_loop.wheel.add(token, now_ms + self.idle_ms());
+        Ok(slot)
     }
 
     /// Takes a place of the Service, if the limits of the node, the client's address and the
@@ -431,7 +280,7 @@ impl Worker {
             let Some(of_client) = self.by_client.get_mut(&client) else { return false };
             let Some(token) = of_client.by_age.pop_front() else { return false };
             match slot_of(&self.sessions, token) {
-                Some(slot) if !self.sessions[slot].may_end(self.now_ms) => {
+                Some(slot) if !self.sessions[slot].may_end(self.event_loop.now_ms) => {
                     of_client.by_age.push_back(token);
                     busy += 1;
                 }
@@ -446,20 +295,20 @@ impl Worker {
     }
 
     /// Opens the socket of a session. The error is the counter for the dropped datagrams.
-    fn open(&self, service: &Service, endpoint: SocketAddr) -> Result<Socket, fn(&Stats) -> &Counter> {
+    fn open_socket(&self, carried: &Carried) -> Result<Socket, Reason> {
+        let endpoint = carried.picked.address;
         if self.services.has_address(Protocol::Udp, endpoint) {
-            service.account.stats.loops.add(1);
+            carried.stats().loops.add(1);
             return Err(|stats| &stats.dropped_by_loop);
         }
-        match open(endpoint) {
-            Ok(socket) => Ok(socket),
-            // The node has no route to the endpoint.
-            Err(error) if is_unreachable(&error) => Err(|stats| &stats.dropped_unreachable),
-            Err(_) => {
-                self.counters.exhausted.add(1);
-                Err(|stats| &stats.dropped_by_exhaustion)
+        open(endpoint).map_err(|error| -> Reason {
+            if is_unreachable(&error) {
+                // The node has no route to the endpoint.
+                return |stats| &stats.dropped_unreachable;
             }
-        }
+            self.counters.exhausted.add(1);
+            |stats| &stats.dropped_by_exhaustion
+        })
     }
 
     /// Ensures that the address that the client used still belongs to the Service of the session,
@@ -467,56 +316,46 @@ impl Worker {
     /// session moves to another endpoint, or ends. Returns whether the session continues.
     fn check(&mut self, slot: usize) -> bool {
         let session = &mut self.sessions[slot];
-        let removals = session.service.removals();
-        if session.removals != removals {
-            session.removals = removals;
-            let owner = self.services.find(session.scope, Protocol::Udp, session.destination());
-            if owner.is_none_or(|owner| !Arc::ptr_eq(&owner, &session.service)) {
-                self.close(slot);
-                return false;
-            }
-            let is_present = session.service.state().pool.contains(session.picked.key);
-            if !is_present && !self.move_session(slot) {
-                self.close(slot);
-                return false;
-            }
+        let Carried { service, picked, destination, .. } = &session.carried;
+        let removals = service.removals();
+        if session.removals == removals {
+            return true;
         }
-        true
+        session.removals = removals;
+        let owner = self.services.find(session.scope, Protocol::Udp, *destination);
+        let is_owner = owner.is_some_and(|owner| Arc::ptr_eq(&owner, service));
+        let is_present = service.state().pool.contains(picked.key);
+        let continues = is_owner && (is_present || self.move_session(slot));
+        if !continues {
+            self.close(slot);
+        }
+        continues
     }
 
     /// Connects a session to another endpoint. Returns false if none is left. Replies of the old
     /// endpoint are no longer accepted.
     fn move_session(&mut self, slot: usize) -> bool {
-        let random = self.random();
-        let session = &mut self.sessions[slot];
-        let service = Arc::clone(&session.service);
-        let mut state = service.state();
-        let affinity_ms = state.settings.affinity_seconds.map(|seconds| u64::from(seconds) * 1000);
-        let old = session.picked;
-        let Some(next) = state.pool.pick(session.key.1.ip(), &[old.key], affinity_ms, self.now_ms, random) else {
-            return false;
-        };
-        drop(state);
+        let (now_ms, random) = (self.event_loop.now_ms, self.event_loop.random());
+        let Session { carried, socket, .. } = &mut self.sessions[slot];
+        let old = carried.picked;
+        let Some(next) = carried.pick(&[old.key], now_ms, random) else { return false };
         // An endpoint of the other IP family needs another socket, so it is not chosen.
         let is_usable = next.address.is_ipv4() == old.address.is_ipv4()
             && !self.services.has_address(Protocol::Udp, next.address)
-            && connect(&session.socket.fd, &next.address).is_ok();
-        let mut state = service.state();
+            && connect(&socket.fd, &next.address).is_ok();
         if is_usable {
-            state.pool.release(old.key);
-            session.picked = next;
-            service.account.stats.retries.add(1);
+            carried.move_to(next);
         } else {
-            state.pool.release(next.key);
+            carried.service.state().pool.release(next.key);
         }
         is_usable
     }
 
     fn send_to_endpoint(&mut self, slot: usize, batch: Batch<'_>) {
         let session = &mut self.sessions[slot];
-        session.active_ms = self.now_ms;
+        session.carried.active_ms = self.event_loop.now_ms;
         session.awaits_reply = true;
-        let mut sent = session.socket.send(batch, session.picked.address);
+        let mut sent = session.socket.send(batch, session.carried.picked.address);
         if sent.as_ref().is_err_and(|lost| is_unreachable(&lost.error)) {
             // The kernel reports the ICMP error of an earlier datagram. What it sent of this batch
             // is also lost.
@@ -524,29 +363,22 @@ impl Worker {
                 return;
             }
             let session = &self.sessions[slot];
-            sent = session.socket.send(batch, session.picked.address);
+            sent = session.socket.send(batch, session.carried.picked.address);
         }
-        let session = &mut self.sessions[slot];
-        let stats = &session.service.account.stats;
-        let (datagrams, bytes) = count_sent(stats, batch, sent);
-        stats.datagrams_to_endpoints.add(datagrams);
-        stats.datagram_bytes_to_endpoints.add(bytes);
-        stats.bytes_to_endpoints.add(bytes);
-        session.datagrams[0] += datagrams;
-        session.bytes[0] += bytes;
+        count_sent(&mut self.sessions[slot].carried, Direction::ToEndpoint, batch, sent);
     }
 
     /// Nobody listens at the endpoint of a session: the client learns that a datagram is lost, and
     /// the session moves, or ends. Returns whether the session continues. Otherwise `datagrams` of
     /// the client were dropped.
     fn endpoint_failed(&mut self, slot: usize, datagrams: u64) -> bool {
-        let session = &self.sessions[slot];
-        self.reporter.report(session.key.1, session.destination());
-        session.service.state().pool.failed(session.picked.key, self.now_ms);
+        let carried = &self.sessions[slot].carried;
+        self.reporter.report(carried.client, carried.destination);
+        carried.endpoint_failed(self.event_loop.now_ms);
         if self.move_session(slot) {
             return true;
         }
-        let stats = &self.sessions[slot].service.account.stats;
+        let stats = self.sessions[slot].carried.stats();
         stats.failed.add(1);
         stats.dropped_unreachable.add(datagrams);
         self.close(slot);
@@ -566,23 +398,16 @@ impl Worker {
                 Err(_) => return,
             }
             let listener = self.listeners.get(&session.key.0);
-            session.active_ms = self.now_ms;
+            session.carried.active_ms = self.event_loop.now_ms;
             session.awaits_reply = false;
-            let stats = &session.service.account.stats;
             let mut at = 0;
             while let Some(batch) = buffers.next_batch(&mut at) {
                 let Some(listener) = listener else {
-                    stats.dropped_after_end.add(batch.count());
+                    session.carried.stats().dropped_after_end.add(batch.count());
                     continue;
                 };
-                let source = listener.destination.ip().is_unspecified().then_some(session.key.2);
-                let sent = listener.socket.send_to(batch, session.key.1, source);
-                let (datagrams, bytes) = count_sent(stats, batch, sent);
-                stats.datagrams_to_clients.add(datagrams);
-                stats.datagram_bytes_to_clients.add(bytes);
-                stats.bytes_to_clients.add(bytes);
-                session.datagrams[1] += datagrams;
-                session.bytes[1] += bytes;
+                let sent = listener.socket.send_to(batch, session.carried.client);
+                count_sent(&mut session.carried, Direction::ToClient, batch, sent);
             }
             if listener.is_none() {
                 return self.close(slot);
@@ -597,17 +422,6 @@ impl Worker {
         milliseconds(self.settings.idle_timeout)
     }
 
-    fn timer(&mut self, token: u64) {
-        let Some(slot) = slot_of(&self.sessions, token) else { return };
-        let due_ms = self.sessions[slot].active_ms.saturating_add(self.idle_ms());
-        if self.now_ms >= due_ms {
-            self.sessions[slot].service.account.stats.idle.add(1);
-            self.close(slot);
-        } else {
-            self.wheel.add(token, due_ms);
-        }
-    }
-
     fn close(&mut self, slot: usize) {
         let session = self.sessions.remove(slot);
         self.by_key.remove(&session.key);
@@ -619,20 +433,81 @@ impl Worker {
             }
         }
         self.counters.open.subtract(1);
-        session.service.state().pool.release(session.picked.key);
-        let stats = &session.service.account.stats;
-        stats.open.subtract(1);
+        let stats = session.carried.stats();
         stats.udp_sessions.subtract(1);
-        stats.dropped_after_end.add(session.socket.discard(&mut self.discarded));
-    }
-
-    fn random(&mut self) -> u64 {
-        self.random_state = self.random_state.wrapping_add(1);
-        mix(self.random_state)
+        self.with_buffers(|_, buffers| {
+            stats.dropped_after_end.add(session.socket.discard(buffers));
+        });
     }
 }
 
-impl Drop for Worker {
+impl Worker for UdpWorker {
+    type Command = Command;
+
+    fn event_loop(&mut self) -> &mut EventLoop<Command> {
+        &mut self.event_loop
+    }
+
+    fn is_listening(&self) -> bool {
+        !self.listeners.is_empty()
+    }
+
+    fn obey(&mut self, command: Command) {
+        match command {
+            Command::Listen { id, socket, scope, destination } => {
+                let added = Socket::new(socket, destination.is_ipv4()).and_then(|socket| {
+                    self.event_loop.watch(&socket.fd, LISTENER | id, EventFlags::IN)?;
+                    self.listeners.insert(id, Listener { socket, scope, destination });
+                    Ok(())
+                });
+                if added.is_err() {
+                    self.counters.exhausted.add(1);
+                }
+            }
+            // The sessions of the listener end when they are idle, or when their endpoint answers.
+            Command::StopListening(id) => self.with_buffers(|worker, buffers| {
+                worker.serve_clients(id, buffers);
+                if let Some(listener) = worker.listeners.remove(&id) {
+                    worker.counters.unknown_destination.add(listener.socket.discard(buffers));
+                }
+            }),
+            Command::CountBusy(answer) => {
+                let now_ms = self.event_loop.now_ms;
+                let busy = self.sessions.iter().filter(|(_, session)| session.is_busy(now_ms)).count();
+                // The caller may have stopped waiting.
+                let _ = answer.send(busy as u64);
+            }
+        }
+    }
+
+    fn list(&self, filter: &ListFilter) -> ConnectionList {
+        ConnectionList::of(&self.sessions, filter, self.event_loop.now_ms)
+    }
+
+    fn event(&mut self, token: u64, _: EventFlags) {
+        self.with_buffers(|worker, buffers| {
+            if token & LISTENER != 0 {
+                worker.serve_clients(token & !LISTENER, buffers);
+            } else if let Some(slot) = slot_of(&worker.sessions, token) {
+                worker.serve_endpoint(slot, buffers);
+            }
+        });
+    }
+
+    fn timer(&mut self, token: u64) {
+        let Some(slot) = slot_of(&self.sessions, token) else { return };
+        let carried = &self.sessions[slot].carried;
+        let due_ms = carried.active_ms.saturating_add(self.idle_ms());
+        if self.event_loop.now_ms >= due_ms {
+            carried.stats().idle.add(1);
+            self.close(slot);
+        } else {
+            self.event_loop.wheel.add(token, due_ms);
+        }
+    }
+}
+
+impl Drop for UdpWorker {
     fn drop(&mut self) {
         let slots: Vec<usize> = self.sessions.iter().map(|(slot, _)| slot).collect();
         for slot in slots {
@@ -641,18 +516,37 @@ impl Drop for Worker {
     }
 }
 
-/// Counts the datagrams of a batch that the kernel did not send. Returns the number of datagrams
-/// and bytes that it sent.
-fn count_sent(stats: &Stats, batch: Batch<'_>, sent: Result<(), Lost>) -> (u64, u64) {
-    let (datagrams, bytes) = (batch.count(), batch.bytes.len() as u64);
-    let Err(lost) = sent else { return (datagrams, bytes) };
-    let reason = match Errno::from_io_error(&lost.error) {
-        Some(Errno::AGAIN | Errno::NOBUFS) => &stats.dropped_by_full_buffer,
-        _ if is_unreachable(&lost.error) => &stats.dropped_unreachable,
-        _ => &stats.dropped_by_refusal,
+#[derive(Debug, Clone, Copy)]
+enum Direction {
+    ToEndpoint = 0,
+    ToClient = 1,
+}
+
+/// Counts what the kernel sent of a batch, and what it did not send.
+fn count_sent(carried: &mut Carried, direction: Direction, batch: Batch<'_>, sent: Result<(), Lost>) {
+    let stats = &carried.service.account.stats;
+    let (mut datagrams, mut bytes) = (batch.count(), batch.bytes.len() as u64);
+    if let Err(lost) = sent {
+        let reason = match Errno::from_io_error(&lost.error) {
+            Some(Errno::AGAIN | Errno::NOBUFS) => &stats.dropped_by_full_buffer,
+            _ if is_unreachable(&lost.error) => &stats.dropped_unreachable,
+            _ => &stats.dropped_by_refusal,
+        };
+        reason.add(lost.datagrams);
+        datagrams -= lost.datagrams;
+        bytes -= lost.bytes;
+    }
+    let (all_datagrams, datagram_bytes, all_bytes) = match direction {
+        Direction::ToEndpoint => {
+            (&stats.datagrams_to_endpoints, &stats.datagram_bytes_to_endpoints, &stats.bytes_to_endpoints)
+        }
+        Direction::ToClient => (&stats.datagrams_to_clients, &stats.datagram_bytes_to_clients, &stats.bytes_to_clients),
     };
-    reason.add(lost.datagrams);
-    (datagrams - lost.datagrams, bytes - lost.bytes)
+    all_datagrams.add(datagrams);
+    datagram_bytes.add(bytes);
+    all_bytes.add(bytes);
+    carried.datagrams[direction as usize] += datagrams;
+    carried.bytes[direction as usize] += bytes;
 }
 
 /// A socket that is connected to an endpoint, so that the kernel reports ICMP errors and drops
@@ -662,6 +556,11 @@ fn open(endpoint: SocketAddr) -> io::Result<Socket> {
     let fd = socket_with(family, SocketType::DGRAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, None)?;
     connect(&fd, &endpoint)?;
     Socket::new(fd, endpoint.is_ipv4())
+}
+
+/// The epoll token of a session.
+fn token(slot: usize, generation: u32) -> u64 {
+    (u64::from(generation) << 32) | slot as u64
 }
 
 /// The slot of a session, if it has not ended.
