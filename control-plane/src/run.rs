@@ -54,15 +54,9 @@ impl ControlPlane {
         let metrics = Arc::new(Metrics::default());
         let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
         let shutdown = shutdown.child_token();
-        let running = serve::start(
-            options.listen(),
-            security,
-            options.settings(),
-            Arc::clone(&store),
-            metrics,
-            shutdown.clone(),
-        )
-        .await?;
+        let running =
+            serve::start(options.listen(), security, options.settings(), Arc::clone(&store), metrics, shutdown.clone())
+                .await?;
         let metrics = running.metrics_addr.map(tracing::field::display);
         tracing::info!(listen = %running.local_addr, inspect = %running.inspect_addr, metrics, source = %options.source, epoch = format!("{:016x}", store.epoch()), "control plane runs");
         let sink: Arc<dyn Sink> = Arc::<Store>::clone(&store);

@@ -180,7 +180,9 @@ fn grpcurl_lists_and_calls_the_services_of_the_control_plane() {
         control_plane.json("headgate.v1.Inspect/ListEndpoints", "{\"namespace\": \"shop\", \"name\": \"web\"}");
     assert_eq!((endpoints.len(), &endpoints[0]["ports"][0]), (2, &"http 8080/TCP".into()));
 
-    let agent = |message: &str| control_plane.call(&[&protocol("headgate/v1/discovery.proto"), &["-d", message][..]].concat(), &[SYNC]);
+    let agent = |message: &str| {
+        control_plane.call(&[&protocol("headgate/v1/discovery.proto")[..], &["-d", message]].concat(), &[SYNC])
+    };
     let refused = agent("{\"ack\": {\"version\": 1}}").unwrap_err();
     assert!(refused.contains("InvalidArgument") && refused.contains("Hello"), "{refused}");
     let standing = agent("{\"standing\": {\"nodeName\": \"n1\"}}").unwrap();
@@ -212,7 +214,9 @@ fn over_tls_readers_may_inspect_and_other_clients_get_the_reason_of_their_refusa
     let services = control_plane.json("headgate.v1.Inspect/ListServices", "{\"namespace\": \"shop\"}");
     assert_eq!(services[0]["name"], "web");
     let hello = "{\"hello\": {\"nodeName\": \"node-a\"}}";
-    let refused = control_plane.call(&[&protocol("headgate/v1/discovery.proto"), &["-d", hello][..]].concat(), &[SYNC]).unwrap_err();
+    let refused = control_plane
+        .call(&[&protocol("headgate/v1/discovery.proto")[..], &["-d", hello]].concat(), &[SYNC])
+        .unwrap_err();
     assert!(refused.contains("PermissionDenied") && refused.contains("headgate://node/node-a"), "{refused}");
 
     // The certificate of a node permits neither reflection nor inspection. Without reflection,

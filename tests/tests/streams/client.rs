@@ -182,6 +182,7 @@ impl Client {
             Body::Drain(drain) => self.drains.push(drain),
             Body::Query(query) => self.queries.push(query),
             Body::Barrier(answer) => self.barriers.push(answer),
+            Body::Standing(_) => panic!("an answer to no question"),
         }
         Ok(Some(()))
     }

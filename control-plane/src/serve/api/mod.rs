@@ -22,8 +22,8 @@ use tonic::{
 };
 use tonic_health::ServingStatus;
 
-pub(crate) use self::pages::serve as serve_pages;
 use self::inspect::Inspector;
+pub(crate) use self::pages::serve as serve_pages;
 use super::{
     context::{Context, Lifecycle, Warning},
     stream::Streams,

@@ -35,8 +35,7 @@ pub(crate) fn admit(hello: &v1::Hello, peer: &Peer) -> Result<Admitted, End> {
 pub(super) fn admit_node(node_name: &str, peer: &Peer) -> Result<(), End> {
     check_subdomain(node_name)
         .map_err(|problem| End::refusal("invalid_hello", Status::invalid_argument(format!("node_name: {problem}"))))?;
-    peer.may_follow(node_name, SystemTime::now())
-        .map_err(|denied| End::refusal(denied.reason(), Status::from(denied)))
+    peer.may_follow(node_name, SystemTime::now()).map_err(|denied| End::refusal(denied.reason(), Status::from(denied)))
 }
 
 fn resume(wire: &v1::Resume) -> Result<Resume, End> {

@@ -37,12 +37,7 @@ pub(crate) fn closed_by_agent() -> End {
 /// # Errors
 ///
 /// The end of the stream, after a message that may only be the first.
-pub(super) fn take(
-    message: v1::AgentMessage,
-    agent: &Arc<Agent>,
-    streams: &Streams,
-    now: Instant,
-) -> Result<(), End> {
+pub(super) fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Streams, now: Instant) -> Result<(), End> {
     let Context { metrics, warnings, .. } = &*streams.context;
     let Some(body) = message.body else {
         // The message is empty, or has a type that only newer agents send (discovery.proto, section

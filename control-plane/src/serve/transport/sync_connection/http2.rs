@@ -276,7 +276,7 @@ impl Stream {
         }
         if let Some(v1::agent_message::Body::Standing(request)) = &message.body {
             self.unsent = stream::standing(&self.streams, &self.peer, request, self.now)?;
-            return Err(End::plain("standing", Status::ok("")));
+            return Err(End::plain(stream::ANSWERED, Status::ok("")));
         }
         let session = Session::open(&self.streams, &self.peer, &message, &self.signal, self.now)?;
         self.phase = Phase::Open(Box::new(session));
@@ -311,8 +311,9 @@ impl Stream {
         match std::mem::replace(&mut self.phase, ending) {
             // When the session is dropped, it records this end.
             Phase::Open(session) => session.agent().end(end.clone()),
-            _ if self.id == 0 && !end.is_refusal => {
-                tracing::debug!(address = %self.peer.address, reason = end.reason, "the connection ended without a request");
+            // A probe of the port, or a question of another replica's agent, is no stream.
+            _ if !end.is_refusal && (self.id == 0 || end.reason == stream::ANSWERED) => {
+                tracing::debug!(address = %self.peer.address, reason = end.reason, "the connection ended without a stream");
             }
             _ => end.record(&self.streams.context, self.peer.address, ""),
         }

@@ -9,7 +9,10 @@ use super::*;
 use crate::{
     identity::Identity,
     metrics::Metrics,
-    serve::{Settings, transport::sync_connection::frame::{Header, PREFACE, kind}},
+    serve::{
+        Settings,
+        transport::sync_connection::frame::{Header, PREFACE, kind},
+    },
     store::{Limits, Store},
     transaction::{Sink as _, Transaction, TriggeredChange},
 };

@@ -6,9 +6,7 @@
 //! the port has a single method, so the headers of the request say nothing. Of later header blocks
 //! only the stream's trailers matter, and only because they end the stream.
 
-use super::frame::{
-    Code, DEFAULT_WINDOW, HEADER_BYTES, Header, MAX_PAYLOAD_BYTES, MAX_WINDOW, PREFACE, flag, kind,
-};
+use super::frame::{Code, DEFAULT_WINDOW, HEADER_BYTES, Header, MAX_PAYLOAD_BYTES, MAX_WINDOW, PREFACE, flag, kind};
 
 /// The maximum numbers of frames and of bytes of one header block. Larger blocks are refused
 /// (RFC 9113, 10.5.1).
