@@ -95,12 +95,14 @@ impl ControlPlane {
                 drop(sender.send(line));
             }
         });
-        loop {
+        let mut control_plane = Self { child, addresses: Default::default(), transport };
+        while control_plane.addresses[0].is_empty() {
             let line = receiver.recv_timeout(GUARD).expect("the control plane does not log its addresses");
             if let Some([listen, inspect, _]) = control_plane_addresses(&format!("{line}\n")) {
-                return Self { child, addresses: [listen, inspect].map(|address| address.to_string()), transport };
+                control_plane.addresses = [listen, inspect].map(|address| address.to_string());
             }
         }
+        control_plane
     }
 
     fn call(&self, arguments: &[&str], method: &[&str]) -> Result<String, String> {
