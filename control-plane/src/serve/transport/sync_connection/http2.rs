@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use bytes::{Buf as _, Bytes};
-use headgate_proto::v1;
+use headgate_proto::{AGENTS_ONLY, v1};
 use prost::Message as _;
 use tokio::time::Instant;
 use tonic::Status;
@@ -304,7 +304,7 @@ impl Stream {
             // The client may have taken this port for the other one.
             let (text, port) = (status.message(), self.streams.context.settings.ports.inspect);
             status = Status::invalid_argument(format!(
-                "{text} (this port serves only agents: Inspect, health and reflection are on port {port}, --inspect-listen)"
+                "{text} ({AGENTS_ONLY}: Inspect, health and reflection are on port {port}, --inspect-listen)"
             ));
         }
         let ending = Phase::Ending { status: Box::new(status), until: self.now + LINGER };
