@@ -6,8 +6,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use headgate_proto::errors;
 use headgate_proto::v1::{GetStatusRequest, inspect_client::InspectClient};
+use headgate_proto::{AGENTS_ONLY, errors};
 use tonic::Code;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 
@@ -267,6 +267,12 @@ fn misaddressed(server: &str, status: &tonic::Status) -> Option<ConnectError> {
         return unreachable(
             "the server speaks HTTP, but is not a control plane",
             "Check the port of --server (or HEADGATE_SERVER): a control plane answers at its --inspect-listen address, and serves metrics at another address.",
+        );
+    }
+    if status.message().contains(AGENTS_ONLY) {
+        return unreachable(
+            status.message(),
+            "Check the port of --server (or HEADGATE_SERVER): it must be the port of --inspect-listen.",
         );
     }
     // tonic reports a TLS alert as one of these codes. A replica rarely sends these codes itself.

@@ -111,10 +111,11 @@ pub struct Options {
 
     /// The control plane's replicas, which together say what all nodes have programmed: HOST:PORT
     /// of a headless Service with publishNotReadyAddresses, or of each replica, with the port of
-    /// --inspect-listen. Repeat the option, or separate values by commas. The list may include this replica. Write "none" if there is
-    /// only one replica. Without this option, pods that stop get no answer (docs/drain.md), and
-    /// nobody knows which Nodes never had an agent. Over TLS, replicas use --tls-cert and --tls-key
-    /// as clients, and --tls-client-ca checks their certificates, which need the URI
+    /// --inspect-listen. Repeat the option, or separate values by commas. The list may include this
+    /// replica. Write "none" if there is only one replica. Without this option, pods that stop get
+    /// no answer (docs/drain.md), and nobody knows which Nodes never had an agent. Over TLS,
+    /// replicas use --tls-cert and --tls-key as clients, and --tls-client-ca checks their
+    /// certificates, which need the URI
     /// headgate://replica/NAME and the names in this option
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', value_parser = peer)]
     pub peers: Vec<Peer>,

@@ -83,8 +83,11 @@ impl Listen {
     /// `agents`: the other gRPC port is the next one.
     #[must_use]
     pub fn at(agents: SocketAddr) -> Self {
-        // Beside any free port is any free port. No port follows the highest one.
-        let port = if agents.port() == 0 { 0 } else { agents.port().checked_add(1).unwrap_or(0) };
+        let port = match agents.port() {
+            // Beside any free port is any free port, and no port follows the highest one.
+            0 | u16::MAX => 0,
+            port => port + 1,
+        };
         Self { agents, inspect: SocketAddr::new(agents.ip(), port), metrics: None }
     }
 }

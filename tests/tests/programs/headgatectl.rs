@@ -116,7 +116,7 @@ async fn usage_errors_have_exit_code_2_and_contact_no_server() {
         (nowhere, &["endpoints", "prod/web", "-n", "test"], "another namespace"),
         ("http://10.0.0.1:7443", &["services"], "only loopback and test addresses"),
         ("https://127.0.0.1:7443", &["services"], "--tls-ca"),
-        ("7443", &["services"], "write https://HOST:7443"),
+        ("7443", &["services"], "write https://HOST:7444"),
     ] {
         let (code, error) = refusal(server, arguments).await;
         assert_eq!(code, 2, "{arguments:?}: {error}");

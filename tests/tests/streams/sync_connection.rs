@@ -190,7 +190,7 @@ async fn each_port_tells_a_client_of_the_wrong_one_which_port_is_right() {
     let listed = tokio_stream::once(ServerReflectionRequest { host: String::new(), message_request: Some(list) });
     let refused = [
         InspectClient::new(connect().await).get_status(v1::GetStatusRequest::default()).await.map(drop),
-        InspectClient::new(connect().await).list_services(v1::ListServicesRequest::default()).await.map(drop),
+        ended(InspectClient::new(connect().await).list_services(v1::ListServicesRequest::default()).await).await,
         ended(InspectClient::new(connect().await).watch(named).await).await,
         ended(PeersClient::new(connect().await).join(peer).await).await,
         HealthClient::new(connect().await).check(checked).await.map(drop),

@@ -13,7 +13,7 @@ use self::snapshot_queue::SnapshotQueue;
 pub(crate) use self::{
     inbound::{closed_by_agent, malformed, too_large},
     session::{Session, closed_before_hello, no_hello_in_time, stopping},
-    standing::standing,
+    standing::{ANSWERED, standing},
 };
 use super::{
     barrier::Barrier,

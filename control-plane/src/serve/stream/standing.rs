@@ -23,6 +23,9 @@ use crate::{
     transaction::SourceKind,
 };
 
+/// The reason why a stream ends after the answer.
+pub(crate) const ANSWERED: &str = "standing";
+
 /// Returns the answer, with its gRPC prefix.
 ///
 /// # Errors

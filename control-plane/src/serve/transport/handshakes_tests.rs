@@ -75,14 +75,17 @@ async fn places_of_a_network_are_bounded_and_networks_take_turns() {
     let mut tasks = rig.silent(1, 6).await;
     assert_eq!((rig.running(1), rig.counts()), (2, (2, 4)));
     tasks.extend(rig.silent(2, 3).await);
-    tasks.extend(rig.silent(3, 1).await);
-    assert_eq!((rig.running(1), rig.running(2), rig.running(3), rig.counts()), (2, 2, 0, (4, 6)));
-    for _ in 0..2 {
-        tasks.remove(0).abort();
-        run_tasks().await;
-    }
-    // Host 3 got its place although connections of other hosts waited for longer.
-    assert_eq!((rig.running(1), rig.running(3), rig.counts()), (1, 1, (4, 4)));
+    let (starts, mut started) = mpsc::unbounded_channel();
+    let steps = async move {
+        starts.send(()).unwrap();
+        pending().await
+    };
+    tasks.push(begin(rig.enter(3).unwrap(), steps).await);
+    assert_eq!((rig.counts(), started.try_recv().is_ok()), ((4, 6), false));
+    tasks.remove(0).abort();
+    run_tasks().await;
+    // Host 3 got the place although connections of other hosts waited for longer.
+    assert_eq!((rig.counts(), started.try_recv().is_ok()), ((4, 5), true));
     rig.end(tasks).await;
 }
 

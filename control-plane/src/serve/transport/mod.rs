@@ -1,8 +1,8 @@
 //! Connections: limits, TLS, and HTTP/2.
 //!
-//! There are two gRPC ports. On the port for agents, [`sync_connection`] carries one stream for each
-//! connection. On the other port, the *general server*, [`general_connection`], answers all other
-//! requests. This module does not depend on the services of the general server.
+//! There are two gRPC ports. On the port for agents, [`sync_connection`] carries one stream on each
+//! connection. On the other port, the *general server*, [`general_connection`], answers everything
+//! else. This module does not depend on the services of the general server.
 
 mod budget;
 mod connection_limits;

@@ -15,9 +15,9 @@ fn tls(certs: &Path, files: [&str; 3], authorities: &str) -> Vec<String> {
     options.iter().zip(files).map(|(option, file)| format!("{option}={}", certs.join(file).display())).collect()
 }
 
-/// Starts a rig with two control planes. The control plane without TLS listens on the ports 7443 and
-/// 7444, and serves metrics on port 7480. The control plane with TLS listens on [`WITH_TLS`]. The
-/// certificates are in the folder `certs`.
+/// Starts a rig with two control planes. The control plane without TLS listens on the ports 7443
+/// and 7444, and serves metrics on port 7480. The control plane with TLS listens on [`WITH_TLS`].
+/// The certificates are in the folder `certs`.
 fn with_and_without_tls() -> (Rig, Program) {
     let rig = Rig::serving(&[
         ("node", node("")),

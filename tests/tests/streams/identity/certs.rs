@@ -39,7 +39,7 @@ fn certificates_of_headgatectl_give_the_intended_access() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("my certs");
     let text = made(&out, &["--node=a,b", "--server-name=headgate.example", "--server-ip=127.0.0.1", "--reader=ops"]);
-    for part in ["--tls-client-ca", "--node-name b", "headgatectl --server https://headgate.example:7443", "kubectl"] {
+    for part in ["--tls-client-ca", "--node-name b", "headgatectl --server https://headgate.example:7444", "kubectl"] {
         assert!(text.contains(part), "{part} is not in\n{text}");
     }
     assert!(

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use bytes::{Buf as _, Bytes};
-use headgate_proto::v1;
+use headgate_proto::{AGENTS_ONLY, v1};
 use prost::Message as _;
 use tokio::time::Instant;
 use tonic::Status;
@@ -276,7 +276,7 @@ impl Stream {
         }
         if let Some(v1::agent_message::Body::Standing(request)) = &message.body {
             self.unsent = stream::standing(&self.streams, &self.peer, request, self.now)?;
-            return Err(End::plain("standing", Status::ok("")));
+            return Err(End::plain(stream::ANSWERED, Status::ok("")));
         }
         let session = Session::open(&self.streams, &self.peer, &message, &self.signal, self.now)?;
         self.phase = Phase::Open(Box::new(session));
@@ -304,15 +304,16 @@ impl Stream {
             // The client may have taken this port for the other one.
             let (text, port) = (status.message(), self.streams.context.settings.ports.inspect);
             status = Status::invalid_argument(format!(
-                "{text} (this port serves only agents: Inspect, health and reflection are on port {port}, --inspect-listen)"
+                "{text} ({AGENTS_ONLY}: Inspect, health and reflection are on port {port}, --inspect-listen)"
             ));
         }
         let ending = Phase::Ending { status: Box::new(status), until: self.now + LINGER };
         match std::mem::replace(&mut self.phase, ending) {
             // When the session is dropped, it records this end.
             Phase::Open(session) => session.agent().end(end.clone()),
-            _ if self.id == 0 && !end.is_refusal => {
-                tracing::debug!(address = %self.peer.address, reason = end.reason, "the connection ended without a request");
+            // A probe of the port, or a question of another replica's agent, is no stream.
+            _ if !end.is_refusal && (self.id == 0 || end.reason == stream::ANSWERED) => {
+                tracing::debug!(address = %self.peer.address, reason = end.reason, "the connection ended without a stream");
             }
             _ => end.record(&self.streams.context, self.peer.address, ""),
         }
