@@ -68,7 +68,7 @@ impl<T: PartialEq> Follower<T> {
     }
 }
 
-impl<T: PartialEq + Clone + Send> Observer for Follower<T> {
+impl<T: PartialEq + Clone + Send + Sync> Observer for Follower<T> {
     fn plan(&mut self, state: &State, node: &NodeFacts, scope: Scope<'_>) {
         self.planned.clear();
         match scope {
