@@ -107,7 +107,7 @@ impl Outbox {
         tokio::select! {
             () = passed(report_at) => {}
             () = std::future::ready(()), if self.request.is_some() => {}
-            Some(request) = self.requests.recv() => self.request = Some(request),
+            Some(request) = self.requests.recv(), if self.request.is_none() => self.request = Some(request),
             () = self.answers.ready() => {}
         }
     }
