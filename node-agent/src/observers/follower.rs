@@ -7,13 +7,34 @@ use std::{
 };
 
 use headgate_core::{NodeFacts, ServiceKey, State};
-use tokio::sync::mpsc;
+use tokio::sync::watch;
 
 use super::{Observer, Scope};
 
 /// Services whose value changed, with the new value. `None` means that the service no longer has a
 /// value.
 pub type Changes<T> = BTreeMap<Arc<ServiceKey>, Option<T>>;
+
+/// Changes that the task has not received yet. Each service appears once, with its newest value.
+#[derive(Debug)]
+pub struct Mailbox<T> {
+    waiting: watch::Sender<Changes<T>>,
+    arrived: watch::Receiver<Changes<T>>,
+}
+
+impl<T> Mailbox<T> {
+    /// Waits until changes have arrived, and takes them out.
+    pub(crate) async fn take(&mut self) -> Changes<T> {
+        // This cannot fail, because the mailbox also holds the sender.
+        let _ = self.arrived.changed().await;
+        let mut taken = Changes::new();
+        self.waiting.send_if_modified(|waiting| {
+            taken = std::mem::take(waiting);
+            false
+        });
+        taken
+    }
+}
 
 /// Computes the value of one service. The cost must depend on the size of that service only.
 pub type Find<T> = fn(&State, &Arc<ServiceKey>, &NodeFacts) -> Option<T>;
@@ -25,15 +46,16 @@ pub struct Follower<T> {
     /// The values that were sent.
     pub(crate) sent: HashMap<Arc<ServiceKey>, T>,
     planned: Changes<T>,
-    changes: mpsc::UnboundedSender<Changes<T>>,
+    mailbox: watch::Sender<Changes<T>>,
 }
 
 impl<T> Follower<T> {
-    /// Returns a follower, and the receiver of the changes, for a task.
+    /// Returns a follower, and the mailbox from which the task takes the changes.
     #[must_use]
-    pub fn new(find: Find<T>) -> (Self, mpsc::UnboundedReceiver<Changes<T>>) {
-        let (changes, receiver) = mpsc::unbounded_channel();
-        (Self { find, sent: HashMap::new(), planned: Changes::new(), changes }, receiver)
+    pub fn new(find: Find<T>) -> (Self, Mailbox<T>) {
+        let (waiting, arrived) = watch::channel(Changes::new());
+        let follower = Self { find, sent: HashMap::new(), planned: Changes::new(), mailbox: waiting.clone() };
+        (follower, Mailbox { waiting, arrived })
     }
 }
 
@@ -46,7 +68,7 @@ impl<T: PartialEq> Follower<T> {
     }
 }
 
-impl<T: PartialEq + Clone + Send> Observer for Follower<T> {
+impl<T: PartialEq + Clone + Send + Sync> Observer for Follower<T> {
     fn plan(&mut self, state: &State, node: &NodeFacts, scope: Scope<'_>) {
         self.planned.clear();
         match scope {
@@ -69,8 +91,7 @@ impl<T: PartialEq + Clone + Send> Observer for Follower<T> {
                 None => drop(self.sent.remove(key)),
             }
         }
-        // Sending fails only while the agent stops.
-        let _ = self.changes.send(changes);
+        self.mailbox.send_modify(|waiting| waiting.extend(changes));
     }
 
     /// Sends the values of the state from disk at once, so that the tasks also work on a node that

@@ -23,6 +23,8 @@ use crate::metric_registry::{AGENT, Labels, MetricRegistry};
 
 /// Maximum number of unanswered requests (`discovery.proto`, rule 18).
 const MAX_WAITING: usize = 1_024;
+/// Maximum number of requests that wait to be sent. Further ones wait for the next stream.
+const MAX_UNSENT: usize = 2 * MAX_WAITING;
 /// How long the replica's answer may take after the end of the wait.
 const ANSWER_GRACE: Duration = Duration::from_secs(1);
 
@@ -66,14 +68,14 @@ struct State {
     last_id: u64,
     waiting: BTreeMap<u64, Waiting>,
     /// The last stream, which may have ended.
-    stream: Option<mpsc::UnboundedSender<v1::BarrierRequest>>,
+    stream: Option<mpsc::Sender<v1::BarrierRequest>>,
 }
 
 impl State {
     /// Sends a request. Without a stream, the next stream repeats it.
     fn send(&self, request: v1::BarrierRequest) {
         if let Some(stream) = &self.stream {
-            let _ = stream.send(request);
+            let _ = stream.try_send(request);
         }
     }
 }
@@ -155,8 +157,8 @@ impl Barriers {
     }
 
     /// Begins a stream. Returns its requests: first all that are not answered.
-    pub(super) fn begin_stream(&self) -> mpsc::UnboundedReceiver<v1::BarrierRequest> {
-        let (sender, requests) = mpsc::unbounded_channel();
+    pub(super) fn begin_stream(&self) -> mpsc::Receiver<v1::BarrierRequest> {
+        let (sender, requests) = mpsc::channel(MAX_UNSENT);
         let mut state = self.state();
         state.stream = Some(sender);
         state.waiting.iter().for_each(|(id, waiting)| state.send(waiting.request(*id)));

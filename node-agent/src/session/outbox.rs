@@ -64,7 +64,7 @@ pub(super) struct Outbox {
     /// The first and the last version for whose ACK somebody may wait.
     urgent: Option<(u64, u64)>,
     /// Requests of pods that stop, and the next of them.
-    pub(super) requests: mpsc::UnboundedReceiver<v1::BarrierRequest>,
+    pub(super) requests: mpsc::Receiver<v1::BarrierRequest>,
     request: Option<v1::BarrierRequest>,
     /// Answers to the replica's queries.
     pub(super) answers: Answers,
@@ -95,7 +95,7 @@ impl Outbox {
             next_ack: None,
             last_ack: None,
             urgent: None,
-            requests: mpsc::unbounded_channel().1,
+            requests: mpsc::channel(1).1,
             request: None,
             answers,
         }
@@ -107,7 +107,7 @@ impl Outbox {
         tokio::select! {
             () = passed(report_at) => {}
             () = std::future::ready(()), if self.request.is_some() => {}
-            Some(request) = self.requests.recv() => self.request = Some(request),
+            Some(request) = self.requests.recv(), if self.request.is_none() => self.request = Some(request),
             () = self.answers.ready() => {}
         }
     }

@@ -108,43 +108,30 @@ pub fn sweep(
         return Ok(());
     }
     let mut deletions = Deletions::open()?;
-    list_and_delete(cleanup, &wire::list(family), addresses, &mut deletions, swept)?;
-    deletions.flush(swept)?;
-    deletions.finish()
-}
-
-/// Deletes stale entries while it reads the list, so that memory stays bounded for any number of
-/// entries.
-fn list_and_delete(
-    cleanup: &Cleanup,
-    list: &Request,
-    addresses: &NodeAddresses,
-    deletions: &mut Deletions,
-    swept: &mut Swept,
-) -> Result<(), SweepError> {
     for attempt in 1..=ATTEMPTS {
         let mut result = Ok(());
         swept.lists += 1;
         let dumped = Connection::open(libc::NETLINK_NETFILTER).and_then(|mut connection| {
-            connection.dump(list.clone(), |kind, payload| {
+            connection.dump(wire::list(family), |kind, payload| {
                 let Some(entry) = (kind == wire::MESSAGE_NEW).then(|| Entry::parse(payload)).flatten() else { return };
                 swept.listed += 1;
                 let (original, answered_by) = (entry.original_destination, entry.reply_source);
                 if result.is_ok() && cleanup.is_stale(original, answered_by, |address| addresses.contains(address)) {
+                    // Batches are sent while the list is read, so that memory stays bounded.
                     result = deletions.push(entry.delete(), swept);
                 }
             })
         });
         result?;
         match dumped {
-            Ok(Dumped::Whole) => return Ok(()),
-            Ok(Dumped::Interrupted) => {}
+            Ok(Dumped::Whole) => break,
+            Ok(Dumped::Interrupted) => swept.incomplete += u64::from(attempt == ATTEMPTS),
             Err(error) if error.is_transient() && attempt < ATTEMPTS => {}
             Err(error) => return Err(SweepError::List(error)),
         }
     }
-    swept.incomplete += 1;
-    Ok(())
+    deletions.flush(swept)?;
+    deletions.finish()
 }
 
 /// Collects deletions and sends them in batches.

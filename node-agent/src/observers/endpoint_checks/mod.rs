@@ -20,13 +20,13 @@ use headgate_core::{
     NodeFacts, ServiceKey,
     endpoint_health::{Check, CheckTiming, Checks, FailingEndpoints, ServiceTargets},
 };
-use tokio::{net::TcpStream, sync::mpsc, task::JoinSet};
+use tokio::{net::TcpStream, task::JoinSet};
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use crate::{
     observers::{
-        Changes, Follower,
+        Changes, Follower, Mailbox,
         endpoint_checks::metrics::{CheckResult, EndpointCheckMetrics},
     },
     state::AgentState,
@@ -43,17 +43,17 @@ pub fn new(
     shared: Arc<AgentState>,
     metrics: EndpointCheckMetrics,
 ) -> (Follower<ServiceTargets>, Checker) {
-    let (follower, changes) = Follower::new(targets::targets);
+    let (follower, mailbox) = Follower::new(targets::targets);
     let checks = Checks::new(timing, fastrand::u64(..));
     let (reported, started) = (FailingEndpoints::default(), Instant::now());
-    (follower, Checker { changes, shared, metrics, checks, reported, started })
+    (follower, Checker { mailbox, shared, metrics, checks, reported, started })
 }
 
 /// Checks endpoints in the network namespace of the runtime's threads, at most [`MAX_RUNNING`] at a
 /// time.
 #[derive(Debug)]
 pub struct Checker {
-    changes: mpsc::UnboundedReceiver<Changes<ServiceTargets>>,
+    mailbox: Mailbox<ServiceTargets>,
     shared: Arc<AgentState>,
     metrics: EndpointCheckMetrics,
     checks: Checks,
@@ -74,7 +74,7 @@ impl Checker {
             let pause = self.checks.next_due_ms().filter(|_| running.len() < MAX_RUNNING).map(|at| self.pause(at));
             let changed = tokio::select! {
                 () = shutdown.cancelled() => return,
-                Some(changes) = self.changes.recv() => self.take(changes),
+                changes = self.mailbox.take() => self.take(changes),
                 Some(joined) = running.join_next(), if !running.is_empty() => match joined {
                     Ok((check, result)) => self.finish(&check, &result),
                     // The tasks do not panic, and nothing aborts them.

@@ -58,8 +58,8 @@ pub fn new(
     backlog: Arc<Backlog>,
     patience: Duration,
 ) -> (HealthCheckPorts, Server) {
-    let (ports, changes) = Follower::new(|state, key, node| health_check_port(state, key, node));
-    (ports, Server::new(changes, metrics, inputs, Health { backlog, patience }))
+    let (ports, mailbox) = Follower::new(|state, key, node| health_check_port(state, key, node));
+    (ports, Server::new(mailbox, metrics, inputs, Health { backlog, patience }))
 }
 
 #[cfg(test)]

@@ -8,11 +8,7 @@ use std::{
 };
 
 use headgate_core::{Family, ServiceKey, health_check_port::HealthCheckPort, iptables::NodePortAddresses};
-use tokio::{
-    sync::{mpsc, watch},
-    task::JoinHandle,
-    time::interval,
-};
+use tokio::{sync::watch, task::JoinHandle, time::interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -23,7 +19,7 @@ use super::{
 use crate::{
     listen::{Families, listen},
     node_inputs::NodeInputs,
-    observers::Changes,
+    observers::{Changes, Mailbox},
 };
 
 /// Time between two attempts to open a socket. Also the time between two checks for changed
@@ -33,7 +29,7 @@ const RETRY_PERIOD: Duration = Duration::from_secs(5);
 /// Serves all health-check node ports of this node.
 #[derive(Debug)]
 pub struct Server {
-    changes: mpsc::UnboundedReceiver<Changes<HealthCheckPort>>,
+    mailbox: Mailbox<HealthCheckPort>,
     metrics: HealthCheckMetrics,
     inputs: watch::Receiver<NodeInputs>,
     health: Health,
@@ -58,14 +54,14 @@ impl Drop for Listener {
 
 impl Server {
     pub(super) fn new(
-        changes: mpsc::UnboundedReceiver<Changes<HealthCheckPort>>,
+        mailbox: Mailbox<HealthCheckPort>,
         metrics: HealthCheckMetrics,
         inputs: watch::Receiver<NodeInputs>,
         health: Health,
     ) -> Self {
         let addresses = Family::BOTH.map(|family| inputs.borrow().node_ports(family).clone());
         let (wanted, open, failed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Self { changes, metrics, inputs, health, wanted, open, failed, addresses }
+        Self { mailbox, metrics, inputs, health, wanted, open, failed, addresses }
     }
 
     /// Serves until `shutdown`.
@@ -74,7 +70,7 @@ impl Server {
         loop {
             tokio::select! {
                 () = shutdown.cancelled() => break,
-                Some(changes) = self.changes.recv() => self.take(changes).await,
+                changes = self.mailbox.take() => self.take(changes).await,
                 _ = retry.tick() => self.update_sockets(BTreeSet::new()).await,
             }
         }
