@@ -95,12 +95,14 @@ impl ControlPlane {
                 drop(sender.send(line));
             }
         });
-        loop {
+        let mut control_plane = Self { child, addresses: Default::default(), transport };
+        while control_plane.addresses[0].is_empty() {
             let line = receiver.recv_timeout(GUARD).expect("the control plane does not log its addresses");
             if let Some([listen, inspect, _]) = control_plane_addresses(&format!("{line}\n")) {
-                return Self { child, addresses: [listen, inspect].map(|address| address.to_string()), transport };
+                control_plane.addresses = [listen, inspect].map(|address| address.to_string());
             }
         }
+        control_plane
     }
 
     fn call(&self, arguments: &[&str], method: &[&str]) -> Result<String, String> {
@@ -181,7 +183,7 @@ fn grpcurl_lists_and_calls_the_services_of_the_control_plane() {
     assert_eq!((endpoints.len(), &endpoints[0]["ports"][0]), (2, &"http 8080/TCP".into()));
 
     let agent = |message: &str| {
-        control_plane.call(&[&protocol("headgate/v1/discovery.proto"), &["-d", message][..]].concat(), &[SYNC])
+        control_plane.call(&[&protocol("headgate/v1/discovery.proto")[..], &["-d", message]].concat(), &[SYNC])
     };
     let refused = agent("{\"ack\": {\"version\": 1}}").unwrap_err();
     assert!(refused.contains("InvalidArgument") && refused.contains("Hello"), "{refused}");
@@ -215,7 +217,7 @@ fn over_tls_readers_may_inspect_and_other_clients_get_the_reason_of_their_refusa
     assert_eq!(services[0]["name"], "web");
     let hello = "{\"hello\": {\"nodeName\": \"node-a\"}}";
     let refused = control_plane
-        .call(&[&protocol("headgate/v1/discovery.proto"), &["-d", hello][..]].concat(), &[SYNC])
+        .call(&[&protocol("headgate/v1/discovery.proto")[..], &["-d", hello]].concat(), &[SYNC])
         .unwrap_err();
     assert!(refused.contains("PermissionDenied") && refused.contains("headgate://node/node-a"), "{refused}");
 
