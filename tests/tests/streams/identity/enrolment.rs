@@ -59,6 +59,11 @@ fn add_node(api: &ApiServer, name: &str, address: &str) {
     api.apply(node(name, address)).unwrap();
 }
 
+/// Writes the pod of the agent on n1, with a UID and a node.
+fn put_pod(api: &ApiServer, uid: &str, node: &str) {
+    api.apply(objects::pod("headgate-system", "agent-n1", uid).field("spec.nodeName", node).build()).unwrap();
+}
+
 impl Cluster {
     fn start(options: &[&str]) -> Self {
         let api = ApiServer::start_with(Options { rights: Some(granted()), ..Options::default() }).unwrap();
