@@ -8,8 +8,6 @@ use headgate_core::{
     ServiceKey, ServicePort, State, TrafficPolicy,
     endpoint_choice::{Destination, Exclusion},
     explain::{Explanation, Fate, LeftOut, Mode, NodeSettings, Source, To, explain},
-    forwarding::{Admitted, expected},
-    frontends::Frontend,
     masquerade::{LocalDetector, MasqueradeConfig},
     view::service_views,
 };
@@ -244,27 +242,6 @@ fn says(explanation: &Explanation, text: &str) -> bool {
 }
 
 #[test]
-fn with_local_policy_the_source_decides_which_endpoints_are_used() {
-    let (state, facts) = plain_world(&["there"]).state();
-    let outside = explained(&state, &facts, client("203.0.113.7"), "192.0.2.1:30080");
-    assert_eq!(outside.fate, Fate::Dropped);
-    assert!(says(&outside, "203.0.113.7 as no pod of this node, because it is not in 10.244.0.0/16"), "{outside:#?}");
-    let pod = explained(&state, &facts, client("10.244.9.9"), "192.0.2.1:30080");
-    assert_eq!(pod.fate, Fate::Forwarded);
-    assert!(says(&pod, "does not apply to packets from pods of this node"), "{pod:#?}");
-    assert!(says(&pod, "The endpoint sees the source address 10.244.9.9"), "{pod:#?}");
-}
-
-#[test]
-fn masquerading_and_hairpin_connections_are_explained() {
-    let (state, facts) = plain_world(&[HERE, HERE]).state();
-    let outside = explained(&state, &facts, client("203.0.113.7"), "10.96.0.1:80");
-    assert!(says(&outside, "replaces the source address by its own (masquerading)"), "{outside:#?}");
-    let itself = explained(&state, &facts, client("10.244.0.1"), "10.96.0.1:80");
-    assert!(says(&itself, "If the node chooses the client itself"), "{itself:#?}");
-}
-
-#[test]
 fn the_owner_of_an_address_and_unused_ports_are_named() {
     let (mut state, facts) = plain_world(&[HERE]).state();
     let port = |port| ServicePort { name: "".into(), protocol: Protocol::Tcp, port, node_port: 0 };
@@ -290,47 +267,6 @@ fn the_owner_of_an_address_and_unused_ports_are_named() {
     assert!(unused.fate == Fate::Rejected && says(&unused, "has no such port"), "{unused:#?}");
     let foreign = explained(&state, &facts, Source::Node, "10.1.1.1:82");
     assert!(foreign.fate == Fate::NotServed && says(&foreign, "neither an address of the Service"), "{foreign:#?}");
-}
-
-#[test]
-fn source_ranges_and_ignored_external_ips_are_explained() {
-    let (mut state, mut facts) = plain_world(&[HERE]).state();
-    facts.addresses = vec![[192, 0, 2, 1].into()];
-    let mut service = state.entry(&World::key()).and_then(|entry| entry.service()).expect("a Service").clone();
-    service.load_balancer_ips = vec![[198, 51, 100, 1].into()];
-    service.external_ips = vec![[198, 51, 100, 2].into()];
-    service.load_balancer_source_ranges = vec!["203.0.113.0/24".parse().expect("a range")];
-    state.apply(service.into(), &mut Dirty::default());
-    let fate = |source, to, facts: &NodeFacts| explained(&state, facts, source, to).fate;
-    assert_eq!(fate(client("203.0.113.7"), "198.51.100.1:80", &facts), Fate::Forwarded);
-    assert_eq!(fate(client("198.18.0.1"), "198.51.100.1:80", &facts), Fate::Dropped);
-    assert_eq!(fate(Source::Node, "198.51.100.1:80", &facts), Fate::Dropped);
-    assert_eq!(fate(client("198.18.0.1"), "198.51.100.2:80", &facts), Fate::Forwarded);
-    facts.ignores_external_ips = true;
-    assert_eq!(fate(client("198.18.0.1"), "198.51.100.2:80", &facts), Fate::NotServed);
-}
-
-#[test]
-fn without_endpoints_source_ranges_apply_in_the_modes_that_check_them_first() {
-    let (mut state, mut facts) = plain_world(&[]).state();
-    facts.addresses = vec![[192, 0, 2, 1].into()];
-    let mut service = state.entry(&World::key()).and_then(|entry| entry.service()).expect("a Service").clone();
-    service.load_balancer_ips = vec![[198, 51, 100, 1].into()];
-    service.load_balancer_source_ranges = vec!["203.0.113.0/24".parse().expect("a range")];
-    state.apply(service.into(), &mut Dirty::default());
-    let to = To { at: "198.51.100.1:80".parse().expect("an address"), protocol: None };
-    for mode in Mode::ALL {
-        let is_guarded = matches!(mode, Mode::Nftables | Mode::Userspace);
-        let settings = settings(mode);
-        let table = expected(&state, [&World::key()], Family::V4, &facts, &settings);
-        let entry = &table.entries[&Frontend::Address(to.at.ip(), Protocol::Tcp, 80)];
-        assert_eq!(entry.admitted != Admitted::All, is_guarded, "{mode:?}");
-        for (source, is_admitted) in [("203.0.113.7", true), ("198.18.0.1", false)] {
-            let fate = if is_guarded && !is_admitted { Fate::Dropped } else { Fate::Rejected };
-            let found = explain(&state, &World::key(), &facts, &settings, client(source), Some(to)).expect("a Service");
-            assert_eq!(found.0[0].fate, fate, "{mode:?} {source}");
-        }
-    }
 }
 
 #[test]

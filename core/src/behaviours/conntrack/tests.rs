@@ -86,24 +86,6 @@ fn removal(i: u8, last: u8) -> Change {
 }
 
 #[test]
-fn all_flows_to_a_new_service_are_suspects() {
-    let mut world = World::default();
-    let cleanup = world.step([Change::from(dns(1)), endpoint(1, 1)]);
-    let rule = rule(&cleanup, cluster_ip(1));
-    assert_eq!((&*rule.keep, &rule.suspects), (&[source(1)][..], &Suspects::Any));
-    let v4: Vec<_> = cleanup.filters(8).into_iter().filter(|filter| filter.family == Family::V4).collect();
-    assert_eq!(v4, [Filter::to(NODE_PORT), Filter::to(cluster_ip(1))]);
-}
-
-#[test]
-fn flows_that_began_before_the_first_endpoint_are_suspects() {
-    let mut world = World::default();
-    world.step([Change::from(dns(1))]);
-    let cleanup = world.step([endpoint(1, 1)]);
-    assert_eq!(rule(&cleanup, cluster_ip(1)).suspects, Suspects::Any);
-}
-
-#[test]
 fn additional_endpoints_make_no_flow_stale() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1)]);
@@ -122,15 +104,6 @@ fn flows_of_a_replaced_endpoint_are_found_by_its_address() {
 }
 
 #[test]
-fn all_flows_are_stale_after_scaling_to_zero() {
-    let mut world = World::default();
-    world.step([Change::from(dns(1)), endpoint(1, 1)]);
-    let cleanup = world.step([removal(1, 1)]);
-    assert!(rule(&cleanup, cluster_ip(1)).keep.is_empty());
-    assert!(cleanup.is_stale("10.96.0.1:53".parse().unwrap(), source(1), |_| false));
-}
-
-#[test]
 fn flows_to_a_deleted_service_are_stale_and_the_tracker_forgets_it() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1)]);
@@ -142,19 +115,6 @@ fn flows_to_a_deleted_service_are_stale_and_the_tracker_forgets_it() {
 }
 
 #[test]
-fn flows_to_removed_addresses_and_ports_are_stale() {
-    let mut world = World::default();
-    world.step([Change::from(dns(1)), endpoint(1, 1)]);
-    let mut moved = dns(1);
-    moved.ports = vec![udp("dns", 54, 0)];
-    let cleanup = world.step([Change::from(moved)]);
-    assert_eq!(rule(&cleanup, cluster_ip(1)).suspects, suspects(&[1]));
-    assert_eq!(rule(&cleanup, NODE_PORT).suspects, suspects(&[1]));
-    let new = Frontend::Address(IpAddr::from([10, 96, 0, 1]), Protocol::Udp, 54);
-    assert_eq!(rule(&cleanup, new).suspects, Suspects::Any);
-}
-
-#[test]
 fn only_flows_to_addresses_of_the_node_match_a_node_port() {
     let mut world = World::default();
     let cleanup = world.step([Change::from(dns(1)), endpoint(1, 1)]);
@@ -163,19 +123,6 @@ fn only_flows_to_addresses_of_the_node_match_a_node_port() {
     assert!(stale("192.0.2.11:30053"));
     assert!(!stale("192.0.2.12:30053"), "this address belongs to another machine");
     assert!(cleanup.needs_node_addresses());
-}
-
-#[test]
-fn ready_or_serving_endpoints_keep_their_flows() {
-    let mut world = World::default();
-    let of = |last: u8, ready: bool, serving: bool, terminating: bool| {
-        Change::Endpoint(key(1), Endpoint { conditions: Conditions { ready, serving, terminating }, ..pod(last) })
-    };
-    let conditions = [of(1, true, true, false), of(2, false, true, true), of(3, true, false, false)];
-    let cleanup = world.step(
-        [Change::from(dns(1)), of(4, false, false, true), of(5, false, false, false)].into_iter().chain(conditions),
-    );
-    assert_eq!(&*rule(&cleanup, cluster_ip(1)).keep, [source(1), source(2), source(3)]);
 }
 
 #[test]
@@ -214,25 +161,6 @@ fn newer_rules_change_a_pending_cleanup() {
     assert_eq!(rule(&pending, cluster_ip(1)).suspects, suspects(&[2]));
     pending.merge(world.step([endpoint(1, 2)]));
     assert!(pending.is_empty());
-}
-
-#[test]
-fn flows_of_the_new_owner_of_an_address_are_kept() {
-    let mut world = World::default();
-    let sharing = |i: u8, created: i64| {
-        let mut service = dns(i);
-        service.ports[0].node_port = 0;
-        service.external_ips = vec!["192.0.2.100".parse().unwrap()];
-        service.created_unix_seconds = created;
-        Change::from(service)
-    };
-    world.step([sharing(1, 5), endpoint(1, 1), endpoint(2, 2)]);
-    let cleanup = world.step([sharing(2, 4)]);
-    let external = Frontend::Address("192.0.2.100".parse().unwrap(), Protocol::Udp, 53);
-    assert_eq!(&*rule(&cleanup, external).keep, [source(2)]);
-    assert_eq!(rule(&cleanup, external).suspects, Suspects::Any);
-    let cleanup = world.step([Change::RemoveService(key(2))]);
-    assert_eq!(&*rule(&cleanup, external).keep, [source(1)]);
 }
 
 #[test]
@@ -310,23 +238,6 @@ impl ConntrackTable {
             !(is_listed && cleanup.is_stale(to, *source, |address| address_of(*destination).ip() == address))
         });
     }
-}
-
-#[test]
-fn flows_are_kept_only_for_the_serving_ports_of_an_address() {
-    let ended = Conditions { ready: false, serving: false, terminating: true };
-    let mut service = dns(1);
-    service.ports.push(udp("more", 99, 0));
-    let ports = [EndpointPort::new("dns", Protocol::Udp, 5353), of_port("more", 9999, ended)];
-    let endpoint = Endpoint { ports: Arc::from(ports), ..pod(1) };
-    let mut world = World::default();
-    let cleanup = world.step([Change::from(service), Change::Endpoint(key(1), endpoint)]);
-    let kept = |port| {
-        let to = Frontend::Address(IpAddr::from([10, 96, 0, 1]), Protocol::Udp, port);
-        rule(&cleanup, to).keep.to_vec()
-    };
-    assert_eq!(kept(53), [source(1)]);
-    assert_eq!(kept(99), []);
 }
 
 fn any_change() -> impl Strategy<Value = Change> {

@@ -1,11 +1,8 @@
+//! Other tests are in `tests/tests/kernel/health_check.rs`, on a real kernel.
 #![allow(clippy::unwrap_used)]
 use std::{
     io::{Read as _, Write as _},
-    net::{IpAddr, SocketAddr, TcpListener, TcpStream},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    net::{IpAddr, SocketAddr, TcpStream},
     time::{Duration, Instant},
 };
 
@@ -30,25 +27,21 @@ const GUARD: Duration = Duration::from_secs(30);
 struct World {
     state: State,
     ports: HealthCheckPorts,
-    is_healthy: Arc<AtomicBool>,
     metrics: HealthCheckMetrics,
-    inputs: watch::Sender<NodeInputs>,
+    _inputs: watch::Sender<NodeInputs>,
     _stop: DropGuard,
 }
 
 impl World {
     fn start() -> Self {
-        let is_healthy = Arc::new(AtomicBool::new(true));
-        let healthy = Arc::clone(&is_healthy);
-        let inputs = NodeInputs { node_ports_v4: only(&["127.0.0.1"]), ..NodeInputs::default() };
-        let (inputs, receiver) = watch::channel(inputs);
+        let localhost = NodePortAddresses::Only(vec!["127.0.0.1".parse().unwrap()]);
+        let (inputs, receiver) = watch::channel(NodeInputs { node_ports_v4: localhost, ..NodeInputs::default() });
         let node_ports = NodePorts::of_inputs(receiver);
         let metrics = HealthCheckMetrics::default();
-        let is_proxy_healthy = IsHealthy::new(move || healthy.load(Ordering::Relaxed));
-        let (ports, server) = new(metrics.clone(), node_ports, is_proxy_healthy);
+        let (ports, server) = new(metrics.clone(), node_ports, IsHealthy::new(|| true));
         let stop = CancellationToken::new();
         tokio::spawn(server.run(stop.clone()));
-        Self { state: State::default(), ports, is_healthy, metrics, inputs, _stop: stop.drop_guard() }
+        Self { state: State::default(), ports, metrics, _inputs: inputs, _stop: stop.drop_guard() }
     }
 
     fn plan(&mut self, changes: impl IntoIterator<Item = Change>) {
@@ -85,10 +78,6 @@ fn endpoint(name: &str, last: u8) -> Change {
     Change::Endpoint(key(name), endpoint)
 }
 
-fn only(addresses: &[&str]) -> NodePortAddresses {
-    NodePortAddresses::Only(addresses.iter().map(|address| address.parse().unwrap()).collect())
-}
-
 /// The status line and the body of the answer; `None` if nothing listens at the port.
 fn get(port: u16) -> Option<(String, serde_json::Value)> {
     let mut stream = TcpStream::connect(SocketAddr::from(([127, 0, 0, 1], port))).ok()?;
@@ -122,20 +111,6 @@ async fn answers(port: u16, name: &'static str, status: &'static str, endpoints:
     .await;
 }
 
-// rows: 67
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn answers_contain_the_local_endpoints_and_the_health_of_the_proxy() {
-    let (mut world, reserved) = (World::start(), ReservedPort::reserve().unwrap());
-    let port = reserved.number();
-    world.step([service("web", port)]);
-    answers(port, "web", "503", 0).await;
-    world.step([endpoint("web", 1), endpoint("web", 2)]);
-    answers(port, "web", "200", 2).await;
-    world.is_healthy.store(false, Ordering::Relaxed);
-    answers(port, "web", "503", 2).await;
-    assert_eq!(get(port).unwrap().1["serviceProxyHealthy"], false);
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_service_can_get_the_port_that_another_service_releases_in_the_same_step() {
     let (mut world, reserved) = (World::start(), [ReservedPort::reserve().unwrap(), ReservedPort::reserve().unwrap()]);
@@ -154,22 +129,6 @@ async fn a_service_can_get_the_port_that_another_service_releases_in_the_same_st
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_port_in_use_is_counted_and_tried_again() {
-    let mut world = World::start();
-    let reserved = [ReservedPort::reserve().unwrap(), ReservedPort::reserve().unwrap()];
-    let [port, other] = reserved.each_ref().map(ReservedPort::number);
-    let taken = TcpListener::bind(("127.0.0.1", port)).unwrap();
-    world.step([service("web", port), service("api", other)]);
-    answers(other, "api", "503", 0).await;
-    let failures = world.metrics.bind_failures.clone();
-    eventually(move || failures.get() > 0).await;
-    drop(taken);
-    // A change of any service triggers another attempt.
-    world.step([endpoint("api", 1)]);
-    answers(port, "web", "503", 0).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ports_open_only_after_the_rules_are_in_place() {
     let (mut world, reserved) = (World::start(), ReservedPort::reserve().unwrap());
     let port = reserved.number();
@@ -181,16 +140,4 @@ async fn ports_open_only_after_the_rules_are_in_place() {
     world.ports.plan(&world.state, &node, Scope::All);
     world.ports.applied();
     answers(port, "web", "200", 1).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sockets_follow_the_nodes_addresses() {
-    let (mut world, reserved) = (World::start(), ReservedPort::reserve().unwrap());
-    let port = reserved.number();
-    world.step([service("web", port)]);
-    answers(port, "web", "503", 0).await;
-    world.inputs.send_replace(NodeInputs { node_ports_v4: only(&["127.0.0.2"]), ..NodeInputs::default() });
-    world.step([endpoint("web", 1)]);
-    eventually(move || get(port).is_none() && TcpStream::connect(SocketAddr::from(([127, 0, 0, 2], port))).is_ok())
-        .await;
 }
