@@ -174,7 +174,7 @@ fn comments(file: &Path, text: &str, column: Column) -> Result<Vec<(String, Vec<
 
 fn known_row(text: &str) -> Result<u8, String> {
     let row: u8 = text.parse().map_err(|_| format!("{text:?} is not a row: write numbers separated by commas"))?;
-    let is_known = SECTIONS.iter().flat_map(|section| section.rows).any(|known| known.number == row);
+    let is_known = SECTIONS.iter().flat_map(|section| &section.rows).any(|known| known.number == row);
     is_known.then_some(row).ok_or_else(|| format!("the checklist has no row {row}: see behaviours::rows"))
 }
 
