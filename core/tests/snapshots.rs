@@ -5,6 +5,8 @@
 //! `HEADGATE_WRITE_SNAPSHOTS=1` writes the files of `core/tests/snapshots`.
 #![allow(clippy::unwrap_used)]
 
+mod fake_kernel;
+
 use std::{
     fmt::Write as _,
     net::{IpAddr, SocketAddr},
@@ -20,8 +22,6 @@ use headgate_core::{
     ipvs::{self, IpvsConfig},
     masquerade::LocalDetector,
 };
-
-mod fake_kernel;
 
 fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
@@ -100,6 +100,7 @@ fn state() -> State {
 fn check(name: &str, text: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots").join(name);
     if std::env::var_os("HEADGATE_WRITE_SNAPSHOTS").is_some() {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(&path, text).unwrap();
     }
     let expected = std::fs::read_to_string(&path).unwrap_or_default();

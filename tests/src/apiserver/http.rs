@@ -67,7 +67,7 @@ async fn until_cleared(shared: &Shared) {
     while shared.lock().clearings == clearings && changes.changed().await.is_ok() {}
 }
 
-/// The error that makes hyper close a connection. With [`Cut::Reset`], close(2) sends RST instead of
+/// The error that makes hyper close a connection. With [`Cut::Reset`], close(2) sends RST and not
 /// FIN, because the linger time is 0.
 pub(super) fn cut(socket: &Socket, how: Cut) -> io::Error {
     if how == Cut::Reset

@@ -4,8 +4,8 @@
 //! [`ApiServer`] runs on its own thread and a loopback port. Synchronous and asynchronous tests can
 //! use its handle. Objects are JSON, and every write gets a new version from one global counter.
 //! The server follows <https://kubernetes.io/docs/reference/using-api/api-concepts/> and, for
-//! details, the code of `k8s.io/apiserver`. Over HTTP it accepts only what Headgate sends: lists and
-//! watches with the options of its watch loop, reads of single objects, reviews of tokens, and
+//! details, the code of `k8s.io/apiserver`. Over HTTP it accepts only what Headgate sends: lists
+//! and watches with the options of its watch loop, reads of single pods, reviews of tokens, and
 //! patches of the conditions of pods. Tests write objects through the handle.
 //!
 //! [`ApiUnderTest`] is a common interface to this server and to a real `kube-apiserver`, so that

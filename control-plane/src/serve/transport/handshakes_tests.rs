@@ -116,7 +116,7 @@ async fn a_silent_handshake_is_closed_if_a_connection_can_use_its_place() {
     let waiting = rig.silent(1, 1).await.remove(0);
     assert_eq!(rig.counts(), (3, 1));
     while !mute.is_finished() {
-        messages.send(()).unwrap();
+        messages.send(()).await.unwrap();
         sleep(SMALL.silence / 20).await;
     }
     assert_eq!(mute.await.unwrap(), Err(Silent));

@@ -116,7 +116,7 @@ impl World {
                 );
                 api.fail_next(4, RequestFilter::verb(Verb::Watch), RequestFault::Cut(Cut::Reset));
                 api.cut_watches(Some(Kind::EndpointSlice), Cut::Close);
-                // The other watches and pages of lists expire, so that these kinds are listed again.
+                // The other watches and pages of lists expire, so their kinds are listed again.
                 api.compact();
                 api.expire_watches(None);
                 api.expire_continue_tokens();
