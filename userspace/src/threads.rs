@@ -153,9 +153,7 @@ fn run(mut worker: impl Worker) -> io::Result<()> {
         let beat_ms = worker.is_listening().then_some(HEARTBEAT_MS);
         let due_ms = worker.due_ms(now_ms);
         let inner = worker.event_loop();
-        if beat_ms.is_none() {
-            inner.inbox.last_turn_ms.store(IDLE, Relaxed);
-        }
+        inner.inbox.last_turn_ms.store(beat_ms.map_or(IDLE, |_| now_ms), Relaxed);
         let wait_ms = due_ms.into_iter().chain(beat_ms).chain(inner.wheel.next_ms(now_ms)).min();
         let timeout = wait_ms.and_then(epoll_timeout);
         let ready = match epoll::wait(&inner.epoll, &mut events[..], timeout.as_ref()) {
@@ -165,7 +163,6 @@ fn run(mut worker: impl Worker) -> io::Result<()> {
         };
         let now_ms = milliseconds(inner.began.elapsed());
         inner.now_ms = now_ms;
-        inner.inbox.last_turn_ms.store(now_ms, Relaxed);
         for event in ready {
             let token = event.data.u64();
             if token != WAKE {
