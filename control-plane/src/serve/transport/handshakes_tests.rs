@@ -75,9 +75,9 @@ async fn places_of_a_network_are_bounded_and_networks_take_turns() {
     let mut tasks = rig.silent(1, 6).await;
     assert_eq!((rig.running(1), rig.counts()), (2, (2, 4)));
     tasks.extend(rig.silent(2, 3).await);
-    let (starts, mut started) = mpsc::unbounded_channel();
+    let (starts, mut started) = mpsc::channel(1);
     let steps = async move {
-        starts.send(()).unwrap();
+        starts.try_send(()).unwrap();
         pending().await
     };
     tasks.push(begin(rig.enter(3).unwrap(), steps).await);
@@ -104,7 +104,7 @@ async fn a_network_can_use_a_part_of_the_space_that_is_left() {
 #[tokio::test]
 async fn a_silent_handshake_is_closed_if_a_connection_can_use_its_place() {
     let rig = Rig::new();
-    let (messages, mut received) = mpsc::unbounded_channel::<()>();
+    let (messages, mut received) = mpsc::channel::<()>(1);
     let steps = async move {
         while received.recv().await.is_some() {}
         Err(())
@@ -116,7 +116,7 @@ async fn a_silent_handshake_is_closed_if_a_connection_can_use_its_place() {
     let waiting = rig.silent(1, 1).await.remove(0);
     assert_eq!(rig.counts(), (3, 1));
     while !mute.is_finished() {
-        messages.send(()).unwrap();
+        messages.send(()).await.unwrap();
         sleep(SMALL.silence / 20).await;
     }
     assert_eq!(mute.await.unwrap(), Err(Silent));
