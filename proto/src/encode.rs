@@ -41,8 +41,8 @@ pub struct ChangesBuilder {
 }
 
 impl ChangesBuilder {
-    /// Adds one change with the given references. For an endpoint's change, `trigger_unix_ms` is its
-    /// oldest trigger time in milliseconds since the Unix epoch, or 0 if unknown.
+    /// Adds one change with the given references. For an endpoint's change, `trigger_unix_ms` is
+    /// its oldest trigger time in milliseconds since the Unix epoch, or 0 if unknown.
     pub fn push(&mut self, change: &Change, trigger_unix_ms: u64, references: References) {
         match change {
             Change::Service(service) => self.service(service),

@@ -7,8 +7,8 @@ use headgate_core::{
     reference::{self, Referable, Reference},
 };
 
-/// [`Known::has_learned_much`] is true if the tables have more than `LEARNED_MUCH` values plus twice
-/// the number of values in the state.
+/// [`Known::has_learned_much`] is true if the tables have more than `LEARNED_MUCH` values plus
+/// twice the number of values in the state.
 const LEARNED_MUCH: usize = 4096;
 
 /// A reference to a value that this side does not hold.

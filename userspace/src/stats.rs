@@ -96,11 +96,11 @@ counters! {
         dropped_by_limit,
         /// Datagrams that were dropped because the Service had no endpoint.
         dropped_without_endpoint,
-        /// Datagrams that were dropped because the address of the endpoint is the address of a Service.
+        /// Datagrams that were dropped because the address of the endpoint is that of a Service.
         dropped_by_loop,
-        /// Datagrams that were dropped because the kernel had no descriptor or memory for a session.
+        /// Datagrams that were dropped because a session lacked a descriptor or kernel memory.
         dropped_by_exhaustion,
-        /// Datagrams that were dropped because nobody listened at the endpoint, or no route led there.
+        /// Datagrams that were dropped because nobody listened at the endpoint, or without a route.
         dropped_unreachable,
         /// Datagrams that were dropped because the buffer of the socket was full.
         dropped_by_full_buffer,

@@ -601,8 +601,8 @@ fn the_control_plane_accepts_only_clients_with_its_certificates() {
     accepts_only_its_clients(&folder);
 }
 
-/// The chart makes an authority and the certificate of the control plane if `certificates.create` is
-/// set. `headgatectl certs` continues with the files of this authority.
+/// The chart makes an authority and the certificate of the control plane if `certificates.create`
+/// is set. `headgatectl certs` continues with the files of this authority.
 #[test]
 fn certificates_of_the_chart_serve_the_programs() {
     let settings = json!({ "data": { "controlPlane": "https://127.0.0.1:7443", "apiServerHost": "192.0.2.10",

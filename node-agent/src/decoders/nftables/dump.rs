@@ -230,9 +230,9 @@ mod tests {
             replaced
         }
 
-        /// Makes lookups miss these elements: in the rules of a set for which `misses` returns true,
-        /// given the set, the chain, and the number of the rule among those of the chain that look
-        /// for an element of the set.
+        /// Makes lookups miss these elements: in the rules of a set for which `misses` returns
+        /// true, given the set, the chain, and the number of the rule among those of the chain that
+        /// look for an element of the set.
         pub(crate) fn miss(
             &mut self,
             elements: &BTreeSet<(String, Vec<u8>)>,

@@ -186,7 +186,7 @@ async fn headgatectl_asks_an_agent_over_tls() {
     let ask = |who: &str, arguments: &[&str]| {
         let mut command = Command::new(program("headgatectl").unwrap());
         let file = |option: &str, name: &str| format!("{option}={}", path(who).join(name).display());
-        command.arg(format!("--server={}", server.url())).env("NO_COLOR", "1");
+        command.arg(format!("--server=https://{}", server.running.inspect_addr)).env("NO_COLOR", "1");
         command.args([file("--tls-cert", "tls.crt"), file("--tls-key", "tls.key"), file("--tls-ca", "ca.crt")]);
         command.args(arguments);
         async move {

@@ -1,5 +1,5 @@
-//! One table with every kind of object and expression that the client knows, in two forms: objects of Headgate's client,
-//! and input of `nft`.
+//! One table with every kind of object and expression that the client knows, in two forms: objects
+//! of Headgate's client, and input of `nft`.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
