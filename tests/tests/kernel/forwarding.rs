@@ -1,7 +1,7 @@
 //! What the real kernel forwards is decoded to the table that the state asks for: random Services,
 //! both families, every backend. Elements of nftables that another program changes are found and
 //! name the Service, and a full sync repairs them. For rules and virtual servers,
-//! `core/tests/forwarding.rs` and `core/tests/forwarding_ipvs.rs` show this.
+//! `crates/core/tests/forwarding.rs` and `crates/core/tests/forwarding_ipvs.rs` show this.
 
 mod ipvs;
 

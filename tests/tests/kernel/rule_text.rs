@@ -3,7 +3,7 @@
 //! families, after full syncs, changes and a change of the layout. They also check that a cleanup
 //! leaves no rules.
 
-#[path = "../../../core/tests/fake_kernel/iptables.rs"]
+#[path = "../../../crates/core/tests/fake_kernel/iptables.rs"]
 mod fake_kernel;
 
 use std::{net::IpAddr, path::Path, sync::Arc};

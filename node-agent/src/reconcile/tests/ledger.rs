@@ -1,6 +1,6 @@
 //! The loop with a real ledger, and a kernel of iptables in memory.
 
-#[path = "../../../../core/tests/fake_kernel/iptables.rs"]
+#[path = "../../../../crates/core/tests/fake_kernel/iptables.rs"]
 mod fake_kernel;
 
 use headgate_core::{

@@ -2,7 +2,7 @@
 //! show what the rules do; a snapshot shows what a change of the code changes in them. Its names,
 //! hashes and texts are those of kube-proxy, except in the compact layout.
 //!
-//! `HEADGATE_WRITE_SNAPSHOTS=1` writes the files of `core/tests/snapshots`.
+//! `HEADGATE_WRITE_SNAPSHOTS=1` writes the files of `crates/core/tests/snapshots`.
 #![allow(clippy::unwrap_used)]
 
 mod fake_kernel;
